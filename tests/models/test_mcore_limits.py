@@ -17,6 +17,7 @@ from verl.workers.config.model import ConfigFields, apply_overrides, read_config
 
 KINDS = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "LlamaForCausalLM": "llama",
     "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
@@ -31,6 +32,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "attention_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu",
         "max_position_embeddings": 163840, "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32,
         "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    },
+    "Glm4MoeForCausalLM": {
+        "attention_bias": True, "head_dim": 128, "hidden_act": "silu", "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "use_qk_norm": True, "routed_scaling_factor": 2.5,
+        "rope_theta": 1000000, "rope_scaling": None, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1,
     },
     "LlamaForCausalLM": {
         "max_position_embeddings": 131072, "rope_theta": 500000.0, "mlp_bias": False, "attention_bias": False,

@@ -121,6 +121,22 @@ def test_tensors_of_another_dtype_keep_it(converter: ModuleType, root: Path, tmp
         assert returned[name].dtype == tensor.dtype and torch.equal(returned[name], tensor), name
 
 
+def test_layers_that_predict_further_tokens_are_left_out(converter: ModuleType, root: Path, tmp_path: Path) -> None:
+    """As transformers leaves them out; the file has one after the last layer."""
+    model = in_dtype(root / "glm4_moe", tmp_path / "model", torch.bfloat16)
+    weights = load_file(model / "model.safetensors")
+    last = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.3.")}
+    extra = {name.replace(".3.", ".4.", 1): tensor.clone() for name, tensor in last.items()}
+    extra["model.layers.4.eh_proj.weight"] = torch.rand(64, 128, dtype=torch.bfloat16)
+    save_file(weights | extra, model / "model.safetensors", metadata={"format": "pt"})
+    assert convert(converter, model, tmp_path / "mcore", "--test") == 0
+    back = ["merge", "--backend", "megatron", "--local_dir", str(tmp_path / "mcore")]
+    assert merge([*back, "--target_dir", str(tmp_path / "back")]) == 0
+    returned = load_file(tmp_path / "back" / "model.safetensors")
+    assert returned.keys() == weights.keys()
+    assert all(torch.equal(returned[name], tensor) for name, tensor in weights.items())
+
+
 @pytest.mark.parametrize("kind", ["language_model", "value_model"])
 @pytest.mark.parametrize("inner", ["", "dist_ckpt"])
 def test_engines_start_from_what_was_converted(

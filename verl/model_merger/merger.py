@@ -1,6 +1,7 @@
 """Merge a sharded checkpoint into a Hugging Face folder, or compare it with one."""
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,8 +14,11 @@ from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.utils.checkpoint.files import CheckpointError, move_files, temporary_folder
 from verl.utils.checkpoint.hf_export import export_weights
 from verl.utils.loading import not_finite
+from verl.utils.model import prediction_layer_names
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
 from verl.workers.engine.weights import ModelWeightsError, SafetensorsReader
+
+logger = logging.getLogger(__name__)
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
@@ -87,7 +91,8 @@ def _write_adapter(folder: Path, merger: BaseMerger) -> None:
 def compare(options: MergeOptions, reference_dir: str) -> list[str]:
     """Return the differences between the merged weights and a folder's, one line per tensor.
 
-    Values are compared in the folder's dtype. Raises: CheckpointError.
+    Values are compared in the folder's dtype. Multi-token prediction layers of the folder do not count, because no
+    engine loads them. Raises: CheckpointError.
     """
     if not SafetensorsReader.serves(reference_dir):
         raise CheckpointError(f"--test_hf_dir={reference_dir} holds no model.safetensors")
@@ -97,6 +102,9 @@ def compare(options: MergeOptions, reference_dir: str) -> list[str]:
     reader = SafetensorsReader(reference_dir)
     differences = []
     left = reader.names()
+    if unused := prediction_layer_names(left, merger.config.get_text_config()):
+        left -= unused
+        logger.info("%d tensors of multi-token prediction layers in %s are not compared", len(unused), reference_dir)
     for name, tensor in tqdm(merger.weights(), "comparing", merger.num_tensors):
         if name not in left:
             differences.append(f"{name} is not in {reference_dir}")

@@ -61,9 +61,15 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def rope_limits(hf: Any) -> Iterator[Limit]:
     """Yield the limits of rotary positions."""
-    rope = rope_of(hf)
-    if (part := rope.get("partial_rotary_factor")) not in (None, 1):  # transformers ignores it for unscaled positions
+    part = rope_of(hf).get("partial_rotary_factor")
+    if part not in (None, 1):  # transformers ignores it for unscaled positions
         yield Limit("partial_rotary_factor", part, NOT_SUPPORTED)
+    yield from scaling_limits(hf)
+
+
+def scaling_limits(hf: Any) -> Iterator[Limit]:
+    """Yield the limits of rotary positions that may cover a part of each head."""
+    rope = rope_of(hf)
     kind = rope.get("rope_type", "default")
     other = {name: rope.get(name) for name, value in LLAMA3.items() if rope.get(name) != value}
     if kind == "llama3" and other:
@@ -117,6 +123,7 @@ LIMITS: dict[str, tuple[Rule, ...]] = {
     **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _DENSE),
     **dict.fromkeys(("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),
     "DeepseekV3ForCausalLM": (dense_limits, router_limits, latent_limits),
+    "Glm4MoeForCausalLM": (dense_limits, router_limits, scaling_limits),
 }
 """The rules of each architecture, in order."""
 

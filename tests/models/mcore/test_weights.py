@@ -102,6 +102,25 @@ def test_deepseek_models_that_would_compute_something_else_are_refused(changes: 
         families.find_family(config).config(config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 6}, "num_experts_per_tok=6 with topk_group=2"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "type dynamic"),
+    ],
+)
+def test_glm_models_that_would_compute_something_else_are_refused(changes: dict[str, Any], message: str) -> None:
+    from transformers import Glm4MoeConfig
+
+    config = Glm4MoeConfig(architectures=["Glm4MoeForCausalLM"], **changes)
+    family = families.find_family(config)
+    with pytest.raises(families.UnsupportedModelError, match=message):
+        family.config(config)
+        family.rope(config)
+
+
 def test_layers_have_experts_or_an_mlp() -> None:
     from transformers import DeepseekV3Config, Qwen3MoeConfig
 

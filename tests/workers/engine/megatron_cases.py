@@ -97,10 +97,18 @@ CASES: dict[str, dict[str, Any]] = {
         "only": ("tp 2, sequence parallel", "tp 2, plain optimizer, offloaded", "pp 2, uneven"),
     },
     "mixtral": LONG | {"cut": cases.MICRO[3], "folder": "mixtral"},
+    "glm4 moe": {
+        "cut": cases.MICRO[3],
+        "folder": "glm4_moe",
+        "only": ("tp 2 ep 2", "tp 2, whole experts", "pp 2", "cp 2"),
+    },
+    "glm4 moe, air": LONG | {"cut": cases.dynamic(20), "folder": "glm4_moe_air"},
 }
 
 
-WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek", "moonlight", "qwen3_moe_mixed")
+WITH_EXPERTS = (
+    "qwen3_moe", "qwen2_moe", "mixtral", "deepseek", "moonlight", "qwen3_moe_mixed", "glm4_moe", "glm4_moe_air",
+)  # fmt: skip
 
 
 SHORT = ("pp 2, uneven",)
@@ -132,6 +140,8 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7,
 }  # fmt: skip
+GROUPED = {"n_group": 4, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
+QUARTER = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -141,8 +151,6 @@ MOE = {"num_experts": 4, "moe_intermediate_size": 48}
 
 
 def write_models(root: Path) -> None:
-    import transformers
-
     cases.write_model(root / "plain", **LAYERS)
     cases.write_model(root / "tied", tie_word_embeddings=True, **LAYERS)
     for name, kind, changes in (
@@ -152,25 +160,13 @@ def write_models(root: Path) -> None:
         ("mixtral", "Mixtral", EXPERTS | {"num_local_experts": 4}),
         ("deepseek", "DeepseekV3", LATENT | {"q_lora_rank": 32, "rope_parameters": YARN}),
         ("moonlight", "DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1}),
+        ("glm4_moe", "Glm4Moe", cases.SIGMOID | GROUPED | {"use_qk_norm": True, "rope_parameters": QUARTER}),
+        ("glm4_moe_air", "Glm4Moe", cases.SIGMOID),
         ("qwen3_moe_mixed", "Qwen3Moe", EXPERTS | MOE | BIASES | {"norm_topk_prob": False, "mlp_only_layers": [0]}),
         ("llama", "Llama", BIASES | {"mlp_bias": True, "rope_parameters": LLAMA3}),
         ("qwen3_bias", "Qwen3", BIASES | {"head_dim": 24}),
     ):
-        values = cases.tiny_config(**LAYERS).to_dict()
-        config = getattr(transformers, f"{kind}Config")(**({key: values[key] for key in SHARED} | changes))
-        torch.manual_seed(8)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config)
-        for parameter in model.parameters():
-            parameter.data.normal_(0.0, 0.08)
-        for buffer in (b for key, b in model.named_buffers() if key.endswith("correction_bias")):
-            buffer.uniform_(-0.2, 0.2)
-        model.save_pretrained(root / name)
-
-
-SHARED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
-    "vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
-)  # fmt: skip
+        cases.write_family(root / name, kind, changes, **LAYERS)
 
 
 def runs_of(layout: str) -> list[str]:
@@ -181,25 +177,6 @@ def runs_of(layout: str) -> list[str]:
 def model_of(world: int, layout: str) -> str:
     """Return the model of these runs."""
     return "qwen3_moe" if "expert_model_parallel_size" in LAYOUTS[world][layout] else "plain"
-
-
-def under_checkpoint_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and cut what transformers holds in memory as ``save_pretrained`` does."""
-    from verl.workers.engine.fsdp.build import checkpoint_names
-
-    return dict(checkpoint_names(model, iter(tensors.items())))
-
-
-def saved_buffers(model: Any) -> dict[str, Tensor]:
-    """Return what a checkpoint holds besides parameters, which no step changes."""
-    stored = model.state_dict()
-    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
-
-
-def load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def build(
@@ -361,7 +338,7 @@ def continued(folder: Path, world: int, name: str) -> dict[str, Any]:
 
 def reference_three_steps(folder: Path, name: str = "plain") -> dict[str, Any]:
     """The same by torch: matrices are decayed, norms and biases are not."""
-    model = load(folder / name)
+    model = cases.load(folder / name)
     parameters = dict(model.named_parameters())
     matrices = [p for p in parameters.values() if p.dim() > 1]
     vectors = [p for p in parameters.values() if p.dim() == 1]
@@ -376,7 +353,7 @@ def reference_three_steps(folder: Path, name: str = "plain") -> dict[str, Any]:
         optimizer.step()
         metrics.append({name: value.item() for name, value in values.items()} | {"grad_norm": norm.item()})
     weights = {name: p.detach().clone() for name, p in parameters.items()}
-    return {"metrics": metrics, "weights": under_checkpoint_names(model, weights)}
+    return {"metrics": metrics, "weights": cases.under_checkpoint_names(model, weights)}
 
 
 def launch_of(world: int, layout: str) -> str:

@@ -61,7 +61,7 @@ def test_a_bridged_model_computes_and_trains_what_the_tables_do(fake: Any, folde
     assert metrics == other_metrics and list(weights) == list(other_weights)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    before = megatron_cases.load(folder).state_dict()["model.embed_tokens.weight"]
+    before = cases.load(folder).state_dict()["model.embed_tokens.weight"]
     assert not torch.equal(weights["model.embed_tokens.weight"], before)
     saved = load_file(tmp_path / "saved_0" / "huggingface" / "model.safetensors")
     assert all(torch.equal(saved[name], weights[name].to(saved[name].dtype)) for name in weights)

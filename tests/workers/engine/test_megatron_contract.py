@@ -83,10 +83,10 @@ MODELS = sorted({case.get("folder", "plain") for case in megatron_cases.CASES.va
 def references(folder: Path) -> dict[str, Any]:
     found = {}
     for name in MODELS:
-        model = megatron_cases.load(folder / name)
+        model = cases.load(folder / name)
         found[name] = cases.reference_step(model)
-        weights = found[name]["weights"] | megatron_cases.saved_buffers(model)
-        found[name]["weights"] = megatron_cases.under_checkpoint_names(model, weights)
+        weights = found[name]["weights"] | cases.saved_buffers(model)
+        found[name]["weights"] = cases.under_checkpoint_names(model, weights)
     return found
 
 
@@ -94,9 +94,9 @@ def references(folder: Path) -> dict[str, Any]:
 def real_references(folder: Path) -> dict[str, Any]:
     found = {}
     for name in MODELS:
-        model = megatron_cases.load(folder / name)
+        model = cases.load(folder / name)
         found[name] = real_losses.reference(model, "language_model")
-        found[name]["gradients"] = megatron_cases.under_checkpoint_names(model, found[name]["gradients"])
+        found[name]["gradients"] = cases.under_checkpoint_names(model, found[name]["gradients"])
     return found
 
 

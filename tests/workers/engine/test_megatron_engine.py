@@ -53,9 +53,7 @@ def test_forward_only_metrics_and_no_optimizer(folder: Path) -> None:
     engine = megatron_cases.build(folder, {"forward_only": True})
     with engine.eval_mode():
         metrics = engine.forward_backward_batch(cases.batch(**CUT), cases.loss_fn, forward_only=True)
-    assert metrics["loss"] == pytest.approx(
-        cases.reference_step(megatron_cases.load(folder))["metrics"]["loss"], rel=1e-5
-    )
+    assert metrics["loss"] == pytest.approx(cases.reference_step(cases.load(folder))["metrics"]["loss"], rel=1e-5)
     with pytest.raises(RuntimeError, match="forward_only"):
         engine.optimizer_step()
     with pytest.raises(RuntimeError, match="lora_rank"):
@@ -69,7 +67,7 @@ def test_an_actor_around_modules_fuses_their_head(folder: Path) -> None:
     engine: Any = megatron_cases.build(folder, {})
     config = McoreActorConfig(ppo_micro_batch_size_per_gpu=1, use_fused_kernels=True)
     actor = MegatronPPOActor(config, None, engine.hf_config, None, engine.module)
-    expected = cases.reference_loss(megatron_cases.load(folder))[1]
+    expected = cases.reference_loss(cases.load(folder))[1]
     found = actor.compute_log_prob(cases.batch(micro_batch_size=3), calculate_entropy=True)
     assert actor.engine.forward.fuses_head and not engine.forward.fuses_head
     assert actor.engine.finish_checkpoint(wait=False)  # it has no model files to write, and none are asked for
@@ -89,7 +87,7 @@ def test_positions_are_scaled_linearly_as_in_transformers(folder: Path, tmp_path
         engine = megatron_cases.build(each, {"forward_only": True})
         with engine.eval_mode():
             found.append(engine.infer_batch(cases.batch(**CUT))["log_probs"])
-        expected = cases.reference_loss(megatron_cases.load(each))[1]["log_probs"].detach()
+        expected = cases.reference_loss(cases.load(each))[1]["log_probs"].detach()
         torch.testing.assert_close(found[-1], expected, atol=2e-6, rtol=0)
     assert (found[0] - found[1]).abs().max() > 1e-4
 
@@ -206,7 +204,7 @@ def test_weights_come_from_the_seed_where_none_are_loaded(folder: Path) -> None:
 def test_half_precision_keeps_an_fp32_copy(folder: Path) -> None:
     """Steps that bf16 cannot hold add up in the optimizer."""
     engine = megatron_cases.build(folder, {"dtype": "bf16"}, optimizer={"lr": 1e-4})
-    expected = cases.reference_step(megatron_cases.load(folder))
+    expected = cases.reference_step(cases.load(folder))
     for _ in range(3):
         metrics = step(engine)
     assert metrics["loss"] == pytest.approx(expected["metrics"]["loss"], rel=0.05)

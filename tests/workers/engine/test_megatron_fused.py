@@ -147,13 +147,13 @@ def of_ranks(request: pytest.FixtureRequest, world: int, name: str, head: str) -
 def test_equals_plain_transformers(request: pytest.FixtureRequest, folder: Path, world: int, name: str) -> None:
     """Log-probabilities, entropies, the loss of the role, its gradient, and a step of AdamW."""
     parts, path = of_ranks(request, world, name, "fused"), folder / model_of(CASES[world][name][1])
-    model = megatron_cases.load(path)
+    model = cases.load(path)
     real = real_losses.reference(model, "language_model")
-    real["gradients"] = megatron_cases.under_checkpoint_names(model, real["gradients"])
+    real["gradients"] = cases.under_checkpoint_names(model, real["gradients"])
     assert_real_loss(parts, real)
-    model = megatron_cases.load(path)
+    model = cases.load(path)
     expected = cases.reference_step(model)
-    expected["weights"] = megatron_cases.under_checkpoint_names(model, expected["weights"])
+    expected["weights"] = cases.under_checkpoint_names(model, expected["weights"])
     assert_output(parts, expected["output"])
     assert_step(parts, expected)
 
@@ -188,7 +188,7 @@ def test_equals_the_plain_head(request: pytest.FixtureRequest, world: int, name:
 
 def test_rows_that_pad_the_vocabulary_are_no_tokens(two: list[dict[str, Any]], folder: Path) -> None:
     """They have large weights here, no probability and no gradient."""
-    expected = cases.reference_loss(megatron_cases.load(folder / "plain"))[1]
+    expected = cases.reference_loss(cases.load(folder / "plain"))[1]
     for rank in two:
         found = rank["cut"]["fused, fp32"]
         assert_equal(found["output"], expected, 1e-5, 1e-5)

@@ -33,7 +33,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, experts: bool) -> Any:
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen3Moe": ROUTED | {"num_experts": 4, "norm_topk_prob": True},
+    "Glm4Moe": ROUTED
+    | {"n_routed_experts": 4, "first_k_dense_replace": 1, "attention_bias": True, "routed_scaling_factor": 2.5},
+}
+
+
+def write_model(folder: Path, kind: str) -> Any:
     import transformers
 
     shape: dict[str, Any] = {
@@ -44,18 +53,19 @@ def write_model(folder: Path, experts: bool) -> Any:
         "num_key_value_heads": 2,
         "intermediate_size": 192,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": not experts,
+        "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": tiny.EOS,
         "pad_token_id": tiny.PAD,
     }
-    routing = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    kind = "Qwen3Moe" if experts else "Qwen2"
-    config = getattr(transformers, f"{kind}Config")(**shape, **({"head_dim": 32} | routing if experts else {}))
+    config = getattr(transformers, f"{kind}Config")(**(shape | FAMILIES[kind]))
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     model.requires_grad_(False)
     tiny.disturb(model, 0.1, seed=1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):  # of a router
+            buffer.uniform_(-0.2, 0.2)
     model.save_pretrained(folder)
     return model
 
@@ -138,14 +148,14 @@ def train(engine: Any, output: DataProto) -> None:
         engine.train_batch(data, cases.loss_fn)
 
 
-def _run(rank: int, folder: Path, tensor_parallel: int, experts: bool) -> None:
+def _run(rank: int, folder: Path, tensor_parallel: int, kind: str) -> None:
     importlib.import_module("verl.workers.engine.megatron")  # which prepares Megatron-Core for the CPU
     from megatron.core import parallel_state
 
-    model = write_model(folder / f"model{rank}", experts)
+    model = write_model(folder / f"model{rank}", kind)
     rollout = _start(rank, folder, tensor_parallel, model)
     measured = {}
-    for name in layouts_of(tensor_parallel, experts):
+    for name in layouts_of(tensor_parallel, kind):
         engine = build_engine(folder / f"model{rank}", LAYOUTS[name])
         measured[name] = check_layout(engine, rollout, model)
         if name == "ep 2":
@@ -157,7 +167,8 @@ def _run(rank: int, folder: Path, tensor_parallel: int, experts: bool) -> None:
     rollout.shutdown()
 
 
-def layouts_of(tensor_parallel: int, experts: bool) -> list[str]:
+def layouts_of(tensor_parallel: int, kind: str) -> list[str]:
+    experts = kind != "Qwen2"
     left_out = ["pp 2 x 2 virtual"] if experts and tensor_parallel == 2 else [] if experts else ["ep 2"]
     return [name for name in LAYOUTS if name not in left_out]
 
@@ -221,22 +232,23 @@ def check_resharding(engine: Any, rollout: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "experts"),
+    ("tensor_parallel", "kind"),
     [
-        pytest.param(1, True, marks=pytest.mark.full),
-        (2, True),
-        pytest.param(1, False, marks=pytest.mark.full),
-        pytest.param(2, False, marks=pytest.mark.full),
+        pytest.param(1, "Qwen3Moe", marks=pytest.mark.full),
+        (2, "Qwen3Moe"),
+        pytest.param(1, "Qwen2", marks=pytest.mark.full),
+        pytest.param(2, "Qwen2", marks=pytest.mark.full),
+        pytest.param(2, "Glm4Moe", marks=pytest.mark.full),
     ],
 )
-def test_every_layout_into_vllm(tmp_path: Path, tensor_parallel: int, experts: bool) -> None:
-    spawn_ranks(_run, (tmp_path, tensor_parallel, experts), timeout_s=220)
+def test_every_layout_into_vllm(tmp_path: Path, tensor_parallel: int, kind: str) -> None:
+    spawn_ranks(_run, (tmp_path, tensor_parallel, kind), timeout_s=220)
     stored = load_file(tmp_path / "model0" / "model.safetensors")
     fused = sum(tensor.nbytes for name, tensor in stored.items() if ".0.self_attn." in name and "o_proj" not in name)
     largest = max(fused, *(2 * tensor.nbytes for name, tensor in stored.items() if "gate_proj" in name))
     for rank in (0, 1):
         measured = torch.load(tmp_path / f"measured{rank}.pt")
-        assert list(measured) == layouts_of(tensor_parallel, experts)
+        assert list(measured) == layouts_of(tensor_parallel, kind)
         for found in measured.values():
             assert found["checksum_ok"] == 1 and found["tensors"] == len(stored)
             assert found["bytes"] == sum(tensor.nbytes for tensor in stored.values())

@@ -127,7 +127,20 @@ def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     Raises: UnsupportedModelError if Megatron-Core computes this scaling differently.
     """
     refuse(mcore_limits.rope_limits(hf))
+    return _scaled_rope(mcore_limits.rope_of(hf))
+
+
+def partial_rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
+    """Return the same for a model that rotates only the first ``partial_rotary_factor`` of each head.
+
+    Raises: as ``rope_arguments``.
+    """
+    refuse(mcore_limits.scaling_limits(hf))
     rope = mcore_limits.rope_of(hf)
+    return _scaled_rope(rope) | {"rotary_percent": rope.get("partial_rotary_factor", 1.0)}
+
+
+def _scaled_rope(rope: dict[str, Any]) -> dict[str, Any]:
     arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rope.get("rope_theta", 10000.0)}
     kind = rope.get("rope_type", "default")
     if kind == "linear":
@@ -337,7 +350,35 @@ register_family(
 )
 
 
-# DeepSeek-V3 and Moonlight: latent attention, a sigmoid router with a bias and groups, dense first layers
+# DeepSeek-V3, Moonlight and GLM-4-MoE: a sigmoid router with a bias and groups, shared experts, dense first layers
+
+
+def _sigmoid_router_config(hf: "PretrainedConfig") -> dict[str, Any]:
+    """Return the arguments of ``TransformerConfig`` for the experts.
+
+    Raises: UnsupportedModelError if Megatron-Core's router would choose or weight experts differently.
+    """
+    refuse(mcore_limits.router_limits(hf))
+    groups, chosen = mcore_limits.expert_groups(hf) or (None, None)
+    return expert_config(hf, hf.moe_intermediate_size) | {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # only pretraining updates the bias
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
+    }
+
+
+def _sigmoid_router_rules(hf: "PretrainedConfig") -> dict[str, Rule]:
+    """Return the rules of router and experts, and of the MLP if there are dense layers."""
+    at = "model.layers.{layer}.mlp."
+    width = hf.moe_intermediate_size
+    rules = expert_rules(at, ("gate_proj", "up_proj", "down_proj"), width)
+    rules["mlp.router.expert_bias"] = Whole(f"{at}gate.e_score_correction_bias")
+    rules |= shared_expert_rules(f"{at}shared_experts.", hf.n_shared_experts * width)
+    return rules | (dense_mlp_rules(hf) if hf.first_k_dense_replace else {})
 
 
 def _latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
@@ -376,19 +417,7 @@ def _latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
 
 
 def _deepseek_config(hf: "PretrainedConfig") -> dict[str, Any]:
-    values = dense_config(hf) | expert_config(hf, hf.moe_intermediate_size)
-    refuse(mcore_limits.router_limits(hf))
-    groups, chosen = mcore_limits.expert_groups(hf) or (None, None)
-    values |= {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # only pretraining updates the bias
-        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
-        "moe_router_num_groups": groups,
-        "moe_router_group_topk": chosen,
-        "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
-    }
-    return values | _latent_attention_config(hf)
+    return dense_config(hf) | _sigmoid_router_config(hf) | _latent_attention_config(hf)
 
 
 def _deepseek_layer(hf: "PretrainedConfig") -> dict[str, Rule]:
@@ -412,19 +441,24 @@ def _deepseek_layer(hf: "PretrainedConfig") -> dict[str, Rule]:
             "self_attention.q_layernorm.weight": Whole(f"{at}self_attn.q_a_layernorm.weight"),
             "self_attention.linear_q_up_proj.weight": Columns(f"{at}self_attn.q_b_proj.weight", heads * query),
         }
-    mlp = f"{at}mlp."
-    width = hf.moe_intermediate_size
-    rules |= expert_rules(mlp, ("gate_proj", "up_proj", "down_proj"), width)
-    rules["mlp.router.expert_bias"] = Whole(f"{mlp}gate.e_score_correction_bias")
-    rules |= shared_expert_rules(f"{mlp}shared_experts.", hf.n_shared_experts * width)
-    return rules | (dense_mlp_rules(hf) if hf.first_k_dense_replace else {})
+    return rules | _sigmoid_router_rules(hf)
 
 
 def _deepseek_rope(hf: "PretrainedConfig") -> dict[str, Any]:
     return {"position_embedding_type": "rope"}  # latent attention computes its own positions
 
 
+def _glm4_moe_config(hf: "PretrainedConfig") -> dict[str, Any]:
+    attention = {"add_qkv_bias": _attention_bias(hf), "qk_layernorm": hf.use_qk_norm}
+    return dense_config(hf, **attention) | _sigmoid_router_config(hf)
+
+
+def _glm4_moe_layer(hf: "PretrainedConfig") -> dict[str, Rule]:
+    return attention_rules(hf, bias=_attention_bias(hf), qk_norm=hf.use_qk_norm) | _sigmoid_router_rules(hf)
+
+
 register_family("DeepseekV3ForCausalLM", Family(_deepseek_config, _deepseek_layer, _deepseek_rope))
+register_family("Glm4MoeForCausalLM", Family(_glm4_moe_config, _glm4_moe_layer, partial_rope_arguments))
 
 
 # Single tensors, for callers that gather the parts themselves
