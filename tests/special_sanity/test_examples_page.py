@@ -1,6 +1,10 @@
-"""The page of all launch scripts lists what there is."""
+"""The page of all launch scripts lists what there is, and says "ran" only of what did."""
 
-from tests.special_sanity.examples_page import PAGE, describe, page
+import re
+
+import pytest
+
+from tests.special_sanity.examples_page import PAGE, RAN, describe, page
 from tests.special_sanity.test_examples import ROOT, SCRIPTS
 
 
@@ -15,6 +19,23 @@ def test_every_script_says_what_it_runs():
         assert "$" not in devices and (devices or state == "not run"), (script, devices)
 
 
+@pytest.mark.parametrize("script", RAN)
+def test_a_run_is_one_of_a_script_for_cpu_and_its_page_shows_the_result(script):
+    assert (ROOT / script).is_file() and "_cpu" in script, script
+    numbers = set(re.findall(r"\d+(?:\.\d+)?", RAN[script].result))
+    lines = (ROOT / RAN[script].page).read_text().splitlines()
+    assert numbers and any(numbers <= set(re.findall(r"\d+(?:\.\d+)?", line)) for line in lines), numbers
+
+
+def test_a_script_for_cpu_without_a_run_is_composed():
+    for script in SCRIPTS:
+        name = script.relative_to(ROOT).as_posix()
+        state = describe(script)[3]
+        assert state.startswith("ran: ") == (name in RAN), name
+        if "_cpu" in name and name not in RAN:
+            assert state == "composed", name
+
+
 def test_rows_by_hand():
     folder = ROOT / "examples"
     assert describe(folder / "grpo_trainer/run_qwen3-32b_npu.sh")[1:] == (
@@ -24,7 +45,12 @@ def test_rows_by_hand():
     )
     assert describe(folder / "grpo_trainer/run_gptoss_20b.sh")[3] == "waits for SGLang"
     assert describe(folder / "grpo_trainer/run_deepseek671b_math_megatron_96gb.sh")[2] == "12 x 8 GPUs"
-    assert describe(folder / "split_placement/run_tiny_cpu.sh")[2:] == ("2 CPU workers", "ran")
+    assert describe(folder / "split_placement/run_tiny_cpu.sh")[2:] == (
+        "2 CPU workers",
+        "ran: accuracy 0.36, after 40 steps 0.96 (`examples/split_placement/README.md`)",
+    )
+    assert describe(folder / "sft/run_smollm2_135m_cpu.sh")[3] == "composed"
+    assert describe(folder / "grpo_trainer/run_tiny_cpu.sh")[3].endswith("0.99 ([algo/baseline.md](algo/baseline.md))")
     assert describe(ROOT / "recipe/dapo/run_dapo_qwen2.5_32b_npu.sh")[2] == "2 x 16 Ascend devices"
     assert describe(folder / "sft/gsm8k/run_qwen_05_peft.sh")[2] == "2 GPUs"
     assert describe(ROOT / "recipe/dapo/prepare_dapo_data.sh")[3] == "not run"
