@@ -55,6 +55,26 @@ LOCAL = {
 }
 
 
+def test_the_files_of_a_hub_repository_that_has_a_loading_script(tmp_path, monkeypatch):
+    """The library reads the files of all releases and does not look at the script; here a folder is the hub."""
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for name in ("test", "test2"):
+        (hub / f"{name}.jsonl").write_text(json.dumps(code_problem(question_content=f"In {name}.")))
+    load = datasets.load_dataset
+
+    def from_the_folder(path, **options):
+        files = {
+            split: place.replace(f"hf://datasets/{LCB}", str(hub)) for split, place in options["data_files"].items()
+        }
+        return load(path, data_files=files)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_the_folder)
+    assert prepare(monkeypatch, tmp_path, "--tasks", "livecodebench") == 0
+    asked = [row["prompt"][0]["content"].split("\n")[0] for row in rows_in(tmp_path)]
+    assert sorted(asked) == ["In test.", "In test2."]
+
+
 def test_prompts_of_a_local_copy(tmp_path, monkeypatch):
     for name, row in LOCAL.items():
         file = tmp_path / "raw" / f"{name}.jsonl"

@@ -82,6 +82,5 @@ def _made_up(rng: random.Random) -> Row:
 
 
 SOURCE = "livecodebench/code_generation_lite"
-LIVECODEBENCH = Task(
-    "code", (Part(SOURCE, RawSet(SOURCE, COLUMNS, _made_up, splits=("test",))),), problem, compute_score
-)
+RAW = RawSet(SOURCE, COLUMNS, _made_up, splits=("test",), hub_files="test*.jsonl")  # one file for each release
+LIVECODEBENCH = Task("code", (Part(SOURCE, RAW),), problem, compute_score)

@@ -59,7 +59,8 @@ class RawSet:
 
     ``make_up`` returns a raw row. ``columns`` are those that a script reads. ``image_column`` holds lists of images,
     which stay encoded. With ``has_split_files`` each split is the file ``<split>.parquet``, read alone because its
-    columns differ from those of the others.
+    columns differ from those of the others. ``hub_files`` names the files of JSON lines of a hub repository that also
+    has a loading script, which the library no longer runs.
     """
 
     hub_name: str
@@ -69,6 +70,7 @@ class RawSet:
     subset: str | None = None
     image_column: str | None = None
     has_split_files: bool = False
+    hub_files: str | None = None
 
     def read(self, args: argparse.Namespace) -> Mapping[str, Any]:
         """Return the raw rows of each split: of the hub, of a local folder with the same files, or made up.
@@ -94,10 +96,7 @@ class RawSet:
             if not sys.stderr.isatty():
                 datasets.disable_progress_bars()
             with nullcontext() if folder is None else _no_log_of_the_library():
-                if self.has_split_files:
-                    raw = {name: self._load_file(source, name) for name in self.splits}
-                else:
-                    raw = datasets.load_dataset(source, self._subset_in(folder))
+                raw = self._load_splits(source, folder)
         except Exception as error:  # the library raises many classes, for files and for the network
             hint = "download it and name its folder in --local_dataset_path" if folder is None else "download it again"
             cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
@@ -116,6 +115,14 @@ class RawSet:
                     f"{where}, split {split!r}: has no column {missing[0]!r}, it has {there}: add or rename it"
                 )
         return raw
+
+    def _load_splits(self, source: str, folder: str | None) -> Mapping[str, Any]:
+        if self.has_split_files:
+            return {name: self._load_file(source, name) for name in self.splits}
+        if folder is None and self.hub_files is not None:
+            files = f"hf://datasets/{source}/{self.hub_files}"
+            return datasets.load_dataset("json", data_files=dict.fromkeys(self.splits, files))
+        return datasets.load_dataset(source, self._subset_in(folder))
 
     def _subset_in(self, folder: str | None) -> str | None:
         """Return the subset, unless a local folder has only its files."""
