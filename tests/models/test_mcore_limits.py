@@ -11,9 +11,10 @@ from transformers import AutoConfig
 from verl.base_config import ConfigError
 from verl.models.mcore import UnsupportedModelError, supported_architectures
 from verl.models.mcore.families import find_family
-from verl.models.mcore_limits import LIMITS, model_limits
+from verl.models.mcore_limits import LIMITS, VISION_LIMITS, model_limits
+from verl.trainer.config.rules.megatron import config_fields
 from verl.workers.config import HFModelConfig
-from verl.workers.config.model import ConfigFields, apply_overrides, read_config_json
+from verl.workers.config.model import read_config_json
 
 KINDS = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -24,6 +25,10 @@ KINDS = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
 }
 QWEN = {"rope_theta": 1e6, "rope_scaling": None, "use_sliding_window": False, "sliding_window": 32768}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -45,6 +50,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "MixtralForCausalLM": {"rope_theta": 1e6, "sliding_window": None, "router_jitter_noise": 0.0},
     "Qwen2ForCausalLM": QWEN, "Qwen2MoeForCausalLM": QWEN, "Qwen3ForCausalLM": QWEN, "Qwen3MoeForCausalLM": QWEN,
+    **dict.fromkeys(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"), QWEN | {
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    }),
+    **dict.fromkeys(("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"), {
+        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+        "rope_theta": 5000000, "attention_bias": False, "hidden_size": 2048, "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }),
 }  # fmt: skip
 """As in the files that were published with older versions of transformers."""
 
@@ -113,31 +126,44 @@ def of_engine(path: Path, overrides: dict[str, Any]) -> list[str] | None:
 
 
 def before_start(path: Path, overrides: dict[str, Any]) -> list[str]:
-    content = read_config_json(str(path))
-    fields = ConfigFields(content)
-    apply_overrides(fields, overrides)
-    return [str(limit) for limit in model_limits(content["architectures"][0], fields)]
+    architecture = read_config_json(str(path))["architectures"][0]
+    return [
+        str(limit)
+        for limit in model_limits(architecture, config_fields({"path": str(path), "override_config": overrides}))
+    ]
+
+
+def text_fields(architecture: str) -> dict[str, Any]:
+    """Return the fields that transformers saves of the language model."""
+    return AutoConfig.for_model(KINDS[architecture]).get_text_config().to_dict()
 
 
 def write(folder: Path, architecture: str, content: dict[str, Any]) -> Path:
+    """Write the file of a model with these fields of its language model."""
     named = {"model_type": KINDS[architecture], "architectures": [architecture]}
+    if architecture in VISION_LIMITS:
+        content = {"text_config": content, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(content | named))
     return folder
 
 
 @pytest.mark.parametrize("architecture", sorted(LIMITS))
 def test_models_that_run_are_taken(tmp_path: Path, architecture: str) -> None:
-    saved = AutoConfig.for_model(KINDS[architecture]).to_dict()
+    saved = text_fields(architecture)
     for content in ({}, saved, PUBLISHED[architecture], saved | {"quantization_config": None}):
         path = write(tmp_path, architecture, content)
         assert of_engine(path, {}) == [] == before_start(path, {}), content
 
 
-@pytest.mark.parametrize("way", ["file", "overrides", "both"])
-@pytest.mark.parametrize("architecture", sorted(LIMITS))
+# ``override_config`` sets fields of a whole model, and does not reach those of a language model in ``text_config``.
+WAYS = [(each, way) for each in sorted(LIMITS) for way in ("file", "overrides", "both")]
+WAYS = [(each, way) for each, way in WAYS if way == "file" or each not in VISION_LIMITS]
+
+
+@pytest.mark.parametrize(("architecture", "way"), WAYS)
 def test_both_say_the_same(tmp_path: Path, architecture: str, way: str) -> None:
     """In a file, over one, and over one with the change before, which may be taken back."""
-    saved = AutoConfig.for_model(KINDS[architecture]).to_dict()
+    saved = text_fields(architecture)
     older = {name: value for name, value in saved.items() if name != "rope_parameters"}
     base = saved if way == "overrides" else older
     before, refused = {}, 0
@@ -152,13 +178,30 @@ def test_both_say_the_same(tmp_path: Path, architecture: str, way: str) -> None:
     assert 5 <= refused < len(CHANGES)
 
 
-@pytest.mark.parametrize("architecture", sorted(LIMITS))
+@pytest.mark.parametrize("architecture", sorted(LIMITS.keys() - VISION_LIMITS))
 def test_what_a_file_leaves_out_is_not_held_against_it(tmp_path: Path, architecture: str) -> None:
     before: dict[str, Any] = {}
     for changes in CHANGES:
         path = write(tmp_path, architecture, before)
         assert not before_start(path, changes) or of_engine(path, changes) != [], (before, changes)
         before = changes
+
+
+def test_older_files_have_the_fields_of_the_language_model_at_the_top(tmp_path: Path) -> None:
+    """As the published files of Qwen2.5-VL."""
+    architecture = "Qwen2_5_VLForConditionalGeneration"
+    named = {"model_type": KINDS[architecture], "architectures": [architecture], "vision_config": {}}
+    for content, refused in ((PUBLISHED[architecture], False), ({"hidden_act": "gelu"}, True)):
+        (tmp_path / "config.json").write_text(json.dumps(content | named))
+        assert of_engine(tmp_path, {}) == before_start(tmp_path, {})
+        assert bool(before_start(tmp_path, {})) == refused
+
+
+def test_stacked_experts_of_either_layout_must_differ_in_shape(tmp_path: Path) -> None:
+    architecture = "Qwen3VLMoeForConditionalGeneration"
+    for width in (32, 64):
+        path = write(tmp_path, architecture, {"hidden_size": 64, "moe_intermediate_size": width})
+        assert of_engine(path, {}) == before_start(path, {}) != []
 
 
 def test_the_families_are_those_with_limits() -> None:

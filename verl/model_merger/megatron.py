@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
-from verl.models.mcore.families import EXPERT, FUSED_NORMS, find_family, num_experts, outer_rules
-from verl.models.mcore.weights import Rule
+from verl.models.mcore.families import EXPERT, FUSED_NORMS, find_family, num_experts, outer_rules, text_of, tower_rule
+from verl.models.mcore.weights import Rule, stacked
 from verl.utils.checkpoint import files, torch_dist
 from verl.utils.model import get_value_model_class
 
@@ -56,6 +56,9 @@ class MegatronMerger(BaseMerger):
 
     def _find_sources(self) -> list[_Source]:
         rules = outer_rules(self.config, self.is_value_model, self.config.tie_word_embeddings)
+        for name in sorted(self.reader.names()):
+            if (rule := tower_rule(self.config, name)) is not None:
+                rules[name] = rule
         outer = [_Source(name, (), rule, rule.names) for name, rule in rules.items()]
         embedding = [source for source in outer if source.key.startswith("embedding.")]
         first: dict[tuple[str, ...], _Source] = {}
@@ -67,7 +70,7 @@ class MegatronMerger(BaseMerger):
 
     def _layers(self) -> Iterator[_Source]:
         family = find_family(self.config)
-        for layer in range(self.config.num_hidden_layers):
+        for layer in range(text_of(self.config).num_hidden_layers):
             for name, rule in family.rules_of(self.config, layer).items():
                 is_expert = name.startswith(EXPERT)
                 for expert in range(num_experts(self.config) or 0) if is_expert else (None,):
@@ -97,7 +100,7 @@ class MegatronMerger(BaseMerger):
             raise files.CheckpointError(self._other_model(f"holds {min(names - used)}, which that model does not have"))
         stacked = [key for key in used if key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()]
         for key in stacked:
-            if self.reader.shape(key)[0] != self.config.num_hidden_layers:
+            if self.reader.shape(key)[0] != text_of(self.config).num_hidden_layers:
                 raise files.CheckpointError(self._other_model(f"holds {key} of {self.reader.shape(key)[0]} layers"))
 
     def _other_model(self, problem: str) -> str:
@@ -107,6 +110,11 @@ class MegatronMerger(BaseMerger):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, full tensor), tied tensors once."""
+        for name, tensor in stacked(self._stored_weights(), num_experts(self.config) or 0):
+            yield name, self.cast(name, tensor)
+
+    def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same in the stored dtype, and the experts of a stack one by one."""
         for source in self.sources:
             tensor = self.reader.read(source.key, source.at)
             try:
@@ -114,4 +122,4 @@ class MegatronMerger(BaseMerger):
             except RuntimeError as error:
                 shape = tuple(tensor.shape)
                 raise files.CheckpointError(self._other_model(f"holds {source.key} as {shape} ({error})")) from error
-            yield from ((name, self.cast(name, part)) for name, part in zip(source.names, parts, strict=True))
+            yield from zip(source.names, parts, strict=True)

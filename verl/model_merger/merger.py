@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
+from verl.models.mcore.weights import is_stack
 from verl.utils.checkpoint.files import CheckpointError, move_files, temporary_folder
 from verl.utils.checkpoint.hf_export import export_weights
 from verl.utils.loading import not_finite
@@ -115,6 +116,8 @@ def compare(options: MergeOptions, reference_dir: str) -> list[str]:
 
 
 def _difference(name: str, tensor: Tensor, reader: SafetensorsReader) -> list[str]:
+    if is_stack(name) and reader.shape(name) == tensor.mT.shape:  # as transformers 5 saves it
+        tensor = tensor.mT
     try:
         expected = reader.read(name, tensor.shape, slice(None))
     except ModelWeightsError as error:

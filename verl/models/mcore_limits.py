@@ -78,6 +78,14 @@ def scaling_limits(hf: Any) -> Iterator[Limit]:
         yield Limit("rope_scaling", rope, f"of type {kind} {NOT_SUPPORTED}: it knows default, linear and llama3")
 
 
+def vision_rope_limits(hf: Any) -> Iterator[Limit]:
+    """Yield the limits of rotary positions with the three axes of a vision-language model."""
+    rope = rope_of(hf)
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "mrope"):  # the second is an older name of the first
+        yield Limit("rope_scaling", rope, f"of type {kind} {NOT_SUPPORTED} for this model, which knows default")
+
+
 def latent_limits(hf: Any) -> Iterator[Limit]:
     """Yield the limits of latent attention and of its rotary positions."""
     if getattr(hf, "attention_bias", False):
@@ -117,13 +125,30 @@ def router_limits(hf: Any) -> Iterator[Limit]:
         yield Limit("norm_topk_prob", hf.norm_topk_prob, f"{NOT_SUPPORTED} for this model")
 
 
+def stack_limits(hf: Any) -> Iterator[Limit]:
+    """Yield sizes of stacked experts whose two layouts in checkpoints have the same shape."""
+    hidden = getattr(hf, "hidden_size", None)
+    width = getattr(hf, "moe_intermediate_size", None)
+    if width is not None and hidden in (width, 2 * width):
+        fault = f"with hidden_size={hidden} {NOT_SUPPORTED}: stacked experts may be stored transposed, and their shape "
+        yield Limit("moe_intermediate_size", width, f"{fault}must show it")
+
+
 _DENSE: tuple[Rule, ...] = (bias_limits, dense_limits, rope_limits)
 _EXPERTS: tuple[Rule, ...] = (expert_limits, dense_limits, rope_limits)
+VISION_LIMITS: dict[str, tuple[Rule, ...]] = {
+    "Qwen2VLForConditionalGeneration": (bias_limits, dense_limits, vision_rope_limits),
+    "Qwen2_5_VLForConditionalGeneration": (bias_limits, dense_limits, vision_rope_limits),
+    "Qwen3VLForConditionalGeneration": (bias_limits, dense_limits, vision_rope_limits),
+    "Qwen3VLMoeForConditionalGeneration": (stack_limits, dense_limits, vision_rope_limits),
+}
+"""The rules for the language model of each vision-language architecture, in order."""
 LIMITS: dict[str, tuple[Rule, ...]] = {
     **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _DENSE),
     **dict.fromkeys(("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),
     "DeepseekV3ForCausalLM": (dense_limits, router_limits, latent_limits),
     "Glm4MoeForCausalLM": (dense_limits, router_limits, scaling_limits),
+    **VISION_LIMITS,
 }
 """The rules of each architecture, in order."""
 
@@ -136,6 +161,9 @@ def causal_name(architecture: str) -> str:
 
 
 def model_limits(architecture: str, hf: Any) -> Iterator[Limit]:
-    """Yield the violated limits of a model; unknown architectures have none."""
+    """Yield the violated limits of a model; unknown architectures have none.
+
+    Args: ``hf`` has the fields of the language model.
+    """
     for rule in LIMITS.get(causal_name(architecture), ()):
         yield from rule(hf)

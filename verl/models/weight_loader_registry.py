@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from verl.models.mcore.families import HEAD_NAMES, UnsupportedModelError, supported_architectures
+from verl.models.mcore.families import (
+    HEAD_NAMES,
+    UnsupportedModelError,
+    language_prefix,
+    supported_architectures,
+    text_of,
+)
+from verl.models.mcore.weights import is_stack
 from verl.models.mcore_limits import causal_name
 
 if TYPE_CHECKING:
@@ -50,10 +57,10 @@ def load_weights(
 
     def read(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
         if name == "lm_head.weight" and name not in state_dict:  # tied
-            name = "model.embed_tokens.weight"
+            name = f"{language_prefix(config)}embed_tokens.weight"
         if name not in state_dict:
             if name in HEAD_NAMES:
-                std = 0.0 if name.endswith("bias") else config.initializer_range
+                std = 0.0 if name.endswith("bias") else text_of(config).initializer_range
                 return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * std
             raise ValueError(f"the state dict lacks {name!r}")
         tensor = state_dict[name]
@@ -62,7 +69,8 @@ def load_weights(
         return tensor[part].to(params_dtype)
 
     models = wrapped_models if isinstance(wrapped_models, list | tuple) else [wrapped_models]
-    load_parts(unwrap_model(list(models)), config, is_value_model, read)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items() if is_stack(name)}
+    load_parts(unwrap_model(list(models)), config, is_value_model, read, shapes)
 
 
 def save_weights(

@@ -9,11 +9,14 @@ from verl.trainer.config.rules.megatron import OF_MODEL, OF_PRETRAINING
 
 TRAINING = {"attention_dropout", "hidden_dropout", "moe_router_dtype", "moe_grouped_gemm", "attention_output_bias"}
 """What a family sets that is no part of what the model computes where it generates, or no field."""
-KINDS = {"DeepseekV3": "deepseek_v3", "Glm4Moe": "glm4_moe", "Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"}
+KINDS = {
+    "DeepseekV3": "deepseek_v3", "Glm4Moe": "glm4_moe", "Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe",
+    "Qwen2VL": "qwen2_vl", "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe",
+}  # fmt: skip
 
 
 def config_of(architecture: str, **changes: object) -> object:
-    name = architecture.removesuffix("ForCausalLM")
+    name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     return AutoConfig.for_model(KINDS.get(name, name.lower()), architectures=[architecture], **changes)
 
 

@@ -7,7 +7,20 @@ import torch
 from torch import Tensor
 
 from verl.models.mcore import families
-from verl.models.mcore.weights import Columns, QueryKeyValue, Rows, Rule, Shard, Stacked, Vocabulary, Whole
+from verl.models.mcore.weights import (
+    Columns,
+    QueryKeyValue,
+    Rows,
+    Rule,
+    Shard,
+    Stacked,
+    TransposedRows,
+    TransposedStacked,
+    Vocabulary,
+    Whole,
+    reading_stacks,
+    stacked,
+)
 
 HEADS, GROUPS, DIM, WIDTH = 4, 2, 3, 5
 
@@ -48,6 +61,39 @@ def test_what_is_cut_comes_back(rule: Rule, stored: dict[str, Tensor], size: int
     assert len({part.shape for part in parts}) == 1
     back = rule.export(parts)
     assert all(torch.equal(found, stored[name]) for name, found in zip(rule.names, back, strict=True))
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_single_experts_of_a_stack(size: int, published: bool) -> None:
+    """They come from either layout of a checkpoint, and back into the published one."""
+    width, hidden, experts = 4, WIDTH, 3
+    whole = {
+        "mlp.experts.gate_up_proj": tensor(experts, hidden, 2 * width),
+        "mlp.experts.down_proj": tensor(experts, width, hidden),
+    }
+    stored = whole if published else {name: each.mT.contiguous() for name, each in whole.items()}
+
+    def read_stored(name: str, shape: object, part: tuple[slice, ...]) -> Tensor:
+        assert tuple(shape) == tuple(stored[name].shape)
+        return stored[name][part]
+
+    read = reading_stacks(read_stored, experts, {name: tuple(each.shape) for name, each in stored.items()})
+    back = []
+    for expert in (1, 0, 2):  # as expert-parallel ranks send them
+        for rule, shape in (
+            (TransposedStacked(f"mlp.experts.{expert}.gate_up_proj", 2, width), (2 * width // size, hidden)),
+            (TransposedRows(f"mlp.experts.{expert}.down_proj", width), (hidden, width // size)),
+        ):
+            parts = [rule.load(read, Shard(rank, size), rule.names, torch.Size(shape)) for rank in range(size)]
+            assert all(part.shape == shape for part in parts)
+            back.append((rule.name, rule.export(parts)[0]))
+    gate = whole["mlp.experts.gate_up_proj"][1, :, : width // size]
+    first = TransposedStacked("mlp.experts.1.gate_up_proj", 2, width)
+    held = first.load(read, Shard(0, size), first.names, torch.Size((2 * width // size, hidden)))
+    assert torch.equal(held[: width // size], gate.T)  # the gate's part comes before that of the other projection
+    found = dict(stacked(back, experts))
+    assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 def test_queries_stand_before_the_key_and_value_of_their_group() -> None:

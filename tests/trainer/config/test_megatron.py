@@ -347,6 +347,42 @@ def test_what_is_refused_exists():
     assert of_optimizer <= rules.mcore_fields(rules.OPTIMIZER)
 
 
+def test_vision_language_models_count_by_their_language_model(megatron, tmp_path):
+    text = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "hidden_act": "silu"}
+    whole = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    paths = [f"{node}.path={tmp_path}" for node in ("actor_rollout_ref.model", "critic.model")]
+    first = f"{LAYOUT}.override_transformer_config.num_layers_in_first_pipeline_stage"
+    for tower, fits in (({}, True), ({"deepstack_visual_indexes": [0, 1, 2]}, False)):
+        content = whole | {"text_config": text, "vision_config": tower}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert violations(megatron(*paths)) == {}
+        found = violations(megatron(*paths, f"{PP}=2"))
+        assert found == {} if fits else "gives the first stage 2 layers" in found[f"{LAYOUT}.{PP.split('.')[-1]}"]
+        assert f"{LAYOUT}.{PP.split('.')[-1]}" not in violations(megatron(*paths, f"{PP}=2", f"+{first}=3"))
+    cut = violations(megatron(*paths, f"{TP}=2", f"{LAYOUT}.sequence_parallel=false"))
+    assert "sums the gradient of the vision tower" in cut[f"{LAYOUT}.sequence_parallel"]
+    assert violations(megatron(*paths, f"{TP}=2")) == {}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"architectures": ["Glm4vForConditionalGeneration"]}))
+    assert "Qwen3VLForConditionalGeneration" in violations(megatron(*paths))["actor_rollout_ref.model.path"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "stages", "overrides", "first"),
+    [
+        (8, 2, 1, {}, 4),
+        (8, 2, 2, {}, 2),
+        (8, 3, 1, {"num_layers_in_first_pipeline_stage": 2}, 2),
+        (8, 3, 1, {"num_layers_in_last_pipeline_stage": 2}, 3),
+        (7, 2, 1, {"account_for_embedding_in_pipeline_split": True}, 3),
+        (6, 2, 1, {f"account_for_{each}_in_pipeline_split": True for each in ("embedding", "loss")}, 3),
+        (8, 2, 1, {"pipeline_model_parallel_layout": "Et|t*7L"}, None),
+    ],
+)
+def test_layers_of_the_first_stage(layers, pp, stages, overrides, first):
+    assert rules.first_stage_layers(layers, pp, stages, overrides) == first
+
+
 def test_experts_of_the_model_count(megatron, tmp_path):
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4, "num_experts": 6}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))

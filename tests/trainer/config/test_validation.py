@@ -14,9 +14,7 @@ from verl.algos.names import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError
 from verl.trainer.config.keys import select
-from verl.trainer.config.rules.model import model_rules
 from verl.trainer.config.rules.no_effect import IDLE, UNSUPPORTED
-from verl.trainer.config.rules.reward import reward_model_rules
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.trainer.config.validation import validate_config
 from verl.workers.config.rollout import ROLLOUTS, SUPPORTED_ROLLOUTS
@@ -291,10 +289,6 @@ def test_vision_models(base, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     seeing = {f"{MODEL}.path": str(tmp_path), "critic.model.path": str(tmp_path)}
     assert violations(base, seeing | {key: True, "critic.model.freeze_vision_tower": True}) == {}
-    run = RunConfig.parse(changed(base, seeing | {f"{ACTOR}.strategy": "megatron"}))
-    found = {violation.key: violation.expected for violation in model_rules(run, set())}
-    assert found.keys() == {f"{ACTOR}.strategy"} and "no vision tower" in found[f"{ACTOR}.strategy"]
-    assert "write fsdp" in found[f"{ACTOR}.strategy"]
 
     (tmp_path / "text").mkdir()
     (tmp_path / "text/config.json").write_text('{"model_type": "qwen2"}')
@@ -302,11 +296,6 @@ def test_vision_models(base, tmp_path):
     blind = seeing | {"critic.model.path": str(tmp_path / "text")}
     assert "name a vision-language model" in violations(base, blind)["critic.model.path"]
     assert violations(base, {f"{MODEL}.path": str(tmp_path / "text"), "critic.model.path": str(tmp_path)}) == {}
-    judge = {"reward_model.enable": True, "reward_model.model.path": str(tmp_path)}
-    judge |= {"reward_model.strategy": "megatron", "reward_model.model.input_tokenizer": None}
-    run = RunConfig.parse(changed(base, judge))
-    found = {violation.key: violation.expected for violation in reward_model_rules(run, set())}
-    assert found.keys() == {"reward_model.strategy"} and "no vision tower" in found["reward_model.strategy"]
 
 
 def test_vision_towers_that_several_workers_cannot_share(base, tmp_path):

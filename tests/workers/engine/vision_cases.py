@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
 from tests.workers.engine import cases
 from verl.protocol import DataProto
@@ -39,25 +45,31 @@ _TOKENS = {
 }
 
 
-def vision_config(family: str, tied: bool = False) -> Any:
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+def vision_config(family: str, tied: bool = False, layers: int = 2) -> Any:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     common = _TOKENS | {"tie_word_embeddings": tied}
+    text = _TEXT | {"rope_parameters": rope, "num_hidden_layers": layers}
     if family == "qwen2_vl":
         tower = _VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
-        return Qwen2VLConfig(text_config=_TEXT | {"rope_parameters": rope}, vision_config=tower, **common)
+        return Qwen2VLConfig(text_config=text, vision_config=tower, **common)
     tower = _VISION | {"hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         tower |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
-        text = _TEXT | {"rope_parameters": rope, "head_dim": 16}
-        return Qwen3VLConfig(text_config=text, vision_config=tower, **common)
+        text |= {"head_dim": 16}
+        if family == "qwen3_vl":
+            return Qwen3VLConfig(text_config=text, vision_config=tower, **common)
+        return Qwen3VLMoeConfig(text_config=text | _EXPERTS, vision_config=tower, **common)
     tower |= {"fullatt_block_indexes": [1], "window_size": 16}
-    return Qwen2_5_VLConfig(text_config=_TEXT | {"rope_parameters": rope}, vision_config=tower, **common)
+    return Qwen2_5_VLConfig(text_config=text, vision_config=tower, **common)
 
 
-def write_model(folder: Path, family: str, tied: bool = False) -> None:
+def write_model(folder: Path, family: str, tied: bool = False, layers: int = 2) -> None:
     torch.manual_seed(7)
-    model = AutoModelForImageTextToText.from_config(vision_config(family, tied))
+    model = AutoModelForImageTextToText.from_config(vision_config(family, tied, layers))
     for parameter in model.parameters():
         parameter.data.normal_(0.0, 0.08)
     model.save_pretrained(folder)
@@ -89,7 +101,7 @@ def _row(layout: list[Any], family: str, generator: torch.Generator) -> tuple[li
             continue
         kind, (time, height, width) = part
         tokens = height * width // MERGE**2
-        runs = [tokens] * time if family == "qwen3_vl" and kind == "video" else [time * tokens]
+        runs = [tokens] * time if family.startswith("qwen3_vl") and kind == "video" else [time * tokens]
         for run in runs:  # Qwen3-VL writes each frame of a video on its own, after its time
             ids += [START, *[IMAGE if kind == "image" else VIDEO] * run, END]
         patches = time * height * width

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.models.mcore.families import Family as Family
 from verl.models.mcore.families import UnsupportedModelError as UnsupportedModelError
-from verl.models.mcore.families import find_family
+from verl.models.mcore.families import find_family, text_of
 from verl.models.mcore.families import get_mcore_weight_converter as get_mcore_weight_converter
 from verl.models.mcore.families import register_family as register_family
 from verl.models.mcore.families import supported_architectures as supported_architectures
@@ -42,4 +42,4 @@ def _forward(name: str, hf_config: "PretrainedConfig") -> Callable[..., Any]:
     find_family(hf_config)
     from verl.models.mcore.gpt import forward
 
-    return partial(getattr(forward, name), vocab_size=hf_config.vocab_size)
+    return partial(getattr(forward, name), vocab_size=text_of(hf_config).vocab_size)

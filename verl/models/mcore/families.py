@@ -14,7 +14,17 @@ from torch import Tensor
 
 from verl.base_config import WrongInput
 from verl.models import mcore_limits
-from verl.models.mcore.weights import Columns, QueryKeyValue, Rows, Rule, Stacked, Vocabulary, Whole
+from verl.models.mcore.weights import (
+    Columns,
+    QueryKeyValue,
+    Rows,
+    Rule,
+    Stacked,
+    TransposedRows,
+    TransposedStacked,
+    Vocabulary,
+    Whole,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,6 +40,10 @@ FUSED_NORMS = {
 """Norm -> its name in Transformer Engine, which fuses it with the projection that follows it."""
 HEAD_NAMES = ("score.weight", "score.bias")
 """Checkpoint names of a value head."""
+LANGUAGE = "model."
+"""Prefix of a text model's names in a checkpoint, with which all rules are written."""
+TOWER = "visual."
+"""Prefix of the vision tower's parameters in a ``GPTModel``."""
 
 
 class UnsupportedModelError(WrongInput, NotImplementedError):
@@ -43,24 +57,44 @@ def refuse(limits: Iterable[mcore_limits.Limit]) -> None:
 
 
 @dataclass(frozen=True)
+class VisionParts:
+    """What a vision-language family has besides its language model.
+
+    Args:
+        sections: frequencies of frame, row and column in a head, if ``config.json`` does not say them.
+        interleaved: whether the axes take turns over the frequencies, instead of one section after the other.
+        language: prefix of the language model in a checkpoint.
+        tower: prefix of the vision tower in a checkpoint.
+    """
+
+    sections: tuple[int, int, int]
+    interleaved: bool = False
+    language: str = LANGUAGE
+    tower: str = TOWER
+
+
+@dataclass(frozen=True)
 class Family:
     """How one kind of Hugging Face model becomes a ``GPTModel``.
 
     ``config`` returns arguments of ``TransformerConfig``. ``layer`` returns the rules for the parameters of all kinds
     of layers, by their names after ``decoder.layers.<n>.``. ``rope`` returns arguments of ``GPTModel`` for rotary
     positions.
+
+    The functions of a family with ``vision`` take the configuration of the whole model.
     """
 
     config: Callable[["PretrainedConfig"], dict[str, Any]]
     layer: Callable[["PretrainedConfig"], dict[str, Rule]]
     rope: Callable[["PretrainedConfig"], dict[str, Any]] = field(default_factory=lambda: rope_arguments)
+    vision: VisionParts | None = None
 
     def rules_of(self, hf: "PretrainedConfig", layer: int) -> dict[str, Rule]:
         """Return the rules for one layer, which has either experts or an MLP."""
         rules = self.layer(hf)
         if num_experts(hf) is None:
             return rules
-        with_experts = layer_has_experts(hf, layer)
+        with_experts = layer_has_experts(text_of(hf), layer)
         return {name: rule for name, rule in rules.items() if _is_of(name, with_experts)}
 
 
@@ -94,6 +128,11 @@ def find_family(hf_config: "PretrainedConfig") -> Family:
     return _FAMILIES[name]
 
 
+def text_of(hf: "PretrainedConfig") -> "PretrainedConfig":
+    """Return the configuration of the language model, which is that of the model itself unless it has a tower."""
+    return hf.get_text_config()
+
+
 # Shared by dense decoders
 
 
@@ -104,7 +143,8 @@ def head_dim(hf: "PretrainedConfig") -> int:
 
 def num_experts(hf: "PretrainedConfig") -> int | None:
     """Return the number of experts of a layer; None for a dense model."""
-    return getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
+    text = text_of(hf)
+    return getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
 
 
 def layer_has_experts(hf: "PretrainedConfig", layer: int) -> bool:
@@ -207,14 +247,30 @@ def dense_mlp_rules(hf: "PretrainedConfig", bias: bool = False) -> dict[str, Rul
 
 def outer_rules(hf: "PretrainedConfig", is_value_model: bool, tied: bool) -> dict[str, Rule]:
     """Return the rules of all parameters outside the layers."""
+    at = language_prefix(hf)
+    vocab_size = text_of(hf).vocab_size
     rules: dict[str, Rule] = {
-        "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight", hf.vocab_size),
-        "decoder.final_layernorm.weight": Whole("model.norm.weight"),
+        "embedding.word_embeddings.weight": Vocabulary(f"{at}embed_tokens.weight", vocab_size),
+        "decoder.final_layernorm.weight": Whole(f"{at}norm.weight"),
     }
     if is_value_model:
         return rules | {"output_layer.weight": Whole(HEAD_NAMES[0]), "output_layer.bias": Whole(HEAD_NAMES[1])}
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    return rules | {"output_layer.weight": Vocabulary(head, hf.vocab_size)}
+    head = f"{at}embed_tokens.weight" if tied else "lm_head.weight"
+    return rules | {"output_layer.weight": Vocabulary(head, vocab_size)}
+
+
+def language_prefix(hf: "PretrainedConfig") -> str:
+    """Return the prefix of the language model's names in a checkpoint."""
+    vision = find_family(hf).vision
+    return LANGUAGE if vision is None else vision.language
+
+
+def tower_rule(hf: "PretrainedConfig", name: str) -> Rule | None:
+    """Return the rule of a parameter of the vision tower; None for other parameters."""
+    vision = find_family(hf).vision
+    if vision is None or not name.startswith(TOWER):
+        return None
+    return Whole(f"{vision.tower}{name.removeprefix(TOWER)}")
 
 
 # Families
@@ -287,6 +343,15 @@ def expert_rules(at: str, parts: tuple[str, str, str], width: int) -> dict[str, 
     }
 
 
+def stacked_expert_rules(at: str, width: int) -> dict[str, Rule]:
+    """Return the rules of the router and of experts that a checkpoint holds stacked and transposed."""
+    return {
+        "mlp.router.weight": Whole(f"{at}gate.weight"),
+        f"{EXPERT}linear_fc1.weight": TransposedStacked(f"{at}experts.{{expert}}.gate_up_proj", 2, width),
+        f"{EXPERT}linear_fc2.weight": TransposedRows(f"{at}experts.{{expert}}.down_proj", width),
+    }
+
+
 def shared_expert_rules(at: str, width: int) -> dict[str, Rule]:
     """Return the rules of the shared expert, which processes every token."""
     return {
@@ -297,17 +362,20 @@ def shared_expert_rules(at: str, width: int) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class _Experts:
-    """A mixture-of-experts decoder. ``at`` and ``parts`` (gate, up, down) name the experts in a checkpoint."""
+    """A mixture-of-experts decoder.
+
+    ``at`` and ``parts`` (gate, up, down) name the experts in a checkpoint; without ``parts`` it holds them stacked.
+    """
 
     width: str
     qkv_bias: bool = False
     qk_norm: bool = False
     shared: bool = False
     at: str = "model.layers.{layer}.mlp."
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    parts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        refuse(mcore_limits.expert_limits(hf))
+        refuse((mcore_limits.expert_limits if self.parts else mcore_limits.stack_limits)(hf))
         bias = _attention_bias(hf)
         experts = expert_config(hf, getattr(hf, self.width)) | {
             "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False
@@ -330,7 +398,11 @@ class _Experts:
     def layer(self, hf: "PretrainedConfig") -> dict[str, Rule]:
         output_bias = _attention_bias(hf) and not self.qkv_bias
         rules = attention_rules(hf, self._qkv_bias(hf), self.qk_norm, output_bias)
-        rules |= expert_rules(self.at, self.parts, getattr(hf, self.width))
+        width = getattr(hf, self.width)
+        if self.parts is None:
+            rules |= stacked_expert_rules(self.at, width)
+        else:
+            rules |= expert_rules(self.at, self.parts, width)
         if self.shared:
             rules["mlp.shared_experts.gate_weight"] = Whole(f"{self.at}shared_expert_gate.weight")
             rules |= shared_expert_rules(f"{self.at}shared_expert.", hf.shared_expert_intermediate_size)
@@ -461,6 +533,48 @@ register_family("DeepseekV3ForCausalLM", Family(_deepseek_config, _deepseek_laye
 register_family("Glm4MoeForCausalLM", Family(_glm4_moe_config, _glm4_moe_layer, partial_rope_arguments))
 
 
+# Vision-language models: the language model of a text family, with three axes of positions, and a vision tower
+
+
+def _vision_rope(hf: "PretrainedConfig") -> dict[str, Any]:
+    """Return the arguments of ``GPTModel`` for positions along three axes.
+
+    Raises: UnsupportedModelError if Megatron-Core computes this scaling differently.
+    """
+    text = text_of(hf)
+    refuse(mcore_limits.vision_rope_limits(text))
+    return {
+        "position_embedding_type": "mrope",
+        "rotary_base": mcore_limits.rope_of(text).get("rope_theta", 10000.0),
+    }
+
+
+def vision_family(text: Family, vision: VisionParts) -> Family:
+    """Return the family of a model whose language model is of the family ``text``."""
+
+    def config(hf: "PretrainedConfig") -> dict[str, Any]:
+        own = text_of(hf)
+        sections = mcore_limits.rope_of(own).get("mrope_section", vision.sections)
+        return text.config(own) | {"mrope_section": list(sections)}
+
+    def rename(name: str) -> str:
+        return f"{vision.language}{name.removeprefix(LANGUAGE)}"
+
+    def layer(hf: "PretrainedConfig") -> dict[str, Rule]:
+        return {name: rule.renamed(rename) for name, rule in text.layer(text_of(hf)).items()}
+
+    return Family(config, layer, _vision_rope, vision)
+
+
+_QWEN2_VL = vision_family(_Dense(qkv_bias=True).family(), VisionParts((16, 24, 24)))
+_OF_QWEN3_VL = VisionParts((24, 20, 20), interleaved=True, language="model.language_model.", tower="model.visual.")
+_QWEN3_VL_EXPERTS = _Experts("moe_intermediate_size", qk_norm=True, parts=None)
+register_family("Qwen2VLForConditionalGeneration", _QWEN2_VL)
+register_family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL)
+register_family("Qwen3VLForConditionalGeneration", vision_family(_Dense(qk_norm=True).family(), _OF_QWEN3_VL))
+register_family("Qwen3VLMoeForConditionalGeneration", vision_family(_QWEN3_VL_EXPERTS.family(), _OF_QWEN3_VL))
+
+
 # Single tensors, for callers that gather the parts themselves
 
 
@@ -479,6 +593,7 @@ class WeightConverter:
         self._value_head = of_value_model["output_layer.weight"]
         self._outer = of_value_model | outer_rules(hf_config, False, tied)  # and a value head's bias
         self._layer = find_family(hf_config).layer(hf_config)
+        self._hf_config = hf_config
 
     def convert_param(self, name: str, params_one_group: Sequence[Tensor]) -> tuple[list[str], list[Tensor]]:
         """Return checkpoint names and tensors of one parameter from its parts on all tensor-parallel ranks, in order.
@@ -488,7 +603,7 @@ class WeightConverter:
         name = name.removeprefix("module.")
         parts = list(params_one_group)
         layer = expert = None
-        rule = self._outer.get(name)
+        rule = self._outer.get(name) or tower_rule(self._hf_config, name)
         if name == "output_layer.weight" and parts and len(parts[0]) == 1:
             rule = self._value_head
         if found := _LAYER.fullmatch(name):

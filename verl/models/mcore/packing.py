@@ -28,6 +28,13 @@ def places_of(lengths: list[int], aligned: list[int]) -> Tensor:
     return torch.cat([torch.arange(n) + at for n, at in zip(real, _starts(aligned), strict=True)])
 
 
+def local_places(lengths: list[int], aligned: list[int], cp_size: int, cp_rank: int) -> Tensor:
+    """Return the position (T,) of each token among those that a rank holds, -1 if another rank holds it."""
+    held = held_places(aligned, cp_size, cp_rank)
+    local = torch.full((sum(aligned),), -1).index_copy(0, held, torch.arange(len(held)))
+    return local[places_of(lengths, aligned)]
+
+
 def held_places(aligned: list[int], cp_size: int, cp_rank: int) -> Tensor:
     """Return the positions of the aligned row that a rank holds, in the rank's order."""
     if cp_size == 1:

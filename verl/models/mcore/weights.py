@@ -2,11 +2,16 @@
 
 A rule belongs to one Megatron-Core parameter. ``load`` reads only this rank's part of the checkpoint tensors.
 ``export`` takes the parts of all ranks and returns the checkpoint tensors. Names may hold ``{layer}`` and ``{expert}``.
+
+Some checkpoints hold the experts of a layer in one tensor, stacked along dim 0. Rules know single experts, under names
+as ``experts.3.down_proj``. ``reading_stacks`` and ``stacked`` translate to the names and tensors of the checkpoint.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,6 +52,11 @@ class Rule(ABC):
         Args: ``parts`` holds the parts of all ranks, as a sequence or as one tensor (ranks, ...).
         """
 
+    def renamed(self, rename: Callable[[str], str]) -> Self:
+        """Return the rule for a checkpoint with other names."""
+        changed: Any = replace(self, names=tuple(map(rename, self.names)))  # type: ignore[type-var]
+        return changed
+
 
 def _joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
     if isinstance(parts, Tensor):
@@ -61,6 +71,9 @@ class _OneTensor(Rule):
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
         return (self.name,)
+
+    def renamed(self, rename: Callable[[str], str]) -> Self:
+        return replace(self, name=rename(self.name))
 
 
 @dataclass(frozen=True)
@@ -162,3 +175,92 @@ class QueryKeyValue(Rule):
         per_group = self.num_heads // self.num_groups * self.head_dim
         cut = whole.split([per_group, self.head_dim, self.head_dim], dim=1)
         return [t.reshape(-1, *rest) for t in cut]
+
+
+# Experts that a checkpoint holds stacked, each of them transposed
+
+
+@dataclass(frozen=True)
+class TransposedStacked(_OneTensor):
+    """``count`` projections of ``rows`` output features, side by side in one tensor (input, count * rows)."""
+
+    count: int
+    rows: int
+
+    def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
+        mine = shard.of(self.rows)
+        whole = (shape[1], self.count * self.rows)
+        starts = [at * self.rows for at in range(self.count)]
+        places = [slice(start + mine.start, start + mine.stop) for start in starts]
+        return torch.cat([read(names[0], whole, (slice(None), place)) for place in places], dim=1).T
+
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
+        pieces = [part.chunk(self.count) for part in parts]
+        return [torch.cat([_joined([piece[i] for piece in pieces]) for i in range(self.count)]).T]
+
+
+@dataclass(frozen=True)
+class TransposedRows(_OneTensor):
+    """Sharded by input features: dim 0, of length ``columns``, of a transposed weight."""
+
+    columns: int
+    shard_dim = 1
+
+    def load(self, read: ReadPart, shard: Shard, names: Sequence[str], shape: torch.Size) -> Tensor:
+        return read(names[0], (self.columns, shape[0]), (shard.of(self.columns),)).T
+
+    def export(self, parts: Sequence[Tensor] | Tensor) -> list[Tensor]:
+        return [torch.cat(list(parts), dim=1).T]
+
+
+_OF_STACK = re.compile(r"(?P<before>.+\.experts\.)(?P<expert>\d+)\.(?P<part>gate_up_proj|down_proj)")
+
+
+_STACK = re.compile(r".+\.experts\.(?:gate_up_proj|down_proj)")
+
+
+def is_stack(name: str) -> bool:
+    """Return whether a tensor of a checkpoint holds the experts of a layer."""
+    return _STACK.fullmatch(name) is not None
+
+
+def is_of_stack(name: str) -> bool:
+    """Return whether a tensor belongs to one expert of a stack."""
+    return _OF_STACK.fullmatch(name) is not None
+
+
+def reading_stacks(read: ReadPart, num_experts: int, shapes: Mapping[str, Sequence[int]]) -> ReadPart:
+    """Return a function that reads single experts from the stacks of a checkpoint, and other tensors as they are.
+
+    Published stacks are transposed. Those that transformers 5 has saved are not: their ``shapes`` show it.
+    """
+
+    def read_part(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
+        found = _OF_STACK.fullmatch(name)
+        if found is None:
+            return read(name, shape, part)
+        stack = found["before"] + found["part"]
+        expert = slice(int(found["expert"]), int(found["expert"]) + 1)
+        rows, columns = shape
+        if tuple(shapes.get(stack, ())) != (num_experts, columns, rows):
+            return read(stack, (num_experts, rows, columns), (expert, *part)).squeeze(0)
+        of_rows, of_columns = (*part, slice(None))[:2]
+        return read(stack, (num_experts, columns, rows), (expert, of_columns, of_rows)).squeeze(0).T
+
+    return read_part
+
+
+def stacked(tensors: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) with single experts stacked as published checkpoints hold them, and other tensors as are."""
+    waiting: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors:
+        found = _OF_STACK.fullmatch(name)
+        if found is None:
+            yield name, tensor
+            continue
+        stack = found["before"] + found["part"]
+        experts = waiting.setdefault(stack, {})
+        experts[int(found["expert"])] = tensor
+        if len(experts) == num_experts:
+            del waiting[stack]
+            yield stack, torch.stack([experts[expert] for expert in range(num_experts)])

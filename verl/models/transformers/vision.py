@@ -71,27 +71,11 @@ def _merge(model: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any
         return None
     ids: Tensor = kwargs.pop("input_ids")
     embeddings: Tensor = model.get_input_embeddings()(ids)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    deep: list[Tensor] = []
-    pixels, grid, places, order = _collect(model, media, ids)
-    if pixels is None:
-        features, unread = _run_tower(model.visual, *blank_image(model, ids.device))
-        nothing = torch.stack([part.sum() for part in (features, *unread)]).sum() * 0.0
-        embeddings = embeddings + nothing.to(embeddings.dtype)
-    else:
-        features, deep = _run_tower(model.visual, pixels, grid)
-        sizes = (grid.prod(-1) // model.visual.spatial_merge_size**2).tolist()
-        features, *deep = (_as_shown(part, sizes, order) for part in (features, *deep))
-        if len(places) != len(features):
-            raise MediaCountError(
-                f"the prompts of a micro-batch hold {len(places)} image and video tokens, but multi_modal_inputs gives "
-                f"{len(features)} features: keep each row's prompt and processor output together, and do not truncate "
-                "prompts within an image"
-            )
-        flat = embeddings.flatten(0, 1).index_copy(0, places, features.to(embeddings.dtype))
-        embeddings = flat.view_as(embeddings)
-        mask = mask.flatten().index_fill(0, places, True).view_as(ids)
-        deep = [part.index_select(0, places.argsort()) for part in deep]
+    places, features, deep = read_media(model.visual, model.config, media, ids)
+    flat = embeddings.flatten(0, 1).index_copy(0, places, features.to(embeddings.dtype))
+    embeddings = flat.view_as(embeddings)
+    mask = torch.zeros_like(ids, dtype=torch.bool).flatten().index_fill(0, places, True).view_as(ids)
+    deep = [part.index_select(0, places.argsort()) for part in deep]
     positions = kwargs["position_ids"]
     if media.window is not None:
         start, width = media.window
@@ -114,7 +98,33 @@ def _add_deep_features(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> t
     return args, kwargs
 
 
-def _collect(model: Any, media: Media, ids: Tensor) -> tuple[Tensor | None, Tensor, Tensor, list[int]]:
+def read_media(
+    tower: "PreTrainedModel", config: "PretrainedConfig", media: Media, ids: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Run the tower on the media of tokens (b, L).
+
+    Returns: the flat places (n,) of the placeholder tokens, their features (n, hidden), and those of earlier layers
+        (n, hidden) if the language model reads them. Without media all of them are empty, and still have a gradient.
+    Raises: MediaCountError when tokens and media do not match.
+    """
+    pixels, grid, places, order = _collect(config, media, ids)
+    if pixels is None:
+        features, deep = _run_tower(tower, *blank_image(config, ids.device))
+        return places, features[:0], [part[:0] for part in deep]
+    features, deep = _run_tower(tower, pixels, grid)
+    side: int = config.vision_config.spatial_merge_size
+    sizes = (grid.prod(-1) // side**2).tolist()
+    features, *deep = (_as_shown(part, sizes, order) for part in (features, *deep))
+    if len(places) != len(features):
+        raise MediaCountError(
+            f"the prompts of a micro-batch hold {len(places)} image and video tokens, but multi_modal_inputs gives "
+            f"{len(features)} features: keep each row's prompt and processor output together, and do not truncate "
+            "prompts within an image"
+        )
+    return places, features, deep
+
+
+def _collect(config: "PretrainedConfig", media: Media, ids: Tensor) -> tuple[Tensor | None, Tensor, Tensor, list[int]]:
     """Return patches and grids, the flat places of their placeholder tokens, and the grid that each run of these shows.
 
     Images come before videos; within a kind the order is that of the rows.
@@ -124,7 +134,7 @@ def _collect(model: Any, media: Media, ids: Tensor) -> tuple[Tensor | None, Tens
     places = []
     order: list[int] = []
     for values, grid, kind in _KINDS:
-        is_placeholder = (ids == getattr(model.config, f"{kind}_token_id")) & ~media.sampled
+        is_placeholder = (ids == getattr(config, f"{kind}_token_id")) & ~media.sampled
         at = is_placeholder.flatten().nonzero().squeeze(1)
         places.append(at)
         if media.inputs.get(values) is not None:
@@ -155,9 +165,9 @@ def _run_tower(tower: Any, pixels: Tensor, grid: Tensor) -> tuple[Tensor, list[T
     return output.pooler_output, list(getattr(output, "deepstack_features", None) or [])
 
 
-def blank_image(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+def blank_image(config: "PretrainedConfig", device: torch.device) -> tuple[Tensor, Tensor]:
     """Return zero patches and the grid of the smallest possible image."""
-    vision = model.config.vision_config
+    vision = config.vision_config
     side = vision.spatial_merge_size
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return torch.zeros(side * side, values, device=device), torch.tensor([[1, side, side]], device=device)

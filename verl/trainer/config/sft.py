@@ -190,9 +190,9 @@ def _violations(
         problems = problems or [*quantized_problem(read_config_json(path))]
         yield from (Violation(key, path, problem) for problem in problems)
         if not problems:
-            strategy = run.engine.strategy
-            yield from vision_rules(read_config_json(path), ("engine.strategy", strategy), (key, path), world_size)
-            if isinstance(run.engine, McoreEngineConfig):
+            if not isinstance(run.engine, McoreEngineConfig):
+                yield from vision_rules(read_config_json(path), (key, path), world_size)
+            else:
                 node = tree["model"]
                 shape = config_fields(node)
                 if bridged := bridged_architecture(node, shape, run.engine):

@@ -280,7 +280,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.should_load_model and (other := sorted(weights - needed)):
             return [f"it belongs to another model: it holds {other[0]}"]
         padding = json.loads((folder / files.MEGATRON_LAYOUT_NAME).read_text())["tp"]
-        problem = vocabulary_problem(reader, self.hf_config.vocab_size, multiple=padding)
+        problem = vocabulary_problem(reader, self.hf_config.get_text_config().vocab_size, multiple=padding)
         return [] if problem is None else [problem]
 
     def _is_sharded(self) -> bool:

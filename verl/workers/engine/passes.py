@@ -19,6 +19,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.device import get_device_name
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
 from verl.utils.ulysses import all_gather_tensor
+from verl.utils.vision.multi_modal import concat_distinct_inputs
 
 EntropyMode = Literal["none", "value", "grad"]
 """Whether entropies are computed, and whether a loss differentiates them."""
@@ -237,6 +238,20 @@ def pack_rows(data: DataProto, lead: int = 1) -> PackedRows:
 def _shift_right(columns: Tensor, lead: int) -> Tensor:
     """Move (b, L) columns ``lead`` places to the right."""
     return F.pad(columns[:, : columns.shape[1] - lead], (lead, 0))
+
+
+def media_of(
+    rows: DataProto, order: Tensor | None, device: torch.device
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Join the processor's outputs of the rows, each shared one once, as ``concat_distinct_inputs``.
+
+    ``order`` (b,) is that of the rows in the pass, None the order that they have.
+    """
+    column = rows.non_tensor_batch.get("multi_modal_inputs")
+    if column is None:
+        return {}, {}
+    inputs, shown = concat_distinct_inputs(column if order is None else [column[at] for at in order.tolist()])
+    return {name: each.to(device) if isinstance(each, Tensor) else each for name, each in inputs.items()}, shown
 
 
 def named_scores(scores: Iterable[Tensor | None]) -> dict[str, Tensor]:

@@ -115,6 +115,10 @@ class SafetensorsReader:
             described[name] = tuple(stored.get_shape()), dtype
         return described
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+        return tuple(self._stored(name).get_shape())
+
     def read(self, name: str, shape: Sequence[int], part: slice | tuple[slice, ...]) -> Tensor:
         """Return a part of the leading dims of a tensor. Its whole shape must be ``shape``.
 

@@ -2,9 +2,10 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,8 @@ from verl.models.mcore.gpt.layers import (
     block_spec,
     detach_padding_row,
 )
-from verl.models.mcore.weights import ReadPart, Rule, Shard
+from verl.models.mcore.gpt.vision import attach_axes, attach_tower
+from verl.models.mcore.weights import ReadPart, Rule, Shard, reading_stacks
 from verl.utils.device import get_device_name
 from verl.utils.megatron.tensor_parallel import padded_vocab_size
 from verl.utils.megatron_utils import current_sizes
@@ -118,7 +120,8 @@ def _attention_backend(name: str | AttnBackend, is_latent: bool) -> AttnBackend:
 
 def _refuse_transformer_engine(hf_config: "PretrainedConfig", output_bias: bool) -> None:
     """Raise UnsupportedModelError for model options that only verl's layers support."""
-    latent = getattr(hf_config, "kv_lora_rank", None) and hf_config.rms_norm_eps != LATENT_EPSILON
+    text = families.text_of(hf_config)
+    latent = getattr(text, "kv_lora_rank", None) and text.rms_norm_eps != LATENT_EPSILON
     for unsupported, option in ((output_bias, "attention_bias"), (latent, "latent norms with a separate epsilon")):
         if unsupported:
             raise families.UnsupportedModelError(
@@ -151,22 +154,28 @@ def init_mcore_model(
     if post_process is None:
         post_process = parallel_state.is_pipeline_last_stage(**stage)
     groups = ProcessGroupCollection.use_mpu_process_groups()
+    family = families.find_family(hf_config)
+    text = families.text_of(hf_config)
     model = GPTModel(
         config=tf_config,
         transformer_layer_spec=block_spec(tf_config, vp_stage),
-        vocab_size=padded_vocab_size(hf_config.vocab_size, tf_config.tensor_model_parallel_size),
-        max_sequence_length=hf_config.max_position_embeddings,
+        vocab_size=padded_vocab_size(text.vocab_size, tf_config.tensor_model_parallel_size),
+        max_sequence_length=text.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=share_embeddings_and_output_weights and not value,
         vp_stage=vp_stage,
         pg_collection=groups,
-        **families.find_family(hf_config).rope(hf_config),
+        **family.rope(hf_config),
     )
-    padding = getattr(hf_config, "pad_token_id", None)
+    padding = getattr(text, "pad_token_id", None)
     if pre_process and padding is not None:
-        detach_padding_row(model.embedding.word_embeddings, padding % hf_config.vocab_size, groups.tp)
+        detach_padding_row(model.embedding.word_embeddings, padding % text.vocab_size, groups.tp)
+    if family.vision is not None:
+        attach_axes(model, family.vision)
+        if pre_process:
+            attach_tower(model, hf_config, groups.tp)
     if post_process:
         if value:
             model.output_layer = ValueHead(tf_config)
@@ -239,8 +248,8 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
     parameters = dict(model.named_parameters())
     for name, parameter in chain(parameters.items(), model.named_buffers()):
         layer = expert = None
-        rule = outer.get(name)
         is_buffer = name not in parameters
+        rule = outer.get(name) or (None if is_buffer else families.tower_rule(hf_config, name))
         if name.startswith(prefix):
             local, rest = name.removeprefix(prefix).split(".", 1)
             layer = model.decoder.layers[int(local)].layer_number - 1
@@ -272,10 +281,20 @@ def expert_of(name: str) -> tuple[int, str] | None:
     return int(found["at"] or found["grouped"]), found["part"] or f"{found['projection']}.weight"
 
 
-def load_parts(chunks: Sequence[GPTModel], hf_config: "PretrainedConfig", is_value_model: bool, read: ReadPart) -> None:
-    """Fill the parameters of this rank's chunks, in their order; ``read`` is asked only for this rank's parts."""
+def load_parts(
+    chunks: Sequence[GPTModel],
+    hf_config: "PretrainedConfig",
+    is_value_model: bool,
+    read: ReadPart,
+    shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> None:
+    """Fill the parameters of this rank's chunks, in their order; ``read`` is asked only for this rank's parts.
+
+    ``shapes`` are those of the stored tensors, for families whose checkpoints come in two layouts.
+    """
     groups = (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group())
     dense, in_expert = (Shard(group.rank(), group.size()) for group in groups)
+    read = reading_stacks(read, families.num_experts(hf_config) or 0, shapes)
     with torch.no_grad():
         for chunk in chunks:
             for named in named_parameters(chunk, hf_config, is_value_model):

@@ -11,9 +11,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from verl.models.mcore.families import TOWER, num_experts
 from verl.models.mcore.gpt.build import NamedParameter, named_parameters
 from verl.models.mcore.gpt.layers import ValueHead
-from verl.models.mcore.weights import Rule
+from verl.models.mcore.weights import Rule, is_of_stack, stacked
 from verl.utils.device import current_device
 from verl.utils.megatron_utils import unwrap_model
 
@@ -53,12 +54,13 @@ def exported_weights(
     before: Callable[[int], None] | None = None,
     convert: Convert | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, full tensor): the embedding, the layers by number, the last norm, the head; collective.
+    """Yield (checkpoint name, full tensor): the embedding, the vision tower, the layers by number, the last norm, the
+    head; collective.
 
     Each tensor-parallel part is broadcast first from its pipeline stage, and an expert's part then from its
     expert-parallel rank. Only then are the parts gathered over tensor parallelism. So the peak extra memory is this
-    rank's part and the tensors of one parameter. Replicated tensors are not gathered, and a tied head is exported once,
-    as the embedding.
+    rank's part and the tensors of one parameter, or of all experts of a layer where a checkpoint stacks these.
+    Replicated tensors are not gathered, and a tied head is exported once, as the embedding.
 
     Args:
         of: returns the tensor to export for a parameter, such as its gradient; None skips the parameter.
@@ -68,11 +70,17 @@ def exported_weights(
     own = {each.name: each for model in models for each in named_parameters(model, hf_config, is_value_model)}
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    for entry in _plan(own, of):
-        if before is not None:
-            before(entry.shape.numel() * entry.dtype.itemsize * tp_size)
-        part = of(own[entry.name].parameter) if stage == entry.stage else None
-        yield from _tensors_of(entry, part, convert)
+    experts = num_experts(hf_config) or 0
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for entry in _plan(own, of):
+            if before is not None:
+                copies = experts if is_of_stack(entry.names[0][0]) else 1
+                before(entry.shape.numel() * entry.dtype.itemsize * tp_size * copies)
+            part = of(own[entry.name].parameter) if stage == entry.stage else None
+            yield from _tensors_of(entry, part, convert)
+
+    yield from stacked(tensors(), experts)
 
 
 def module_weights(
@@ -160,6 +168,8 @@ def _with_all_experts(mine: list[Entry]) -> list[Entry]:
 def _order(name: str) -> tuple[int, int, str]:
     if name.startswith("embedding."):
         return (0, 0, name)
+    if name.startswith(TOWER):
+        return (0, 1, "")
     if name.startswith("decoder.layers."):
         return (1, int(name.split(".")[2]), "")  # the stable sort keeps the model's order within a layer
     return (2, 0, name)

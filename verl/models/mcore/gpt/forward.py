@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from verl.models.mcore.gpt.build import attach_fused_head, attach_picker
 from verl.models.mcore.gpt.layers import HeadRequest, packed_row_params
-from verl.models.mcore.packing import aligned_lengths, held_places, places_of
+from verl.models.mcore.gpt.vision import MediaRequest, axial_positions, takes_axes
+from verl.models.mcore.packing import aligned_lengths, held_places, local_places, places_of
+from verl.models.transformers.vision import Media
 from verl.utils.megatron.tensor_parallel import vocab_range
 from verl.utils.megatron_utils import unwrap_model
 from verl.utils.model import CausalLMOutputForPPO
@@ -20,10 +22,24 @@ LogitsProcessor = Callable[..., dict[str, Tensor]]
 
 
 class _Row:
-    """Sequences packed into one row, of which this context-parallel rank holds a part."""
+    """Sequences packed into one row, of which this context-parallel rank holds a part.
 
-    def __init__(self, model: nn.Module, lengths: list[int], device: torch.device) -> None:
+    Raises: ValueError for media or positions that the model does not take, or that it lacks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lengths: list[int],
+        device: torch.device,
+        position_ids: Tensor | None = None,
+        media: dict[str, Any] | None = None,
+    ) -> None:
         inner = unwrap_model(model)
+        if media and not takes_axes(inner):
+            raise ValueError(f"multi_modal_inputs has {sorted(media)}, but this model reads text only")
+        if media and position_ids is None:
+            raise ValueError("multi_modal_inputs need position_ids: a model with images has positions along three axes")
         group = parallel_state.get_context_parallel_group()
         config = inner.config
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -37,6 +53,13 @@ class _Row:
         self.params = packed_row_params(aligned, device)
         self.place = places_of(lengths, aligned).to(device)
         self.held = held_places(aligned, group.size(), group.rank()).to(device)
+        self.positions: Tensor | None = None
+        if takes_axes(inner):
+            if position_ids is None:  # text alone
+                position_ids = torch.cat([torch.arange(length) for length in lengths]).to(device)
+            self.positions = axial_positions(position_ids, self.place, self.total)
+        self.media = media or {}
+        self.local = local_places(lengths, aligned, group.size(), group.rank()).to(device)
         attach_picker(inner, self.tp_group)
         self.head = getattr(inner, "picker", None)
 
@@ -56,8 +79,15 @@ class _Row:
         """Return hidden states or, from the head, the output (1, t, ...) at the places ``keep`` of this rank's part."""
         if self.head is not None:
             self.head.keep = torch.arange(len(self.held), device=self.device) if keep is None else keep
+        if hasattr(self.inner, "merger"):
+            ids = tokens.unsqueeze(0)
+            media = Media(torch.zeros_like(ids, dtype=torch.bool), self.media)
+            self.inner.merger.request = MediaRequest(media, ids, self.local, self.params)
         return self.model(
-            self.take(tokens).unsqueeze(0), position_ids=None, attention_mask=None, packed_seq_params=self.params
+            self.take(tokens).unsqueeze(0),
+            position_ids=self.positions,
+            attention_mask=None,
+            packed_seq_params=self.params,
         )
 
     def outputs(
@@ -105,15 +135,19 @@ def model_forward(
     *,
     vocab_size: int,
 ) -> Tensor | dict[str, Tensor]:
-    """Run rows (B, L) without their padding; positions count the tokens of a row from 0.
+    """Run rows (B, L) without their padding; positions of a text model count the tokens of a row from 0.
+
+    Args:
+        position_ids: (3, B, L) or (4, B, L) for a vision-language model, whose last three rows are frame, row and
+            column; a text model does not read them.
+        multi_modal_inputs: the processor's tensors of all rows, in their order.
 
     Returns: on the last stage logits (B, L, V / ranks), values (B, L), or the outputs (B, L) of ``logits_processor``
     with its arguments (B, L), all zero at padding. On other stages hidden states.
-    Raises: ValueError for images, which these models do not support.
+    Raises: ValueError for images next to a text model, or without positions.
     """
-    _text_only(multi_modal_inputs)
     mask = attention_mask.bool()
-    row = _Row(model, mask.sum(-1).tolist(), input_ids.device)
+    row = _Row(model, mask.sum(-1).tolist(), input_ids.device, _packed(position_ids, mask), multi_modal_inputs)
     arguments = {name: value[mask] for name, value in (logits_processor_args or {}).items()}
 
     def padded(values: Tensor) -> Tensor:
@@ -133,10 +167,12 @@ def model_forward_no_padding(
     *,
     vocab_size: int,
 ) -> Tensor | dict[str, Tensor]:
-    """Run like ``model_forward`` with jagged nested tensors as input and output."""
-    _text_only(multi_modal_inputs)
+    """Run like ``model_forward`` with jagged nested tensors as input and output.
+
+    It takes no positions, and so no images. Raises: ValueError for images.
+    """
     lengths: list[int] = input_ids.offsets().diff().tolist()
-    row = _Row(model, lengths, input_ids.device)
+    row = _Row(model, lengths, input_ids.device, media=multi_modal_inputs)
     arguments = {name: value.values() for name, value in (logits_processor_args or {}).items()}
 
     def nested(values: Tensor) -> Tensor:
@@ -159,13 +195,14 @@ def fused_forward(
 ) -> CausalLMOutputForPPO | Tensor:
     """Run rows (B, L) and score ``labels`` (B, L) where ``labels_mask`` (B, L) is set, with few logits at a time.
 
+    See ``model_forward`` for ``position_ids`` and ``multi_modal_inputs``.
+
     Returns: on the last stage ``log_probs`` of the labels, each predicted at its own position, and ``entropy``, both
     (B, L) and zero outside the mask. On other stages hidden states.
-    Raises: ValueError for images, which these models do not support.
+    Raises: ValueError for images next to a text model, or without positions.
     """
-    _text_only(multi_modal_inputs)
     mask = attention_mask.bool()
-    row = _Row(model, mask.sum(-1).tolist(), input_ids.device)
+    row = _Row(model, mask.sum(-1).tolist(), input_ids.device, _packed(position_ids, mask), multi_modal_inputs)
     asked = row.take(labels_mask.bool()[mask])
     keep = asked.nonzero().squeeze(-1)
     some = keep if len(keep) else keep.new_zeros(1)  # heads and collectives need at least one position
@@ -183,8 +220,6 @@ def fused_forward(
     return CausalLMOutputForPPO(log_probs=placed(output[0, :, 0]), entropy=placed(output[0, :, 1]))
 
 
-def _text_only(multi_modal_inputs: dict[str, Any] | None) -> None:
-    if multi_modal_inputs:
-        raise ValueError(
-            f"multi_modal_inputs has {sorted(multi_modal_inputs)}, but models on Megatron-Core support text only"
-        )
+def _packed(position_ids: Tensor | None, mask: Tensor) -> Tensor | None:
+    """Return the positions (C, T) of the tokens of all rows; None for those of text, which follow from the rows."""
+    return position_ids[:, mask] if position_ids is not None and position_ids.dim() == 3 else None

@@ -7,7 +7,7 @@ context parallelism, and their RMSNorm does not support sequence parallelism. Th
 import copy
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,10 +44,27 @@ ATTENTION_OUTPUT_BIAS = "attention_output_bias"
 
 
 @dataclass
+class DeepFeatures:
+    """Features that the tower's earlier layers add after the first decoder layers, at the tokens ``rows`` of this rank.
+
+    Activation recomputation runs a decoder layer in a graph that does not reach the tower. So the sum's backward pass
+    keeps the gradient of the features, and the embedding's backward pass, which comes after all layers, hands it on.
+    """
+
+    rows: Tensor  # (n,)
+    values: list[Tensor]  # (n, hidden) for each layer
+    gradients: list[Tensor | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gradients = [None] * len(self.values)
+
+
+@dataclass
 class PackedRowParams(PackedSeqParams):
     """The boundaries of packed sequences, with tensors that are derived once and used by all layers."""
 
     sequences: PackedSequences | None = None
+    deep: DeepFeatures | None = None
 
 
 def packed_row_params(lengths: list[int], device: torch.device) -> PackedRowParams:

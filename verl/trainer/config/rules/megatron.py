@@ -47,6 +47,9 @@ CUDA_OPTIMIZERS = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "ov
 
 ASCEND = "is not supported with trainer.device=npu: Megatron-Core runs on CUDA and CPU. Write "
 
+_OF_THE_WHOLE = ("architectures", "auto_map", "model_type", "vision_config")
+"""Fields of ``config.json`` that belong to a vision-language model, and not to its language model."""
+
 ACTOR_MODEL = "actor_rollout_ref.model"
 """The key of the model of actor and reference."""
 
@@ -236,6 +239,9 @@ def _model_rules(
     if experts and tp > 1 and not engine.sequence_parallel:
         expected = f"must be true with {TP}={tp}: the model has experts, which need it on Megatron-Core"
         yield Violation(f"{role.engine_key}.sequence_parallel", False, expected)
+    elif "vision_config" in config and tp > 1 and not engine.sequence_parallel:
+        expected = f"must be true with {TP}={tp}: it is what sums the gradient of the vision tower over the ranks"
+        yield Violation(f"{role.engine_key}.sequence_parallel", False, expected)
     layers = config.get("num_hidden_layers")
     overrides = engine.override_transformer_config
     stages = engine.virtual_pipeline_model_parallel_size or 1
@@ -245,6 +251,16 @@ def _model_rules(
             yield Violation(f"{role.engine_key}.{PP}", pp, expected)
         else:
             yield Violation(f"{role.engine_key}.override_transformer_config.{override}", overrides[override], expected)
+    elif isinstance(layers, int):
+        deep = len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+        first = first_stage_layers(layers, pp, stages, overrides)
+        if first is not None and first < deep:
+            expected = (
+                f"with {stages} virtual stages gives the first stage {first} layers, and the vision tower adds "
+                f"features after the first {deep}: use fewer stages, or set override_transformer_config."
+                f"num_layers_in_first_pipeline_stage to {deep * stages} or more"
+            )
+            yield Violation(f"{role.engine_key}.{PP}", pp, expected)
 
 
 def _shared_rules(role: EngineRole, engine: McoreEngineConfig, actor: McoreEngineConfig) -> Iterator[Violation]:
@@ -264,14 +280,25 @@ def _shared_rules(role: EngineRole, engine: McoreEngineConfig, actor: McoreEngin
 def config_fields(node: Tree) -> ConfigFields | None:
     """Return the fields of ``config.json`` and ``override_config`` of a model node; None if the path is wrong.
 
-    Of a hub id, whose files are not on this machine, only ``override_config`` is known.
+    Of a hub id, whose files are not on this machine, only ``override_config`` is known. A vision-language model has the
+    fields of its language model, which ``override_config`` does not reach.
     """
     path = node.get("hf_config_path") or node.get("path")
     if not isinstance(path, str) or list(path_problems(path)):
         return None
-    fields = ConfigFields(read_config_json(path))
+    content = read_config_json(path)
+    if "vision_config" in content:
+        return ConfigFields(_language_fields(content))
+    fields = ConfigFields(content)
     apply_overrides(fields, node.get("override_config") or {})
     return fields
+
+
+def _language_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model; older files have them next to those of the whole model."""
+    text = content.get("text_config")
+    whole = {name: content[name] for name in _OF_THE_WHOLE if name in content}
+    return {**(text if isinstance(text, Mapping) else content), **whole}
 
 
 def reference_node(shared: ActorRolloutRefConfig) -> tuple[str, Tree]:
@@ -511,6 +538,18 @@ def _unknown(overrides: Mapping[str, Any], key: str, files: tuple[str, ...], kin
 
 _END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def first_stage_layers(layers: int, pp: int, stages: int, overrides: Mapping[str, Any]) -> int | None:
+    """Return how many layers the first virtual stage holds; None if Megatron-Core reads that from a layout."""
+    if overrides.get("pipeline_model_parallel_layout") is not None:
+        return None
+    first, last = (overrides.get(name) or 0 for name in _END_STAGES)
+    if first:
+        return int(first) // stages
+    counted = [name for name in _COUNTED_AS_LAYERS if overrides.get(name)]
+    share = (layers - last + len(counted)) // ((pp - bool(last)) * stages)
+    return share - (_COUNTED_AS_LAYERS[0] in counted)
 
 
 def stage_problem(layers: int, pp: int, stages: int, overrides: Mapping[str, Any]) -> tuple[str | None, str] | None:

@@ -25,10 +25,6 @@ POLICY = "actor_rollout_ref.model"
 REFERENCE = "actor_rollout_ref.ref.model"
 ACTOR = "actor_rollout_ref.actor"
 CRITIC = "critic.model"
-NO_VISION_ON_MEGATRON = (
-    "trains language models only, its GPT model has no vision tower, and model.path names a vision-language model: "
-    "write fsdp"
-)
 
 
 # ---- folders and sizes
@@ -40,18 +36,18 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     workers = None if broken & {"trainer.n_gpus_per_node", "trainer.nnodes"} else run.trainer.world_size
     policy = shared.model
     critic = run.critic
-    models = [(POLICY, policy.path, policy.tokenizer_path, ACTOR, shared.actor.strategy)]
+    models = [(POLICY, policy.path, policy.tokenizer_path, shared.actor.strategy)]
     frozen = {POLICY: f"{ACTOR}.freeze_vision_tower"} if shared.actor.freeze_vision_tower else {}
     adapters = [(POLICY, policy.lora_rank, policy.target_modules)]
     if shared.ref.model_path:
-        models.append((REFERENCE, shared.ref.model_path, None, "actor_rollout_ref.ref", shared.ref.strategy))
+        models.append((REFERENCE, shared.ref.model_path, None, shared.ref.strategy))
     if critic is not None:
-        models.append((CRITIC, critic.model.path, critic.model.tokenizer_path, "critic", critic.strategy))
+        models.append((CRITIC, critic.model.path, critic.model.tokenizer_path, critic.strategy))
     if isinstance(critic, FSDPCriticConfig):
         adapters.append((CRITIC, critic.model.lora_rank, critic.model.target_modules))
         if critic.model.freeze_vision_tower:
             frozen[CRITIC] = f"{CRITIC}.freeze_vision_tower"
-    for key, path, tokenizer, role, strategy in models:
+    for key, path, tokenizer, strategy in models:
         if f"{key}.path" in broken:
             continue
         problems = list(path_problems(path)) or list(quantized_problem(read_config_json(path)))
@@ -63,7 +59,8 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             tokenizer = tokenizer or path
             found = tokenizer_problems(tokenizer, hf_config if key == POLICY else None)
             yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in found)
-        yield from vision_rules(hf_config, (f"{role}.strategy", strategy), (f"{key}.path", path), workers)
+        if strategy != "megatron":
+            yield from vision_rules(hf_config, (f"{key}.path", path), workers)
         is_text_only = bool(hf_config) and "vision_config" not in hf_config
         if is_text_only and key in frozen:
             expected = f"needs a vision-language model, {key}.path names a text model (no vision_config): write false"
@@ -85,19 +82,13 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             yield Violation(f"{key}.target_modules", modules, expected)
 
 
-def vision_rules(
-    hf_config: Mapping[str, Any], strategy: tuple[str, str], path: tuple[str, str], workers: int | None
-) -> Iterator[Violation]:
-    """Reject a vision-language model on Megatron-Core, or of a family that needs a single worker.
+def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: int | None) -> Iterator[Violation]:
+    """Reject a vision-language model of a family that needs a single worker on FSDP.
 
-    Args: ``strategy`` and ``path`` are a key and its value; ``workers`` is None if their number is not known.
+    Args: ``path`` is a key and its value; ``workers`` is None if their number is not known.
     """
-    if "vision_config" not in hf_config:
-        return
     family = hf_config.get("model_type")
-    if strategy[1] == "megatron":
-        yield Violation(*strategy, NO_VISION_ON_MEGATRON)
-    elif family not in VISION_FAMILIES and workers is not None and workers > 1:
+    if "vision_config" in hf_config and family not in VISION_FAMILIES and workers is not None and workers > 1:
         expected = (
             f"is of model_type {family!r}, which runs on one worker only: a worker without an image would skip its "
             f"vision tower; name a model of {', '.join(VISION_FAMILIES)}, use one worker, or add the family "

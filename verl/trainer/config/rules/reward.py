@@ -160,7 +160,8 @@ def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Itera
     if not problems:
         hf_config = read_config_json(path)
         sharing = None if reward.is_generative else workers
-        yield from vision_rules(hf_config, (f"{NODE}.strategy", reward.strategy), (key, path), sharing)
+        if reward.strategy != "megatron":
+            yield from vision_rules(hf_config, (key, path), sharing)
         yield from _size_rules(run, hf_config, broken)
 
 

@@ -413,12 +413,21 @@ def remember_conversions(model: "PreTrainedModel") -> None:
 
 
 def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Rename and convert in-memory tensors to those that ``save_pretrained`` writes, one at a time."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import revert_weight_conversion
+    """Rename and convert in-memory tensors to those of a published checkpoint, one at a time.
 
-    if not (getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)):
+    These are what ``save_pretrained`` writes, except for the stacked experts of Qwen3-VL: published files and vLLM have
+    them transposed, transformers 5 reads both layouts and writes its own.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Transpose, revert_weight_conversion
+
+    steps = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    if not steps:
         yield from stream
         return
+    model._weight_conversions = steps  # type: ignore[assignment]
+    for operation in (each for step in steps for each in getattr(step, "operations", ())):
+        if isinstance(operation, Transpose):
+            operation.check_dims = False
     for name, tensor in stream:
         yield from revert_weight_conversion(model, {name: tensor}).items()

@@ -16,7 +16,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.activation_offload import offloaded_activations
 from verl.utils.numerics.log_probs import full_kl, log_probs_and_entropy
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad
-from verl.utils.vision.multi_modal import concat_distinct_inputs, concat_multi_modal_inputs
+from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.workers.engine import passes
 from verl.workers.engine.fsdp.layout import Layout
 
@@ -171,16 +171,14 @@ class Forward:
 
         Rows may share images: ``_SHOWN`` tells a model that takes media which rows show which.
         """
+        device = self.layout.device
+        if self.takes_media:
+            found, shown = passes.media_of(rows, order, device)
+            return found | {_SHOWN: shown}
         column = rows.non_tensor_batch.get("multi_modal_inputs")
         if column is None:
             return {}
-        ordered = list(column) if order is None else [column[at] for at in order.tolist()]
-        if self.takes_media:
-            inputs, shown = concat_distinct_inputs(ordered)
-            inputs = inputs | {_SHOWN: shown}
-        else:
-            inputs = concat_multi_modal_inputs(ordered)
-        device = self.layout.device
+        inputs = concat_multi_modal_inputs(column if order is None else [column[at] for at in order.tolist()])
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
     def _extra(self, inputs: ModelInputs, sampled: Tensor, window: tuple[int, int] | None = None) -> ModelInputs:

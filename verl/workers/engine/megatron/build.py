@@ -7,7 +7,7 @@ import hashlib
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl.base_config import WrongInput, as_yaml
 from verl.models.mcore.bridge import Bridge, needs_bridge
-from verl.models.mcore.families import HEAD_NAMES, num_experts
+from verl.models.mcore.families import HEAD_NAMES, find_family, num_experts, text_of
 from verl.models.mcore.gpt.build import (
     attach_fused_head,
     attach_picker,
@@ -29,6 +29,7 @@ from verl.models.mcore.gpt.build import (
     load_parts,
     named_parameters,
 )
+from verl.models.mcore.weights import is_stack
 from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local
@@ -76,9 +77,11 @@ class ModelBuilder:
     is_value_model: bool
     makes_head: bool
     load_weight: bool = True
+    freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
         self.hf_config = self.model_config.hf_config
+        self.text = text_of(self.hf_config)
         self.path: str = self.model_config.local_path
         self.bridge: Bridge | None = None
 
@@ -109,9 +112,11 @@ class ModelBuilder:
             chunk.to(self.layout.device)  # routers are constructed on the host
             if self.fuses_head:
                 backend = self.model_config.fused_kernel_options["impl_backend"]
-                attach_fused_head(chunk, self.hf_config.vocab_size, self.layout.tp_group, backend)
+                attach_fused_head(chunk, self.text.vocab_size, self.layout.tp_group, backend)
+            if self.freeze_vision_tower and hasattr(chunk, "visual"):
+                chunk.visual.requires_grad_(False)
         if not self.load_weight:
-            self._fill(chunks, new_weights(self.hf_config, self.engine_config.seed))
+            self._fill(chunks, new_weights(self.hf_config, self.engine_config.seed), {})
         elif self.engine_config.use_dist_checkpointing:
             self.load_distributed(chunks, str(self.engine_config.dist_checkpointing_path))
         else:
@@ -121,8 +126,9 @@ class ModelBuilder:
     def _build_bridged(self) -> list[Any]:
         """Return the chunks of a model that the tables lack, as mbridge builds and loads them."""
         self._refuse_options()
-        if self.is_value_model or not self.load_weight:
-            wrong = "a critic or reward model" if self.is_value_model else "load_weight=false"
+        if self.is_value_model or not self.load_weight or self.freeze_vision_tower:
+            wrong = "load_weight=false" if not self.load_weight else "freeze_vision_tower=true"
+            wrong = "a critic or reward model" if self.is_value_model else wrong
             name = ", ".join(self.hf_config.architectures or ["none"])
             raise WrongInput(
                 f"megatron.use_mbridge=true: {wrong} of architecture {name} is not supported: use strategy=fsdp"
@@ -136,7 +142,7 @@ class ModelBuilder:
             attach_picker(chunk, self.layout.tp_group)
             if self.fuses_head:
                 backend = self.model_config.fused_kernel_options["impl_backend"]
-                attach_fused_head(chunk, self.hf_config.vocab_size, self.layout.tp_group, backend)
+                attach_fused_head(chunk, self.text.vocab_size, self.layout.tp_group, backend)
         if self.engine_config.use_dist_checkpointing:
             self.load_distributed(chunks, str(self.engine_config.dist_checkpointing_path))
         else:
@@ -158,7 +164,7 @@ class ModelBuilder:
     def _refuse(self) -> None:
         self._refuse_options()
         for name in ("num_attention_heads", "num_key_value_heads"):
-            heads = getattr(self.hf_config, name)
+            heads = getattr(self.text, name)
             if heads % self.layout.tp_size:
                 raise WrongInput(
                     f"megatron.tensor_model_parallel_size={self.layout.tp_size} must divide {name}={heads} of the model"
@@ -170,12 +176,24 @@ class ModelBuilder:
             )
         if experts and self.layout.tp_size > 1 and not self.engine_config.sequence_parallel:
             raise WrongInput("megatron.sequence_parallel=false: models with experts and tensor parallelism need true")
+        self._refuse_vision()
         stages = self.layout.pp_size * self.layout.virtual_stages
         uneven = any("pipeline" in key for key in self.engine_config.override_transformer_config)
-        if self.hf_config.num_hidden_layers % stages and not uneven:
+        if self.text.num_hidden_layers % stages and not uneven:
             raise WrongInput(
                 f"megatron.pipeline_model_parallel_size={self.layout.pp_size} x {self.layout.virtual_stages} virtual "
-                f"stages must divide the {self.hf_config.num_hidden_layers} layers of the model"
+                f"stages must divide the {self.text.num_hidden_layers} layers of the model"
+            )
+
+    def _refuse_vision(self) -> None:
+        sees = find_family(self.hf_config).vision is not None
+        if self.freeze_vision_tower and not sees:
+            name = ", ".join(self.hf_config.architectures or ["none"])
+            raise WrongInput(f"freeze_vision_tower=true needs a model with a vision tower, not {name}")
+        if sees and self.layout.tp_size > 1 and not self.engine_config.sequence_parallel:
+            raise WrongInput(
+                "megatron.sequence_parallel=false: vision-language models and tensor parallelism need true, with which "
+                "the gradient of the vision tower is summed over the ranks"
             )
 
     def transformer_config(self) -> Any:
@@ -232,9 +250,10 @@ class ModelBuilder:
         elif SafetensorsReader.serves(self.path):
             reader = SafetensorsReader(self.path)
         if shared is not None and shared.is_needed:
-            shared.exchange(lambda: self._fill(chunks, self._reading(shared.want, shared.stored)))
+            shapes = {name: stored.shape for name, stored in shared.stored.items() if is_stack(name)}
+            shared.exchange(lambda: self._fill(chunks, self._reading(shared.want, shared.stored), shapes))
             if reader is None:
-                self._fill(chunks, self._reading(shared.receive, shared.stored))
+                self._fill(chunks, self._reading(shared.receive, shared.stored), shapes)
                 _raise_first(shared.problems)
                 return
         if reader is None:
@@ -244,10 +263,11 @@ class ModelBuilder:
                 "model with save_pretrained where every node can read it, or write megatron.share_model_files=true if "
                 "some nodes have it"
             )
-        self._fill(chunks, self._reading(reader.read, reader.names()))
+        shapes = {name: reader.shape(name) for name in reader.names() if is_stack(name)}
+        self._fill(chunks, self._reading(reader.read, reader.names()), shapes)
 
-    def _fill(self, chunks: Sequence[Any], read: "ReadPart") -> None:
-        load_parts(chunks, self.hf_config, self.is_value_model, read)
+    def _fill(self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]]) -> None:
+        load_parts(chunks, self.hf_config, self.is_value_model, read, shapes)
 
     def _reading(self, read_stored: "ReadPart", names: Collection[str]) -> "ReadPart":
         """Return a function that reads a part of a stored tensor, or makes one of a new head."""
@@ -284,7 +304,7 @@ class ModelBuilder:
                 self._make_heads(chunks)
             if lacking := tensor_names(state) - reader.names():
                 raise CheckpointError(f"it lacks {min(lacking)}")
-            if problem := vocabulary_problem(reader, self.hf_config.vocab_size):
+            if problem := vocabulary_problem(reader, self.text.vocab_size):
                 raise CheckpointError(problem)
             loaded = load_dist_checkpointing(state, folder)
         except CheckpointError as error:

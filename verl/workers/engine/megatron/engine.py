@@ -12,8 +12,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from verl.models.mcore.families import text_of
 from verl.models.mcore.gpt.build import attach_fused_head, attach_picker
 from verl.models.mcore.gpt.export import exported_weights
+from verl.models.mcore.gpt.vision import takes_axes
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 from verl.utils.megatron.offload import Offload
 from verl.utils.megatron.optimizer import (
@@ -65,7 +67,13 @@ class MegatronEngine(BaseEngine):
         if config.share_model_files and self.layout.world_size > 1:
             share_folder(self.model_config)
         builder = ModelBuilder(
-            self.model_config, config, self.layout, self.is_value_model, self.makes_head, self.load_weight
+            self.model_config,
+            config,
+            self.layout,
+            self.is_value_model,
+            self.makes_head,
+            self.load_weight,
+            self.freeze_vision_tower,
         )
         self.models = builder.build()
         self.bridge = builder.bridge
@@ -112,7 +120,7 @@ class MegatronEngine(BaseEngine):
         for model in engine.models:
             attach_picker(model, engine.layout.tp_group)
             if fuses_head:
-                attach_fused_head(model, hf_config.vocab_size, engine.layout.tp_group)
+                attach_fused_head(model, text_of(hf_config).vocab_size, engine.layout.tp_group)
         engine._adopt(hf_config, fuses_head)
         return engine
 
@@ -120,9 +128,14 @@ class MegatronEngine(BaseEngine):
         """Prepare passes over the chunks."""
         self.shares = self.layout.shares
         self.hf_config = hf_config
-        sequence_parallel = self.models[0].config.sequence_parallel
         self.forward = Forward(
-            self.layout, self.is_value_model, hf_config.vocab_size, sequence_parallel, self.lead, fuses_head
+            self.layout,
+            self.is_value_model,
+            text_of(hf_config).vocab_size,
+            self.models[0].config.sequence_parallel,
+            self.lead,
+            fuses_head,
+            takes_axes(self.models[0]),
         )
         self.offload = Offload(self.module, self.optimizer, self.layout.device)
         self._set_training(False)
@@ -169,7 +182,8 @@ class MegatronEngine(BaseEngine):
 
     def _split(self, data: "DataProto", spec: PassSpec) -> list[MicroBatch]:
         micro_batches = super()._split(data, spec)
-        check_positions(data)
+        if not self.forward.takes_axes:
+            check_positions(data)
         return micro_batches
 
     def _run_micro_batches(

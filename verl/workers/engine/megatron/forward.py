@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from verl.models.mcore.gpt.layers import HeadRequest, PackedRowParams, packed_row_params
-from verl.models.mcore.packing import aligned_lengths, held_places, places_of
+from verl.models.mcore.gpt.vision import MediaRequest, axial_positions
+from verl.models.mcore.packing import aligned_lengths, held_places, local_places, places_of
+from verl.models.transformers.vision import Media
 from verl.protocol import tensors_of
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
 from verl.workers.engine import passes
@@ -25,13 +27,15 @@ if TYPE_CHECKING:
 class PackedShare:
     """One rank's part of packed rows.
 
-    ``input_ids`` (1, t); ``lengths`` are those of the whole sequences with their padding. ``keep`` (k,) are places in
-    the (t,) tokens of this rank, before sequence parallelism cuts them, with their ``labels`` and ``target`` (k,). A
-    rank without counted tokens keeps one place without label and target: heads and collectives need a position.
+    ``input_ids`` (1, t); ``lengths`` are those of the whole sequences with their padding. ``places`` (T,) are those of
+    all tokens of the rows among the (t,) of this rank, before sequence parallelism cuts them; -1 for a token of another
+    rank. ``keep`` (k,) are the places to read, with their ``labels`` and ``target`` (k,). A rank without counted tokens
+    keeps one place without label and target: heads and collectives need a position.
     """
 
     input_ids: Tensor
     lengths: list[int]
+    places: Tensor
     keep: Tensor
     labels: Tensor
     target: Tensor
@@ -49,13 +53,14 @@ def share_of(packed: passes.PackedRows, cp_size: int, cp_rank: int, tp_multiple:
     ids = packed.input_ids[0]
     labels = packed.labels
     target = packed.target
+    device = ids.device
+    places = torch.arange(len(ids), device=device)
     if lengths != packed.lengths or cp_size > 1:
-        device = ids.device
         place = places_of(packed.lengths, lengths)
         whole = ids.new_zeros(sum(lengths)).index_copy(0, place.to(device), ids)
         held = held_places(lengths, cp_size, cp_rank)
-        local = torch.full((sum(lengths),), -1).index_copy(0, held, torch.arange(len(held)))
-        here = local[place].to(device)[keep]  # of each kept position, -1 where another rank holds it
+        places = local_places(packed.lengths, lengths, cp_size, cp_rank).to(device)
+        here = places[keep]
         mine = here >= 0
         ids = whole[held.to(device)]
         keep = here[mine]
@@ -63,7 +68,7 @@ def share_of(packed: passes.PackedRows, cp_size: int, cp_rank: int, tp_multiple:
         target = target[mine]
     if not len(keep):
         keep = keep.new_zeros(1)
-    return PackedShare(ids.unsqueeze(0), lengths, keep, labels, target, packed.shape)
+    return PackedShare(ids.unsqueeze(0), lengths, places, keep, labels, target, packed.shape)
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,13 @@ class Round:
 
     at: int
     micro_batch: passes.MicroBatch | None
+    packed: passes.PackedRows
     share: PackedShare
     params: PackedRowParams
 
 
 def check_positions(data: "DataProto") -> None:
-    """Check that positions count the tokens of a row from 0, as Megatron-Core counts packed tokens.
+    """Check that positions count the tokens of a row from 0, as Megatron-Core counts packed tokens of a text model.
 
     Raises: ValueError naming the first row whose positions do not.
     """
@@ -85,7 +91,7 @@ def check_positions(data: "DataProto") -> None:
     positions = batch["position_ids"]
     attention = batch["attention_mask"]
     if positions.dim() == 3:
-        raise ValueError("position_ids of three dims (multi-modal rope) are not supported with strategy=megatron")
+        raise ValueError("position_ids of three dims (multi-modal rope) need a vision-language model, this is none")
     wrong = ((positions != attention.cumsum(-1) - 1) & attention.bool()).any(-1)
     if wrong.any():
         raise ValueError(
@@ -98,7 +104,8 @@ def check_positions(data: "DataProto") -> None:
 class Forward:
     """Pack micro-batches and run them so that logits exist only where a counted token is read.
 
-    With ``fuses_head`` the head scores tokens without making logits (``verl.models.mcore.gpt.layers.FusedHead``).
+    With ``fuses_head`` the head scores tokens without making logits (``verl.models.mcore.gpt.layers.FusedHead``). With
+    ``takes_axes`` the model has positions along three axes and a vision tower (``verl.models.mcore.gpt.vision``).
     """
 
     layout: Layout
@@ -107,6 +114,7 @@ class Forward:
     sequence_parallel: bool
     lead: int
     fuses_head: bool
+    takes_axes: bool
 
     def prepare(self, at: int, micro_batch: passes.MicroBatch | None) -> Round:
         """Pack a micro-batch; a missing one becomes a single token that does not count."""
@@ -118,7 +126,7 @@ class Forward:
             packed = passes.pack_rows(micro_batch.rows, self.lead)
         tp_multiple = self.layout.tp_size if self.sequence_parallel else 1
         share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, tp_multiple)
-        return Round(at, micro_batch, share, packed_row_params(share.lengths, device))
+        return Round(at, micro_batch, packed, share, packed_row_params(share.lengths, device))
 
     def run(self, model: "MegatronModule", chunk: "GPTModel", round_: Round, spec: passes.PassSpec) -> Tensor:
         """Return the output of this chunk: hidden states, or its head's logits (1, k, V / ranks) or values (1, k, 1).
@@ -132,8 +140,31 @@ class Forward:
             share = round_.share
             labels = share.labels if len(share.labels) else share.keep.new_zeros(len(share.keep))
             chunk.fused_head.request = HeadRequest(labels, spec.temperature, spec.entropy_mode)
-        # Rotary positions come from the boundaries of the sequences; position_ids only have to be there.
-        return model(round_.share.input_ids, position_ids=None, attention_mask=None, packed_seq_params=round_.params)
+        if hasattr(chunk, "merger"):
+            chunk.merger.request = self._media(round_)
+        # A text model takes rotary positions from the boundaries of the sequences; position_ids only have to be there.
+        return model(
+            round_.share.input_ids,
+            position_ids=self._axial_positions(round_) if self.takes_axes else None,
+            attention_mask=None,
+            packed_seq_params=round_.params,
+        )
+
+    def _axial_positions(self, round_: Round) -> Tensor:
+        """Return the positions (3, 1, T) of the whole aligned row."""
+        lengths = round_.share.lengths
+        place = places_of(round_.packed.lengths, lengths).to(self.layout.device)
+        return axial_positions(round_.packed.position_ids.squeeze(-2), place, sum(lengths))
+
+    def _media(self, round_: Round) -> MediaRequest:
+        """Return the images and videos of the rows for the stage that embeds them."""
+        packed = round_.packed
+        sampled = torch.zeros_like(packed.input_ids, dtype=torch.bool).index_fill(1, packed.keep + self.lead, True)
+        media = Media(sampled)
+        if round_.micro_batch is not None:
+            inputs, shown = passes.media_of(round_.micro_batch.rows, packed.row_order, self.layout.device)
+            media = Media(sampled, inputs, shown)
+        return MediaRequest(media, packed.input_ids, round_.share.places, round_.params)
 
     def outputs(self, found: Tensor, round_: Round, spec: passes.PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask, whole on every rank of the stage."""
