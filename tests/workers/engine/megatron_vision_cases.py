@@ -33,21 +33,21 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 DYNAMIC = {"cut": cases.dynamic(70)}
 CASES: dict[str, dict[str, Any]] = {
     "qwen2.5": DYNAMIC | {"uneven": True},
-    "qwen2.5, recomputed": {"cut": vision.SIZES[3], "engine": RECOMPUTED, "only": ("one", "tp 2", "pp 2")},
-    "qwen2.5, samples of prompts": {"cut": vision.SIZES[8], "samples": 2, "only": ("one", "tp 2")},
+    "qwen2.5, recomputed": {"cut": vision.SIZES[3], "engine": RECOMPUTED, "only": ("tp 2", "tp 2 pp 2")},
+    "qwen2.5, samples of prompts": {"cut": vision.SIZES[8], "samples": 2, "only": ("tp 2",)},
     "qwen2.5, three rows of positions": {"cut": vision.SIZES[8], "channels": 3, "only": ("one",)},
-    "qwen2.5, fused head": {"cut": vision.SIZES[3], "model": {"use_fused_kernels": True}, "only": ("one", "cp 2")},
-    "qwen2.5, tied": {"cut": vision.SIZES[3], "folder": "tied", "only": ("one", "pp 2")},
+    "qwen2.5, fused head": {"cut": vision.SIZES[3], "model": {"use_fused_kernels": True}, "only": ("cp 2",)},
+    "qwen2.5, tied": {"cut": vision.SIZES[3], "folder": "tied", "only": ("pp 2",)},
     "qwen2": {"cut": vision.SIZES[3], "family": "qwen2_vl", "only": ("one",)},
-    "qwen3": {"cut": vision.SIZES[3], "family": "qwen3_vl", "only": ("one", "tp 2", "cp 2")},
+    "qwen3": {"cut": vision.SIZES[3], "family": "qwen3_vl", "only": ("one", "cp 2", "tp 2 cp 2")},
     "qwen3, recomputed": {
         "cut": vision.SIZES[1], "family": "qwen3_vl", "engine": RECOMPUTED, "only": ("tp 2", "pp 2"),
     },
     "qwen3 moe": DYNAMIC | {"family": "qwen3_vl_moe", "uneven": True},
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
-    "frozen": {"cut": vision.SIZES[3], "frozen": True, "only": ("one", "tp 2", "dp 2")},
-    "value": {"cut": vision.SIZES[3], "kind": "value_model", "only": ("one", "pp 2")},
+    "frozen": {"cut": vision.SIZES[3], "frozen": True, "only": ("tp 2", "dp 2")},
+    "value": {"cut": vision.SIZES[3], "kind": "value_model", "only": ("pp 2", "tp 2 cp 2")},
 }
 
 
