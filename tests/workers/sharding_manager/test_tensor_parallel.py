@@ -1,5 +1,6 @@
 """Two processes with one engine over both: the same samples on each, and failures told to all."""
 
+import asyncio
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def _start(rank: int, folder: str, key_value_heads: int) -> Any:
     store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     model = tiny.build_model(num_key_value_heads=key_value_heads)
-    rollout = tiny.start_rollout("vllm", model, Path(folder) / str(rank), tensor_model_parallel_size=2)
+    changes = {"tensor_model_parallel_size": 2, "mode": "async"}
+    rollout = tiny.start_rollout("vllm", model, Path(folder) / str(rank), **changes)
     manager = build_sharding_manager(tiny.TrainerStandIn(model), rollout)
     manager.bucket_bytes = 100 << 10
     return manager
@@ -37,11 +39,39 @@ def _check(manager: Any, seed: int) -> list[list[int]]:
     return tiny.sampled_tokens(output)
 
 
+def _check_requests(manager: Any, rank: int) -> None:
+    """Requests to rank 0 are answered while the engine is awake, with what a batch gives."""
+    prompts = tiny.prompts_batch(6, repeat=2)
+    asked = prompts.non_tensor_batch["raw_prompt_ids"]
+    sampling = [{"temperature": tiny.TEMPERATURE, "seed": int(seed)} for seed in prompts.batch["sampling_seed"]]
+
+    async def ask_all() -> list[list[int]]:
+        asking = [
+            asyncio.create_task(
+                manager.rollout.generate(asked[row], sampling[row] | {"max_tokens": tiny.RESPONSE_LENGTH}, str(row))
+            )
+            for row in reversed(range(len(prompts)))
+        ]
+        given_up = asyncio.create_task(manager.rollout.generate([5], {"stop_token_ids": []}, "given up"))
+        await asyncio.sleep(0.01)
+        assert await manager.rollout.abort("given up")
+        assert (await given_up).finish_reason == "abort"
+        with pytest.raises(ValueError, match="the prompt has token 131"):
+            await manager.rollout.generate([131], {}, "unknown token")
+        return [(await task).token_ids for task in reversed(asking)]
+
+    with manager:
+        found = asyncio.run(ask_all()) if rank == 0 else []
+        expected = tiny.sampled_tokens(manager.rollout.generate_sequences(prompts))
+        assert rank or found == expected
+
+
 def _run(rank: int, folder: str, key_value_heads: int) -> None:
     from verl.workers.sharding_manager import WeightSyncError
 
     manager = _start(rank, folder, key_value_heads)
     first = _check(manager, seed=0)
+    _check_requests(manager, rank)
     held = manager.rollout._weights.layout.pieces["model.layers.0.mlp.down_proj.weight"].read()
     assert held.shape == (128, 96)  # half of the columns
 

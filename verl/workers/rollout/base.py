@@ -280,6 +280,7 @@ def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: ty
 
 ROLLOUT_CLASSES: dict[tuple[str, str], str] = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",
+    ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vLLMAsyncRollout",
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
 }
 

@@ -91,7 +91,7 @@ class vLLMRollout(BaseRollout):
         check_expansion(prompts, requests, [output.prompt_token_ids or [] for output in finished])
         outputs = [output.outputs[0] for output in finished]
         responses = [list(output.token_ids) for output in outputs]
-        log_probs = [_flat_log_probs(output) for output in outputs] if self.config.calculate_log_probs else None
+        log_probs = [flat_log_probs(output) for output in outputs] if self.config.calculate_log_probs else None
         truncated = sum(output.finish_reason == "length" for output in outputs)
         return self._finished(prompts, responses, log_probs, elapsed, truncated)
 
@@ -201,7 +201,7 @@ class vLLMRollout(BaseRollout):
         return self._weights.checksum_of_source(name, tensor)
 
 
-def _flat_log_probs(output: "CompletionOutput") -> list[float]:
+def flat_log_probs(output: "CompletionOutput") -> list[float]:
     """Return the log-probabilities of the sampled tokens; ``flat_logprobs`` makes them one list."""
     found: Any = output.logprobs
     return found.logprobs

@@ -1,0 +1,223 @@
+"""What every rollout server does, held on a tiny model."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.workers.rollout import tiny
+from verl.protocol import DataProto
+from verl.workers.rollout.server import ServerError, TokenOutput
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.timeout(240)
+
+Server = Any  # of an optional package
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.build_model()
+
+
+@pytest.fixture(scope="module")
+def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    rollout = tiny.start_rollout("vllm", model, tmp_path_factory.mktemp("server"), mode="async", max_model_len=64)
+    tiny.load_all(rollout, model)
+    asyncio.run(rollout.resume(["weights", "kv_cache"]))
+    yield rollout
+    rollout.shutdown()
+
+
+@pytest.fixture
+def own_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """The server with a loop that the test may break."""
+    from verl.workers.rollout.vllm_rollout.engine_loop import EngineLoop
+
+    server._loop.stop()
+    monkeypatch.setattr(server, "_loop", EngineLoop(server._llm, None, server._offer_fault))
+    kept = server._llm.llm_engine
+    yield server
+    open_requests = list(kept.output_processor.request_states)
+    kept.abort_request(open_requests, internal=True)
+    monkeypatch.undo()
+    server._loop = EngineLoop(server._llm, None, server._offer_fault)
+
+
+def params(prompts: DataProto, row: int, **changes: Any) -> dict[str, Any]:
+    seed = int(prompts.batch["sampling_seed"][row])
+    return {
+        "temperature": tiny.TEMPERATURE,
+        "seed": seed,
+        "max_tokens": tiny.RESPONSE_LENGTH,
+        "logprobs": True,
+    } | changes
+
+
+async def ask(server: Server, prompts: DataProto, row: int, delay_s: float = 0.0, **changes: Any) -> TokenOutput:
+    await asyncio.sleep(delay_s)
+    ids = prompts.non_tensor_batch["raw_prompt_ids"][row]
+    return await server.generate(ids, params(prompts, row, **changes), f"request {row}")
+
+
+def test_requests_in_any_order_give_what_a_batch_gives(server: Server) -> None:
+    """Tokens and log-probabilities are equal bit for bit, also next to requests that end early."""
+    prompts = tiny.prompts_batch(8, repeat=3)
+    batch = server.generate_sequences(prompts)
+    rows = tiny.sampled_tokens(batch)
+    delays = random.Random(0)
+
+    async def all_of_them() -> list[TokenOutput]:
+        order = np.random.default_rng(1).permutation(len(prompts)).tolist()
+        outputs = await asyncio.gather(*(ask(server, prompts, row, delays.random() / 20) for row in order))
+        return [outputs[order.index(row)] for row in range(len(prompts))]
+
+    outputs = asyncio.run(all_of_them())
+    assert [output.token_ids for output in outputs] == rows
+    for row, output in enumerate(outputs):
+        expected = batch.batch["rollout_log_probs"][row, : len(output.token_ids)]
+        assert torch.equal(torch.tensor(output.log_probs), expected)
+        assert output.finish_reason == ("stop" if output.token_ids[-1] == tiny.EOS else "length")
+        assert output.weight_versions == [server.weights_version] * len(output.token_ids)
+
+
+def test_what_a_request_asks_for(server: Server) -> None:
+    prompts = tiny.prompts_batch(2)
+
+    async def run() -> None:
+        greedy = await ask(server, prompts, 0, temperature=0.0, seed=None)
+        assert greedy == await ask(server, prompts, 0, temperature=0.0, seed=5, top_k=-1)
+        plain = await ask(server, prompts, 0, logprobs=False)
+        assert plain.log_probs is None
+        ended = await ask(server, prompts, 0, stop_token_ids=[plain.token_ids[3]])
+        assert ended.token_ids == plain.token_ids[: plain.token_ids.index(plain.token_ids[3]) + 1]
+        assert ended.finish_reason == "stop"
+        unlimited = await ask(server, prompts, 0, max_tokens=None, stop_token_ids=[])
+        length = len(prompts.non_tensor_batch["raw_prompt_ids"][0])
+        assert len(unlimited.token_ids) == 64 - length or unlimited.finish_reason == "stop"
+        assert unlimited.token_ids[: len(plain.token_ids)] == plain.token_ids
+        unseeded = [(await ask(server, prompts, 1, seed=None)).token_ids for _ in range(4)]
+        assert len({tuple(tokens) for tokens in unseeded}) > 1
+
+    asyncio.run(run())
+
+
+def test_a_bad_request_costs_only_its_caller(server: Server) -> None:
+    prompts = tiny.prompts_batch(2)
+
+    async def run() -> None:
+        good = asyncio.create_task(ask(server, prompts, 0))
+        for ids, changes, message in (
+            ([5] * 64, {}, "the prompt has 64 tokens and the engine's context 64"),
+            ([5], {"top_p": 2.0}, "sampling parameters .*top_p"),
+            ([5], {"no_such_option": 1}, "sampling parameters .*no_such_option"),
+            ([5], {"stop": ["."]}, "skip_tokenizer_init=false"),
+            ([5, tiny.VOCABULARY], {}, "the prompt has token 131; the model's are 0 to 130"),
+            ([], {}, "the prompt is empty"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await server.generate(ids, params(prompts, 0, **changes), "bad")
+        assert len((await good).token_ids) > 0
+
+    asyncio.run(run())
+
+
+def test_abort_and_cancel_free_the_engine(server: Server) -> None:
+    prompts = tiny.prompts_batch(1, seed=3)
+
+    async def run() -> None:
+        whole = await ask(server, prompts, 0, max_tokens=40, stop_token_ids=[])
+        aborted = asyncio.create_task(ask(server, prompts, 0, max_tokens=40))
+        while not (await server.health())["running"]:
+            await asyncio.sleep(0)
+        assert await server.abort("request 0")
+        output = await aborted
+        assert output.finish_reason == "abort" and len(output.token_ids) < len(whole.token_ids)
+        assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+        assert len(output.log_probs or []) == len(output.token_ids)
+        assert not await server.abort("request 0")
+
+        cancelled = asyncio.create_task(ask(server, prompts, 0, max_tokens=40))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert (await server.health())["running"] == 0
+        assert (await ask(server, prompts, 0, max_tokens=40)).token_ids == whole.token_ids
+
+    asyncio.run(run())
+
+
+def test_requests_wait_while_the_weights_change(server: Server, model: Any) -> None:
+    """A request that runs goes on with the new weights, and knows which token came from which."""
+    prompts = tiny.prompts_batch(4, seed=4)
+    version = server.weights_version
+
+    async def run() -> tuple[TokenOutput, TokenOutput, TokenOutput]:
+        running = asyncio.create_task(ask(server, prompts, 0, max_tokens=40))
+        while not (await server.health())["running"]:
+            await asyncio.sleep(0)
+        await server.release()
+        waiting = asyncio.create_task(ask(server, prompts, 1))
+        given_up = asyncio.create_task(ask(server, prompts, 2))
+        while (await server.health())["waiting"] < 2:
+            await asyncio.sleep(0.001)
+        assert await server.abort("request 2")
+        tiny.disturb(model, 0.3, seed=9)
+        tiny.load_all(server, model, version + 1)
+        assert not waiting.done()
+        await server.resume(["weights", "kv_cache"])
+        return await running, await waiting, await given_up
+
+    running, waiting, given_up = asyncio.run(run())
+    assert [number for number, _ in running.versions] in ([version, version + 1], [version])
+    assert sum(count for _, count in running.versions) == len(running.token_ids)
+    assert waiting.weight_versions == [version + 1] * len(waiting.token_ids)
+    assert given_up == TokenOutput([], [], "abort")
+    expected = server.generate_sequences(prompts[1:2])
+    assert tiny.sampled_tokens(expected) == [waiting.token_ids]
+    reference = tiny.reference_log_probs(model, expected, tiny.TEMPERATURE)[0, : len(waiting.token_ids)]
+    # fp32 rounding of two layers
+    torch.testing.assert_close(torch.tensor(waiting.log_probs), reference, atol=1e-4, rtol=0)
+
+
+def test_a_step_that_hangs_is_found_by_its_deadline(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, goes_on = tiny.prompts_batch(1), threading.Event()
+    step = own_server._llm.llm_engine.step
+    monkeypatch.setattr(own_server._llm.llm_engine, "step", lambda: goes_on.wait() and step())
+
+    async def run() -> None:
+        hanging = asyncio.create_task(ask(own_server, prompts, 0))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ServerError, match="has not answered for 0.1 s"):
+            await own_server.health(timeout_s=0.1)
+        goes_on.set()
+        assert (await hanging).token_ids
+        own_server._loop.stop()
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_an_engine_that_has_failed(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tiny.prompts_batch(2)
+
+    def fail() -> None:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr(own_server._llm.llm_engine, "step", fail)
+
+    async def run() -> None:
+        for _ in range(2):  # one that waits, and one that comes too late
+            with pytest.raises(ServerError, match="no more memory"):
+                await ask(own_server, prompts, 0)
+        with pytest.raises(ServerError, match="no more memory"):
+            await own_server.health()
+        with pytest.raises(ServerError, match="no more memory"):
+            own_server._loop.pause()
+
+    asyncio.run(run())
