@@ -179,7 +179,6 @@ DATA += [
     *(Case("data", f"a {kind} instead of a file", special(kind, key), (f"{key}={{at}}/odd.parquet: is {what}",)) for kind, key, what in (
         ("pipe", TRAIN, "a named pipe"), ("socket", TRAIN, "a socket"), ("loop", TRAIN, "a link that leads back to itself"), ("dangling", TRAIN, "a link to {at}/gone"))),
     Case("data", "a file on HDFS without its command", {TRAIN: "hdfs://data/train.parquet"}, (f"{TRAIN}=hdfs://data/train.parquet: HDFS paths need the `hdfs` command",)),
-    Case("model", "a model on HDFS without the command for it", {f"{MODEL}.path": "hdfs://models/a"}, (f"{MODEL}.path=hdfs://models/a: HDFS paths need the `hdfs` command",)),
     Case("data", "a device instead of a file", {TRAIN: "/dev/zero"}, (f"{TRAIN}=/dev/zero: is a device",)),
     Case("data", "a pipe among the validation files", special("pipe", VAL), (f"{VAL}={{at}}/odd.parquet: is a named pipe",)),
     Case("data", "the terminal instead of a file", {VAL: "/dev/tty"}, (f"{VAL}=/dev/tty: ",)),
@@ -417,6 +416,7 @@ MODEL_CASES += [
     *(Case("model", f"an index that {how}", model(text={"model.safetensors.index.json": content}), ("{at}/model/model.safetensors.index.json",)) for how, content in (
         ("is empty", ""), ("is a list", "[]"), ("lacks its map", "{}"), ("has a list as map", '{"weight_map": []}'), ("names no file", '{"weight_map": {}}'), ("names numbers", '{"weight_map": {"a": 7}}'))),
     Case("model", "garbage in pytorch_model.bin", model(gone=("model.safetensors",), text={"pytorch_model.bin": "hello"}), (f"{MODEL_PATH}: {{at}}/model/pytorch_model.bin: is not a file of torch.save",)),
+    Case("model", "a model on HDFS without the command for it", {f"{MODEL}.path": "hdfs://models/a"}, (f"{MODEL}.path=hdfs://models/a: HDFS paths need the `hdfs` command",)),
     Case("model", "a socket instead of a folder", special("socket", MODEL_PATH), (f"{MODEL_PATH}={{at}}/odd.parquet",)),
     Case("model", "an empty path", {MODEL_PATH: "''"}, (f"{MODEL_PATH}='': ",)),
     Case("model", "a number as path", {MODEL_PATH: 7}, (f"{MODEL_PATH}=7: must be a string",)),
