@@ -25,6 +25,7 @@ def apply(on_cpu: bool) -> None:
     """Apply the patches for the device."""
     quiet_reload()
     if on_cpu:
+        permit_amx()
         keep_plain_weights()
         draw_seeds_by_counter()
 
@@ -37,6 +38,15 @@ def quiet_reload() -> None:
     """
     layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     layerwise.addFilter(lambda record: "Failed to load weights" not in str(record.msg))  # vLLM resets levels
+
+
+def permit_amx() -> None:
+    """Ask Linux for the AMX registers, which vLLM's attention in bf16 uses on a CPU that has them.
+
+    Versions: 0.32 on a CPU. vLLM leaves this to oneDNN, which does not ask if ``ONEDNN_MAX_CPU_ISA`` excludes AMX; the
+    process then dies of an illegal instruction. Remove when vLLM asks.
+    """
+    torch.cpu._init_amx()
 
 
 def keep_plain_weights() -> None:
