@@ -136,7 +136,9 @@ class TaskRunner:
         """Choose the worker of actor and rollout; returns its class and that of its worker group."""
         from verl.single_controller.ray import RayWorkerGroup
 
-        cls = _workers_of(config.actor_rollout_ref.actor.strategy).ActorRolloutRefWorker
+        workers = _workers_of(config.actor_rollout_ref.actor.strategy)
+        serves = config.actor_rollout_ref.rollout.mode == "async"
+        cls = workers.AsyncActorRolloutRefWorker if serves else workers.ActorRolloutRefWorker
         self._add(Role.ActorRollout, cls)
         return cls, RayWorkerGroup
 

@@ -3,11 +3,15 @@
 from verl.single_controller.base.megatron import MegatronWorker
 from verl.workers import roles
 
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "MegatronWorker", "RewardModelWorker"]
+__all__ = ["ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "MegatronWorker", "RewardModelWorker"]
 
 
 class ActorRolloutRefWorker(MegatronWorker, roles.ActorRolloutRefWorker):
     """Actor, rollout and reference; see ``verl.workers.roles``."""
+
+
+class AsyncActorRolloutRefWorker(MegatronWorker, roles.AsyncActorRolloutRefWorker):
+    """Actor and reference, with a rollout that serves; see ``verl.workers.roles``."""
 
 
 class CriticWorker(MegatronWorker, roles.CriticWorker):

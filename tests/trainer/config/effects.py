@@ -146,6 +146,8 @@ READERS = [
     Reader(ROLLOUT, "dtype load_format seed max_num_seqs enable_chunked_prefill enable_prefix_caching tensor_model_parallel_size", "workers/rollout/vllm_rollout/engine_args.py", "config", ARGS),
     Reader(ROLLOUT, "gpu_memory_utilization", "workers/rollout/vllm_rollout/engine_args.py", "config", "tests/workers/rollout/test_engine_args.py::test_cache_of_what_all_sequences_need"),
     Reader(ROLLOUT, "enforce_eager cudagraph_capture_sizes free_cache_engine expert_parallel_size disable_log_stats skip_tokenizer_init", "workers/rollout/vllm_rollout/engine_args.py", "config", ARGS),
+    Reader(f"{ROLLOUT}.agent", "num_workers", "experimental/agent_loop/manager.py", "self.rollout_config.agent", "tests/special_e2e/test_async_rollout.py::test_single_turn_loops_equal_the_synchronous_rollout"),
+    Reader(f"{ROLLOUT}.agent", "default_agent_loop agent_loop_config_path", "experimental/agent_loop/worker.py", "agent", "tests/experimental/agent_loop/test_worker.py::test_loops_of_a_file"),
     Reader(ROLLOUT, "batch_invariant", "workers/rollout/vllm_rollout/engine_args.py", "config", CONTRACT + "test_a_response_does_not_depend_on_the_others_of_its_batch"),
     Reader(f"{ROLLOUT}.engine_kwargs", "vllm", "workers/rollout/vllm_rollout/engine_args.py", "config.engine_kwargs", ARGS),
     Reader(ROLLOUT, "ignore_eos", "workers/rollout/base.py", "self.config", CONTRACT + "test_mask_follows_what_was_sampled"),

@@ -74,7 +74,6 @@ def test_it_is_checked_like_any_other_device(base, machine):
             "needs CUDA: write torch with trainer.device=npu",
         ),
         ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "is not supported yet: write vllm or hf"),
-        ({f"{ROLLOUT}.mode": "async"}, f"{ROLLOUT}.mode", "is not supported yet: write sync"),
         ({"global_profiler.tool": "torch_memory"}, "global_profiler.tool", "not npu, or profile with npu"),
     ],
 )

@@ -384,9 +384,9 @@ def test_a_data_set_of_the_users_own_may_read_what_ours_does_not(base, tmp_path)
 
 def test_only_unsupported_is_a_not_implemented_error(base):
     with pytest.raises(UnsupportedConfigError):
-        validate_config(changed(base, {f"{ROLLOUT}.mode": "async"}), True, True)
+        validate_config(changed(base, {f"{ROLLOUT}.name": "sglang"}), True, True)
     with pytest.raises(ConfigError) as info:
-        validate_config(changed(base, {f"{ROLLOUT}.mode": "async", "data.truncation": "cut"}), True, True)
+        validate_config(changed(base, {f"{ROLLOUT}.name": "sglang", "data.truncation": "cut"}), True, True)
     assert not isinstance(info.value, NotImplementedError)
 
 

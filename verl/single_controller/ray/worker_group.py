@@ -342,6 +342,26 @@ class RayWorkerGroup(WorkerGroup):
             self.kill()
             raise
 
+    def wait_for_callers(
+        self, callers: Sequence[tuple[str, Actor]], refs: "Sequence[ObjectRef[Any]]", method_name: str
+    ) -> list[Any]:
+        """Wait, under the group's deadline, for one call of each of other actors, which call workers of this group.
+
+        Args: ``callers`` are the names and handles of the actors.
+        Raises: as ``wait``; a worker that is dead or stopped is named before the actors that wait for it.
+        """
+        places: Sequence[Place | None] = self._places or [None] * self.world_size
+        members = zip(self._worker_names, self._workers, places, strict=True)
+        seats = [Seat(rank, name, actor) for rank, (name, actor) in enumerate(callers)]
+        seats += [Seat(rank, *member) for rank, member in enumerate(members)]
+        try:
+            return wait_all(self._site(method_name), seats, refs, self.call_timeout_s)
+        except WorkerError as error:
+            logger.error("%s", str(error).partition("\n")[0])
+            self.kill()
+            kill_all([actor for _, actor in callers])
+            raise
+
     def waiter(self, method_name: str, started: Any) -> "Callable[[list[ObjectRef[Any]]], list[Any]]":
         """Return a function that waits for this call and reports errors under the current phase.
 
@@ -583,7 +603,8 @@ def _silent(seats: Sequence[Seat], refs: Refs) -> list[Seat]:
 def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Refs, timeout_s: float) -> WorkerError:
     """Name the workers that had not answered at the deadline; if some are stopped, only these: the others wait."""
     silent = _silent(seats, refs) or list(seats[:1])
-    stopped = [seat for seat in silent if seat.is_stopped()]
+    indirect = seats[len(refs) :]  # workers that those with a result call
+    stopped = [seat for seat in (*silent, *indirect) if seat.is_stopped()]
     named = stopped or silent
     reason = f"no answer within {timeout_s:g} s" + ("; SIGSTOP holds its process" if stopped else "")
     return errors.WorkerTimeoutError(site, named[0].rank, named[0].name, reason, tuple(seat.rank for seat in named))

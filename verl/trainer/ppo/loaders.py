@@ -78,11 +78,14 @@ def complete_data_node(config: DictConfig) -> None:
     """Fill in the keys of ``data`` that data sets read and other nodes decide.
 
     These are the seed, which follows ``trainer.seed`` if it is null, the image limits and processor arguments of the
-    rollout engine, and the tensors of images, which training reads and no rollout in the workers' processes returns.
+    rollout engine, the tensors of images, which training reads and no rollout in the workers' processes returns, and
+    the messages of the prompt, which agent loops read.
     """
     rollout = "actor_rollout_ref.rollout"
     with open_dict(config):
         config.data.return_multi_modal_inputs = True
+        if OmegaConf.select(config, f"{rollout}.mode") == "async":
+            config.data.return_raw_chat = True
         if OmegaConf.select(config, "data.seed") is None:
             config.data.seed = config.trainer.seed
         config.data.limit_images = OmegaConf.select(config, f"{rollout}.limit_images")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -51,6 +51,9 @@ from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.vision.multi_modal import count_shared_bytes, share
+
+if TYPE_CHECKING:
+    from verl.experimental.agent_loop import AgentLoopManager
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ class RayPPOTrainer:
         self.validation_generations_logger = ValidationGenerationsLogger(options.project_name, options.experiment_name)
         self._trackers: Trackers = [options.logger] if isinstance(options.logger, str) else options.logger
         self.async_rollout_mode = False
-        self.async_rollout_manager = None
+        self.async_rollout_manager: AgentLoopManager | None = None
         self.single_turn = not run.actor_rollout_ref.rollout.multi_turn.enable
         self.state = RunState(seed=run.trainer.seed)
         self.step_record = StepRecord(digests=False, num_samples=0)
@@ -206,6 +209,7 @@ class RayPPOTrainer:
         self.rm_wg = groups.get("rm")
         self.ref_policy_wg = groups.get("ref")
         self.actor_rollout_wg = groups["actor_rollout"]
+        self._start_agent_loops()
         # The rollout comes last, because it takes the memory that is left.
         for name in ("critic", "ref", "rm", "actor_rollout"):
             if name in groups and not (name == "ref" and self.ref_in_actor):
@@ -216,6 +220,15 @@ class RayPPOTrainer:
     def _take_over_changes(self) -> None:
         """Read the configuration again, because a fork may have written to ``config`` since."""
         self.run_config = RunConfig.parse(self.config)
+
+    def _start_agent_loops(self) -> None:
+        """Start the actors that run agent loops, if the rollout serves; they import while the models are built."""
+        if self.run_config.actor_rollout_ref.rollout.mode != "async":
+            return
+        from verl.experimental.agent_loop import AgentLoopManager
+
+        self.async_rollout_mode = True
+        self.async_rollout_manager = AgentLoopManager(self.config, self.actor_rollout_wg, self.rm_wg)
 
     def worker_groups(self) -> dict[str, RayWorkerGroup]:
         """Return the worker groups of the run by name."""
@@ -228,8 +241,9 @@ class RayPPOTrainer:
         return {name: group for name, group in groups.items() if group is not None}
 
     def rollout_wg_generate(self, requests: DataProto) -> DataProto:
-        """Generate on the worker group, which syncs the weights first if the engine is behind."""
-        output: DataProto = self.actor_rollout_wg.generate_sequences(requests)
+        """Generate by agent loops or on the worker group; both sync the weights first if the engine is behind."""
+        generator = self.async_rollout_manager or self.actor_rollout_wg
+        output: DataProto = generator.generate_sequences(requests)
         self.state.engine_version = self.state.weights_version
         return output
 
@@ -291,7 +305,7 @@ class RayPPOTrainer:
         veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
         self.step_record = StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
         if rollout.skip_rollout:
-            RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()
+            RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
         finished = False
         try:

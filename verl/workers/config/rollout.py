@@ -76,7 +76,7 @@ class CustomAsyncServerConfig(BaseConfig):
 class AgentLoopConfig(BaseConfig):
     """The actors that run agent loops."""
 
-    num_workers: int = setting(8, "actors that run agent loops")
+    num_workers: int = setting(8, "actors that run agent loops", at_least=1)
     default_agent_loop: str = setting("single_turn_agent", "loop of rows without agent_name")
     agent_loop_config_path: str | None = setting(None, "YAML list of further loops")
     custom_async_server: CustomAsyncServerConfig = field(default_factory=CustomAsyncServerConfig)
@@ -193,6 +193,8 @@ class RolloutConfig(LogProbConfig):
                     yield Violation(key, value, f"must be at most {MAX_TEMPERATURE_VLLM} with vllm")
         if self.batch_invariant and self.name == "hf":
             yield Violation("batch_invariant", True, "is only supported by vllm: write null, or name=vllm")
+        if self.mode == "async" and self.name == "hf":
+            yield Violation("mode", self.mode, "has no server with name=hf: write sync, or name=vllm")
         ranks = self.tensor_model_parallel_size * self.data_parallel_size
         if self.expert_parallel_size not in (1, ranks):
             expected = f"must be 1 or tensor_model_parallel_size x data_parallel_size = {ranks}"

@@ -2,7 +2,8 @@
 
 from verl.workers.roles.actor import ActorWorker
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
+from verl.workers.roles.async_rollout import AsyncActorRolloutRefWorker
 from verl.workers.roles.critic import CriticWorker
 from verl.workers.roles.reward_model import RewardModelWorker
 
-__all__ = ["ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RewardModelWorker"]
+__all__ = ["ActorRolloutRefWorker", "ActorWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]

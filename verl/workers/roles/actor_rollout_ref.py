@@ -1,7 +1,7 @@
 """The actor, its rollout engine and the reference policy: one worker class for every combination of the three."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -286,16 +286,33 @@ class ActorRolloutRefWorker(EngineWorker):
         finally:
             with simple_timer("sleep", timing):
                 complete(self.trainer_mode())
-        self.seconds_by_call["generation"] = self.seconds_by_call.get("generation", 0.0) + timing["generate_sequences"]
-        ratio, shortest, longest = topk_reduce_ratio_min_max(timing["generate_sequences"])
-        output.meta_info["timing"] = reduce_timing(timing) | {
+        batch = tensors_of(output)
+        lengths = batch["attention_mask"].sum(-1).tolist() if "attention_mask" in batch.keys() else None
+        figures = self._generation_figures(timing, lengths, self.rollout_config.workers_per_engine)
+        output.meta_info |= figures
+        output.meta_info["metrics"] |= behind
+        return output
+
+    def _generation_figures(
+        self, timing: dict[str, float], lengths: Sequence[int] | None, num_workers: int
+    ) -> dict[str, dict[str, float]]:
+        """Return ``timing`` and ``metrics`` of a generation; collective over the workers.
+
+        Args: the seconds of each part, and the tokens of each sequence that ``num_workers`` have generated together.
+        """
+        seconds = timing["generate_sequences"]
+        self.seconds_by_call["generation"] = self.seconds_by_call.get("generation", 0.0) + seconds
+        ratio, shortest, longest = topk_reduce_ratio_min_max(seconds)
+        reduced = reduce_timing(timing) | {
             "generation_timing/max": longest,
             "generation_timing/min": shortest,
             "generation_timing/topk_ratio": ratio,
         }
-        used = self._rollout_use(output, timing["generate_sequences"])
-        output.meta_info["metrics"] = self._weight_sync_metrics() | behind | used
-        return output
+        used = memory_of("rollout")
+        counter = self.flops_counters.get(id(self.engine)) if self._is_actor else None
+        if counter is not None and lengths is not None:
+            used["perf/mfu/rollout"] = mfu(counter, lengths, seconds, num_workers, forward_only=True)
+        return {"timing": reduced, "metrics": self._weight_sync_metrics() | used}
 
     async def rollout_mode(self) -> None:
         """Give the devices and the current weights to the rollout."""
@@ -304,17 +321,6 @@ class ActorRolloutRefWorker(EngineWorker):
     async def trainer_mode(self) -> None:
         """Take the devices back from the rollout."""
         await self.sharding_manager.give_to_trainer()
-
-    def _rollout_use(self, output: DataProto, seconds: float) -> dict[str, float]:
-        """Return the memory of a generation, and the MFU of the ranks that hold its engine."""
-        used = memory_of("rollout")
-        counter = self.flops_counters.get(id(self.engine)) if self._is_actor else None
-        batch = tensors_of(output)
-        if counter is not None and "attention_mask" in batch.keys():
-            lengths = batch["attention_mask"].sum(-1).tolist()
-            group = self.rollout_config.workers_per_engine
-            used["perf/mfu/rollout"] = mfu(counter, lengths, seconds, group, forward_only=True)
-        return used
 
     def _sleep_rollout(self) -> None:
         """Free the memory of a rollout that was synced but has not generated, as in a fork's own loop."""

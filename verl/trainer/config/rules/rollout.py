@@ -1,9 +1,12 @@
 """The generation engine: lengths, sampling, and the log-probs that training compares with."""
 
+import os
 from collections.abc import Iterator
 
-from verl.base_config import Violation
+from verl.base_config import Violation, WrongInput
+from verl.experimental.agent_loop.registry import known_names, read_agent_loops
 from verl.trainer.config.run_config import RunConfig
+from verl.utils import envs
 from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, RolloutConfig
 
 _KEY = "actor_rollout_ref.rollout"
@@ -28,6 +31,25 @@ def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     rank = run.actor_rollout_ref.model.lora_rank
     if rollout.name == "vllm" and rank > MAX_LORA_RANK_VLLM:
         yield Violation("actor_rollout_ref.model.lora_rank", rank, f"must be at most {MAX_LORA_RANK_VLLM} with vllm")
+
+
+def agent_loop_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield a file of agent loops that cannot be read, and a default loop that nothing can have registered."""
+    rollout = run.actor_rollout_ref.rollout
+    if rollout.mode != "async":
+        return
+    agent, names = rollout.agent, known_names()
+    if agent.agent_loop_config_path:
+        try:
+            names += read_agent_loops(os.path.expanduser(agent.agent_loop_config_path))
+        except WrongInput as error:
+            yield Violation(f"{_KEY}.agent.agent_loop_config_path", agent.agent_loop_config_path, str(error))
+            return
+    registers_more = run.actor_rollout_ref.model.external_lib or envs.read("VERL_USE_EXTERNAL_MODULES")
+    if agent.default_agent_loop not in names and not registers_more:
+        expected = f"is no agent loop: write one of {', '.join(sorted(names))}, or name its class in a YAML file"
+        key = f"{_KEY}.agent.agent_loop_config_path"
+        yield Violation(f"{_KEY}.agent.default_agent_loop", agent.default_agent_loop, expected, others=(key,))
 
 
 def _pass_rules(rollout: RolloutConfig, longest: int) -> Iterator[Violation]:

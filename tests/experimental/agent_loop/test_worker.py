@@ -1,0 +1,175 @@
+"""Agent loops on a real engine of this process: their rows, their names, and what fails."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+
+from tests.workers.rollout import tiny
+from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorkerBase, register
+from verl.experimental.agent_loop.registry import UnknownAgentLoopError, read_agent_loops
+from verl.experimental.agent_loop.rows import rows_of
+from verl.protocol import DataProto
+from verl.trainer.config.cli import CONFIG_DIR
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.timeout(240)
+
+
+class Remote:
+    """A method as Ray offers it, without a process in between."""
+
+    def __init__(self, method: Any) -> None:
+        self.remote = method
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from examples.tiny_model import byte_tokenizer
+
+    model, folder = tiny.build_model(), tmp_path_factory.mktemp("agent_loop")
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    rollout = tiny.start_rollout("vllm", model, folder, mode="async", max_model_len=64)
+    tiny.load_all(rollout, model)
+    asyncio.run(rollout.resume(["weights", "kv_cache"]))
+    rollout.folder = folder
+    yield rollout
+    rollout.shutdown()
+
+
+def build_worker(engine: Any, **agent: Any) -> AgentLoopWorkerBase:
+    changes = {
+        "model.path": engine.folder,
+        "rollout.name": "vllm",
+        "rollout.mode": "async",
+        "rollout.prompt_length": tiny.PROMPT_LENGTH,
+        "rollout.response_length": tiny.RESPONSE_LENGTH,
+        "rollout.temperature": tiny.TEMPERATURE,
+        "rollout.calculate_log_probs": True,
+        **{f"rollout.agent.{name}": value for name, value in agent.items()},
+    }
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        config = compose("ppo_trainer", [f"actor_rollout_ref.{key}={value}" for key, value in changes.items()])
+    server = type("Server", (), {"generate": Remote(engine.generate)})()
+    return AgentLoopWorkerBase(config, [server])
+
+
+def requests() -> DataProto:
+    prompts = tiny.prompts_batch(4, repeat=2)
+    prompts.non_tensor_batch["extra"] = np.array([{"row": row} for row in range(len(prompts))], dtype=object)
+    return prompts
+
+
+@register("twice")
+class Twice(AgentLoopBase):
+    """Asks, adds the tokens 7 and 8 as a tool would, and asks again."""
+
+    def __init__(self, *args: Any, added: list[int] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.added = list(added or [7, 8])
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt = list(kwargs["raw_prompt_ids"])
+        limits = {"max_tokens": 3, "stop_token_ids": []}
+        first = await self.server_manager.generate("a", prompt_ids=prompt, sampling_params=sampling_params | limits)
+        tokens = [*prompt, *first.token_ids, *self.added]
+        second = await self.server_manager.generate("a", prompt_ids=tokens, sampling_params=sampling_params | limits)
+        gap = [0] * len(self.added)
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=[*first.token_ids, *self.added, *second.token_ids],
+            response_mask=[*[1] * len(first.token_ids), *gap, *[1] * len(second.token_ids)],
+            response_logprobs=[*(first.log_probs or []), *gap, *(second.log_probs or [])],
+            num_turns=4,
+            metrics={"tool_calls": 0.5},
+            extra_fields={"seen": kwargs["extra"]["row"], "sampled": [len(first.token_ids), len(second.token_ids)]},
+        )
+
+
+def test_one_turn_gives_what_a_batch_gives(engine: Any) -> None:
+    asked = requests()
+    expected = engine.generate_sequences(asked)
+    found = asyncio.run(build_worker(engine).generate_sequences(asked))
+    for name, tensor in expected.batch.items():
+        assert torch.equal(found.batch[name], tensor), name
+    carried = set(expected.non_tensor_batch)
+    assert set(found.non_tensor_batch) == carried | {"__num_turns__"}
+    assert found.non_tensor_batch["__num_turns__"].tolist() == [2] * len(asked)
+    assert all(seconds["generate_sequences"] > 0 for seconds in found.meta_info["seconds"])
+    asked.meta_info["do_sample"] = False
+    greedy = asyncio.run(build_worker(engine).generate_sequences(asked))
+    assert torch.equal(greedy.batch["responses"], engine.generate_sequences(asked).batch["responses"])
+
+
+def test_loops_of_a_file(engine: Any, tmp_path: Path) -> None:
+    """Rows choose their loop; the mask is 1 on exactly the sampled tokens, and their log-probabilities are kept."""
+    path = tmp_path / "loops.yaml"
+    path.write_text(yaml.dump([{"name": "adds", "_target_": f"{__name__}.Twice", "added": [9]}]))
+    asked = requests()
+    asked.non_tensor_batch["agent_name"] = np.array(["twice", "adds"] * 4, dtype=object)
+    worker = build_worker(engine, agent_loop_config_path=path, default_agent_loop="adds")
+    found = asyncio.run(worker.generate_sequences(asked))
+    tokens, mask = found.batch["responses"], found.batch["response_mask"]
+    for row in range(len(asked)):
+        added = [7, 8] if row % 2 == 0 else [9]
+        first, second = found.non_tensor_batch["sampled"][row]  # 3, unless the end token came before
+        length = first + len(added) + second
+        expected = [1] * first + [0] * len(added) + [1] * second + [0] * (tiny.RESPONSE_LENGTH - length)
+        assert mask[row].tolist() == expected
+        assert tokens[row, first : first + len(added)].tolist() == added
+        assert found.batch["attention_mask"][row, tiny.PROMPT_LENGTH :].sum() == length
+    assert found.non_tensor_batch["sampled"].tolist().count([3, 3]) > 2
+    assert found.non_tensor_batch["seen"].tolist() == list(range(len(asked)))
+    model = tiny.build_model()
+    reference = tiny.reference_log_probs(model, found, tiny.TEMPERATURE)
+    torch.testing.assert_close(found.batch["rollout_log_probs"], reference, atol=1e-4, rtol=0)  # fp32, two layers
+    del asked.non_tensor_batch["agent_name"]
+    again = asyncio.run(worker.generate_sequences(asked))
+    turns = again.non_tensor_batch["sampled"]
+    assert all(again.batch["responses"][row, first] == 9 for row, (first, _) in enumerate(turns))
+
+
+def test_unknown_loops_and_failing_loops_are_named(engine: Any) -> None:
+    asked = requests()
+    asked.non_tensor_batch["agent_name"] = np.array(["twise"] * len(asked), dtype=object)
+    with pytest.raises(UnknownAgentLoopError, match=r"agent_name=twise: .*the nearest: twice"):
+        asyncio.run(build_worker(engine).generate_sequences(asked))
+    asked.non_tensor_batch["agent_name"][:] = "twice"
+    del asked.non_tensor_batch["extra"]
+    with pytest.raises(KeyError, match="extra"):
+        asyncio.run(build_worker(engine).generate_sequences(asked))
+
+
+def test_rows_of_prompts_that_a_loop_has_changed() -> None:
+    asked = tiny.prompts_batch(2)
+    outputs = [
+        AgentLoopOutput(prompt_ids=[5, 6], response_ids=[7, 8], response_mask=[1, 0], reward_score=0.5),
+        AgentLoopOutput(prompt_ids=[4], response_ids=list(range(20)), response_mask=[1] * 20, reward_score=1.0),
+    ]
+    found = rows_of(outputs, asked, tiny.RESPONSE_LENGTH, tiny.PAD).batch
+    width = tiny.PROMPT_LENGTH
+    assert found["prompts"].tolist() == [[0] * (width - 2) + [5, 6], [0] * (width - 1) + [4]]
+    assert found["responses"].tolist() == [[7, 8] + [0] * 8, list(range(10))]
+    assert found["attention_mask"].sum(-1).tolist() == [4, 11]
+    assert found["position_ids"][0, width - 2 : width + 2].tolist() == [0, 1, 2, 3]
+    assert found["rm_scores"].nonzero().tolist() == [[0, 1], [1, 9]] and found["rm_scores"].sum() == 1.5
+    assert "rollout_log_probs" not in found
+    with pytest.raises(ValueError, match="trajectory 0: its prompt has 13 tokens, data.max_prompt_length is 12"):
+        rows_of([AgentLoopOutput(prompt_ids=[3] * 13, response_ids=[], response_mask=[])], asked[:1], 4, 0)
+    with pytest.raises(ValueError, match="trajectory 0: its lists must have one length"):
+        rows_of([AgentLoopOutput(prompt_ids=[3], response_ids=[1], response_mask=[])], asked[:1], 4, 0)
+
+
+@pytest.mark.parametrize("text", ["a: b", "- name: x", "- 5", "[", "- {name: 1, _target_: x}"])
+def test_files_that_hold_no_loops(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "loops.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=str(path)):
+        read_agent_loops(str(path))

@@ -1,0 +1,55 @@
+"""Whole runs whose rollout serves: single-turn agent loops give what the synchronous rollout gives."""
+
+import re
+import time
+
+import pytest
+
+from verl.utils.observe.record import read_entries
+
+ASYNC = {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.agent.num_workers": 1}
+SHORT = {"trainer.total_training_steps": 2, "trainer.record_digests": True, "trainer.test_freq": 2}
+TWO = {"trainer.n_gpus_per_node": 2}
+TENSOR_PARALLEL = TWO | {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "layout, loops",
+    [
+        pytest.param(TENSOR_PARALLEL, 1, id="tensor parallel"),
+        pytest.param({"trainer.total_training_steps": 5}, 2, id="one worker", marks=pytest.mark.full),
+        pytest.param(TWO | {"trainer.total_training_steps": 5}, 3, id="two workers", marks=pytest.mark.full),
+    ],
+)
+def test_single_turn_loops_equal_the_synchronous_rollout(workspace, request, layout, loops):
+    """Tokens, log-probabilities, rewards, metrics and weights are equal bit for bit."""
+    name = request.node.callspec.id.replace(" ", "_")
+    plain = workspace.train(f"sync_{name}", SHORT | layout)
+    changes = ASYNC | {"actor_rollout_ref.rollout.agent.num_workers": loops}
+    served = workspace.train(f"async_{name}", SHORT | layout | changes)
+    for step in plain.steps:
+        numbers = {key: value for key, value in served.numbers(step).items() if "num_turns" not in key}
+        assert numbers == plain.numbers(step), f"step {step}"
+    assert served.steps[2]["weight_sync/checksum_ok"] == 1
+    assert served.steps[2]["timing_s/agent_loop/generate_sequences/max"] > 0
+    digests = [
+        [phases_of(entry) for entry in read_entries(run.folder / "metrics.jsonl").values()] for run in (plain, served)
+    ]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("action, what", [("kill", "died"), ("hang", "SIGSTOP holds its process")])
+def test_a_lost_engine_ends_the_run_by_name(workspace, tmp_path, action, what):
+    fault = {"VERL_FAULT": f"{action}:generate:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    limits = {"trainer.worker_call_timeout_s": 20, "trainer.test_freq": -1}
+    run = workspace.train(f"async-{action}", ASYNC | TWO | limits, env=fault, fails=True)
+    assert time.time() - float((tmp_path / "fault").read_text().split()[0]) < 60
+    message = run.output[run.output.rindex("\nError: ") :]
+    assert re.search(r"worker rank 1 of group 'global_pool' .* phase generate, step 2", message), message
+    assert what in message, message
+
+
+def phases_of(entry):
+    """Return the digests of the phases of a step; metrics have further ones, for instance the number of turns."""
+    return {name: parts for name, parts in entry["phases"].items() if name != "metrics"}

@@ -1,0 +1,137 @@
+"""The driver's side of agent loops: the servers, the actors that run the loops, and a batch through both."""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from omegaconf import DictConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl.base_config import omega_conf_to_dataclass
+from verl.experimental.agent_loop.worker import AgentLoopWorker
+from verl.protocol import DataProto, tensors_of
+from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray import RayWorkerGroup
+    from verl.workers.config import RolloutConfig
+
+Actor = Any  # Ray's actor handles have no static type
+
+_ACTIVITIES = ("generate_sequences", "tool_calls")
+
+
+class AgentLoopManager:
+    """Generates batches by agent loops on the servers of a worker group.
+
+    A subclass may set ``rollout_replica_class`` and ``agent_loop_workers_class`` (a Ray actor class) before it calls
+    this constructor.
+
+    Args: ``config`` is that of the run; ``worker_group`` holds actor and rollout.
+    """
+
+    rollout_replica_class: type[RolloutReplica]
+    agent_loop_workers_class: Any
+
+    def __init__(
+        self, config: DictConfig, worker_group: "RayWorkerGroup", rm_wg: "RayWorkerGroup | None" = None
+    ) -> None:
+        self.config = config
+        self.worker_group = worker_group
+        self.rm_wg = rm_wg
+        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        if not hasattr(self, "rollout_replica_class"):
+            self.rollout_replica_class = get_rollout_replica_class(self.rollout_config.name)
+        if not hasattr(self, "agent_loop_workers_class"):
+            self.agent_loop_workers_class = ray.remote(AgentLoopWorker)
+        self._init_replicas()
+        self._init_agent_loop_workers()
+
+    def _init_replicas(self) -> None:
+        node = self.config.actor_rollout_ref
+        size = self.rollout_config.workers_per_engine
+        count = self.worker_group.world_size // size
+        per_node = self.config.trainer.n_gpus_per_node
+        self.rollout_replicas = [
+            self.rollout_replica_class(rank, self.rollout_config, node.model, per_node) for rank in range(count)
+        ]
+        for replica in self.rollout_replicas:
+            replica.init_hybrid(self.worker_group)
+        self.server_handles = [replica.server_handle for replica in self.rollout_replicas]
+
+    def _init_agent_loop_workers(self) -> None:
+        """Start the actors, round robin over the nodes; they load their tokenizer while the models are built."""
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        on_cpu = self.config.trainer.device == "cpu"  # there every core may belong to a worker of the trainer
+        self.agent_loop_workers: list[Actor] = []
+        self._names: list[str] = []
+        for index in range(self.rollout_config.agent.num_workers):
+            name = f"{self.worker_group.name_prefix}_agent_loop_worker_{index}"
+            options = {
+                "name": name,
+                "num_cpus": 0 if on_cpu else 1,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=nodes[index % len(nodes)], soft=True),
+            }
+            worker = self.agent_loop_workers_class.options(**options).remote(self.config, self.server_handles, None)
+            self.agent_loop_workers.append(worker)
+            self._names.append(name)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Return a trajectory for each row, in their order; see ``AgentLoopWorkerBase.generate_sequences``.
+
+        The workers share the rows as evenly as they can. The engines have the current weights, and are asleep before
+        and afterwards.
+        """
+        self.wake_up(prompts.meta_info.get("global_steps"))
+        started = time.perf_counter()
+        output = self._run_loops(prompts)  # an error ends the workers
+        seconds = time.perf_counter() - started
+        self.sleep()
+        lengths = tensors_of(output)["attention_mask"].sum(-1).tolist()
+        report = self.worker_group.generation_report(seconds, lengths)[0]
+        of_loops = _loop_timing(output.meta_info.pop("seconds"))
+        output.meta_info["timing"] = report.meta_info["timing"] | of_loops
+        output.meta_info["metrics"] = report.meta_info["metrics"]
+        return output
+
+    def _run_loops(self, prompts: DataProto) -> DataProto:
+        parts = _split(len(prompts), len(self.agent_loop_workers))
+        callers, refs, first = [], [], 0
+        for index, size in enumerate(parts):
+            if size:
+                refs.append(self.agent_loop_workers[index].generate_sequences.remote(prompts[first : first + size]))
+                callers.append((self._names[index], self.agent_loop_workers[index]))
+            first += size
+        outputs: list[DataProto] = self.worker_group.wait_for_callers(callers, refs, "generate_sequences")
+        seconds = [each for output in outputs for each in output.meta_info.pop("seconds")]
+        whole = DataProto.concat(outputs)
+        whole.meta_info["seconds"] = seconds
+        return whole
+
+    def wake_up(self, step: int | None = None) -> None:
+        """Give devices and current weights to the engines."""
+        self.worker_group.wait([worker.wake_up.remote(step) for worker in self._workers()], "wake_up")
+
+    def sleep(self) -> None:
+        """Give the devices back to the trainer."""
+        self.worker_group.wait([worker.sleep.remote() for worker in self._workers()], "sleep")
+
+    def _workers(self) -> list[Actor]:
+        return [worker for replica in self.rollout_replicas for worker in replica.workers]
+
+
+def _split(count: int, parts: int) -> list[int]:
+    """Return the sizes of ``parts`` nearly equal parts of ``count`` rows."""
+    return [count // parts + (index < count % parts) for index in range(parts)]
+
+
+def _loop_timing(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the least, mean and most seconds that a trajectory spent on each activity."""
+    timing = {}
+    for name in _ACTIVITIES:
+        values = np.array([each[name] for each in seconds])
+        figures = {"min": values.min(), "max": values.max(), "mean": values.mean()}
+        timing |= {f"agent_loop/{name}/{kind}": float(value) for kind, value in figures.items()}
+    return timing

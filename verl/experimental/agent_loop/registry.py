@@ -1,0 +1,91 @@
+"""The names of agent loops. Nothing here imports torch, so that the checks before the start can read them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from verl.base_config import WrongInput, nearest, one_line
+
+if TYPE_CHECKING:
+    from verl.experimental.agent_loop.base import AgentLoopBase
+
+Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
+
+_PACKAGE = "verl.experimental.agent_loop"
+_REGISTRY: dict[str, DictConfig] = {
+    "single_turn_agent": OmegaConf.create({"_target_": f"{_PACKAGE}.single_turn_agent_loop.SingleTurnAgentLoop"}),
+}
+
+
+class UnknownAgentLoopError(WrongInput, AssertionError):
+    """No agent loop has this name."""
+
+
+def register(agent_name: str) -> Callable[[Loop], Loop]:
+    """Make a class known under a name, which rows have in ``agent_name``."""
+
+    def decorate(loop: Loop) -> Loop:
+        _REGISTRY[agent_name] = OmegaConf.create({"_target_": f"{loop.__module__}.{loop.__qualname__}"})
+        return loop
+
+    return decorate
+
+
+def read_agent_loops(path: str) -> dict[str, DictConfig]:
+    """Return the loops of a YAML file, a list of ``{name, _target_, ...}``, by name.
+
+    Raises: WrongInput naming the file and the entry.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise WrongInput(
+            f"{path}: cannot be read as YAML: {one_line(str(error))}: write a file of agent loops"
+        ) from error
+    wanted = "write a list whose items have name, _target_ (the class) and its further arguments"
+    if not isinstance(entries, list):
+        raise WrongInput(f"{path}: holds no list: {wanted}")
+    loops: dict[str, DictConfig] = {}
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "_target_")):
+            raise WrongInput(f"{path}, item {number}: has no name or no _target_: {wanted}")
+        loops[entry["name"]] = OmegaConf.create({key: value for key, value in entry.items() if key != "name"})
+    return loops
+
+
+def known_names() -> list[str]:
+    """Return the names of the loops of this process."""
+    return sorted(_REGISTRY)
+
+
+def register_all(loops: Mapping[str, DictConfig]) -> None:
+    """Make the loops of a file known."""
+    _REGISTRY.update(loops)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise UnknownAgentLoopError for a name that no loop has."""
+    for name in dict.fromkeys(names):
+        if name not in _REGISTRY:
+            raise UnknownAgentLoopError(
+                f"agent_name={name}: Agent loop {name} not registered, registered agent loops: {sorted(_REGISTRY)} "
+                f"(the nearest: {', '.join(nearest(name, _REGISTRY)) or 'none'}); name the class of another loop in "
+                "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+            )
+
+
+def build_agent_loop(name: str, config: DictConfig, **parts: Any) -> "AgentLoopBase":
+    """Return a new instance of a loop; ``parts`` are the other arguments of ``AgentLoopBase``.
+
+    Raises: UnknownAgentLoopError for a name that no loop has.
+    """
+    import hydra
+
+    from verl.experimental.agent_loop.base import WholeConfig
+
+    check_names([name])
+    loop: AgentLoopBase = hydra.utils.instantiate(_REGISTRY[name], trainer_config=WholeConfig(config), **parts)
+    return loop

@@ -1,0 +1,111 @@
+"""The actor that runs the agent loops of a part of a batch, all at the same time."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from verl.base_config import omega_conf_to_dataclass
+from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
+from verl.experimental.agent_loop.rows import rows_of
+from verl.experimental.agent_loop.servers import AsyncLLMServerManager
+from verl.protocol import DataProto, tensors_of
+from verl.utils.import_utils import import_external_libs
+from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr
+from verl.utils.vision.multi_modal import resolve
+from verl.workers.rollout.base import is_greedy, sampling_values
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+Actor = Any  # Ray's actor handles have no static type
+
+
+class AgentLoopWorkerBase:
+    """Runs an agent loop for each row of a batch.
+
+    Args: ``config`` is that of the run; ``server_handles`` are the rollout servers.
+    """
+
+    def __init__(self, config: DictConfig, server_handles: Sequence[Actor], rm_executor: Actor = None) -> None:
+        self.config = config
+        self.rm_executor = rm_executor
+        shared = config.actor_rollout_ref
+        import_external_libs(shared.model.get("external_lib"))  # may register loops
+        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(shared.rollout)
+        self.model_config: HFModelConfig = omega_conf_to_dataclass(shared.model)
+        self.tokenizer = self.model_config.tokenizer
+        self.processor = self.model_config.processor
+        self.server_manager = AsyncLLMServerManager(config, server_handles)
+        agent = self.rollout_config.agent
+        if agent.agent_loop_config_path:
+            register_all(read_agent_loops(os.path.expanduser(agent.agent_loop_config_path)))
+        trainer, trace = config.trainer, self.rollout_config.trace
+        RolloutTraceConfig.init(trainer.project_name, trainer.experiment_name, trace.backend, trace.token2text)
+
+    async def generate_sequences(self, batch: DataProto) -> DataProto:
+        """Return a trajectory for each row; see ``rows_of``.
+
+        Args: as ``BaseRollout.generate_sequences``; non-tensor ``agent_name`` chooses the loop of a row.
+        Returns: meta ``seconds`` holds the seconds of each trajectory by activity.
+        """
+        agent = self.rollout_config.agent
+        names = list(batch.non_tensor_batch.get("agent_name", [agent.default_agent_loop] * len(batch)))
+        check_names(names)
+        rows = [self._row(batch, index) for index in range(len(batch))]
+        sampling = self._sampling_params(batch)
+        meta = batch.meta_info
+        step, validate = meta.get("global_steps"), bool(meta.get("validate", False))
+        outputs = await asyncio.gather(
+            *(
+                self._run(name, params, row, index, step, validate)
+                for index, (name, params, row) in enumerate(zip(names, sampling, rows, strict=True))
+            )
+        )
+        pad = meta.get("pad_token_id", self.model_config.pad_token_id)
+        result = rows_of(outputs, batch, self.rollout_config.response_length, pad)
+        result.meta_info["seconds"] = [output.metrics.model_dump() for output in outputs]
+        return result
+
+    async def _run(
+        self,
+        name: str,
+        sampling_params: dict[str, Any],
+        row: dict[str, Any],
+        index: int,
+        step: int | None,
+        validate: bool,
+    ) -> AgentLoopOutput:
+        with rollout_trace_attr(sample_index=index, step=step, name="agent_loop", validate=validate):
+            loop = build_agent_loop(
+                name,
+                self.config,
+                server_manager=self.server_manager,
+                tokenizer=self.tokenizer,
+                processor=self.processor,
+            )
+            return await loop.run(sampling_params, **row)
+
+    def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
+        row = {name: column[index] for name, column in batch.non_tensor_batch.items() if name != "agent_name"}
+        if row.get("multi_modal_data") is not None:
+            row["multi_modal_data"] = resolve([row["multi_modal_data"]])[0] or None
+        return row
+
+    def _sampling_params(self, batch: DataProto) -> list[dict[str, Any]]:
+        """Return how to sample each row; the seed of a row is that of its first turn."""
+        shared: dict[str, Any] = {
+            **sampling_values(batch, self.rollout_config),
+            "logprobs": self.rollout_config.calculate_log_probs,
+        }
+        tensors = tensors_of(batch)
+        if is_greedy(batch, self.rollout_config) or "sampling_seed" not in tensors.keys():
+            return [dict(shared) for _ in range(len(batch))]
+        return [shared | {"seed": seed} for seed in tensors["sampling_seed"].tolist()]
+
+
+class AgentLoopWorker(AgentLoopWorkerBase):
+    """The worker that ``AgentLoopManager`` starts as an actor."""

@@ -1,0 +1,72 @@
+"""The worker whose rollout answers single requests."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.profiler.ranges import simple_timer
+from verl.workers.roles.accounting import begin_peak
+from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
+from verl.workers.rollout.server import SamplingParams, TokenOutput
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.vllm_rollout import vLLMAsyncRollout
+
+
+class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
+    """Trains and generates as its base does, and serves between ``wake_up`` and ``sleep``; see ``RolloutServer``.
+
+    The workers of an engine wake up and sleep together; requests go to the first of them.
+    """
+
+    rollout: "vLLMAsyncRollout"
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def wake_up(self, step: int | None = None) -> bool:
+        """Give devices and current weights to the engine; collective over the workers. Returns True."""
+        if not self._sync_timing:  # else the peak and the seconds began with the sync
+            begin_peak()
+        self._step = self.rollout.run_step = step
+        with simple_timer("wake_and_sync", self._sync_timing):
+            await self.rollout_mode()
+        return True
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def sleep(self) -> bool:
+        """Take the devices back; requests wait from here on. Returns True."""
+        with simple_timer("sleep", self._sync_timing):
+            await self.trainer_mode()
+        return True
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        image_data: Sequence[Any] | None = None,
+        multi_modal_data: Mapping[str, Any] | None = None,
+    ) -> TokenOutput:
+        """Continue a prompt; see ``RolloutServer.generate``."""
+        return await self.rollout.generate(prompt_ids, sampling_params, request_id, image_data, multi_modal_data)
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def abort(self, request_id: str) -> bool:
+        """End the requests of this id; see ``RolloutServer.abort``."""
+        return await self.rollout.abort(request_id)
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def health(self, timeout_s: float = 10.0) -> dict[str, float]:
+        """Return what the engine does; see ``RolloutServer.health``."""
+        return await self.rollout.health(timeout_s)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def generation_report(self, seconds: float, lengths: Sequence[int]) -> DataProto:
+        """Return timing and metrics since ``wake_up``, as those of ``generate_sequences``.
+
+        Args: the seconds between waking up and sleeping, and the tokens of each sequence of the whole batch.
+        """
+        timing = self._sync_timing | {"generate_sequences": seconds}
+        self._sync_timing = {}
+        return DataProto(meta_info=self._generation_figures(timing, lengths, num_workers=self.world_size))
