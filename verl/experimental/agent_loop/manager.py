@@ -129,7 +129,7 @@ def _split(count: int, parts: int) -> list[int]:
 
 def _loop_timing(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the least, mean and most seconds that a trajectory spent on each activity."""
-    timing = {}
+    timing: dict[str, float] = {}
     for name in _ACTIVITIES:
         values = np.array([each[name] for each in seconds])
         figures = {"min": values.min(), "max": values.max(), "mean": values.mean()}

@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
 from verl.utils.profiler.ranges import simple_timer
 
@@ -15,9 +15,9 @@ class SingleTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Return the response to ``raw_prompt_ids`` of the row, or to its ``raw_prompt``."""
         rollout = self.config.actor_rollout_ref.rollout
-        prompt_ids = kwargs.get("raw_prompt_ids")
+        prompt_ids: Any = kwargs.get("raw_prompt_ids")
         if prompt_ids is None:
-            options = self.config.data.get("apply_chat_template_kwargs") or {}
+            options: Any = self.config.data.get("apply_chat_template_kwargs") or {}
             prompt_ids = self.tokenizer.apply_chat_template(
                 list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False, **options
             )
@@ -37,5 +37,5 @@ class SingleTurnAgentLoop(AgentLoopBase):
             response_logprobs=output.log_probs,
             multi_modal_data=multi_modal_data,
             num_turns=2,
-            metrics=seconds,
+            metrics=AgentLoopMetrics(**seconds),
         )

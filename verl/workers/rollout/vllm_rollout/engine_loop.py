@@ -66,7 +66,7 @@ class _Stop:
 class _Ask:
     """A question of the leader's process, which the thread answers between two steps."""
 
-    answer: Callable[[], None]
+    answer: Callable[[], Any]
 
 
 _Event = _Add | _Abort | _Switch | _Stop | _Ask
@@ -102,7 +102,9 @@ class EngineLoop:
         between: called on the thread after the first step of each burst of requests.
     """
 
-    def __init__(self, llm: "LLM", group: "ProcessGroup | None" = None, between: Callable[[], None] = int) -> None:
+    def __init__(
+        self, llm: "LLM", group: "ProcessGroup | None" = None, between: Callable[[], None] = lambda: None
+    ) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
         self._group = group
@@ -139,7 +141,7 @@ class EngineLoop:
         """End a request, if it has not ended."""
         self._inbox.put(_Abort(key))
 
-    def ask(self, answer: Callable[[], None]) -> None:
+    def ask(self, answer: Callable[[], Any]) -> None:
         """Call a function between two steps."""
         self._check_alive()
         self._inbox.put(_Ask(answer))
@@ -282,7 +284,8 @@ class EngineLoop:
     def _add(self, event: _Add) -> None:
         self._begin_burst()
         try:
-            (own_id,) = self._llm.enqueue([event.request], [event.params], use_tqdm=False)
+            request: Any = event.request
+            (own_id,) = self._llm.enqueue([request], [event.params], use_tqdm=False)
         except Exception as error:  # a bad request costs its caller, on all ranks alike
             if event.deliver is not None:
                 event.deliver(error)
