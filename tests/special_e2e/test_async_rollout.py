@@ -7,6 +7,8 @@ import pytest
 
 from verl.utils.observe.record import read_entries
 
+from . import shapes, test_vision
+
 ASYNC = {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.agent.num_workers": 1}
 SHORT = {"trainer.total_training_steps": 2, "trainer.record_digests": True, "trainer.test_freq": 2}
 TWO = {"trainer.n_gpus_per_node": 2}
@@ -48,6 +50,20 @@ def test_a_lost_engine_ends_the_run_by_name(workspace, tmp_path, action, what):
     message = run.output[run.output.rindex("\nError: ") :]
     assert re.search(r"worker rank 1 of group 'global_pool' .* phase generate, step 2", message), message
     assert what in message, message
+
+
+@pytest.mark.full
+def test_prompts_with_images(workspace, tmp_path):
+    """A prompt reaches the engine with its images, and training with the tokens that the engine saw."""
+    shapes.write(tmp_path, train=32, test=4, supervised=4)
+    model = test_vision.tiny(tmp_path, "qwen2_5_vl")
+    changes = test_vision.overrides(tmp_path, model, steps=2, prompts=4, samples=2) | test_vision.LETTERS
+    changes |= {"trainer.record_digests": True, "trainer.n_gpus_per_node": 1}
+    plain, served = (workspace.train(f"images-{len(mode)}", changes | mode) for mode in ({}, ASYNC))
+    digests = [
+        [phases_of(entry) for entry in read_entries(run.folder / "metrics.jsonl").values()] for run in (plain, served)
+    ]
+    assert digests[0] == digests[1]
 
 
 def phases_of(entry):

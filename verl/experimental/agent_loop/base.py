@@ -24,7 +24,7 @@ class AgentLoopOutput(BaseModel):
     """A trajectory, as an agent loop returns it.
 
     Attributes:
-        prompt_ids: the tokens of the prompt.
+        prompt_ids: the tokens of the prompt, with all those of its images (``TokenOutput.expanded_prompt_ids``).
         response_ids: all later tokens: those that the model sampled, and those that tools and users added.
         response_mask: for each token of the response, 1 if the model sampled it, else 0.
         response_logprobs: log-probability of each token of the response; any number where the mask is 0.

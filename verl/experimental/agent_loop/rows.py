@@ -24,7 +24,8 @@ def rows_of(
     Returns: ``prompts`` (B, P), ``responses``, ``response_mask`` (B, R), ``input_ids``, ``attention_mask``,
         ``position_ids`` (B, L), ``rollout_log_probs`` (B, R) and ``rm_scores`` (B, R) if all have them, and
         ``__num_turns__``. ``response_mask`` is 1 on exactly the sampled tokens.
-    Raises: ValueError naming the row for a prompt that is longer than P, or lists of different lengths.
+    Raises: ValueError naming the row for a prompt that is longer than P, a changed prompt with images, or lists of
+        different lengths.
     """
     for row, output in enumerate(outputs):
         _check(row, output)
@@ -71,9 +72,14 @@ def _prompts(outputs: Sequence[AgentLoopOutput], given: Any, pad_token_id: int) 
     for row, output in enumerate(outputs):
         asked = tokens[row][mask[row].bool()].tolist()
         prompt = output.prompt_ids
-        # A prompt with images has one token for each of them until the engine expands it.
-        if prompt == asked or (positions.dim() == 3 and len(prompt) <= len(asked)):
+        if prompt == asked:
             continue
+        if positions.dim() == 3:
+            raise ValueError(
+                f"trajectory {row}: its prompt has {len(prompt)} tokens and that of the data set {len(asked)}, with "
+                "their images: an agent loop must not change a prompt with images, and engine and data set must have "
+                "the same mm_processor_kwargs (actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs)"
+            )
         if len(prompt) > width:
             raise ValueError(
                 f"trajectory {row}: its prompt has {len(prompt)} tokens, data.max_prompt_length is {width}: raise it"

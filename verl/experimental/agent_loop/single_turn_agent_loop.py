@@ -31,7 +31,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
                 multi_modal_data=multi_modal_data,
             )
         return AgentLoopOutput(
-            prompt_ids=list(prompt_ids),
+            prompt_ids=list(output.expanded_prompt_ids or prompt_ids),
             response_ids=output.token_ids,
             response_mask=[1] * len(output.token_ids),
             response_logprobs=output.log_probs,

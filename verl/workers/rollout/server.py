@@ -26,6 +26,7 @@ class TokenOutput:
         finish_reason: ``stop``, ``length`` or ``abort``.
         versions: (version of the weights, number of tokens that they sampled), in the order of the tokens.
         num_cached_tokens: tokens of the prompt whose keys and values were in the cache.
+        expanded_prompt_ids: the prompt as the engine saw it, (P,), with all tokens of its images; None for text.
     """
 
     token_ids: list[int]
@@ -33,6 +34,7 @@ class TokenOutput:
     finish_reason: str | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
+    expanded_prompt_ids: list[int] | None = None
 
     @property
     def weight_versions(self) -> list[int]:

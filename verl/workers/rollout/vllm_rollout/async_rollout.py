@@ -97,7 +97,10 @@ class vLLMAsyncRollout(vLLMRollout):
             raise WrongInput(f"request {request_id}: {output}") from output
         if isinstance(output, BaseException):
             raise output
-        return _token_output(output, params.logprobs is not None)
+        found = _token_output(output, params.logprobs is not None)
+        if media:
+            found.expanded_prompt_ids = list(output.prompt_token_ids or [])
+        return found
 
     async def abort(self, request_id: str) -> bool:
         """End the requests of this id: their callers get the tokens so far."""
