@@ -36,7 +36,7 @@ VISION_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 VOCAB_MULTIPLE = 16
-VL_KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+VL_KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
 
 
 def byte_tokenizer(
@@ -121,10 +121,13 @@ def tiny_vl_config(
         vision |= {"hidden_size": 64, "intermediate_size": 128, "out_hidden_size": hidden_size}
     if kind == "qwen2_5_vl":
         vision |= {"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3_vl"):
         text["head_dim"] = 32
         rope["mrope_interleaved"] = True
         vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    if kind == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden_size // 4}
+        text["norm_topk_prob"] = True  # vLLM asks for it
     image, video, start, end = (
         tokenizer.convert_tokens_to_ids(f"<|{name}|>")
         for name in ("image_pad", "video_pad", "vision_start", "vision_end")
@@ -142,13 +145,13 @@ def tiny_vl_config(
 
 def vl_processor(kind: str, tokenizer: PreTrainedTokenizerFast, max_pixels: int = 128 * 128) -> ProcessorMixin:
     """Return a processor that turns an image into a few tokens at most."""
-    patch_size, family = (16, "Qwen3VL") if kind == "qwen3_vl" else (14, "Qwen2VL")
+    patch_size, family = (16, "Qwen3VL") if kind.startswith("qwen3_vl") else (14, "Qwen2VL")
     least = (2 * patch_size) ** 2
     images = transformers.Qwen2VLImageProcessor(patch_size=patch_size, min_pixels=least, max_pixels=max_pixels)
     videos = getattr(transformers, f"{family}VideoProcessor")(
         patch_size=patch_size, size={"shortest_edge": least, "longest_edge": 8 * max_pixels}
     )
-    cls = getattr(transformers, f"{VL_KINDS[kind]}Processor")
+    cls = getattr(transformers, f"{VL_KINDS[kind].removesuffix('Moe')}Processor")
     return cls(images, tokenizer, videos, chat_template=tokenizer.chat_template)
 
 

@@ -18,7 +18,25 @@ from .features import GAP
 from .test_learning import mean
 from .verification import record
 
-FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen2_vl", "qwen3_vl")]
+LAYOUT = "actor_rollout_ref.actor.megatron"
+MEGATRON = {"--config-name": "ppo_megatron_trainer"}
+ENGINES: dict[str, dict[str, object]] = {
+    "fsdp": {},
+    "megatron tp": MEGATRON | {f"{LAYOUT}.tensor_model_parallel_size": 2},
+    "megatron pp": MEGATRON
+    | {f"{LAYOUT}.pipeline_model_parallel_size": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2},
+}
+FULL = [
+    pytest.param(kind, engine, marks=pytest.mark.full)
+    for kind, engine in (
+        ("qwen2_vl", "fsdp"),
+        ("qwen3_vl", "fsdp"),
+        ("qwen3_vl_moe", "fsdp"),
+        ("qwen2_5_vl", "megatron tp"),
+        ("qwen2_5_vl", "megatron pp"),
+        ("qwen3_vl_moe", "megatron tp"),
+    )
+]
 LETTERS = {  # a reward that a random model earns some of
     "custom_reward_function.path": REPOSITORY / "tests/special_e2e/rewards.py",
     "custom_reward_function.name": "compute_score",
@@ -71,12 +89,18 @@ def judge(policy: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", *FULL])
-def test_images_reach_training_and_generation_alike(workspace: Workspace, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "engine"), [("qwen2_5_vl", "fsdp"), *FULL])
+def test_images_reach_training_and_generation_alike(
+    workspace: Workspace, tmp_path: Path, kind: str, engine: str
+) -> None:
     """The engine's log-probabilities are the trainer's after updates of the tower, too; an image travels once."""
+    if engine != "fsdp":
+        pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
     shapes.write(tmp_path, train=32, test=4, supervised=4)
-    run = workspace.train(f"vision_{kind}", overrides(tmp_path, tiny(tmp_path, kind), 2) | LETTERS)
-    side = 64 if kind == "qwen3_vl" else shapes.SIZE  # a multiple of two patches of 16 or 14
+    model = tiny(tmp_path, kind, 64 if engine == "fsdp" else 128)  # with two key and value heads
+    chosen = overrides(tmp_path, model, 2) | LETTERS | ENGINES[engine]
+    run = workspace.train(f"vision_{kind}_{engine.replace(' ', '_')}", chosen)
+    side = 64 if kind.startswith("qwen3_vl") else shapes.SIZE  # a multiple of two patches of 16 or 14
     pixels, grid = side**2 * 3, 3 * 8
     put = 16 * (pixels + 4 * 2 * pixels + grid)  # as bytes, and as fp32 of two frames
     for step in (1, 2):

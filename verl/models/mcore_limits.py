@@ -126,7 +126,11 @@ def router_limits(hf: Any) -> Iterator[Limit]:
 
 
 def stack_limits(hf: Any) -> Iterator[Limit]:
-    """Yield sizes of stacked experts whose two layouts in checkpoints have the same shape."""
+    """Yield the limits of stacked experts: sizes whose two layouts in checkpoints have the same shape, and a router
+    that does not normalise, which transformers ignores and vLLM does not.
+    """
+    if getattr(hf, "norm_topk_prob", True) is False:
+        yield Limit("norm_topk_prob", False, f"{NOT_SUPPORTED} for this model")
     hidden = getattr(hf, "hidden_size", None)
     width = getattr(hf, "moe_intermediate_size", None)
     if width is not None and hidden in (width, 2 * width):

@@ -132,23 +132,24 @@ class FeatureMerger:
         request = self.request
         assert request is not None, "a pass through the first stage of a vision-language model needs its media"
         self.request = None
-        places, *features = _flat(read_media(self._tower, self._hf_config, request.media, request.ids))
+        places, features, deep = read_media(self._tower, self._hf_config, request.media, request.ids)
         rows = request.places[places]
         if self._tp_group is not None:
-            rows = rows - self._tp_group.rank() * len(embeddings)
-        held = ((request.places[places] >= 0) & (rows >= 0) & (rows < len(embeddings))).nonzero().squeeze(1)
+            start = self._tp_group.rank() * len(embeddings)
+            rows = torch.where(rows < 0, rows, rows - start)
+        held = ((rows >= 0) & (rows < len(embeddings))).nonzero().squeeze(1)
         rows = rows[held]
-        merged, *deep = (part.index_select(0, held).to(embeddings.dtype) for part in features)
-        embeddings = embeddings.index_copy(0, rows, merged.unsqueeze(1))
-        if deep:
-            request.params.deep = DeepFeatures(rows, deep)
-            embeddings = _DeepFeatureGradients.apply(embeddings, request.params.deep, *deep)  # type: ignore[no-untyped-call]
-        return embeddings
 
+        def of_this_rank(part: Tensor) -> Tensor:
+            return part.index_select(0, held).to(embeddings.dtype)
 
-def _flat(found: tuple[Tensor, Tensor, list[Tensor]]) -> list[Tensor]:
-    places, features, deep = found
-    return [places, features, *deep]
+        merged = embeddings.index_copy(0, rows, of_this_rank(features).unsqueeze(1))
+        if not deep:
+            return merged
+        added = DeepFeatures(rows, [of_this_rank(part) for part in deep])
+        request.params.deep = added
+        with_gradients: Tensor = _DeepFeatureGradients.apply(merged, added, *added.values)  # type: ignore[no-untyped-call]
+        return with_gradients
 
 
 def attach_axes(model: GPTModel, vision: VisionParts) -> None:
