@@ -67,5 +67,7 @@ def test_prompts_with_images(workspace, tmp_path):
 
 
 def phases_of(entry):
-    """Return the digests of the phases of a step; metrics have further ones, for instance the number of turns."""
-    return {name: parts for name, parts in entry["phases"].items() if name != "metrics"}
+    """Return the digests of a step by phase, without the metrics, and without the messages that agent loops get."""
+    phases = {name: dict(parts) for name, parts in entry["phases"].items() if name != "metrics"}
+    phases["prepare"].pop("raw_prompt", None)
+    return phases
