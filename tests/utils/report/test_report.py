@@ -48,7 +48,7 @@ def test_every_picture_is_there_with_axes_and_units(page, records):
         assert figure, panel.name
         texts = re.findall(r"<text[^>]*>([^<]*)</text>", figure.group())
         assert {panel.title, panel.unit, "training step"} <= set(texts)
-        assert len(texts) > 8  # numbers along the axes
+        assert len(texts) > 8 and not any("$" in text for text in texts)  # numbers along the axes, as they are read
     assert re.search(r"from step 12</a>: step 12 sampled with weights", page)
     assert "stale weights, step 12" in re.search(r'<figure id="mismatch">.*?</figure>', page, re.DOTALL).group()
 

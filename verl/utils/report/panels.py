@@ -232,6 +232,8 @@ def logarithmic(ax: "Axes") -> None:
     values = [float(value) for line in ax.get_lines() for value in line.get_ydata()]  # type: ignore[union-attr]
     if values and max(values) > 20 * min(values) > 0:
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:.0e}")  # the usual labels are formulas, which RC leaves as they are written
+        ax.yaxis.set_minor_formatter("")
     elif values:
         ax.set_ylim(bottom=min(0.0, *values) if len(values) > 1 else None)
 
