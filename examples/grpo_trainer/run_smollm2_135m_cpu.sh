@@ -30,6 +30,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.max_num_seqs=64 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.enforce_eager=true \
     actor_rollout_ref.rollout.calculate_log_probs=true \
@@ -39,10 +40,10 @@ python3 -m verl.trainer.main_ppo \
     trainer.project_name=smollm2_135m \
     trainer.experiment_name=grpo \
     trainer.default_local_dir="$OUT_DIR/grpo" \
-    trainer.total_training_steps=60 \
+    trainer.total_training_steps=50 \
     trainer.total_epochs=1000 \
     trainer.test_freq=10 \
-    trainer.save_freq=20 \
+    trainer.save_freq=25 \
     trainer.max_actor_ckpt_to_keep=1 \
     trainer.log_val_generations=8 \
     "$@"

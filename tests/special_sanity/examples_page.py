@@ -40,6 +40,9 @@ class Ran(NamedTuple):
 RAN = {
     "examples/grpo_trainer/run_tiny_cpu.sh": Ran("accuracy 0.35, after 40 steps 0.99", "docs/algo/baseline.md"),
     "examples/grpo_trainer/run_tiny_megatron_cpu.sh": Ran("accuracy 0.35, after 20 steps 0.96", "docs/verification.md"),
+    "examples/grpo_trainer/run_smollm2_135m_cpu.sh": Ran(
+        "accuracy 0.25, after 50 steps 0.86", "examples/smollm2_135m/README.md"
+    ),
     "examples/ppo_trainer/run_tiny_cpu.sh": Ran("accuracy 0.35, after 40 steps 0.99", "docs/verification.md"),
     "examples/sft/run_tiny_cpu.sh": Ran("a model of accuracy 0.35", "docs/algo/baseline.md"),
     "examples/split_placement/run_tiny_cpu.sh": Ran(
