@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import struct
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ def make_special(kind: str, path: Path) -> None:
         os.mkfifo(path)
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind(os.path.relpath(path))  # the path of a socket is short
+            with tempfile.TemporaryDirectory() as folder:  # the path of a socket is short
+                server.bind(f"{folder}/socket")
+                os.rename(f"{folder}/socket", path)
     else:
         path.symlink_to(path if kind == "loop" else path.with_name("gone"))
 

@@ -137,7 +137,7 @@ class TaskRunner:
         from verl.single_controller.ray import RayWorkerGroup
 
         workers = _workers_of(config.actor_rollout_ref.actor.strategy)
-        serves = config.actor_rollout_ref.rollout.mode == "async"
+        serves = OmegaConf.select(config, "actor_rollout_ref.rollout.mode") == "async"
         cls = workers.AsyncActorRolloutRefWorker if serves else workers.ActorRolloutRefWorker
         self._add(Role.ActorRollout, cls)
         return cls, RayWorkerGroup

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.ranks import note
 from tests.workers.engine import cases
-from tests.workers.engine.megatron_cases import CP, EP, LAYERS, PP, TP, VPP, load
+from tests.workers.engine.cases import load
+from tests.workers.engine.megatron_cases import CP, EP, LAYERS, PP, TP, VPP
 from verl.utils import megatron_utils as helpers
 from verl.workers.config import HFModelConfig, McoreEngineConfig
 from verl.workers.engine import EngineRegistry

@@ -88,7 +88,7 @@ def test_the_workers_of_a_node_share_its_memory(model_config: Any, monkeypatch: 
     assert found == [1 << 28, 1 << 27]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("sglang", "sync"), ("vllm", "async"), ("other", "sync")])
+@pytest.mark.parametrize(("name", "mode"), [("sglang", "sync"), ("hf", "async"), ("other", "sync")])
 def test_unknown_rollouts(name: str, mode: str) -> None:
     with pytest.raises(ValueError, match=f"name='{name}' with mode='{mode}'"):
         get_rollout_class(name, mode)

@@ -110,12 +110,13 @@ class RayPPOTrainer:
         options = run.trainer
         self.validation_generations_logger = ValidationGenerationsLogger(options.project_name, options.experiment_name)
         self._trackers: Trackers = [options.logger] if isinstance(options.logger, str) else options.logger
-        self.async_rollout_mode = False
-        self.async_rollout_manager: AgentLoopManager | None = None
         self.single_turn = not run.actor_rollout_ref.rollout.multi_turn.enable
         self.state = RunState(seed=run.trainer.seed)
         self.step_record = StepRecord(digests=False, num_samples=0)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+
+    async_rollout_mode = False
+    async_rollout_manager: "AgentLoopManager | None" = None
 
     # ---- established names for parts of the state
 
