@@ -39,6 +39,7 @@ class Ran(NamedTuple):
 
 RAN = {
     "examples/grpo_trainer/run_tiny_cpu.sh": Ran("accuracy 0.35, after 40 steps 0.99", "docs/algo/baseline.md"),
+    "examples/grpo_trainer/run_tiny_cpu_torch_prof.sh": Ran("4 traces of about 7 MB", "docs/perf/profiling.md"),
     "examples/grpo_trainer/run_tiny_megatron_cpu.sh": Ran("accuracy 0.35, after 20 steps 0.96", "docs/verification.md"),
     "examples/grpo_trainer/run_smollm2_135m_cpu.sh": Ran(
         "accuracy 0.25, after 50 steps 0.86", "examples/smollm2_135m/README.md"
@@ -54,6 +55,10 @@ RAN = {
     "recipe/dapo/run_dapo_tiny_cpu.sh": Ran("accuracy 0.30, after 30 steps 1.00", "recipe/dapo/README.md"),
     "recipe/entropy/run_entropy_tiny_cpu.sh": Ran("accuracy 0.35, after 40 steps 1.00", "docs/algo/baseline.md"),
     "recipe/gspo/run_gspo_tiny_cpu.sh": Ran("accuracy 0.35, after 25 steps 0.98", "recipe/gspo/README.md"),
+    "recipe/open_math_reasoning/run_open_math_tiny_cpu.sh": Ran(
+        "score 0, after 100 steps 0.625", "recipe/open_math_reasoning/README.md"
+    ),
+    "recipe/prime/run_prime_tiny_cpu.sh": Ran("accuracy 0.36, after 40 steps 0.98", "recipe/prime/README.md"),
     "recipe/r1/run_r1_tiny_cpu.sh": Ran("176 prompts, score 0.0 of random weights", "recipe/r1/README.md"),
     "recipe/spin/run_spin_tiny_cpu.sh": Ran("accuracy 0.35, after 30 steps 0.98", "recipe/spin/README.md"),
     "recipe/sppo/run_sppo_tiny_cpu.sh": Ran("accuracy 0.35, after 30 steps 1.00", "recipe/sppo/README.md"),
