@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig
@@ -20,6 +21,50 @@ class AgentLoopMetrics(BaseModel):
     tool_calls: float = 0.0
 
 
+@dataclass
+class ToolCall:
+    """A call of a tool, and what came of it.
+
+    Attributes:
+        name: the tool, as the model wrote it.
+        arguments: JSON text, as the model wrote it.
+        outcome: ``ok``, ``error``, ``timeout``, ``unknown_tool`` or ``bad_arguments``.
+        seconds: how long the tool took.
+        reward: what the tool gave for the step, if it gave a number.
+        text: the message to the model.
+    """
+
+    name: str
+    arguments: str
+    outcome: str = "ok"
+    seconds: float = 0.0
+    reward: float | None = None
+    text: str = ""
+
+
+@dataclass
+class Turn:
+    """The tokens ``start`` to ``end`` of a response, which belong to one message or to several of one role.
+
+    Attributes:
+        role: ``assistant`` for what the model sampled, else who added it: ``tool``, ``user``.
+        seconds: how long it took to sample or to make.
+        finish_reason: why sampling ended; None if nothing was sampled.
+        versions: (version of the weights, number of tokens that they sampled), in the order of the tokens.
+        calls: the tool calls that the tokens answer.
+        text: the message, if the loop knows it; else the tokens say it.
+    """
+
+    role: str
+    start: int
+    end: int
+    seconds: float = 0.0
+    finish_reason: str | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    text: str | None = None
+
+
 class AgentLoopOutput(BaseModel):
     """A trajectory, as an agent loop returns it.
 
@@ -33,6 +78,7 @@ class AgentLoopOutput(BaseModel):
         num_turns: messages of the chat, the prompt's included.
         metrics: seconds by activity.
         extra_fields: further columns of the batch, by name.
+        turns: the turns of the response, in order, if the loop keeps them.
     """
 
     prompt_ids: list[int]
@@ -44,6 +90,7 @@ class AgentLoopOutput(BaseModel):
     num_turns: int = 0
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = Field(default_factory=dict)
+    turns: list[Turn] = Field(default_factory=list)
 
 
 class WholeConfig:
