@@ -1,0 +1,147 @@
+"""Tool calls in the formats of several models, whole and broken."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from examples.tiny_model import SPECIAL_TOKENS, byte_tokenizer
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, UnknownToolParserError, get_tool_parser
+
+HARMONY = ["<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "parameters": {
+                "properties": {
+                    "text": {"type": "string"},
+                    "most": {"type": "integer"},
+                    "deep": {"type": ["boolean", "null"]},
+                    "tags": {"type": "array"},
+                }
+            },
+        },
+    }
+]
+
+
+def parse(name: str, text: str, end: str = "<|end|>") -> tuple[str, list[FunctionCall]]:
+    tokenizer = byte_tokenizer(special_tokens=[*SPECIAL_TOKENS, *HARMONY])
+    tokens = tokenizer.encode(text + end, add_special_tokens=False)
+    return asyncio.run(get_tool_parser(name, tokenizer).extract_tool_calls(tokens, TOOLS))
+
+
+def whole(calls: list[FunctionCall]) -> list[tuple[str, Any]]:
+    assert all(call.error is None for call in calls), calls
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+FIND = ("find", {"text": "é\n</b>", "most": 3})
+WHOLE = {
+    "hermes": 'Hm.\n<tool_call>\n{"name": "find", "arguments": {"text": "é\\n</b>", "most": 3}}\n</tool_call>',
+    "qwen3-coder": "Hm.\n<tool_call>\n<function=find>\n<parameter=text>\né\n</b>\n</parameter>\n<parameter=most>\n3\n"
+    "</parameter>\n</function>\n</tool_call>",
+    "llama3-json": '{"name": "find", "parameters": {"text": "é\\n</b>", "most": 3}}',
+    "pythonic": "[find(text='é\\n</b>', most=3)]",
+    "gpt-oss": "<|channel|>analysis<|message|>to=functions.no<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "Hm.\n<|end|><|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>"
+    '{"text": "é\\n</b>", "most": 3}',
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_call(name: str) -> None:
+    text, calls = parse(name, WHOLE[name], "<|call|>" if name == "gpt-oss" else "<|end|>")
+    assert whole(calls) == [FIND]
+    assert text == ("" if name in ("llama3-json", "pythonic") else "Hm.\n")
+    assert parse(name, "The answer is [3] or {3}.") == ("The answer is [3] or {3}.", [])
+    assert parse(name, "") == ("", [])
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "find", "arguments": {"te', "find", "no complete JSON"),
+    ("hermes", "<tool_call>find(3)</tool_call>", "", "no complete JSON"),
+    ("hermes", "<tool_call>[3]</tool_call>", "", '"name" and "arguments"'),
+    ("hermes", '<tool_call>{"name": 3}</tool_call>', "", '"name" and "arguments"'),
+    ("hermes", '<tool_call>{"name": "find", "arguments": [3]}</tool_call>', "find", "no JSON object"),
+    ("hermes", '<tool_call>{"name": "find", "arguments": "x"}</tool_call>', "find", "no complete JSON"),
+    ("hermes", "<tool_call>" + "[" * 100_000, "", "no complete JSON"),
+    ("qwen3-coder", "<tool_call>find</tool_call>", "", "<function=NAME>"),
+    ("qwen3-coder", "<tool_call><function=find><parameter=text>a", "find", "no complete <parameter"),
+    ("qwen3-coder", "<tool_call><function=find><parameter=text>a</parameter>", "find", "no complete <parameter"),
+    ("llama3-json", '{"name": "find", "parameters": {', "find", "no complete JSON"),
+    ("llama3-json", '<|python_tag|>{"nam": "find"}', "", '"name" and "parameters"'),
+    ("llama3-json", "<|python_tag|>find(3)", "", "no complete JSON"),
+    ("pythonic", "[find(text='a'", "find", "no list"),
+    ("pythonic", "[find('a')]", "find", "needs its name"),
+    ("pythonic", "[find(**{'text': 'a'})]", "find", "needs its name"),
+    ("pythonic", "[find(text=open('a'))]", "find", "no constant"),
+    ("pythonic", "[find(text={1, 2})]", "find", "no constant"),
+    ("pythonic", "[find(text='a'), 3]", "find", "is no call"),
+    ("pythonic", "[find(text=" + "[" * 5000, "find", "no list"),
+    ("gpt-oss", '<|channel|>commentary to=functions.find<|message|>{"te', "find", "no complete JSON"),
+    ("gpt-oss", "<|channel|>commentary to=functions.find<|message|>3", "find", "no complete JSON"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "tool", "error"), BROKEN)
+def test_a_broken_call_has_its_error(name: str, text: str, tool: str, error: str) -> None:
+    calls = parse(name, text)[1]
+    assert calls[0].name == tool
+    assert error in (calls[-1].error or "")
+
+
+def test_several_calls() -> None:
+    hermes = '<tool_call>{"name": "a"}</tool_call>and<tool_call>{"name": "b", "arguments": "{\\"c\\": 1}"}</tool_call>.'
+    text, calls = parse("hermes", hermes)
+    assert text == "and." and whole(calls) == [("a", {}), ("b", {"c": 1})]
+    llama = '<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"c": [1]}}'
+    assert whole(parse("llama3-json", llama)[1]) == [("a", {}), ("b", {"c": [1]})]
+    pythonic = "<|python_start|>[a(), lib.b(c=[true, {'d': null}], e=-1.5)]<|python_end|>"
+    assert whole(parse("pythonic", pythonic)[1]) == [("a", {}), ("lib.b", {"c": [True, {"d": None}], "e": -1.5})]
+    harmony = (
+        " to=functions.a<|channel|>commentary json<|message|>{}<|call|><|start|>assistant to=functions.b"
+        '<|channel|>commentary<|message|>{"c": 1}'
+    )
+    assert whole(parse("gpt-oss", harmony, "<|call|>")[1]) == [("a", {}), ("b", {"c": 1})]
+    assert parse("gpt-oss", "<|channel|>final<|message|>Four.", "<|return|>") == ("Four.", [])
+    assert parse("llama3-json", '{"type": "square", "side": 3}')[1] == []
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
+def test_thoughts_hold_no_calls(name: str) -> None:
+    call = WHOLE[name].removeprefix("Hm.\n")
+    for thought in (f"<think>I could {call}.</think>", f"from the prompt on: {call}</think>"):
+        assert parse(name, thought) == (thought, [])
+        text, calls = parse(name, thought + call)
+        assert text == thought and whole(calls) == [FIND]
+    assert parse(name, f"<think>{call}") == (f"<think>{call}", [])
+    text, calls = parse(name, f"{call}<think>{call}")
+    assert text == f"<think>{call}" and whole(calls) == [FIND]
+
+
+def test_values_have_the_types_of_their_tool() -> None:
+    def call(key: str, value: str) -> Any:
+        text = f"<tool_call><function=find><parameter={key}>{value}</parameter></function></tool_call>"
+        return whole(parse("qwen3-coder", text)[1])[0][1][key]
+
+    assert call("text", "3") == "3" and call("other", "3") == "3"
+    assert call("most", "3") == 3 and call("most", "three") == "three"
+    assert call("deep", "True") is True and call("tags", '["a"]') == ["a"]
+
+
+def test_names() -> None:
+    assert set(WHOLE) <= set(ToolParser.names())
+    with pytest.raises(UnknownToolParserError, match=r"multi_turn.format=herms: .* gpt-oss.* \(the nearest: hermes\)"):
+        get_tool_parser("herms", byte_tokenizer())
+
+    @ToolParser.register("shout")
+    class Shout(ToolParser):
+        def parse(self, text: str, tools: Any = ()) -> tuple[str, list[FunctionCall]]:
+            return text.upper(), []
+
+    assert parse("shout", "a") == ("A", [])
+    del ToolParser._registry["shout"]
