@@ -1,0 +1,76 @@
+"""A tool by which the model hands in an answer and learns whether it is right."""
+
+import asyncio
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from verl.base_config import WrongInput
+from verl.tools.base_tool import BaseTool, Executed, created_with
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+NO_IMPROVEMENT = -0.05
+"""Reward of an answer that scores no better than the best one before."""
+
+
+@dataclass
+class _Answers:
+    ground_truth: Any
+    answer: str = ""
+    best: float = 0.0
+
+
+class AnswerTool(BaseTool):
+    """Scores answers against the ``ground_truth`` that ``create`` gets."""
+
+    default_name = ""
+    default_description = ""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        self._instances: dict[str, _Answers] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """Return what the model is told about the tool."""
+        if self.tool_schema is not None:
+            return self.tool_schema
+        answer = {"type": "string", "description": "The answer to the question."}
+        parameters = {"type": "object", "properties": {"answer": answer}, "required": ["answer"]}
+        function = {"name": self.default_name, "description": self.default_description, "parameters": parameters}
+        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+    @abstractmethod
+    def score(self, answer: str, ground_truth: Any) -> float:
+        """Return the score of an answer."""
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Keep ``ground_truth``, the right answer, for a trajectory.
+
+        Raises: WrongInput if the row has none.
+        """
+        ground_truth = created_with("ground_truth", kwargs)
+        if ground_truth is None:
+            raise WrongInput(
+                f"a row has no ground truth for {self.name}: write tools_kwargs.{self.name}.create_kwargs.ground_truth"
+            )
+        instance_id, response = await super().create(instance_id)
+        self._instances[instance_id] = _Answers(ground_truth)
+        return instance_id, response
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+        """Score ``answer``. The reward is 0 if it scores better than all before, else ``NO_IMPROVEMENT``."""
+        answers = self._instances[instance_id]
+        answers.answer = str(parameters.get("answer", ""))
+        score = await self.calc_reward(instance_id)
+        reward = 0.0 if score > answers.best else NO_IMPROVEMENT
+        answers.best = max(answers.best, score)
+        return ToolResponse(text=f"The answer {answers.answer!r} has the score {score:g}."), reward, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the score of the last answer, 0 without one."""
+        answers = self._instances[instance_id]
+        return await asyncio.to_thread(self.score, answers.answer, answers.ground_truth) if answers.answer else 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Forget the instance."""
+        self._instances.pop(instance_id, None)

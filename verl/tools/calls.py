@@ -1,0 +1,125 @@
+"""Run one call of a tool, and say how it ended."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from verl.base_config import one_line
+from verl.tools.schemas import ToolResponse, decode_arguments
+
+if TYPE_CHECKING:
+    from verl.tools.base_tool import BaseTool
+
+OUTCOME = "outcome"
+"""The metric by which a tool says how a call ended, where it answers instead of raising ``ToolError``."""
+ABORT_TIMEOUT_S = 10.0
+_SHOWN_ERROR_CHARS = 500
+
+
+class ToolOutcome(StrEnum):
+    """How a call ended."""
+
+    OK = "ok"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    UNKNOWN_TOOL = "unknown_tool"
+    BAD_ARGUMENTS = "bad_arguments"
+
+
+class ToolError(Exception):
+    """A call failed. The model reads the text."""
+
+    outcome = ToolOutcome.ERROR
+
+
+class ToolTimeout(ToolError):
+    """A call took too long."""
+
+    outcome = ToolOutcome.TIMEOUT
+
+
+class BadArguments(ToolError):
+    """The model wrote arguments that the tool cannot use."""
+
+    outcome = ToolOutcome.BAD_ARGUMENTS
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """The end of one call: what the model reads, and what is counted. The reward is None if the tool gave none."""
+
+    response: ToolResponse
+    outcome: ToolOutcome
+    seconds: float = 0.0
+    reward: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def unknown_tool(name: str, known: Mapping[str, Any]) -> CallResult:
+    """Return the result of a call of a tool that does not exist."""
+    text = f"Error: there is no tool {name!r}; the tools are {', '.join(sorted(known)) or 'none'}."
+    return CallResult(ToolResponse(text=text), ToolOutcome.UNKNOWN_TOOL)
+
+
+async def execute_call(
+    tool: "BaseTool",
+    instance_id: str,
+    arguments: str | dict[str, Any],
+    timeout_s: float | None = None,
+    **execute_kwargs: Any,
+) -> CallResult:
+    """Run one call; whatever goes wrong in the tool becomes a text for the model and an outcome.
+
+    Args:
+        arguments: as the model wrote them, JSON or already decoded.
+        timeout_s: seconds that the call may take; then the tool's ``abort`` cancels its external work.
+        execute_kwargs: further arguments of ``execute``, which the row gives for this tool.
+
+    Raises: only CancelledError, after the tool's ``abort``.
+    """
+    start = time.monotonic()
+
+    def ended(outcome: ToolOutcome, text: str) -> CallResult:
+        return CallResult(ToolResponse(text=f"Error: {text}"), outcome, time.monotonic() - start)
+
+    parameters = decode_arguments(arguments) if isinstance(arguments, str) else arguments
+    if parameters is None:
+        return ended(ToolOutcome.BAD_ARGUMENTS, "the arguments are no JSON object.")
+
+    async def run() -> Any:
+        return await tool.execute(instance_id, parameters, **execute_kwargs)
+
+    call = asyncio.ensure_future(run())
+    try:
+        done, _ = await asyncio.wait([call], timeout=timeout_s)
+    except asyncio.CancelledError:
+        await _abort(tool, instance_id, call)
+        raise
+    if not done:
+        await _abort(tool, instance_id, call)
+        return ended(ToolOutcome.TIMEOUT, f"the tool did not answer within {timeout_s:g} s.")
+    if call.cancelled():  # by the tool itself: nobody cancelled the trajectory
+        return ended(ToolOutcome.ERROR, "the tool cancelled the call.")
+    try:
+        response, reward, metrics = call.result()
+        outcome = ToolOutcome(metrics.get(OUTCOME, ToolOutcome.OK))
+    except ToolError as error:
+        return ended(error.outcome, str(error))
+    except Exception as error:
+        return ended(ToolOutcome.ERROR, one_line(f"{type(error).__name__}: {error}", _SHOWN_ERROR_CHARS))
+    return CallResult(response, outcome, time.monotonic() - start, reward, metrics)
+
+
+async def _abort(tool: "BaseTool", instance_id: str, call: "asyncio.Future[Any]") -> None:
+    """Cancel a call and its external work; a tool that does not end it in time is left behind."""
+    call.cancel()
+    with suppress(Exception):
+        await asyncio.wait_for(tool.abort(instance_id), ABORT_TIMEOUT_S)
+    with suppress(Exception):
+        await asyncio.wait([call], timeout=ABORT_TIMEOUT_S)
+    if call.done() and not call.cancelled():
+        call.exception()  # it is known already that the call failed

@@ -1,0 +1,109 @@
+"""What a tool tells the model about itself, the calls that the model writes, and the answers that it gets.
+
+The schemas are those of OpenAI's function calling. They keep fields that they do not know, such as ``items`` of an
+array, so that the model sees what the author of a tool has written.
+"""
+
+import json
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAIFunctionPropertySchema(_Open):
+    """One parameter of a function. Its type is missing if ``anyOf`` or the like describes it."""
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(_Open):
+    """The parameters of a function, a JSON schema of an object."""
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
+
+
+class OpenAIFunctionSchema(_Open):
+    """A function: its name, what it does, and its parameters."""
+
+    name: str = Field(min_length=1)
+    description: str
+    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(_Open):
+    """A tool, as it is shown to the model."""
+
+    type: Literal["function"] = "function"
+    function: OpenAIFunctionSchema
+
+
+class OpenAIFunctionParsedSchema(BaseModel):
+    """A call as the model wrote it: its arguments are still text."""
+
+    name: str
+    arguments: str
+
+
+class OpenAIFunctionCallSchema(BaseModel):
+    """A call with its arguments by name."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @classmethod
+    def from_openai_function_parsed_schema(cls, parsed: OpenAIFunctionParsedSchema) -> tuple[Self, bool]:
+        """Return the call, and whether its arguments were no JSON object; they are empty then."""
+        arguments = decode_arguments(parsed.arguments)
+        return cls(name=parsed.name, arguments=arguments or {}), arguments is None
+
+
+class OpenAIFunctionToolCall(BaseModel):
+    """A call in a message of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: OpenAIFunctionCallSchema
+
+
+class ToolResponse(BaseModel):
+    """What a tool answers: text, images and videos, each of which may be missing.
+
+    Raises: ValueError if images or videos are not in a list.
+    """
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    @field_validator("image", "video", mode="before")
+    @classmethod
+    def _is_list(cls, value: Any) -> Any:
+        if value is not None and not isinstance(value, list):
+            raise ValueError(f"must be a list, got {type(value).__name__}: write [value] for a single one")
+        return value
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not self.text and not self.image and not self.video
+
+    def is_text_only(self) -> bool:
+        """Whether there is text and nothing else in it."""
+        return bool(self.text) and not self.image and not self.video
+
+
+def decode_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments that a model wrote as JSON; None if they are no JSON object."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None

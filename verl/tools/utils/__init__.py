@@ -1,0 +1,1 @@
+"""Helpers of tools, at their established paths."""
