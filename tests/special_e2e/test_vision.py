@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests import metrics_page
+from tests import metrics_page, remote_code
 
 from . import shapes
 from .conftest import PYTHON, REPOSITORY, Run, Workspace, call
@@ -112,6 +112,38 @@ def test_images_reach_training_and_generation_alike(
         assert numbers["weight_sync/checksum_ok"] == 1
         assert all(map(math.isfinite, numbers.values()))
     assert put <= run.steps[2]["multi_modal/bytes_fetched"] <= WORKERS * put
+
+
+@pytest.mark.full
+def test_a_family_with_code_of_its_own(workspace: Workspace, tmp_path: Path) -> None:
+    """Kimi-VL by the stand-in of ``tests/remote_code``, trained packed, against vLLM's own code of the family.
+
+    The checkpoint is a model that its code loads, with the weights of training.
+    """
+    shapes.write(tmp_path, train=32, test=4, supervised=4)
+    # The sizes of a latent that vLLM's CPU kernel has.
+    model = remote_code.write_model(tmp_path / "kimi_vl", "kimi_vl", kv_lora_rank=512, qk_rope_head_dim=64)
+    changes = overrides(tmp_path, model, 2) | LETTERS
+    changes |= {
+        "actor_rollout_ref.model.trust_remote_code": True,
+        "data.trust_remote_code": True,
+        "actor_rollout_ref.actor.checkpoint.save_contents": "[model,hf_model]",
+        "actor_rollout_ref.actor.checkpoint.load_contents": "[model]",
+        "trainer.save_freq": 2,
+    }
+    run = workspace.train("vision_kimi_vl", changes, timeout_s=1500)
+    pixels, grid = shapes.SIZE**2 * 3, 2 * 8
+    for step in (1, 2):
+        numbers = run.steps[step]
+        assert numbers["multi_modal/bytes_put"] == 16 * (pixels + 4 * pixels + grid)
+        assert numbers[GAP] < 1e-4
+        assert numbers["actor/grad_norm"] > 0
+        assert numbers["weight_sync/checksum_ok"] == 1
+        assert all(map(math.isfinite, numbers.values()))
+    saved = run.folder / "global_step_2" / "actor" / "huggingface"
+    before, after = remote_code.load(model).state_dict(), remote_code.load(saved).state_dict()
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 @pytest.mark.full

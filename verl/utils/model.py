@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+VISION_TOWERS = ("visual", "vision_tower", "vpm")
+"""Names of the vision tower in a model: of the Qwen-VL family, Kimi-VL and MiniCPM-o."""
 _ABOVE = ("load_mcore_dist_weights", "load_megatron_gptmodel_weights")
 """Established names whose code needs the model families; it lives in the layer above."""
 
@@ -254,8 +256,12 @@ def load_valuehead_model(
 
 def get_vl_model_vision_tower(vl_model_instance: nn.Module) -> nn.Module | None:
     """Return the vision tower of a vision-language model, or None."""
-    inner = getattr(vl_model_instance, "model", None)
-    return getattr(inner, "visual", None) or getattr(vl_model_instance, "visual", None)
+    for owner in (getattr(vl_model_instance, "model", None), vl_model_instance):
+        for name in VISION_TOWERS:
+            tower = getattr(owner, name, None)
+            if isinstance(tower, nn.Module):
+                return tower
+    return None
 
 
 # ---- adapters

@@ -141,16 +141,20 @@ def packed_attention(
     if supported and (flash is not None or dropout == 0):
         bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length)
         left = (window or 0) - 1
+        width = value.shape[-1]
+        if width < query.shape[-1]:  # the kernels take heads of one size
+            value = F.pad(value, (0, query.shape[-1] - width))
         if flash is not None:
             sides = (left, -1 if left < 0 else 0)
-            return flash(
+            padded: Tensor = flash(
                 query, key, value, *bounds, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=sides
             )
+            return padded[..., :width]
         from torch.nn.attention.varlen import varlen_attn
 
         result = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(left, 0), enable_gqa=is_grouped)
         assert isinstance(result, Tensor)
-        return result
+        return result[..., :width]
     outputs = []
     for group in packed.padded_groups:
         q, k, v = (_as_batch(t, group) for t in (query, key, value))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl.models.transformers.names import VISION_FAMILIES
+from verl.models.transformers.names import REMOTE_FAMILIES, VISION_FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -39,12 +39,17 @@ class Media:
             entry once.
         sampled: (b, L) bool like ``input_ids``: the model sampled the token, so it is no placeholder, whatever its id.
         window: (start, width) of this rank's slice of the sequence.
+        rows: the processor's output of each row, in the order of ``input_ids``; only families with code of their own
+            read it and ``places``.
+        places: (b, L) flat place in ``input_ids`` of each column of the padded rows, -1 at padding.
     """
 
     sampled: Tensor
     inputs: Mapping[str, Any] = field(default_factory=dict)
     shown: Mapping[str, Sequence[int]] = field(default_factory=dict)
     window: tuple[int, int] | None = None
+    rows: Sequence[Mapping[str, Any]] = ()
+    places: Tensor | None = None
 
 
 def is_vision_config(config: "PretrainedConfig") -> bool:
@@ -54,7 +59,7 @@ def is_vision_config(config: "PretrainedConfig") -> bool:
 
 def uses_media(config: "PretrainedConfig | None") -> bool:
     """Return whether models of this configuration take images as ``Media``."""
-    return getattr(config, "model_type", None) in VISION_FAMILIES
+    return getattr(config, "model_type", None) in (*VISION_FAMILIES, *REMOTE_FAMILIES)
 
 
 def install_vision(model: "PreTrainedModel") -> None:
@@ -114,7 +119,7 @@ def read_media(
     features, deep = _run_tower(tower, pixels, grid)
     side: int = config.vision_config.spatial_merge_size
     sizes = (grid.prod(-1) // side**2).tolist()
-    features, *deep = (_as_shown(part, sizes, order) for part in (features, *deep))
+    features, *deep = (as_shown(part, sizes, order) for part in (features, *deep))
     if len(places) != len(features):
         raise MediaCountError(
             f"the prompts of a micro-batch hold {len(places)} image and video tokens, but multi_modal_inputs gives "
@@ -149,7 +154,7 @@ def _collect(config: "PretrainedConfig", media: Media, ids: Tensor) -> tuple[Ten
     return torch.cat(pixels), torch.cat(grids), torch.cat(places), order
 
 
-def _as_shown(features: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+def as_shown(features: Tensor, sizes: list[int], order: list[int]) -> Tensor:
     """Split the features into ``sizes`` and join them in ``order``, which may repeat or omit parts."""
     if order == list(range(len(sizes))):
         return features

@@ -516,6 +516,40 @@ def model_inputs(encoded: Row) -> Row:
     return {name: value for name, value in encoded.items() if name not in TEXT_KEYS}
 
 
+def process_multi_modal_inputs_for_minicpmo(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor,
+    cu_seqlens: Tensor,
+    multi_modal_inputs: Mapping[str, list[Any]],
+) -> dict[str, Row]:
+    """Return the argument ``data`` of MiniCPM-o's own forward for packed rows that all have images.
+
+    For code that calls the model itself; verl's engines do not.
+
+    Args:
+        input_ids: (1, T) packed tokens, with ``position_ids`` (1, T) and ``cu_seqlens`` (B + 1,).
+        attention_mask: (B, L) of the rows before packing, left-padded.
+        multi_modal_inputs: ``extract_multi_modal_inputs`` of the rows: a list with an entry for each.
+
+    Returns: ``{"data": ...}`` as of one row, with ``image_bound`` in packed places.
+    """
+    pads = attention_mask.long().argmax(dim=1)
+    bounds = [
+        torch.as_tensor(bound).to(pads.device) - pad + start
+        for bound, pad, start in zip(multi_modal_inputs["image_bound"], pads, cu_seqlens[:-1], strict=True)
+    ]
+    packed = {
+        "pixel_values": [[part for row in multi_modal_inputs["pixel_values"] for part in row]],
+        "image_bound": [torch.vstack(bounds)],
+        "tgt_sizes": [torch.vstack([torch.as_tensor(sizes) for sizes in multi_modal_inputs["tgt_sizes"]])],
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+    }
+    return {"data": {**multi_modal_inputs, **packed}}
+
+
 def _parts(content: str | list[Row] | None, kinds: dict[str, str], pattern: re.Pattern[str]) -> str | list[Row] | None:
     """Turn a text with markers into typed parts; drop the null keys of a content that already has parts."""
     if isinstance(content, list):

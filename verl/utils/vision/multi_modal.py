@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 MULTI_MODAL_KEYS = ("multi_modal_data", "multi_modal_inputs")
+GRID_SUFFIXES = ("_grid_thw", "_grid_hws")
+"""Endings of the keys whose value has a row for each image or video: its sizes in patches, with frames or without."""
 CACHE_BYTES = 1 << 30  # limit of a worker's cache between the phases of a step
 
 RowObject = Mapping[str, Any]
@@ -171,7 +173,7 @@ def concat_distinct_inputs(rows: Iterable[SharedRow | RowObject | None]) -> tupl
     distinct = dict(zip(keys, rows, strict=True))
     objects = dict(zip(distinct, resolve(distinct.values()), strict=True))
     joined = extract_multi_modal_inputs(list(objects.values()))
-    return joined, {name: _entries(keys, objects, name) for name in joined if name.endswith("_grid_thw")}
+    return joined, {name: _entries(keys, objects, name) for name in joined if name.endswith(GRID_SUFFIXES)}
 
 
 def _entries(keys: Sequence[SharedRow | int], objects: Mapping[SharedRow | int, RowObject], name: str) -> list[int]:

@@ -32,6 +32,8 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+TRAINED_ROUTER = {"topk_method": "greedy"}
+"""Changes of Kimi-VL's ``text_config`` in training, which its rollout engine needs as well."""
 _CORRECT = "correct it, or copy the model again"
 _DTYPES = (
     "auto",
@@ -147,12 +149,18 @@ def _generation_config(config: "HFModelConfig") -> Any:
 def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     options = {name: value for name, value in config.override_config.items() if name == "attn_implementation"}
     try:
         hf_config = AutoConfig.from_pretrained(
             config.local_hf_config_path, trust_remote_code=config.trust_remote_code, **options
         )
+        if config.trust_remote_code and type(hf_config).__module__.startswith("vllm."):
+            # vLLM registers classes of its own, with other fields than the code of the model reads.
+            reference = hf_config.auto_map["AutoConfig"]
+            own_class = get_class_from_dynamic_module(reference, config.local_hf_config_path)
+            hf_config = own_class.from_pretrained(config.local_hf_config_path, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         where = config.hf_config_path or config.path
         reason = one_line(str(error), 400)
@@ -162,8 +170,8 @@ def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(hf_config, name, getattr(config.tokenizer, name))
     apply_overrides(hf_config, config.override_config)
-    if hf_config.model_type == "kimi_vl":  # its default top-k method cannot be differentiated
-        hf_config.text_config.topk_method = "greedy"
+    if hf_config.model_type == "kimi_vl":  # its code refuses to train with its default method
+        hf_config.text_config.topk_method = TRAINED_ROUTER["topk_method"]
     return hf_config
 
 
@@ -303,7 +311,7 @@ def path_problems(path: str) -> Iterator[str]:
     except ValueError as error:
         yield f"{file} is not readable JSON ({error}): copy the model again"
         return
-    if not config.get("auto_map") and not _is_known_type(config.get("model_type")):
+    if not config.get("auto_map") and not is_known_type(config.get("model_type")):
         yield (
             f"{file} has model_type={json.dumps(config.get('model_type'))}, which the installed transformers does not "
             "know: correct it, or install a version that does"
@@ -350,9 +358,15 @@ def architecture_problem(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"{given}, which the installed transformers does not know: correct it, or install a version that does"
 
 
-def _is_known_type(model_type: Any) -> bool:
+def is_known_type(model_type: Any) -> bool:
     """Whether transformers has a model of this type."""
     return _names_in(("auto_mappings.py", "configuration_auto.py"), model_type)
+
+
+def is_known_tokenizer(class_name: Any) -> bool:
+    """Whether transformers has a tokenizer class of this name, or of that of its slow or fast sibling."""
+    plain = str(class_name).removesuffix("Fast")
+    return any(_names_in(("tokenization_auto.py",), name) for name in (plain, f"{plain}Fast"))
 
 
 def _names_in(modules: Iterable[str], name: Any) -> bool:

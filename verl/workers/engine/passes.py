@@ -178,7 +178,8 @@ class PackedRows:
     """The tokens of some rows end to end, shortest row first, and the positions to read.
 
     ``keep`` (K,) are the packed positions at which the counted tokens are read, ``labels`` (K,) those tokens,
-    ``target`` (K,) their places in the flattened (b, R) response.
+    ``target`` (K,) their places in the flattened (b, R) response. ``place`` is the packed position of each column of
+    the rows, in the packed order, and -1 at padding.
     """
 
     input_ids: Tensor  # (1, T)
@@ -188,6 +189,7 @@ class PackedRows:
     keep: Tensor
     labels: Tensor
     target: Tensor
+    place: Tensor  # (b, L)
     shape: tuple[int, int]
 
 
@@ -231,6 +233,7 @@ def pack_rows(data: DataProto, lead: int = 1) -> PackedRows:
         keep=reader[counted],
         labels=ids[:, -width:][counted],
         target=target[counted],
+        place=place.masked_fill(~attended, -1),
         shape=(rows, width),
     )
 

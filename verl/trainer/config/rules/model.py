@@ -6,7 +6,8 @@ from typing import Any
 
 from verl.algos.names import FULL_KL
 from verl.base_config import Violation, as_yaml
-from verl.models.transformers.names import VISION_FAMILIES
+from verl.models.transformers.names import SHARED_FAMILIES
+from verl.trainer.config.rules import own_code
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
@@ -61,6 +62,14 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in found)
         if strategy != "megatron":
             yield from vision_rules(hf_config, (f"{key}.path", path), workers)
+        if critic is not None and key == CRITIC:
+            yield from own_code.trust_rules(
+                hf_config, path, f"{CRITIC}.trust_remote_code", critic.model.trust_remote_code
+            )
+            instead = "choose an estimator without a critic, such as algorithm.adv_estimator=grpo"
+            yield from own_code.value_model_rules(hf_config, f"{CRITIC}.path", path, instead)
+        else:
+            yield from own_code.trust_rules(hf_config, path, f"{POLICY}.trust_remote_code", policy.trust_remote_code)
         is_text_only = bool(hf_config) and "vision_config" not in hf_config
         if is_text_only and key in frozen:
             expected = f"needs a vision-language model, {key}.path names a text model (no vision_config): write false"
@@ -72,6 +81,9 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             for problem in field_problems(changes):
                 yield Violation(f"{key}.override_config", as_yaml(changes), f"has {problem}: correct it")
             yield from _size_rules(run, hf_config, broken)
+            trust = run.data.trust_remote_code
+            yield from own_code.tokenizer_trust_rules(tokenizer or path, "data.trust_remote_code", trust)
+            yield from own_code.family_rules(run, hf_config)
         elif is_text_only and not list(path_problems(policy.path)) and "vision_config" in read_config_json(policy.path):
             # It would read the image tokens and not the images.
             expected = "is a text-only model, and the policy of actor_rollout_ref.model.path reads images"
@@ -88,10 +100,10 @@ def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: i
     Args: ``path`` is a key and its value; ``workers`` is None if their number is not known.
     """
     family = hf_config.get("model_type")
-    if "vision_config" in hf_config and family not in VISION_FAMILIES and workers is not None and workers > 1:
+    if "vision_config" in hf_config and family not in SHARED_FAMILIES and workers is not None and workers > 1:
         expected = (
             f"is of model_type {family!r}, which runs on one worker only: a worker without an image would skip its "
-            f"vision tower; name a model of {', '.join(VISION_FAMILIES)}, use one worker, or add the family "
+            f"vision tower; name a model of {', '.join(SHARED_FAMILIES)}, use one worker, or add the family "
             "(docs/advance/multi_modal.md)"
         )
         yield Violation(*path, expected)

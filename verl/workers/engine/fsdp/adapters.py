@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from verl.base_config import WrongInput, one_line
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import ADAPTER_MARK, full_tensor
-from verl.utils.model import stored_buffers
+from verl.utils.model import VISION_TOWERS, stored_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +44,8 @@ def adapter_sizes(module: nn.Module) -> AdapterSizes:
     sizes = {"text": 0, "tower": 0, "mergers": 0}
     for name, parameter in module.named_parameters():
         if is_adapter(name):
-            part = "text" if "visual." not in name else "mergers" if "merger" in name else "tower"
+            is_text = not any(f"{tower}." in name for tower in VISION_TOWERS)
+            part = "text" if is_text else "mergers" if "merger" in name else "tower"
             sizes[part] += parameter.numel()
     return AdapterSizes(**sizes)
 
@@ -60,9 +61,10 @@ def add_adapters(
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
-    tower = [r"(?:.*\.)?visual\..*"] if freeze_vision_tower else []
+    tower = [rf"(?:.*\.)?(?:{'|'.join(VISION_TOWERS)})\..*"] if freeze_vision_tower else []
+    generates = hasattr(model, "prepare_inputs_for_generation")
     lora = LoraConfig(
-        task_type=None if trained else TaskType.CAUSAL_LM,
+        task_type=TaskType.CAUSAL_LM if generates and not trained else None,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=_as_list(config.target_modules),

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from verl.base_config import WrongInput
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
 from verl.models.transformers.dense_common import install_fused_head
-from verl.models.transformers.names import VISION_FAMILIES
+from verl.models.transformers.names import SHARED_FAMILIES
+from verl.models.transformers.remote import builds_own_attention
 from verl.models.transformers.vision import is_vision_config, uses_media
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta
@@ -98,11 +99,19 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
     return asked or (VARLEN_ATTENTION if packed else "sdpa")
 
 
+def own_attention_implementation(model_config: "HFModelConfig") -> str:
+    """Resolve ``override_config.attn_implementation`` for a model that has a table of attentions of its own."""
+    asked: str | None = model_config.override_config.get("attn_implementation")
+    return "eager" if asked in (None, VARLEN_ATTENTION) else asked
+
+
 def use_packed_attention(module: nn.Module) -> None:
     """Make a built transformers model take packed sequences.
 
     Raises: ValueError when it cannot.
     """
+    if builds_own_attention(getattr(module, "config", None)):
+        return
     register_varlen_attention()
     choose = getattr(module, "set_attn_implementation", None)
     if choose is None:
@@ -144,6 +153,12 @@ class ModelBuilder:
             with parameters_on_meta():
                 model: PreTrainedModel = auto_class.from_config(hf_config, **self._load_kwargs())
         except KeyError as error:  # transformers looks names up, of an activation or a kind of RoPE for instance
+            if VARLEN_ATTENTION in error.args:
+                raise WrongInput(
+                    f"use_remove_padding=True: the code in the repository of model.path={self.model_config.path} has "
+                    "no attention for packed sequences: write False; or trust_remote_code=False, if transformers has "
+                    f"model_type={hf_config.model_type!r} itself"
+                ) from error
             raise WrongInput(
                 f"model.path={self.model_config.path}: its config.json names {error}, which the installed transformers "
                 "does not know: correct it, or install a version that does"
@@ -183,13 +198,16 @@ class ModelBuilder:
         if is_vision_config(hf_config) and not uses_media(hf_config) and self.layout.world_size > 1:
             raise ValueError(
                 f"model_type={hf_config.model_type!r} has a vision tower that several ranks cannot share: ranks "
-                f"without an image would not run it. Train one of {', '.join(VISION_FAMILIES)}, use one worker, or add "
+                f"without an image would not run it. Train one of {', '.join(SHARED_FAMILIES)}, use one worker, or add "
                 "the family (docs/advance/multi_modal.md)"
             )
 
     def _load_kwargs(self) -> dict[str, Any]:
+        attention = attention_implementation(self.model_config, self.layout.sp_size)
+        if builds_own_attention(self.model_config.hf_config):
+            attention = own_attention_implementation(self.model_config)
         return {
-            "attn_implementation": attention_implementation(self.model_config, self.layout.sp_size),
+            "attn_implementation": attention,
             "dtype": DTYPES[self.engine_config.model_dtype],
             "trust_remote_code": self.model_config.trust_remote_code,
         }

@@ -16,14 +16,14 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.activation_offload import offloaded_activations
 from verl.utils.numerics.log_probs import full_kl, log_probs_and_entropy
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad
-from verl.utils.vision.multi_modal import concat_multi_modal_inputs
+from verl.utils.vision.multi_modal import concat_multi_modal_inputs, resolve
 from verl.workers.engine import passes
 from verl.workers.engine.fsdp.layout import Layout
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import ModelOutput
 
-_SHOWN = "shown"  # key of ``Media.shown`` among the inputs of a multi-modal model
+_SHOWN, _ROWS = "shown", "rows"  # fields of ``Media`` among the inputs of a multi-modal model
 
 ModelInputs = dict[str, Any]  # keyword arguments of a transformers model: tensors, and objects of our patches
 Read = tuple[Tensor, Tensor, Tensor]  # logits (k, V), labels (k,) and targets (k,) of this rank's positions
@@ -133,7 +133,7 @@ class Forward:
         kept: Tensor | HeadRequest = packed.keep[mine] - start
         if fused is not None:
             kept = HeadRequest(packed.keep[mine] - start, packed.labels[mine], fused.temperature, fused.entropy_mode)
-        extra = self._extra(inputs, sampled, window)
+        extra = self._extra(inputs, sampled, packed.place, window)
         logits = self._run(ids, None, positions, kept, PackedSequences(lengths, self.layout.device), extra)
         return logits, packed.labels[mine], packed.target[mine]
 
@@ -156,7 +156,9 @@ class Forward:
         before = length - width - self.lead
         first = max(before, 0)
         columns = torch.arange(first, length, device=ids.device)
-        extra = self._extra(inputs, F.pad(passes.response_mask_of(data).bool(), (length - width, 0)))
+        sampled = F.pad(passes.response_mask_of(data).bool(), (length - width, 0))
+        place = torch.arange(rows * length, device=ids.device).view(rows, length).masked_fill(attention == 0, -1)
+        extra = self._extra(inputs, sampled, place)
         row = packed.target // width
         column = packed.target % width
         if fused is not None:
@@ -171,21 +173,24 @@ class Forward:
 
         Rows may share images: ``_SHOWN`` tells a model that takes media which rows show which.
         """
-        device = self.layout.device
-        if self.takes_media:
-            found, shown = passes.media_of(rows, order, device)
-            return found | {_SHOWN: shown}
         column = rows.non_tensor_batch.get("multi_modal_inputs")
         if column is None:
             return {}
-        inputs = concat_multi_modal_inputs(column if order is None else [column[at] for at in order.tolist()])
+        device = self.layout.device
+        ordered = column if order is None else [column[at] for at in order.tolist()]
+        if self.takes_media:
+            found, shown = passes.media_of(rows, order, device)
+            return found | {_SHOWN: shown, _ROWS: resolve(ordered)}
+        inputs = concat_multi_modal_inputs(ordered)
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
-    def _extra(self, inputs: ModelInputs, sampled: Tensor, window: tuple[int, int] | None = None) -> ModelInputs:
+    def _extra(
+        self, inputs: ModelInputs, sampled: Tensor, place: Tensor, window: tuple[int, int] | None = None
+    ) -> ModelInputs:
         """Return the inputs of a multi-modal model other than tokens."""
         if not self.takes_media:
             return inputs
-        return {MEDIA: Media(sampled, inputs, inputs.get(_SHOWN, {}), window)}
+        return {MEDIA: Media(sampled, inputs, inputs.get(_SHOWN, {}), window, inputs.get(_ROWS, ()), place)}
 
     def _run(
         self,

@@ -9,7 +9,7 @@ from verl.base_config import WrongInput
 from verl.models.transformers.vision import is_vision_config
 from verl.utils import envs
 from verl.utils.device import get_device_name
-from verl.workers.config.model import flat_overrides, positions_of
+from verl.workers.config.model import TRAINED_ROUTER, flat_overrides, positions_of
 from verl.workers.rollout.vllm_rollout.media import media_arguments
 
 if TYPE_CHECKING:
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 _NODE = "actor_rollout_ref.rollout"
 _CPU_BLOCK_TOKENS = 32
 """The smallest size that vLLM's CPU attention takes: it wastes less of a block, and caches shorter prefixes."""
+_LATENT_SIZE = 576  # of DeepSeek-V2 and later, the only one that vLLM's CPU kernel has
+
+
+_CPU_LATENT_ATTENTION: dict[str, Any] = {
+    "attention_backend": "CPU_MLA",  # another one, for AMX, computes in bf16 only
+    "block_size": 16,
+    # vLLM 0.32's CPU kernel rotates a query wrongly that is a part of a wider tensor.
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
 
 
 class ContextLengthError(WrongInput, AssertionError):
@@ -44,7 +53,7 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
         "hf_config_path": _if_other(model_config.local_hf_config_path, model_config.local_path),
         "tokenizer": _if_other(model_config.local_tokenizer_path, model_config.local_path),
         "trust_remote_code": model_config.trust_remote_code,
-        "hf_overrides": flat_overrides(model_config.override_config) or None,
+        "hf_overrides": _overrides(config, model_config) or None,
         "skip_tokenizer_init": config.skip_tokenizer_init,
         "generation_config": "vllm",  # the sampling defaults of the model's folder must not apply
         "load_format": config.load_format,
@@ -67,6 +76,8 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
         args["distributed_executor_backend"] = "external_launcher"
     if on_cpu:
         args["block_size"] = _CPU_BLOCK_TOKENS
+        if has_latent_cache(model_config.hf_config):
+            args |= _CPU_LATENT_ATTENTION
         args["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(config, model_config.hf_config, max_model_len)
     else:
         args["enable_sleep_mode"] = config.free_cache_engine
@@ -148,20 +159,27 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
 
     text_config = hf_config.get_text_config()
     heads = text_config.num_attention_heads
+    kv_heads = max(1, (getattr(text_config, "num_key_value_heads", None) or heads) // config.tensor_model_parallel_size)
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     sizes = CPUAttentionBackend.get_supported_head_sizes()
+    values_per_layer = 2 * kv_heads * head_dim
+    block = _CPU_BLOCK_TOKENS
+    if has_latent_cache(hf_config):
+        head_dim = text_config.kv_lora_rank + text_config.qk_rope_head_dim
+        sizes = [_LATENT_SIZE]
+        values_per_layer = head_dim
+        block = _CPU_LATENT_ATTENTION["block_size"]
     if head_dim not in sizes:  # vLLM accepts others at start and fails later
         raise WrongInput(
             f"vLLM's CPU attention has no kernel for head size {head_dim} of actor_rollout_ref.model.path; it has "
             f"{sizes}. Use such a model, or {_NODE}.name=hf"
         )
-    kv_heads = max(1, (getattr(text_config, "num_key_value_heads", None) or heads) // config.tensor_model_parallel_size)
     item_bytes = 4 if config.dtype in ("float32", "float") else 2
     if config.dtype == "auto":
         item_bytes = (getattr(text_config, "dtype", None) or torch.float32).itemsize
-    block_tokens = (config.engine_kwargs.get("vllm") or {}).get("block_size") or _CPU_BLOCK_TOKENS
+    block_tokens = (config.engine_kwargs.get("vllm") or {}).get("block_size") or block
     tokens = (math.ceil(max_model_len / block_tokens) + 1) * block_tokens
-    sequence_bytes = 2 * text_config.num_hidden_layers * kv_heads * head_dim * item_bytes * tokens
+    sequence_bytes = text_config.num_hidden_layers * values_per_layer * item_bytes * tokens
     # LOCAL_WORLD_SIZE is 1 in each of Ray's workers.
     workers = envs.integer("RAY_LOCAL_WORLD_SIZE", envs.integer("LOCAL_WORLD_SIZE", 1))
     available = int(psutil.virtual_memory().available * config.gpu_memory_utilization / workers)
@@ -172,6 +190,19 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
             f"workers, is {available >> 20} MiB: shorten the context, raise the share, or use fewer workers"
         )
     return int(min(sequence_bytes * config.max_num_seqs, available))
+
+
+def has_latent_cache(hf_config: "PreTrainedConfig") -> bool:
+    """Return whether the cache holds one latent for all heads, as in DeepSeek-V2 and later."""
+    return getattr(hf_config.get_text_config(), "kv_lora_rank", None) is not None
+
+
+def _overrides(config: "RolloutConfig", model_config: "HFModelConfig") -> dict[str, Any]:
+    """Return the fields of ``config.json`` that differ in training."""
+    overrides = flat_overrides(model_config.override_config)
+    if model_config.hf_config.model_type == "kimi_vl" and config.load_format == "dummy":  # weights come from training
+        overrides["text_config"] = {**overrides.get("text_config", {}), **TRAINED_ROUTER}
+    return overrides
 
 
 def _if_other(path: str | None, usual: str) -> str | None:

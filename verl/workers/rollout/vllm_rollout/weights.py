@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]
+_LATENT_ATTENTION = "attention.mla_attention"
 
 
 class EngineWeights:
@@ -206,6 +207,8 @@ class EngineLayout:
                 self._add(path, module, parameter, value, packed)
 
     def _add(self, path: str, module: nn.Module, parameter: str, value: Tensor, packed: dict[str, list[str]]) -> None:
+        if _LATENT_ATTENTION in type(module).__module__:  # vLLM computes them from kv_b_proj after each load
+            return
         parent, _, leaf = path.rpartition(".")
         pieces = _pieces_of(module, parameter, value)
         parts = packed.get(leaf, [leaf]) if len(pieces) > 1 else [leaf]

@@ -1,0 +1,96 @@
+"""Models whose code lies in their own repository: permission to run it, and what their families cannot do."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.base_config import Violation
+from verl.models.transformers.names import REMOTE_FAMILIES
+from verl.trainer.config.run_config import RunConfig
+from verl.workers.config.model import is_known_tokenizer, is_known_type
+
+KIMI, MINICPMO = "kimi_vl", "minicpmo"
+_MODEL = "actor_rollout_ref.model"
+_READ_FIRST = "write true once you have read that code, which runs with your rights"
+_TOKENIZER_FILES = {
+    "AutoTokenizer": ("tokenizer_config.json",),
+    "AutoProcessor": ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"),
+}
+
+
+def trust_rules(hf_config: Mapping[str, Any], path: str, key: str, trusted: bool) -> Iterator[Violation]:
+    """Yield a model that transformers lacks and whose own code may not run; ``key`` is that of the permission."""
+    family = hf_config.get("model_type")
+    if hf_config.get("auto_map") and not trusted and not is_known_type(family):
+        expected = (
+            f"{path} has the code of model_type={family!r} in its own folder, transformers has none: {_READ_FIRST}"
+        )
+        yield Violation(key, False, expected)
+
+
+def tokenizer_trust_rules(path: str, key: str, trusted: bool) -> Iterator[Violation]:
+    """Yield a tokenizer or processor whose own code may not run."""
+    folder = Path(os.path.expanduser(path))
+    if trusted:
+        return
+    for kind, names in _TOKENIZER_FILES.items():
+        for settings in (_settings(folder / name) for name in names):
+            own = (settings.get("auto_map") or {}).get(kind)
+            is_known = kind == "AutoTokenizer" and is_known_tokenizer(settings.get("tokenizer_class"))
+            if own and not is_known:
+                what = kind.removeprefix("Auto").lower()
+                expected = f"{path} has the code of its {what} in its own folder, and data sets read it: {_READ_FIRST}"
+                yield Violation(key, False, expected)
+                return
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # other rules name files that cannot be read
+        return {}
+    return content if isinstance(content, dict) and isinstance(content.get("auto_map"), dict | None) else {}
+
+
+def family_rules(run: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield what the family of the policy cannot do, if its code is its own."""
+    family = hf_config.get("model_type")
+    if family not in REMOTE_FAMILIES:
+        return
+    shared = run.actor_rollout_ref
+    yield from head_option_rules(hf_config, _MODEL, shared.model.use_fused_kernels, shared.model.use_liger)
+    if shared.rollout.name == "hf":
+        expected = f"does not generate with the own code of model_type={family!r}: write vllm"
+        yield Violation("actor_rollout_ref.rollout.name", "hf", expected)
+    if family == KIMI and shared.rollout.load_format != "dummy":
+        expected = "must be dummy: Kimi-VL trains with another router than its files name, and the rollout follows it"
+        yield Violation("actor_rollout_ref.rollout.load_format", shared.rollout.load_format, expected)
+    classes = "recipe/minicpmo/rl_dataset.py, and data.custom_cls.name=RLHFDataset"
+    yield from data_class_rules(hf_config, run.data.custom_cls.path, classes)
+
+
+def head_option_rules(hf_config: Mapping[str, Any], key: str, fused: bool, liger: bool) -> Iterator[Violation]:
+    """Yield kernels that the families with code of their own do not have; ``key`` is the model's."""
+    family = hf_config.get("model_type")
+    if family not in REMOTE_FAMILIES:
+        return
+    if fused:
+        yield Violation(f"{key}.use_fused_kernels", True, f"model_type={family!r} has no fused head: write false")
+    if liger:
+        yield Violation(f"{key}.use_liger", True, f"liger-kernel has nothing for model_type={family!r}: write false")
+
+
+def data_class_rules(hf_config: Mapping[str, Any], custom_class: str | None, instead: str) -> Iterator[Violation]:
+    """Yield a model whose processor returns other forms than verl's data sets read; ``instead`` names one that does."""
+    if hf_config.get("model_type") == MINICPMO and not custom_class:
+        expected = f"verl's own data sets do not read what the processor of MiniCPM-o returns: write {instead}"
+        yield Violation("data.custom_cls.path", custom_class, expected)
+
+
+def value_model_rules(hf_config: Mapping[str, Any], key: str, path: str, instead: str) -> Iterator[Violation]:
+    """Yield a family without a model that gives one number per token."""
+    family = hf_config.get("model_type")
+    if family in REMOTE_FAMILIES:
+        yield Violation(key, path, f"is of model_type {family!r}, which has no value head: {instead}")
