@@ -69,6 +69,8 @@ def test_what_a_family_cannot_do(base: Any, folder: Any) -> None:
         found = refused(base, trusted | {f"{MODEL}.use_fused_kernels": True, "actor_rollout_ref.rollout.name": "hf"})
         assert found.keys() == {f"{MODEL}.use_fused_kernels", "actor_rollout_ref.rollout.name"}
         assert found[f"{MODEL}.use_fused_kernels"].endswith(f"model_type={family!r} has no fused head: write false")
+        loaded = refused(base, trusted | {"actor_rollout_ref.rollout.load_format": "auto"})
+        assert loaded.keys() == ({"actor_rollout_ref.rollout.load_format"} if family == "kimi_vl" else set())
         found = refused(base, trusted | {"critic.model.path": path}, critic=True)
         assert "no value head: choose an estimator without a critic" in found["critic.model.path"]
         judge = {

@@ -33,9 +33,10 @@ def check_own_code(engine: "FSDPEngine") -> None:
     other = sequence.clone()
     other[0] = tokens[-1] if tokens[-1] != sequence[0] else (tokens[-1] + 1) % vocab_size
     build = _packed if packed else _padded
+    output = "values" if engine.is_value_model else "log_probs"
     with engine.eval_mode():
         plain, moved, changed = (
-            engine.infer_batch(build(own, neighbour))["log_probs"][-1].float()
+            engine.infer_batch(build(own, neighbour))[output][-1].float()
             for own, neighbour in ((sequence, neighbours[0]), (sequence, neighbours[1]), (other, neighbours[0]))
         )
     own_effect = (changed - plain)[-size:].abs().max()
@@ -51,8 +52,8 @@ def check_own_code(engine: "FSDPEngine") -> None:
     if leak > _TOLERANCE * own_effect:
         what = "sequences that are packed one after another" if packed else "the padding before a sequence"
         raise WrongInput(
-            f"{key}: the attention of {name}, from the repository of model.path, sees {what}: log-probabilities of a "
-            f"sequence change by {leak:.2g} with its neighbour, and by {own_effect:.2g} with its own first token. "
+            f"{key}: the attention of {name}, from the repository of model.path, sees {what}: {output} of a sequence "
+            f"change by {leak:.2g} with its neighbour, and by {own_effect:.2g} with its own first token. "
             f"Write use_remove_padding={not packed}"
         )
 
