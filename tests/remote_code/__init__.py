@@ -1,7 +1,7 @@
-"""Model folders with code of their own, in the shape of families whose code lies in their repository.
+"""Stand-ins for Kimi-VL and MiniCPM-o, families whose code is remote.
 
-The weights and code of Kimi-VL and MiniCPM-o cannot be loaded here, so small stand-ins with the names, arguments,
-weights and mathematics of these families take their place: ``write_model`` writes such a folder.
+The published code and weights cannot be loaded here. ``write_model`` writes a folder with small random weights and
+with code of these tests that has the names, arguments and mathematics of the family.
 """
 
 import json
@@ -135,7 +135,7 @@ def write_model(folder: Path, family: str, **text: Any) -> Path:
 
 
 def load(folder: Path) -> Any:
-    """Return the model by its own code, without anything of verl but the router that verl trains."""
+    """Return the model by its remote code, with nothing of verl but the router that verl trains."""
     reference = json.loads((folder / "config.json").read_text())["auto_map"]["AutoConfig"]
     # AutoConfig prefers classes that vLLM registers, which the code does not read.
     config = get_class_from_dynamic_module(reference, folder).from_pretrained(folder)

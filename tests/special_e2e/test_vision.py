@@ -115,8 +115,8 @@ def test_images_reach_training_and_generation_alike(
 
 
 @pytest.mark.full
-def test_a_family_with_code_of_its_own(workspace: Workspace, tmp_path: Path) -> None:
-    """Kimi-VL by the stand-in of ``tests/remote_code``, trained packed, against vLLM's own code of the family.
+def test_a_family_with_remote_code(workspace: Workspace, tmp_path: Path) -> None:
+    """Kimi-VL by the stand-in of ``tests/remote_code``, trained packed, against vLLM's code of the family.
 
     The checkpoint is a model that its code loads, with the weights of training.
     """

@@ -1,4 +1,4 @@
-"""Families with code of their own on rows of text and images: what an engine and the model alone make of them."""
+"""Families with remote code on rows of text and images: the results of an engine and of the model alone."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Families with code of their own keep the contract: what the model alone makes of each row, whatever the layout.
+"""Families with remote code give what the model alone gives for each row, whatever the layout.
 
-The weights and code of Kimi-VL and MiniCPM-o cannot be loaded here. ``tests/remote_code`` has stand-ins.
+The models are the stand-ins of ``tests/remote_code`` for Kimi-VL and MiniCPM-o.
 """
 
 from collections.abc import Callable
@@ -133,7 +133,7 @@ def test_the_stand_in_computes_what_transformers_computes(root: Path) -> None:
     for trust in (True, False):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust, attn_implementation="eager")
         models.append(model.eval())
-    assert [adapters.has_own_code(model) for model in models] == [True, False]
+    assert [adapters.has_remote_code(model) for model in models] == [True, False]
     tensors = remote.rows(root / "kimi_vl", "kimi_vl")[0]
     inputs = {name: tensors[name] for name in ("input_ids", "attention_mask", "position_ids")}
     own, native = (model(**inputs).logits[inputs["attention_mask"].bool()] for model in models)
@@ -143,7 +143,7 @@ def test_the_stand_in_computes_what_transformers_computes(root: Path) -> None:
 
 @pytest.mark.parametrize("family", remote.FAMILIES)
 def test_the_tower_runs_once_over_what_rows_share(root: Path, family: str) -> None:
-    """Samples of a prompt have its images; MiniCPM-o's own code would run its tower on two slices at a time."""
+    """Samples of a prompt have its images; MiniCPM-o's code alone would run its tower on two slices at a time."""
     engine = cases.build(root / family, TRUST)
     tower = engine.base_model.vision_tower if family == "kimi_vl" else engine.base_model.vpm
     seen: list[int] = []
@@ -189,7 +189,7 @@ def test_rows_and_images_that_do_not_fit_are_named(root: Path) -> None:
         engine.infer_batch(without)
 
 
-# What a model's own code cannot do is refused before it trains
+# What remote code cannot do is refused before it trains
 
 
 def test_attention_that_does_not_tell_sequences_apart_is_refused(

@@ -1,4 +1,4 @@
-"""Rows of a file reach models with code of their own: data set, batch, dispatch to workers and forward pass.
+"""Rows of a file reach models with remote code: data set, batch, dispatch to workers and forward pass.
 
 The processors and models are the stand-ins of ``tests/remote_code`` for Kimi-VL and MiniCPM-o.
 """

@@ -1,9 +1,9 @@
-"""Run models whose code lies in their own repository (``trust_remote_code``).
+"""Run models with remote code: code that lies in their repository (``trust_remote_code``).
 
-Such code does not take the arguments of transformers' own models: positions at which logits are needed, and boundaries
-of packed sequences. The vision-language families among them, Kimi-VL and MiniCPM-o, also merge images in their own way.
-Here they merge as ``verl.models.transformers.vision`` does: the tower runs exactly once per forward pass, over a blank
-image if there is none, before the sequence is sliced over ranks, and over media that several rows share once.
+Such code lacks two arguments of transformers' own models: the positions at which logits are needed, and the boundaries
+of packed sequences. Kimi-VL and MiniCPM-o also merge images in their own way. Here they merge as in
+``verl.models.transformers.vision``: the tower runs exactly once per forward pass, before the sequence is sliced over
+ranks. It sees media that several rows share once, and a blank image if there is none.
 
 Written against the interfaces of the published repositories (``modeling_kimi_vl.py`` of Kimi-VL-A3B,
 ``modeling_minicpmo.py`` of MiniCPM-o 2.6), with transformers 5.16 to 5.19.
@@ -33,19 +33,19 @@ _REMOTE_MODULES = "transformers_modules."
 _PACKED = "_verl_packed_sequences"
 """Attribute of an attention layer: the boundaries of the sequences of the last forward pass."""
 _PLAIN = "_verl_plain_forward"
-"""Attribute of a module: its forward by its own code."""
+"""Attribute of a module: its forward by its remote code."""
 _ROTATE = "_verl_rotate"
 _MLA_LAYERS = "_verl_mla_layers"
 _PARTS_OF_MLA = ("kv_a_layernorm", "kv_b_proj", "o_proj", "rotary_emb", "softmax_scale", "qk_rope_head_dim")
 
 
-def has_own_code(model: nn.Module) -> bool:
+def has_remote_code(model: nn.Module) -> bool:
     """Return whether the class of a model, which FSDP may have extended, comes from the model's repository."""
     return any(cls.__module__.startswith(_REMOTE_MODULES) for cls in type(model).__mro__)
 
 
 def is_remote_family(config: "PretrainedConfig | None") -> bool:
-    """Return whether a configuration is that of a vision-language family with code of its own."""
+    """Return whether a configuration is that of a vision-language family with remote code."""
     return getattr(config, "model_type", None) in REMOTE_FAMILIES
 
 
@@ -55,7 +55,7 @@ def builds_own_attention(config: "PretrainedConfig | None") -> bool:
 
 
 def adapt(model: "PreTrainedModel", packed: bool) -> None:
-    """Let a model with code of its own take the arguments of an engine; ``packed`` if sequences come end to end.
+    """Let a model with remote code take the arguments of an engine; ``packed`` if sequences come end to end.
 
     Raises: WrongInput if its code cannot take packed sequences.
     """
@@ -214,9 +214,9 @@ def _minicpmo_forward(
 
 
 def _features_of_slices(model: Any, slices: list[Tensor], sizes: Tensor, like: Tensor) -> Tensor:
-    """Return the features (n, queries, H) of slices, by the model's own code and in one call of its tower.
+    """Return the features (n, queries, H) of slices, by the model's remote code, in one call of its tower.
 
-    That code cuts many slices into several calls, and ranks that share the tower would make different numbers of them.
+    That code cuts many slices into several calls. Ranks that share the tower would then differ in their calls.
     """
     data = {
         "input_ids": torch.zeros(1, 1, dtype=torch.long, device=like.device),

@@ -39,7 +39,7 @@ class Media:
             entry once.
         sampled: (b, L) bool like ``input_ids``: the model sampled the token, so it is no placeholder, whatever its id.
         window: (start, width) of this rank's slice of the sequence.
-        rows: the processor's output of each row, in the order of ``input_ids``; only families with code of their own
+        rows: the processor's output of each row, in the order of ``input_ids``; only families with remote code
             read it and ``places``.
         places: (b, L) flat place in ``input_ids`` of each column of the padded rows, -1 at padding.
     """

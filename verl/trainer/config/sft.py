@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import MOST_SEED, BaseConfig, ConfigError, Violation, as_yaml, matches, parse_node, setting
 from verl.trainer.config.keys import dotted_keys, select
-from verl.trainer.config.rules import own_code
+from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.files import (
     RUN_FOLDERS,
     RUN_NAMES,
@@ -193,11 +193,13 @@ def _violations(
         if not problems:
             hf_config = read_config_json(path)
             trust_key = backwards.get("model.trust_remote_code", "model.trust_remote_code")
-            yield from own_code.trust_rules(hf_config, path, trust_key, run.model.trust_remote_code)
-            yield from own_code.tokenizer_trust_rules(tokenizer, trust_key, run.model.trust_remote_code)
-            yield from own_code.head_option_rules(hf_config, "model", run.model.use_fused_kernels, run.model.use_liger)
+            yield from remote_code.trust_rules(hf_config, path, trust_key, run.model.trust_remote_code)
+            yield from remote_code.tokenizer_trust_rules(tokenizer, trust_key, run.model.trust_remote_code)
+            yield from remote_code.head_option_rules(
+                hf_config, "model", run.model.use_fused_kernels, run.model.use_liger
+            )
             custom = select(tree, "data.custom_cls.path")
-            yield from own_code.data_class_rules(hf_config, custom, "the file of a class that does")
+            yield from remote_code.data_class_rules(hf_config, custom, "the file of a class that does")
             if not isinstance(run.engine, McoreEngineConfig):
                 yield from vision_rules(hf_config, (key, path), world_size)
             else:

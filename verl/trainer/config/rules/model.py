@@ -7,7 +7,7 @@ from typing import Any
 from verl.algos.names import FULL_KL
 from verl.base_config import Violation, as_yaml
 from verl.models.transformers.names import SHARED_FAMILIES
-from verl.trainer.config.rules import own_code
+from verl.trainer.config.rules import remote_code
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
@@ -63,13 +63,13 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         if strategy != "megatron":
             yield from vision_rules(hf_config, (f"{key}.path", path), workers)
         if critic is not None and key == CRITIC:
-            yield from own_code.trust_rules(
+            yield from remote_code.trust_rules(
                 hf_config, path, f"{CRITIC}.trust_remote_code", critic.model.trust_remote_code
             )
             instead = "choose an estimator without a critic, such as algorithm.adv_estimator=grpo"
-            yield from own_code.value_model_rules(hf_config, f"{CRITIC}.path", path, instead)
+            yield from remote_code.value_model_rules(hf_config, f"{CRITIC}.path", path, instead)
         else:
-            yield from own_code.trust_rules(hf_config, path, f"{POLICY}.trust_remote_code", policy.trust_remote_code)
+            yield from remote_code.trust_rules(hf_config, path, f"{POLICY}.trust_remote_code", policy.trust_remote_code)
         is_text_only = bool(hf_config) and "vision_config" not in hf_config
         if is_text_only and key in frozen:
             expected = f"needs a vision-language model, {key}.path names a text model (no vision_config): write false"
@@ -82,8 +82,8 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
                 yield Violation(f"{key}.override_config", as_yaml(changes), f"has {problem}: correct it")
             yield from _size_rules(run, hf_config, broken)
             trust = run.data.trust_remote_code
-            yield from own_code.tokenizer_trust_rules(tokenizer or path, "data.trust_remote_code", trust)
-            yield from own_code.family_rules(run, hf_config)
+            yield from remote_code.tokenizer_trust_rules(tokenizer or path, "data.trust_remote_code", trust)
+            yield from remote_code.family_rules(run, hf_config)
         elif is_text_only and not list(path_problems(policy.path)) and "vision_config" in read_config_json(policy.path):
             # It would read the image tokens and not the images.
             expected = "is a text-only model, and the policy of actor_rollout_ref.model.path reads images"

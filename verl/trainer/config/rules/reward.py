@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 from verl.base_config import Violation, matches, parse_node
-from verl.trainer.config.rules import own_code
+from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.batch import sharding_rules
 from verl.trainer.config.rules.files import python_file_rules
 from verl.trainer.config.rules.model import head_rules, vision_rules
@@ -163,11 +163,11 @@ def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Itera
         sharing = None if reward.is_generative else workers
         if reward.strategy != "megatron":
             yield from vision_rules(hf_config, (key, path), sharing)
-        yield from own_code.trust_rules(
+        yield from remote_code.trust_rules(
             hf_config, path, f"{NODE}.model.trust_remote_code", reward.model.trust_remote_code
         )
         if not reward.is_generative:
-            yield from own_code.value_model_rules(hf_config, key, path, "name a reward model of another family")
+            yield from remote_code.value_model_rules(hf_config, key, path, "name a reward model of another family")
         yield from _size_rules(run, hf_config, broken)
 
 

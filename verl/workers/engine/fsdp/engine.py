@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.base_config import WrongInput
 from verl.models.transformers.dense_common import has_fused_head
-from verl.models.transformers.remote import adapt, has_own_code
+from verl.models.transformers.remote import adapt, has_remote_code
 from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import current_device, get_torch_device
@@ -26,7 +26,7 @@ from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, precision_policy, use_packed_attention
 from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel
 from verl.workers.engine.fsdp.layout import check_layout, make_layout
-from verl.workers.engine.fsdp.own_code import check_own_code
+from verl.workers.engine.fsdp.remote_code import check_remote_code
 from verl.workers.engine.passes import MicroBatch, PassSpec
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class FSDPEngine(BaseEngine):
             self.lr_scheduler = build_scheduler(self.optimizer, self.optimizer_config)
         self.module.eval()
         self._offload()
-        if has_own_code(self.base_model):
-            check_own_code(self)
+        if has_remote_code(self.base_model):
+            check_remote_code(self)
 
     @classmethod
     def from_module(
@@ -95,14 +95,14 @@ class FSDPEngine(BaseEngine):
         engine.module = module
         engine.optimizer = optimizer
         engine._adopt(remove_padding)
-        if has_own_code(engine.base_model):
-            check_own_code(engine)
+        if has_remote_code(engine.base_model):
+            check_remote_code(engine)
         return engine
 
     def _adopt(self, remove_padding: bool, offload_activations: bool = False) -> None:
         """Prepare passes over ``self.module``."""
         takes_media = uses_media(getattr(self.base_model, "config", None))
-        if has_own_code(self.base_model):
+        if has_remote_code(self.base_model):
             adapt(self.base_model, remove_padding)
         elif takes_media:
             install_vision(self.base_model)

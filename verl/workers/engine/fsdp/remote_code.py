@@ -1,4 +1,4 @@
-"""Check a model whose code lies in its repository before it trains: its attention must tell sequences apart."""
+"""Check a model with remote code before it trains: its attention must tell sequences apart."""
 
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,13 @@ _TOLERANCE = 0.1
 """
 
 
-def check_own_code(engine: "FSDPEngine") -> None:
+def check_remote_code(engine: "FSDPEngine") -> None:
     """Run a sequence with two different neighbours, and with another first token.
 
     The neighbour is the sequence before it in the pack, or the padding before it in a padded row. It must not matter;
     the first token must, also where Ulysses ranks share the sequence. All ranks take part.
 
-    Raises: WrongInput when the model's own code does otherwise.
+    Raises: WrongInput when the remote code does otherwise.
     """
     packed = engine.forward.remove_padding
     vocab_size = engine.base_model.config.get_text_config().vocab_size

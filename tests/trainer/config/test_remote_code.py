@@ -1,4 +1,4 @@
-"""Models with code of their own: what is refused before anything starts."""
+"""Models with remote code: what is refused before anything starts."""
 
 import json
 from pathlib import Path
@@ -48,15 +48,15 @@ def test_code_runs_with_permission_only(base: Any, folder: Any) -> None:
     path = {f"{MODEL}.path": str(folder("kimi_vl"))}
     found = refused(base, path)
     assert found.keys() == {f"{MODEL}.trust_remote_code", DATA}
-    shown = f"{MODEL}.trust_remote_code=false: {path[f'{MODEL}.path']} has the code of model_type='kimi_vl' in its own"
-    assert found[f"{MODEL}.trust_remote_code"].startswith(shown) and "write true once you have read" in str(found)
-    assert "code of its processor" in found[DATA]
+    shown = f"{MODEL}.trust_remote_code=false: transformers has no model_type='kimi_vl', so "
+    assert found[f"{MODEL}.trust_remote_code"].startswith(shown) and "read it, then write true" in str(found)
+    assert "the processor of " in found[DATA]
     assert refused(base, path | {f"{MODEL}.trust_remote_code": True, DATA: True}) == {}
     # transformers has this type, and code in the folder stays unread
     known = {f"{MODEL}.path": str(folder("deepseek_v3", images=False))}
     assert refused(base, known) == {}
     known = {f"{MODEL}.path": str(folder("deepseek_v3", images=False, tokenizer="Own"))}
-    assert refused(base, known).keys() == {DATA} and "code of its tokenizer" in refused(base, known)[DATA]
+    assert refused(base, known).keys() == {DATA} and "the tokenizer of " in refused(base, known)[DATA]
 
 
 def test_what_a_family_cannot_do(base: Any, folder: Any) -> None:

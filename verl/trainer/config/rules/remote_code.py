@@ -1,4 +1,4 @@
-"""Models whose code lies in their own repository: permission to run it, and what their families cannot do."""
+"""Rules for models with remote code: permission to run it, and what their families cannot do."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from verl.workers.config.model import is_known_tokenizer, is_known_type
 
 KIMI, MINICPMO = "kimi_vl", "minicpmo"
 _MODEL = "actor_rollout_ref.model"
-_READ_FIRST = "write true once you have read that code, which runs with your rights"
+_READ_FIRST = "it runs with your rights, so read it, then write true"
 _TOKENIZER_FILES = {
     "AutoTokenizer": ("tokenizer_config.json",),
     "AutoProcessor": ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"),
@@ -21,17 +21,17 @@ _TOKENIZER_FILES = {
 
 
 def trust_rules(hf_config: Mapping[str, Any], path: str, key: str, trusted: bool) -> Iterator[Violation]:
-    """Yield a model that transformers lacks and whose own code may not run; ``key`` is that of the permission."""
+    """Yield a model that transformers lacks and whose remote code may not run; ``key`` holds the permission."""
     family = hf_config.get("model_type")
     if hf_config.get("auto_map") and not trusted and not is_known_type(family):
         expected = (
-            f"{path} has the code of model_type={family!r} in its own folder, transformers has none: {_READ_FIRST}"
+            f"transformers has no model_type={family!r}, so {path} needs the code in its own folder: {_READ_FIRST}"
         )
         yield Violation(key, False, expected)
 
 
 def tokenizer_trust_rules(path: str, key: str, trusted: bool) -> Iterator[Violation]:
-    """Yield a tokenizer or processor whose own code may not run."""
+    """Yield a tokenizer or processor whose remote code may not run."""
     folder = Path(os.path.expanduser(path))
     if trusted:
         return
@@ -41,7 +41,7 @@ def tokenizer_trust_rules(path: str, key: str, trusted: bool) -> Iterator[Violat
             is_known = kind == "AutoTokenizer" and is_known_tokenizer(settings.get("tokenizer_class"))
             if own and not is_known:
                 what = kind.removeprefix("Auto").lower()
-                expected = f"{path} has the code of its {what} in its own folder, and data sets read it: {_READ_FIRST}"
+                expected = f"data sets need the {what} of {path}, whose code is in that folder: {_READ_FIRST}"
                 yield Violation(key, False, expected)
                 return
 
@@ -55,24 +55,24 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def family_rules(run: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield what the family of the policy cannot do, if its code is its own."""
+    """Yield what the family of the policy cannot do, if its code is remote."""
     family = hf_config.get("model_type")
     if family not in REMOTE_FAMILIES:
         return
     shared = run.actor_rollout_ref
     yield from head_option_rules(hf_config, _MODEL, shared.model.use_fused_kernels, shared.model.use_liger)
     if shared.rollout.name == "hf":
-        expected = f"does not generate with the own code of model_type={family!r}: write vllm"
+        expected = f"does not run the remote code of model_type={family!r}: write vllm"
         yield Violation("actor_rollout_ref.rollout.name", "hf", expected)
     if family == KIMI and shared.rollout.load_format != "dummy":
-        expected = "must be dummy: Kimi-VL trains with another router than its files name, and the rollout follows it"
+        expected = "must be dummy: Kimi-VL trains with topk_method=greedy, not as in its files, and so must the rollout"
         yield Violation("actor_rollout_ref.rollout.load_format", shared.rollout.load_format, expected)
     classes = "recipe/minicpmo/rl_dataset.py, and data.custom_cls.name=RLHFDataset"
     yield from data_class_rules(hf_config, run.data.custom_cls.path, classes)
 
 
 def head_option_rules(hf_config: Mapping[str, Any], key: str, fused: bool, liger: bool) -> Iterator[Violation]:
-    """Yield kernels that the families with code of their own do not have; ``key`` is the model's."""
+    """Yield kernels that the families with remote code do not have; ``key`` is the node of the model."""
     family = hf_config.get("model_type")
     if family not in REMOTE_FAMILIES:
         return
@@ -83,14 +83,14 @@ def head_option_rules(hf_config: Mapping[str, Any], key: str, fused: bool, liger
 
 
 def data_class_rules(hf_config: Mapping[str, Any], custom_class: str | None, instead: str) -> Iterator[Violation]:
-    """Yield a model whose processor returns other forms than verl's data sets read; ``instead`` names one that does."""
+    """Yield a model whose processor output verl's data sets do not read; ``instead`` names a class that does."""
     if hf_config.get("model_type") == MINICPMO and not custom_class:
-        expected = f"verl's own data sets do not read what the processor of MiniCPM-o returns: write {instead}"
+        expected = f"verl's own data sets do not read the output of MiniCPM-o's processor: write {instead}"
         yield Violation("data.custom_cls.path", custom_class, expected)
 
 
 def value_model_rules(hf_config: Mapping[str, Any], key: str, path: str, instead: str) -> Iterator[Violation]:
-    """Yield a family without a model that gives one number per token."""
+    """Yield a family that has no value head."""
     family = hf_config.get("model_type")
     if family in REMOTE_FAMILIES:
         yield Violation(key, path, f"is of model_type {family!r}, which has no value head: {instead}")
