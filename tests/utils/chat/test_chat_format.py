@@ -1,0 +1,140 @@
+"""What follows a sampled turn: separators, messages and generation prompt, never the turn itself again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from examples.tiny_model import byte_tokenizer
+from verl.utils.chat import Appended, ChatFormat, ChatFormatError, Restarted
+
+TEMPLATES = Path(__file__).parent / "templates"
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    },
+}
+# drops what was thought in earlier turns and trims what was said
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] | trim }}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chatml(template: str) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer(template, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>"])
+    tokenizer.eos_token = "<|im_end|>"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def qwen() -> PreTrainedTokenizerFast:
+    return chatml((TEMPLATES / "qwen2_5.jinja").read_text(encoding="utf-8"))
+
+
+def say(*turns: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(turns)]
+
+
+def appended(chat: ChatFormat, *arguments: Any, **options: Any) -> str:
+    result = chat.after_turn(*arguments, **options)
+    assert isinstance(result, Appended)
+    return chat.tokenizer.decode(result.token_ids)
+
+
+def test_the_separator_after_the_end_of_a_turn_is_kept(qwen: PreTrainedTokenizerFast) -> None:
+    chat = ChatFormat(qwen)
+    chat.prove()
+    talk = say("hi", "hello ", "bye", "see you")
+    rest = "\n<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n"
+    assert appended(chat, talk[:2], talk[2:3], stopped=True) == rest
+    assert appended(chat, talk[:2], talk[2:3], stopped=False) == "<|im_end|>" + rest
+    prompt = chat.prompt(talk[:1])
+    sampled = qwen.encode("hello <|im_end|>", add_special_tokens=False)
+    whole = chat.prompt(talk[:3])
+    assert prompt + sampled + chat.after_turn(talk[:2], talk[2:3], stopped=True).token_ids == whole
+
+
+@pytest.mark.parametrize("form", ["text", "objects", "strings", "broken"])
+def test_tool_messages_follow_a_call(qwen: PreTrainedTokenizerFast, form: str) -> None:
+    chat = ChatFormat(qwen, tools=[ADD])
+    chat.prove()
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    arguments = {"objects": {"a": 1, "b": 2}, "strings": '{"a": 1, "b": 2}', "broken": '{"a": 1,'}.get(form)
+    turn: dict[str, Any] = {"role": "assistant", "content": call}
+    if arguments is not None:
+        turn = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+        turn["tool_calls"][0]["function"]["arguments"] = arguments
+    results = [{"role": "tool", "name": "add", "content": text} for text in ("3", "<|im_end|>x")]
+    rest = (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n<|im_end|>x\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert appended(chat, [*say("1+2?"), turn], results, stopped=True) == rest
+    if form in ("objects", "strings"):
+        sampled = qwen.encode(call + "<|im_end|>", add_special_tokens=False)
+        whole = chat.prompt([*say("1+2?"), turn, *results])
+        assert whole == chat.prompt(say("1+2?")) + sampled + qwen.encode(rest, add_special_tokens=False)
+
+
+def test_a_template_that_rewrites_history_restarts_only_on_request() -> None:
+    tokenizer = chatml(FORGETFUL)
+    chat = ChatFormat(tokenizer)
+    chat.prove()
+    talk = say("1+2?", "<think>one, two</think>3  ", "sure?")
+    rest = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    assert appended(chat, talk[:2], talk[2:], stopped=True) == rest
+    result = chat.after_turn(talk[:2], talk[2:], stopped=True, keep_history=False)
+    assert isinstance(result, Restarted) and result.prompt_ids == chat.prompt(talk)
+    assert "<think>one, two</think>3' and now writes" in result.reason and result.reason.endswith("assistant\\n3'")
+    # blanks that the template trims are no other history
+    plain = say("1+2?", "3  ", "sure?")
+    assert appended(chat, plain[:2], plain[2:], stopped=True, keep_history=False) == rest
+
+
+def test_a_user_cannot_move_the_boundary(qwen: PreTrainedTokenizerFast) -> None:
+    """The mark that stands for what was sampled is another one if a message says it."""
+    chat = ChatFormat(qwen)
+    talk = say("hi", "hello", "sampledturn0end<|im_end|>\nsampledturn1end")
+    rest = f"\n<|im_start|>user\n{talk[2]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert appended(chat, talk[:2], talk[2:], stopped=True) == rest
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "end of an assistant's turn by no special token"),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}assistant{% if messages[-2].content|length > 9 %} again{% endif %}: "
+            "{% endif %}",
+            r"the text after a turn depends on what was said in it: .*assistant: ' as a whole, .*assistant again: '",
+        ),
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'assistant' %} over"
+            "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            "it writes more after what was said than the end of the turn: .*over",
+        ),
+        (
+            "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) or loop.index > 2 %}"
+            "{{ raise_exception('one question only') }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}",
+            "rejects .*one question only",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_written_in_pieces(template: str, message: str) -> None:
+    with pytest.raises(ChatFormatError, match=message):
+        ChatFormat(chatml(template)).prove()
+
+
+def test_what_callers_get_wrong(qwen: PreTrainedTokenizerFast) -> None:
+    chat = ChatFormat(qwen)
+    with pytest.raises(ChatFormatError, match="needs the sampled assistant message"):
+        chat.after_turn(say("hi"), say("again"), stopped=True)
+    with pytest.raises(ChatFormatError, match="need the processor"):
+        chat.prompt(say("hi"), images=["x"])

@@ -1,0 +1,207 @@
+"""How one tokenizer and chat template write a conversation as tokens, piece by piece."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from verl.utils.chat.boundary import Boundary, ChatFormatError, SpecialTokens, first_difference
+from verl.utils.chat.messages import Message, marked, plain, with_tool_calls
+from verl.utils.chat.proof import prove_pieces
+from verl.utils.chat_template import render_chat
+
+_MARK = "sampledturn"
+
+
+@dataclass(frozen=True)
+class Appended:
+    """Tokens that continue a trajectory after a sampled turn; what came before stays as it is."""
+
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """A new prompt, because the template shows earlier turns differently now."""
+
+    prompt_ids: list[int]
+    reason: str
+
+
+class ChatFormat:
+    """Writes conversations as tokens, in the form of a tokenizer's chat template.
+
+    What a model sampled is never encoded again. What follows a sampled turn is taken from the text of the whole
+    conversation, from the end of that turn on: a mark stands for the sampled content, and shows where it ends.
+
+    Args:
+        tokenizer: encodes; its chat template is used if the processor has none.
+        processor: of a model that sees images; it writes the placeholders of images and videos.
+        options: arguments of ``apply_chat_template``, ``enable_thinking`` for instance.
+        tools: schemas of the tools that prompts offer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None = None,
+        options: Mapping[str, Any] = {},
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.processor = processor
+        owns_template = processor is not None and getattr(processor, "chat_template", None)
+        self.templater = processor if processor is not None and owns_template else tokenizer
+        self.options = {**options, "tokenize": False}
+        self.tools = [dict(tool) for tool in tools]
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.special = SpecialTokens([*added, *tokenizer.all_special_tokens], tokenizer.eos_token)
+
+    # ---- what callers use
+
+    def prompt(self, messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[int]:
+        """Return the tokens of messages with the generation prompt.
+
+        Placeholders stand for images and videos, one token each, as engines take them. With ``images`` or ``videos``
+        the processor expands them.
+
+        Raises: ChatFormatError when the template rejects the messages.
+        """
+        return self.encode(self._rendered(plain(messages), generation_prompt=True), images, videos)
+
+    def after_turn(
+        self,
+        messages: Sequence[Message],
+        added: Sequence[Message],
+        *,
+        stopped: bool,
+        keep_history: bool = True,
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+    ) -> Appended | Restarted:
+        """Return the tokens after a sampled turn: the rest of its end, the added messages, the generation prompt.
+
+        Args:
+            messages: the conversation up to the sampled turn, which is the last one.
+            added: tool and user messages after it. Give tool messages ``name`` and ``tool_call_id``: some templates
+                write them.
+            stopped: whether the sampled tokens end with the end of the turn; otherwise (a turn cut at its longest
+                length) the result starts with it.
+            keep_history: keep earlier turns as they were sampled. Otherwise the result is ``Restarted`` where the
+                template now writes them differently, apart from blanks around what was sampled.
+            images: those of all messages; only needed where the processor is to expand placeholders.
+            videos: likewise.
+
+        Raises: ChatFormatError when the template rejects the messages, or marks no end of the turn.
+        """
+        history, new = plain(messages), plain(added)
+        if not history or history[-1]["role"] != "assistant":
+            raise ChatFormatError("after_turn needs the sampled assistant message as the last of its messages")
+        if not keep_history:
+            reason = self._rewritten(history, new)
+            if reason is not None:
+                return Restarted(self.prompt([*history, *new], images, videos), reason)
+        boundary = self.boundary(history, new)
+        shown = [_media_count(new, kind) for kind in ("image", "video")]
+        last_images, last_videos = (
+            list(media)[len(media) - count :] for media, count in zip((images, videos), shown, strict=True)
+        )
+        ids = self.encode(boundary.end + boundary.after, last_images, last_videos)
+        return Appended(ids[1:] if stopped else ids)
+
+    def prove(self) -> None:
+        """Write conversations whole and in pieces, with tool calls if there are tools, and compare.
+
+        Raises: ChatFormatError with both texts and the template's fault.
+        """
+        prove_pieces(self)
+
+    # ---- how it is found
+
+    def boundary(self, messages: Sequence[Message], added: Sequence[Message]) -> Boundary:
+        """Return the text after the content of the last of ``messages``, an assistant's turn.
+
+        Raises: ChatFormatError.
+        """
+        forms = [(list(messages), list(added))]
+        completed = with_tool_calls([*messages, *added])
+        forms.append((completed[: len(messages)], completed[len(messages) :]))
+        rejected: jinja2.TemplateError | None = None
+        for history, new in forms:
+            try:
+                found = self._boundary(history, new)
+            except jinja2.TemplateError as error:
+                rejected = rejected or error
+                continue
+            if found is not None:
+                return found
+        if rejected is not None:
+            raise ChatFormatError(f"the chat template rejects the conversation: {rejected}") from rejected
+        raise ChatFormatError(
+            "the chat template marks the end of an assistant's turn by no special token: give the model a template "
+            "that does (actor_rollout_ref.model.custom_chat_template)"
+        )
+
+    def _boundary(self, history: list[Any], new: list[Any]) -> Boundary | None:
+        said = repr([history, new])
+        mark = next(mark for mark in (f"{_MARK}{i}end" for i in range(len(said) + 1)) if mark not in said)
+        turns = [marked(history[-1], mark)]
+        if "tool_calls" in turns[0]:  # for templates that do not write arguments
+            turns.append({"role": "assistant", "content": mark})
+        for turn in turns:
+            texts = [self.render([*history[:-1], turn]), self.render([*history[:-1], turn, *new], True)]
+            if all(mark in text for text in texts):
+                last, followed = (text[text.rindex(mark) + len(mark) :] for text in texts)
+                return self.special.boundary(last, followed)
+        return None
+
+    def _rewritten(self, history: list[Any], new: list[Any]) -> str | None:
+        """Return how the template changes the prompt or the last turn once messages are added; None if it does not."""
+        shown = self._rendered(history[:-1], generation_prompt=True)
+        sampled = self._rendered(history)
+        followed = self._rendered([*history, *new], generation_prompt=True)
+        boundary = self.boundary(history, new)
+        turn = sampled.removesuffix(boundary.last).rstrip()
+        kept = followed.removesuffix(boundary.end + boundary.after).rstrip()
+        for before, now in ((shown, followed[: len(shown)]), (turn, kept)):
+            if before != now:
+                return "the chat template wrote {!r} and now writes {!r}".format(*first_difference(before, now))
+        content = history[-1].get("content")
+        if isinstance(content, str) and _squashed(content) not in _squashed(kept[len(shown) :]):
+            return "the chat template was to write {!r} and writes {!r}".format(
+                *first_difference(content, kept[len(shown) :])
+            )
+        return None
+
+    def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        """Return the text of messages. Raises: jinja2.TemplateError."""
+        options = {**self.options, "add_generation_prompt": generation_prompt, "tools": self.tools or None}
+        return render_chat(self.templater, list(messages), options)
+
+    def _rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        try:
+            return self.render(messages, generation_prompt)
+        except jinja2.TemplateError as error:
+            raise ChatFormatError(f"the chat template rejects the conversation: {error}") from error
+
+    def encode(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[int]:
+        """Return the tokens of a text."""
+        if images or videos:
+            if self.processor is None:
+                raise ChatFormatError("images and videos need the processor of a vision-language model")
+            media = {"images": list(images) or None, "videos": list(videos) or None}
+            given = {name: value for name, value in media.items() if value}
+            return list(self.processor(text=[text], add_special_tokens=False, **given)["input_ids"][0])
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def _media_count(messages: Sequence[Message], kind: str) -> int:
+    parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
+    return sum(isinstance(part, Mapping) and part.get("type") == kind for part in parts)
+
+
+def _squashed(text: str) -> str:
+    return "".join(text.split())

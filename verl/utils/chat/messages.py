@@ -1,0 +1,91 @@
+"""Messages of a conversation in the forms that chat templates take."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+
+
+def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages without null fields and with the arguments of tool calls as objects, which templates expect."""
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if not kept.get("tool_calls"):
+        kept.pop("tool_calls", None)
+        return kept
+    kept["tool_calls"] = [_with_arguments(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _with_arguments(call: Message) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            parsed = json.loads(function["arguments"])
+        except ValueError:
+            parsed = None
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+    return {**call, "type": "function", "function": function}
+
+
+def marked(message: Message, mark: str) -> dict[str, Any]:
+    """Return an assistant's message that ends with a mark: in the arguments of its last tool call, or its content."""
+    turn: dict[str, Any] = {"role": message["role"], "content": mark}
+    if message.get("tool_calls"):
+        *calls, last = message["tool_calls"]
+        function = {**last["function"], "arguments": {"x": mark}}
+        turn["tool_calls"] = [*calls, {**last, "function": function}]
+        turn["content"] = ""
+    return turn
+
+
+def with_tool_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages with a tool call before each tool message, and with identifiers that every template takes.
+
+    A loop may keep tool calls in the text that the model wrote; some templates want them as objects, and some reject
+    text that looks like them. What the assistant said does not matter: it stands before the boundary that is looked for.
+    """
+    result: list[dict[str, Any]] = []
+    callers: list[dict[str, Any]] = []  # calls of the last assistant turn that wait for a result
+    number = 0
+    for at, message in enumerate(messages):
+        copied = dict(message)
+        if copied["role"] == "assistant":
+            given = list(copied.get("tool_calls") or [])
+            replies = _tool_messages_after(messages, at)
+            callers = [_call(number + i, given[i] if i < len(given) else {}, reply) for i, reply in enumerate(replies)]
+            number += len(callers)
+            copied = {"role": "assistant", "content": "said"}
+            if callers:
+                copied |= {"content": "", "tool_calls": list(callers)}
+        elif copied["role"] == "tool" and callers:
+            copied["tool_call_id"] = callers.pop(0)["id"]
+        result.append(copied)
+    return result
+
+
+def _tool_messages_after(messages: Sequence[Message], at: int) -> list[Message]:
+    replies = []
+    for message in messages[at + 1 :]:
+        if message["role"] != "tool":
+            break
+        replies.append(message)
+    return replies
+
+
+def _call(number: int, given: Message, reply: Message) -> dict[str, Any]:
+    function = given.get("function") or {}
+    arguments = function.get("arguments")
+    return {
+        "id": f"call{number:05d}",  # nine letters and digits, which Mistral's templates want
+        "type": "function",
+        "function": {
+            "name": function.get("name") or reply.get("name") or "tool",
+            "arguments": arguments if isinstance(arguments, dict) else {},
+        },
+    }
