@@ -48,7 +48,7 @@ def with_tool_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages with a tool call before each tool message, and with identifiers that every template takes.
 
     A loop may keep tool calls in the text that the model wrote; some templates want them as objects, and some reject
-    text that looks like them. What the assistant said does not matter: it stands before the boundary that is looked for.
+    text that looks like them. What the assistant said does not matter, because it stands before the boundary.
     """
     result: list[dict[str, Any]] = []
     callers: list[dict[str, Any]] = []  # calls of the last assistant turn that wait for a result
