@@ -125,9 +125,8 @@ class ChatFormat:
 
         Raises: ChatFormatError.
         """
-        forms = [(list(messages), list(added))]
         completed = with_tool_calls([*messages, *added])
-        forms.append((completed[: len(messages)], completed[len(messages) :]))
+        forms = ((messages, added), (completed[: len(messages)], completed[len(messages) :]))
         rejected: jinja2.TemplateError | None = None
         for history, new in forms:
             try:
@@ -144,7 +143,7 @@ class ChatFormat:
             "that does (actor_rollout_ref.model.custom_chat_template)"
         )
 
-    def _boundary(self, history: list[Any], new: list[Any]) -> Boundary | None:
+    def _boundary(self, history: Sequence[Message], new: Sequence[Message]) -> Boundary | None:
         said = repr([history, new])
         mark = next(mark for mark in (f"{_MARK}{i}end" for i in range(len(said) + 1)) if mark not in said)
         turns = [marked(history[-1], mark)]
