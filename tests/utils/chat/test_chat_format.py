@@ -113,7 +113,7 @@ def test_a_user_cannot_move_the_boundary(qwen: PreTrainedTokenizerFast) -> None:
             "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
             "{% if add_generation_prompt %}assistant{% if messages[-2].content|length > 9 %} again{% endif %}: "
             "{% endif %}",
-            r"text after a turn depends on what was said in it: .*assistant: ' as a whole, .*assistant again: ' in pieces",
+            r"depends on what was said in it: .*assistant: ' as a whole, .*assistant again: ' in pieces",
         ),
         (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'assistant' %} over"
