@@ -12,7 +12,7 @@ from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
 from verl.algos.kl import check_kl_penalty
 from verl.algos.names import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
-from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError
+from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError, as_yaml
 from verl.trainer.config.keys import select
 from verl.trainer.config.rules.no_effect import IDLE, UNSUPPORTED
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
@@ -345,10 +345,30 @@ def test_keys_of_a_feature_that_is_off_are_named_and_accepted(base, caplog):
     }
     assert violations(base, changes) == {}
     (message,) = caplog.messages
-    assert f"{ROLLOUT}.multi_turn.max_assistant_turns=3 ({ROLLOUT}.multi_turn.enable=false)" in message
-    assert f"data.return_multi_modal_inputs=false ({ROLLOUT}.mode=sync)" in message
-    found = violations(base, changes | {f"{ROLLOUT}.multi_turn.enable": True})
-    assert "multi-turn rollout is not supported yet" in found[f"{ROLLOUT}.multi_turn.max_assistant_turns"]
+    for key, value in changes.items():
+        assert f"{key}={as_yaml(value)}" in message and f"{ROLLOUT}.mode=sync" in message
+
+
+def test_turns_need_servers_a_known_format_and_files_that_can_be_read(base, tmp_path):
+    key = f"{ROLLOUT}.multi_turn"
+    assert violations(base, {f"{key}.enable": True})[f"{key}.enable"].endswith("an agent loop makes the turns")
+    tools, users = tmp_path / "tools.yaml", tmp_path / "users.yaml"
+    tools.write_text("tools: [{class_name: verl.tools.calculator_tool.CalculatorTool, config: {type: native}}]")
+    users.write_text("interaction: [{name: a, class_name: my.Interaction, config: {}}]")
+    right = {f"{ROLLOUT}.mode": "async", f"{key}.enable": True, f"{key}.format": "gpt-oss"}
+    right |= {f"{key}.tool_config_path": str(tools), f"{key}.interaction_config_path": str(users)}
+    assert violations(base, right) == {}
+    wrong = {f"{key}.format": "herms", f"{key}.tool_config_path": str(users), f"{key}.interaction_config_path": "/no"}
+    found = violations(base, right | wrong)
+    assert found.keys() == wrong.keys()
+    assert found[f"{key}.format"].endswith("qwen3-coder (the nearest: hermes)")
+    assert f"{users}: has no list under 'tools'" in found[f"{key}.tool_config_path"]
+    assert "/no: cannot be read as YAML" in found[f"{key}.interaction_config_path"]
+    assert violations(
+        base, right | wrong | {f"{key}.format": "herms", "actor_rollout_ref.model.external_lib": "m"}
+    ).keys() == wrong.keys() - {f"{key}.format"}
+    found = violations(base, right | {f"{key}.tokenization_sanity_check_mode": "loose", f"{key}.max_user_turns": 0})
+    assert found.keys() == {f"{key}.tokenization_sanity_check_mode", f"{key}.max_user_turns"}
 
 
 def test_prompts_in_chunks_may_exceed_one_pass(base):

@@ -98,6 +98,7 @@ def test_turns_of_others_are_allowed_between_sampled_tokens_in_multi_turn():
     output.batch["response_mask"][0, 1] = 0
     with pytest.raises(RolloutInvariantError):
         check_rollout(asked, output, step=1)
+    output.batch["prompts"][1, 0] = output.batch["input_ids"][1, 0] = 8  # as where a loop names its tools
     check_rollout(asked, output, step=1, single_turn=False)
 
 

@@ -139,8 +139,8 @@ class AgentLoopBase(ABC):
         cls._class_initialized = True
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Produce the trajectory of a row.
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Produce the trajectory of a row; in several segments, in their order, if it rewrote its history.
 
         Args:
             sampling_params: how to sample, for ``server_manager.generate``; ``seed`` is that of the sample.

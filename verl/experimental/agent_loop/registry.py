@@ -16,6 +16,7 @@ Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
 _PACKAGE = "verl.experimental.agent_loop"
 _REGISTRY: dict[str, DictConfig] = {
     "single_turn_agent": OmegaConf.create({"_target_": f"{_PACKAGE}.single_turn_agent_loop.SingleTurnAgentLoop"}),
+    "tool_agent": OmegaConf.create({"_target_": f"{_PACKAGE}.tool_agent_loop.ToolAgentLoop"}),
 }
 
 

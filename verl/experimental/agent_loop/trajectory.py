@@ -1,6 +1,7 @@
 """A trajectory while it grows: tokens are appended, and never made anew from text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from verl.experimental.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
@@ -10,11 +11,18 @@ from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import TokenOutput
 
 MODEL = "assistant"
+TURNS_COLUMN = "turns"
+"""Column of a batch that holds the turns of each row, as ``turn_columns`` writes them."""
 
 
 def turn_seed(seed: int, turn: int) -> int:
     """Return the sampling seed of a turn of the model: that of the row for turn 0, and derived from it for others."""
     return seed if turn == 0 else derive_seed(seed, "turn", turn)
+
+
+def turn_columns(turns: Iterable[Turn]) -> list[dict[str, Any]]:
+    """Return turns for the column ``TURNS_COLUMN``, which dumps, metrics and reports read."""
+    return [asdict(turn) for turn in turns]
 
 
 class Trajectory:

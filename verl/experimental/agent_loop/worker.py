@@ -52,8 +52,7 @@ class AgentLoopWorkerBase:
         Args: as ``BaseRollout.generate_sequences``; non-tensor ``agent_name`` chooses the loop of a row.
         Returns: meta ``seconds`` holds the seconds of each trajectory by activity.
         """
-        agent = self.rollout_config.agent
-        names = list(batch.non_tensor_batch.get("agent_name", [agent.default_agent_loop] * len(batch)))
+        names = list(batch.non_tensor_batch.get("agent_name", [self.rollout_config.default_loop] * len(batch)))
         check_names(names)
         rows = [self._row(batch, index) for index in range(len(batch))]
         sampling = self._sampling_params(batch)

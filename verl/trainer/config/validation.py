@@ -19,7 +19,12 @@ from verl.trainer.config.rules.model import model_rules, option_rules
 from verl.trainer.config.rules.no_effect import idle_keys, unsupported_rules
 from verl.trainer.config.rules.profiler import profiler_rules
 from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_model_rules
-from verl.trainer.config.rules.rollout import agent_loop_rules, importance_weight_rules, rollout_rules
+from verl.trainer.config.rules.rollout import (
+    agent_loop_rules,
+    importance_weight_rules,
+    multi_turn_rules,
+    rollout_rules,
+)
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
 from verl.workers.config import PolicyLossConfig
@@ -129,6 +134,7 @@ def _rules(
     yield from batch_rules(run, use_reference, broken)
     yield from rollout_rules(run, broken)
     yield from agent_loop_rules(run)
+    yield from multi_turn_rules(run)
     yield from megatron_rules(run, use_reference, broken)
     yield from reward_model_rules(run, broken)
 

@@ -122,8 +122,10 @@ def _faults(asked: DataProto, output: DataProto, single_turn: bool) -> Iterator[
     width = prompts.shape[1]
     attended = got["attention_mask"]
     alive = attended.any(-1)  # an aborted request may come back as a row of padding
-    yield alive & _differ(prompts, requests["input_ids"]), "the prompt is not the one that was asked for"
-    yield alive & _differ(attended[:, :width], requests["attention_mask"]), "the prompt's attention mask was changed"
+    if single_turn:  # an agent loop may change the prompt, for instance to name its tools
+        yield alive & _differ(prompts, requests["input_ids"]), "the prompt is not the one that was asked for"
+        asked_mask = requests["attention_mask"]
+        yield alive & _differ(attended[:, :width], asked_mask), "the prompt's attention mask was changed"
     yield _differ(got["input_ids"], torch.cat([prompts, responses], -1)), "input_ids are not prompt and response"
     if "uid" in asked.non_tensor_batch and "uid" in output.non_tensor_batch:
         moved = torch.from_numpy(asked.non_tensor_batch["uid"] != output.non_tensor_batch["uid"])

@@ -110,7 +110,9 @@ class RayPPOTrainer:
         options = run.trainer
         self.validation_generations_logger = ValidationGenerationsLogger(options.project_name, options.experiment_name)
         self._trackers: Trackers = [options.logger] if isinstance(options.logger, str) else options.logger
-        self.single_turn = not run.actor_rollout_ref.rollout.multi_turn.enable
+        self.single_turn = (
+            run.actor_rollout_ref.rollout.mode != "async"
+        )  # agent loops write masks and prompts themselves
         self.state = RunState(seed=run.trainer.seed)
         self.step_record = StepRecord(digests=False, num_samples=0)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)

@@ -46,20 +46,22 @@ class SamplingConfig(BaseConfig):
 
 @dataclass
 class MultiTurnConfig(BaseConfig):
-    """Multi-turn rollout with tools."""
+    """Turns of a conversation, for the agent loop ``tool_agent``."""
 
     _mutable_fields = frozenset({"max_assistant_turns", "max_user_turns"})
 
     enable: bool = setting(False, "responses may have several turns")
-    max_assistant_turns: int | None = setting(None, "assistant turns; null: as many as fit the context")
+    max_assistant_turns: int | None = setting(None, "assistant turns; null: as many as fit the context", at_least=1)
     tool_config_path: str | None = setting(None, "YAML file that describes the tools")
-    max_user_turns: int | None = setting(None, "turns of user and tools; null: as many as fit the context")
-    max_parallel_calls: int = setting(1, "tool calls that one turn runs")
-    max_tool_response_length: int = setting(256, "characters kept of the answer of a tool")
+    max_user_turns: int | None = setting(None, "turns of user and tools; null: as many as fit the context", at_least=1)
+    max_parallel_calls: int = setting(1, "tool calls that one turn runs", at_least=1)
+    max_tool_response_length: int = setting(256, "characters kept of the answer of a tool", at_least=1)
     tool_response_truncate_side: str = setting("middle", "part to cut", one_of=("left", "middle", "right"))
     interaction_config_path: str | None = setting(None, "YAML file that describes the interactions")
     use_inference_chat_template: bool = setting(False, "render the whole chat again in each turn")
-    tokenization_sanity_check_mode: str = setting("strict", "how turns are compared with the whole chat")
+    tokenization_sanity_check_mode: str = setting(
+        "strict", "how turns are compared with the whole chat", one_of=("disable", "strict", "ignore_strippable")
+    )
     format: str = setting("hermes", "parser of tool calls")
     num_repeat_rollouts: int | None = setting(None, "repetitions of an interaction; null: one")
 
@@ -175,6 +177,12 @@ class RolloutConfig(LogProbConfig):
     def workers_per_engine(self) -> int:
         """How many workers hold one generation engine; with transformers each worker has one."""
         return 1 if self.name == "hf" else self.tensor_model_parallel_size * self.data_parallel_size
+
+    @property
+    def default_loop(self) -> str:
+        """The agent loop of rows without ``agent_name``: with turns the one that calls tools, unless one is chosen."""
+        chosen = self.agent.default_agent_loop
+        return "tool_agent" if self.multi_turn.enable and chosen == AgentLoopConfig.default_agent_loop else chosen
 
     @property
     def context_length(self) -> int:

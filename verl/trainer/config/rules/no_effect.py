@@ -35,6 +35,7 @@ _MCORE_OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 _WEIGHTS = ("rollout_is_threshold_lower", "rollout_is_level", "rollout_is_mode", "rollout_is_veto_threshold")
 _PASSES = ("micro_batch_size", "micro_batch_size_per_gpu", "max_length", "ulysses_sequence_parallel_size")
 _LOOPS = ("num_workers", "default_agent_loop", "agent_loop_config_path")
+_TURNS = tuple(name for name in MultiTurnConfig() if name not in ("_target_", "enable", "num_repeat_rollouts"))
 _ENGINE = f"{ROLLOUT}.name"
 _DEVICE = "trainer.device"
 
@@ -59,6 +60,7 @@ IDLE = [
     Idle(f"{REWARD}.enable_resource_pool", False, REWARD, ("n_gpus_per_node", "nnodes")),
     Idle(f"{REWARD}.model.input_tokenizer", None, REWARD, ("max_length",)),
     Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.agent", _LOOPS),
+    Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.multi_turn", _TURNS),
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
     Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
     Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
@@ -124,17 +126,14 @@ class Unsupported(NamedTuple):
     switch: str | None = None
 
 
-_TURNS = tuple(name for name in MultiTurnConfig() if name not in ("_target_", "enable"))
-_WITH_TURNS = f"{ROLLOUT}.multi_turn.enable"
-_NO_TURNS = "multi-turn rollout is not supported yet"
+_ONE_REPETITION = "is not supported: rollout.n repeats each row"
 _NO_SERVERS = "servers of your own are not supported yet: write null"
 _NO_SGLANG = "is read by SGLang, which is not supported yet"
 _TRAINS = "is not supported for a role that trains"
 
 UNSUPPORTED = [
     Unsupported(ROLLOUT, ("name",), f"is not supported yet: write {' or '.join(SUPPORTED_ROLLOUTS)}", ("sglang",)),
-    Unsupported(f"{ROLLOUT}.multi_turn", ("enable",), _NO_TURNS),
-    Unsupported(f"{ROLLOUT}.multi_turn", _TURNS, _NO_TURNS, switch=_WITH_TURNS),
+    Unsupported(f"{ROLLOUT}.multi_turn", ("num_repeat_rollouts",), _ONE_REPETITION),
     Unsupported(f"{ROLLOUT}.agent.custom_async_server", ("path", "name"), _NO_SERVERS),
     Unsupported(ROLLOUT, ("over_sample_rate", "engine_kwargs.sglang", "sglang_engine_mode", "server"), _NO_SGLANG),
     Unsupported(

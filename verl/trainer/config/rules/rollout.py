@@ -3,10 +3,13 @@
 import os
 from collections.abc import Iterator
 
-from verl.base_config import Violation, WrongInput
+from verl.base_config import Violation, WrongInput, nearest
 from verl.experimental.agent_loop.registry import known_names, read_agent_loops
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.utils.tool_registry import read_tools_file
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
+from verl.utils.class_files import read_class_items
 from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, RolloutConfig
 
 _KEY = "actor_rollout_ref.rollout"
@@ -45,11 +48,44 @@ def agent_loop_rules(run: RunConfig) -> Iterator[Violation]:
         except WrongInput as error:
             yield Violation(f"{_KEY}.agent.agent_loop_config_path", agent.agent_loop_config_path, str(error))
             return
-    registers_more = run.actor_rollout_ref.model.external_lib or envs.read("VERL_USE_EXTERNAL_MODULES")
-    if agent.default_agent_loop not in names and not registers_more:
+    if agent.default_agent_loop not in names and not _registers_more(run):
         expected = f"is no agent loop: write one of {', '.join(sorted(names))}, or name its class in a YAML file"
         key = f"{_KEY}.agent.agent_loop_config_path"
         yield Violation(f"{_KEY}.agent.default_agent_loop", agent.default_agent_loop, expected, others=(key,))
+
+
+def multi_turn_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield turns without a server, an unknown format of calls, and files of tools that cannot be read."""
+    rollout = run.actor_rollout_ref.rollout
+    turns, key = rollout.multi_turn, f"{_KEY}.multi_turn"
+    if rollout.mode != "async":
+        if turns.enable:
+            expected = f"needs {_KEY}.mode=async: an agent loop makes the turns"
+            yield Violation(f"{key}.enable", True, expected, others=(f"{_KEY}.mode",))
+        return
+    names = ToolParser.names()
+    if turns.format not in names and not _registers_more(run):
+        near = ", ".join(nearest(turns.format, names)) or "none"
+        expected = f"is no format of tool calls: write one of {', '.join(names)} (the nearest: {near})"
+        yield Violation(f"{key}.format", turns.format, expected)
+    files = {"tool_config_path": read_tools_file, "interaction_config_path": _read_interactions}
+    for name, read in files.items():
+        path = turns[name]
+        if path:
+            try:
+                read(path)
+            except WrongInput as error:
+                yield Violation(f"{key}.{name}", path, str(error))
+
+
+def _read_interactions(path: str) -> object:
+    example = "class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}"
+    return read_class_items(path, "interaction", example, ("name",))
+
+
+def _registers_more(run: RunConfig) -> bool:
+    """Whether the user names a module, which may register loops and parsers when it is imported."""
+    return bool(run.actor_rollout_ref.model.external_lib or envs.read("VERL_USE_EXTERNAL_MODULES"))
 
 
 def _pass_rules(rollout: RolloutConfig, longest: int) -> Iterator[Violation]:

@@ -1,0 +1,249 @@
+"""The tool agent with a scripted model: what it adds, what it counts, and when it ends."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from PIL import Image
+
+from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
+from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop, VideoResponseError
+from verl.experimental.agent_loop.trajectory import turn_seed
+from verl.tools.base_tool import BaseTool
+from verl.tools.calls import ToolError
+from verl.tools.schemas import ToolResponse
+from verl.trainer.config.cli import CONFIG_DIR
+from verl.workers.rollout.server import TokenOutput
+
+TOKENIZER = byte_tokenizer()
+SCHEMA = {"type": "function", "function": {"name": "probe", "description": "Does as it is told."}}
+THINKING_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{% set text = message['content'] %}"
+    "{% if '</think>' in text and not loop.last %}{% set text = text.split('</think>')[-1] %}{% endif %}"
+    "{{ text }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Probe(BaseTool):
+    """Does what its arguments say, and notes what happened to it."""
+
+    events: list[Any] = []
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        self.events.append(("create", kwargs))
+        return "one", ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.events.append(("execute", kwargs))
+        if "raise" in parameters:
+            raise ToolError("no such luck")
+        if "sleep" in parameters:
+            await asyncio.sleep(parameters["sleep"])
+        if "video" in parameters:
+            return ToolResponse(video=["film"]), 0.0, {}
+        if "image" in parameters:
+            return ToolResponse(text="look", image=[Image.new("RGB", (56, 28))]), 0.0, {}
+        return ToolResponse(text=parameters.get("say", "done")), parameters.get("reward"), {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.25 + kwargs.get("more", 0)
+
+    async def abort(self, instance_id: str) -> None:
+        self.events.append(("abort", instance_id))
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.events.append(("release", kwargs))
+
+
+class Scripted:
+    """Stands for the servers: says one text after the other, and keeps what it was asked."""
+
+    def __init__(self, texts: list[str], tokenizer: Any = TOKENIZER, expand: Any = None) -> None:
+        self.texts = iter(texts)
+        self.tokenizer = tokenizer
+        self.expand = expand
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(self, request_id: str, **request: Any) -> TokenOutput:
+        self.asked.append(request | {"request_id": request_id})
+        text = next(self.texts)
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        most = request["sampling_params"]["max_tokens"]
+        reason = "stop" if len(tokens) <= most else "length"
+        expanded = self.expand(request) if self.expand else None
+        return TokenOutput(tokens[:most], [-0.5] * len(tokens[:most]), reason, expanded_prompt_ids=expanded)
+
+
+@pytest.fixture(scope="module")
+def tools_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tools") / "tools.yaml"
+    item = {"class_name": f"{__name__}.Probe", "config": {"type": "native"}, "tool_schema": SCHEMA}
+    path.write_text(yaml.dump({"tools": [item]}))
+    return path
+
+
+def config_of(tools_file: Path | None, **changes: Any) -> DictConfig:
+    values = {"multi_turn.tool_config_path": tools_file, "prompt_length": 100, "response_length": 400, **changes}
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return compose(
+            "ppo_trainer",
+            [f"++actor_rollout_ref.rollout.{key}={value}" for key, value in values.items() if value is not None],
+        )
+
+
+def run(config: DictConfig, server: Scripted, processor: Any = None, seed: int | None = 7, **row: Any) -> Any:
+    Probe.events.clear()
+    tokenizer = processor.tokenizer if processor else server.tokenizer
+
+    async def go() -> Any:
+        loop = ToolAgentLoop(WholeConfig(config), server, tokenizer, processor)
+        given = {"raw_prompt": [{"role": "user", "content": "Hi"}]} | row
+        return await loop.run({"temperature": 1.0, "seed": seed}, **given)
+
+    return asyncio.run(go())
+
+
+def call(**arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': 'probe', 'arguments': arguments})}</tool_call>"
+
+
+def text_of(output: AgentLoopOutput) -> str:
+    return TOKENIZER.decode(output.prompt_ids + output.response_ids)
+
+
+def sampled(output: AgentLoopOutput) -> str:
+    kept = [token for token, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
+    return TOKENIZER.decode(kept)
+
+
+def outcomes(output: AgentLoopOutput) -> list[str]:
+    return [each["outcome"] for turn in output.extra_fields["turns"] for each in turn["calls"]]
+
+
+def test_a_call_and_its_answer(tools_file: Path) -> None:
+    turns = [f"Wait. {call(say='42', reward=0.5)}<|end|>", "It is 42.<|end|>"]
+    server = Scripted(turns)
+    kwargs = {"create_kwargs": {"a": 1}, "execute_kwargs": {"b": 2}, "release_kwargs": {"c": 3}}
+    more = {"calc_reward_kwargs": {"more": 0.5}}
+    output = run(config_of(tools_file), server, tools_kwargs={"probe": kwargs | more})
+    assert text_of(output) == f"<|user|>Hi<|end|><|assistant|>{turns[0]}<|tool|>42<|end|><|assistant|>{turns[1]}"
+    assert sampled(output) == "".join(turns)
+    assert [logprob == -0.5 for logprob in output.response_logprobs] == [mask == 1 for mask in output.response_mask]
+    assert output.num_turns == 4
+    assert server.asked[1]["prompt_ids"] == output.prompt_ids + output.response_ids[: -len(turns[1]) + 6]
+    assert [each["sampling_params"]["seed"] for each in server.asked] == [7, turn_seed(7, 1)]
+    assert len({each["request_id"] for each in server.asked}) == 1
+    assert output.extra_fields["tool_rewards"] == [0.5] and output.extra_fields["turn_scores"] == []
+    assert output.extra_fields["reward_scores"] == {"probe": 0.75}
+    assert Probe.events == [("create", {"create_kwargs": {"a": 1}}), ("execute", {"b": 2}), ("release", {"c": 3})]
+    turn = output.extra_fields["turns"][1]
+    assert turn["role"] == "tool" and turn["calls"][0]["text"] == "42" and output.metrics.tool_calls > 0
+
+
+FAILED = [
+    (call(**{"raise": 1}), "error", "Error: no such luck"),
+    (call(sleep=30), "timeout", "Error: the tool did not answer within 0.2 s."),
+    ('<tool_call>{"name": "prob", "arguments": {}}</tool_call>', "unknown_tool", "the tools are probe"),
+    ('<tool_call>{"name": "probe", "arguments": {', "bad_arguments", "Error: the call is no complete JSON object."),
+    ('<tool_call>{"name": "probe", "arguments": 3}</tool_call>', "bad_arguments", 'Error: "arguments" is no JSON'),
+]
+
+
+@pytest.mark.parametrize(("turn", "outcome", "answer"), FAILED)
+def test_a_call_that_fails_is_told_to_the_model(tools_file: Path, turn: str, outcome: str, answer: str) -> None:
+    config = config_of(tools_file, **{"agent.tool_timeout_s": 0.2})
+    output = run(config, Scripted([f"{turn}<|end|>", "I see.<|end|>"]))
+    assert outcomes(output) == [outcome] and answer in text_of(output)
+    assert sampled(output).endswith("I see.<|end|>")
+    assert [event[0] for event in Probe.events].count("abort") == (outcome == "timeout")
+
+
+def test_the_first_calls_run_and_the_rest_do_not(tools_file: Path) -> None:
+    turn = call(say="1") + call(say="2") + call(say="3") + "<|end|>"
+    config = config_of(tools_file, **{"multi_turn.max_parallel_calls": 2})
+    output = run(config, Scripted([turn, "<|end|>"]))
+    assert "<|tool|>1<|end|><|tool|>2<|end|><|assistant|>" in text_of(output) and outcomes(output) == ["ok", "ok"]
+    assert [event[0] for event in Probe.events] == ["create", "execute", "execute", "release"]
+
+
+@pytest.mark.parametrize(
+    ("side", "shown"),
+    [("left", "abcd...(truncated)"), ("right", "(truncated)...ghij"), ("middle", "ab...(truncated)...ij")],
+)
+def test_long_answers_are_cut(tools_file: Path, side: str, shown: str) -> None:
+    limits = {"multi_turn.max_tool_response_length": 4, "multi_turn.tool_response_truncate_side": side}
+    output = run(config_of(tools_file, **limits), Scripted([call(say="abcdefghij") + "<|end|>", "<|end|>"]))
+    assert f"<|tool|>{shown}<|end|>" in text_of(output)
+
+
+def test_when_a_trajectory_ends(tools_file: Path) -> None:
+    turn = call() + "<|end|>"
+    for limit in ("max_assistant_turns", "max_user_turns"):
+        output = run(config_of(tools_file, **{f"multi_turn.{limit}": 2}), Scripted([turn] * 9))
+        models = sum(each["role"] == "assistant" for each in output.extra_fields["turns"])
+        assert models == (2 if limit == "max_assistant_turns" else 3)
+        assert output.response_mask[-1] == 1
+    size, answer = len(TOKENIZER.encode(turn)), len(TOKENIZER.encode("<|tool|>done<|end|><|assistant|>"))
+    for room, turns, executed in (
+        (size - 1, 1, 0),  # cut: what it asks for is not known
+        (size, 1, 0),
+        (size + answer, 1, 1),  # the answer would leave no room for a token
+        (size + answer + 1, 2, 1),
+        (2 * size + answer, 2, 1),
+    ):
+        output = run(config_of(tools_file, response_length=room), Scripted([turn] * 9))
+        assert sum(each["role"] == "assistant" for each in output.extra_fields["turns"]) == turns, room
+        assert len(output.response_ids) <= room and output.response_mask[-1] == 1
+        assert outcomes(output) == ["ok"] * executed
+    without = run(config_of(None), Scripted([turn] * 9))
+    assert sampled(without) == turn and without.num_turns == 2
+
+
+def test_a_turn_without_its_end_gets_one(tools_file: Path) -> None:
+    output = run(config_of(tools_file), Scripted([call(), "Yes<|end|>"]))  # as after a stop string
+    assert f"{call()}<|end|><|tool|>done<|end|>" in text_of(output) and sampled(output) == call() + "Yes<|end|>"
+
+
+def test_a_template_that_strips_thoughts(tools_file: Path) -> None:
+    tokenizer = byte_tokenizer(THINKING_TEMPLATE)
+    turns = [f"<think>So.</think>{call()}<|end|>", "Yes.<|end|>"]
+    kept = run(config_of(tools_file), Scripted(turns, tokenizer))
+    assert "So." in text_of(kept)
+    config = config_of(tools_file, **{"multi_turn.use_inference_chat_template": True})
+    server = Scripted(turns, tokenizer)
+    first, second = run(config, server)
+    assert sampled(first) == turns[0] and sampled(second) == turns[1]
+    assert "So." not in text_of(second) and text_of(second).startswith("<|user|>Hi<|end|><|assistant|>")
+    assert server.asked[1]["prompt_ids"] == second.prompt_ids
+    assert [each.num_turns for each in (first, second)] == [4, 4]
+
+
+def test_images_are_appended_and_videos_are_refused(tools_file: Path) -> None:
+    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
+    processor = vl_processor("qwen2_5_vl", tokenizer)
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+
+    def expand(request: dict[str, Any]) -> list[int]:
+        """Expand placeholders as the engine does: images of 56 x 28 pixels have two tokens, of 56 x 56 four."""
+        sizes = [image.width * image.height // 28**2 for image in (request["multi_modal_data"] or {}).get("image", [])]
+        counts = iter(sizes)
+        return [each for token in request["prompt_ids"] for each in [token] * (next(counts) if token == pad else 1)]
+
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
+    row = {"raw_prompt": messages, "multi_modal_data": {"image": [Image.new("RGB", (56, 56))]}}
+    server = Scripted([call(image=1) + "<|end|>", "Blue.<|end|>"], tokenizer, expand)
+    output = run(config_of(tools_file), server, processor, **row)
+    assert output.prompt_ids.count(pad) == 4 and output.response_ids.count(pad) == 6  # at least 4, in this shape
+    assert server.asked[1]["prompt_ids"].count(pad) == 2 and len(output.multi_modal_data["image"]) == 2
+    assert sampled(output).endswith("Blue.<|end|>") and len(output.response_ids) == len(output.response_mask)
+    with pytest.raises(VideoResponseError, match="the tool probe answered with a video"):
+        run(config_of(tools_file), Scripted([call(video=1) + "<|end|>"]))
+    with pytest.raises(ValueError, match="the tool probe answered with an image, but the model of the policy reads"):
+        run(config_of(tools_file), Scripted([call(image=1) + "<|end|>"]))
+    assert Probe.events[-1][0] == "release"

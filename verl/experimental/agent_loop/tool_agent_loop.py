@@ -1,0 +1,484 @@
+"""The loop of a model that calls tools, and of one that talks with a user who is a program."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jinja2
+from omegaconf import DictConfig
+
+from verl.base_config import WrongInput, one_line
+from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.registry import register
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, ToolCall, Trajectory, turn_columns, turn_seed
+from verl.tools.calls import CallResult, ToolOutcome, execute_call, unknown_tool
+from verl.tools.schemas import ToolResponse
+from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.utils.chat import ChatFormat, Restarted
+from verl.utils.dataset.vision_utils import MediaError, process_image
+from verl.workers.rollout.server import ABORTED, FULL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from verl.interactions.base import BaseInteraction
+    from verl.tools.base_tool import BaseTool
+
+logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
+
+Message = dict[str, Any]
+_KEY = "actor_rollout_ref.rollout.multi_turn"
+_SHOWN_ERROR_CHARS = 500
+_END_TIMEOUT_S = 30.0
+"""Seconds that a tool or an interaction gets to end an instance."""
+
+
+class VideoResponseError(WrongInput, NotImplementedError):
+    """A tool has answered with a video."""
+
+
+class InteractionNameError(WrongInput):
+    """A row does not say which interaction it belongs to, or names one that does not exist."""
+
+
+class State(Enum):
+    """What a trajectory does next."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
+    TERMINATED = "terminated"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all trajectories of a process share."""
+
+    config: DictConfig
+    tools: Mapping[str, "BaseTool"]
+    schemas: Sequence[Mapping[str, Any]]
+    parser: ToolParser
+    chat: ChatFormat
+    interactions: Mapping[str, "BaseInteraction"]
+    end_tokens: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, config: DictConfig, tokenizer: "PreTrainedTokenizerBase", processor: "ProcessorMixin | None"
+    ) -> "Parts":
+        """Read the files that ``rollout.multi_turn`` names, and prove the chat template.
+
+        Raises: WrongInput naming the file or the template's fault.
+        """
+        node = config.actor_rollout_ref.rollout.multi_turn
+        made = initialize_tools_from_config(node.tool_config_path) if node.tool_config_path else []
+        tools = {tool.name: tool for tool in made}
+        schemas = [tool.get_openai_tool_schema().model_dump(exclude_none=True) for tool in made]
+        options = dict(config.data.get("apply_chat_template_kwargs") or {})
+        chat = ChatFormat(tokenizer, processor, options, schemas)
+        chat.prove()
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return cls(
+            config,
+            tools,
+            schemas,
+            get_tool_parser(node.format, tokenizer),
+            chat,
+            _interactions(node.interaction_config_path),
+            frozenset(special | set(tokenizer.all_special_ids)),
+        )
+
+
+@dataclass
+class Conversation:
+    """One trajectory while it grows.
+
+    Attributes:
+        messages: the chat, as the template takes it.
+        trajectory: its tokens since the prompt, or since the template showed earlier turns differently.
+        earlier: what came before that, each a row of its own.
+        instances: of tools, by name; each is made at the first call.
+        calls: those that the last turn of the model has written.
+    """
+
+    messages: list[Message]
+    trajectory: Trajectory
+    sampling_params: dict[str, Any]
+    tools_kwargs: Mapping[str, Any]
+    interaction: "BaseInteraction | None" = None
+    interaction_kwargs: dict[str, Any] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    earlier: list[Trajectory] = field(default_factory=list)
+    instances: dict[str, "asyncio.Task[tuple[str, ToolResponse]]"] = field(default_factory=dict)
+    calls: list[FunctionCall] = field(default_factory=list)
+    model_turns: int = 0
+    user_turns: int = 0
+    turn_scores: list[float] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+
+    def tool_kwargs(self, tool: str, method: str) -> dict[str, Any]:
+        """Return the arguments that the row gives for a method of a tool."""
+        return dict((self.tools_kwargs.get(tool) or {}).get(f"{method}_kwargs") or {})
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Lets the model call tools, or answer a user, until it says something without a call.
+
+    A trajectory also ends when its response is full, or after ``max_assistant_turns`` or ``max_user_turns``. A call
+    that fails becomes a message to the model, and is counted.
+    """
+
+    _parts: ClassVar[Parts | None] = None
+
+    @classmethod
+    def init_class(
+        cls,
+        config: DictConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        processor: "ProcessorMixin | None" = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make tools, interactions and parser once per process."""
+        if cls._parts is None or cls._parts.config is not config:
+            cls._parts = Parts.of(config, tokenizer, processor)
+        cls._class_initialized = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self._parts is not None
+        self.parts = self._parts
+        rollout = self.config.actor_rollout_ref.rollout
+        self.settings = rollout.multi_turn
+        self.response_length: int = rollout.response_length
+        self.prompt_length: int = rollout.prompt_length
+        self.tool_timeout_s: float | None = rollout.agent.get("tool_timeout_s")
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Return the trajectory of a row; several if the chat template has rewritten earlier turns.
+
+        Args: ``kwargs`` has ``raw_prompt``, ``multi_modal_data``, ``tools_kwargs`` and ``interaction_kwargs``.
+        """
+        handlers = {
+            State.PENDING: self._start,
+            State.GENERATING: self._generate,
+            State.PROCESSING_TOOLS: self._process_tools,
+            State.INTERACTING: self._interact,
+        }
+        talk = self._begin(sampling_params, kwargs)
+        try:
+            state = State.PENDING
+            while state is not State.TERMINATED:
+                state = await handlers[state](talk)
+            return await self._outputs(talk)
+        finally:
+            await self._release(talk)
+
+    # ---- the states
+
+    def _begin(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> Conversation:
+        messages = [dict(message) for message in row["raw_prompt"]]
+        prompt = self.parts.chat.prompt(messages)
+        trajectory = Trajectory(prompt, self.response_length, row.get("multi_modal_data"))
+        talk = Conversation(messages, trajectory, dict(sampling_params), row.get("tools_kwargs") or {})
+        if self.parts.interactions:
+            given = row.get("interaction_kwargs") or (row.get("extra_info") or {}).get("interaction_kwargs") or {}
+            talk.interaction_kwargs = dict(given)
+            talk.interaction = self._interaction(talk.interaction_kwargs.get("name"))
+        return talk
+
+    def _interaction(self, name: Any) -> "BaseInteraction":
+        known = self.parts.interactions
+        if name not in known:
+            raise InteractionNameError(
+                f"extra_info.interaction_kwargs.name={name}: {_KEY}.interaction_config_path has "
+                f"{', '.join(sorted(known))}: each row must name one of them"
+            )
+        return known[name]
+
+    async def _start(self, talk: Conversation) -> State:
+        if talk.interaction is not None:
+            await talk.interaction.start_interaction(talk.id, **talk.interaction_kwargs)
+        return State.GENERATING
+
+    async def _generate(self, talk: Conversation) -> State:
+        """Sample a turn, and find out what it asks for."""
+        trajectory, params = talk.trajectory, dict(talk.sampling_params)
+        params["max_tokens"] = min(trajectory.room, params.get("max_tokens") or trajectory.room)
+        if params.get("seed") is not None:
+            params["seed"] = turn_seed(params["seed"], talk.model_turns)
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            request_id=talk.id,
+            prompt_ids=list(trajectory.token_ids),
+            sampling_params=params,
+            multi_modal_data=trajectory.multi_modal_data or None,
+        )
+        trajectory.sampled(output, time.perf_counter() - started)
+        talk.model_turns += 1
+        text, calls = self.parts.parser.text_of(output.token_ids), []
+        cut = output.finish_reason in (ABORTED, FULL) or trajectory.room <= 0
+        if self.parts.tools and not cut:
+            said, calls = await self.parts.parser.extract_tool_calls(output.token_ids, self.parts.schemas)
+            talk.calls = calls[: self.settings.max_parallel_calls]
+        talk.messages.append(_assistant(text, said, talk.calls) if calls else _assistant(text))
+        if cut or self._has_enough(talk):
+            return State.TERMINATED
+        if calls:
+            return State.PROCESSING_TOOLS
+        return State.TERMINATED if talk.interaction is None else State.INTERACTING
+
+    def _has_enough(self, talk: Conversation) -> bool:
+        most_model, most_user = self.settings.max_assistant_turns, self.settings.max_user_turns
+        return bool(most_model and talk.model_turns >= most_model) or bool(most_user and talk.user_turns >= most_user)
+
+    async def _process_tools(self, talk: Conversation) -> State:
+        """Run the calls of the last turn, all at the same time."""
+        started = time.perf_counter()
+        results = await asyncio.gather(*(self._call(talk, call) for call in talk.calls))
+        seconds = time.perf_counter() - started
+        messages: list[Message] = []
+        images: list[Any] = []
+        made: list[ToolCall] = []
+        for number, (call, result) in enumerate(zip(talk.calls, results, strict=True)):
+            answer = result.response
+            if answer.video:
+                raise VideoResponseError(
+                    f"the tool {call.name} answered with a video: only text and images can be read"
+                )
+            text = self._shortened(answer.text or "")
+            shown = self._images(call.name, answer.image or [])
+            images += shown
+            parts: list[Message] = [{"type": "image"} for _ in shown] + (
+                [{"type": "text", "text": text}] if text else []
+            )
+            content = parts if shown else text
+            messages.append({"role": "tool", "name": call.name, "tool_call_id": _call_id(number), "content": content})
+            made.append(ToolCall(call.name, call.arguments, str(result.outcome), result.seconds, result.reward, text))
+            if result.reward is not None:
+                talk.tool_rewards.append(float(result.reward))
+        talk.user_turns += 1
+        return self._add(talk, "tool", messages, seconds, made, images=images)
+
+    async def _call(self, talk: Conversation, call: FunctionCall) -> CallResult:
+        tool = self.parts.tools.get(call.name)
+        if call.error is not None:
+            return CallResult(ToolResponse(text=f"Error: {call.error}."), ToolOutcome.BAD_ARGUMENTS)
+        if tool is None:
+            return unknown_tool(call.name, self.parts.tools)
+        is_first = tool.name not in talk.instances
+        if is_first:
+            made = tool.create(create_kwargs=talk.tool_kwargs(tool.name, "create"))
+            talk.instances[tool.name] = asyncio.create_task(asyncio.wait_for(made, self.tool_timeout_s))
+        started = time.monotonic()
+        try:
+            instance_id, greeting = await asyncio.shield(talk.instances[tool.name])
+        except WrongInput:
+            raise
+        except Exception as error:
+            outcome = ToolOutcome.TIMEOUT if isinstance(error, TimeoutError) else ToolOutcome.ERROR
+            text = one_line(f"Error: {type(error).__name__}: {error}", _SHOWN_ERROR_CHARS)
+            return CallResult(ToolResponse(text=text), outcome, time.monotonic() - started)
+        kwargs = talk.tool_kwargs(tool.name, "execute")
+        result = await execute_call(tool, instance_id, call.arguments, self.tool_timeout_s, **kwargs)
+        if not is_first or greeting.is_empty():
+            return result
+        return CallResult(
+            _joined(greeting, result.response), result.outcome, result.seconds, result.reward, result.metrics
+        )
+
+    async def _interact(self, talk: Conversation) -> State:
+        """Let the user answer the last turn."""
+        assert talk.interaction is not None
+        started = time.perf_counter()
+        ends, text, score, _ = await talk.interaction.generate_response(
+            talk.id, [dict(message) for message in talk.messages], **talk.interaction_kwargs
+        )
+        seconds = time.perf_counter() - started
+        talk.user_turns += 1
+        if score is not None:
+            talk.turn_scores.append(float(score))
+        if ends:
+            talk.trajectory.add("user", [], seconds, text=text)
+            return State.TERMINATED
+        return self._add(talk, "user", [{"role": "user", "content": text}], seconds, text=text)
+
+    # ---- what a turn adds
+
+    def _add(
+        self,
+        talk: Conversation,
+        role: str,
+        messages: list[Message],
+        seconds: float,
+        calls: Sequence[ToolCall] = (),
+        text: str | None = None,
+        images: Sequence[Any] = (),
+    ) -> State:
+        """Append messages and the next generation prompt; end the trajectory if nothing more would fit."""
+        chat, trajectory = self.parts.chat, talk.trajectory
+        stopped = bool(trajectory.response_ids) and trajectory.response_ids[-1] in self.parts.end_tokens
+        options: dict[str, Any] = {"stopped": stopped, "keep_history": not self.settings.use_inference_chat_template}
+        everything = [*trajectory.multi_modal_data.get("image", []), *images]
+        grown = chat.after_turn(talk.messages, messages, **options)
+        if isinstance(grown, Restarted):
+            return self._restart(talk, role, messages, grown, seconds, calls, text)
+        seen = grown
+        if images:
+            seen = chat.after_turn(talk.messages, messages, images=everything, **options)
+            assert not isinstance(seen, Restarted)
+        if len(seen.token_ids) >= trajectory.room:  # not even one token could follow
+            trajectory.add(role, [], seconds, calls, text)
+            return State.TERMINATED
+        talk.messages += messages
+        trajectory.add(role, grown.token_ids, seconds, calls, text, images, seen.token_ids if images else None)
+        return State.GENERATING
+
+    def _restart(
+        self,
+        talk: Conversation,
+        role: str,
+        messages: list[Message],
+        new: Restarted,
+        seconds: float,
+        calls: Sequence[ToolCall],
+        text: str | None,
+    ) -> State:
+        """Go on with a new prompt, since the chat template shows earlier turns differently now."""
+        trajectory = talk.trajectory
+        if trajectory.multi_modal_data:
+            raise WrongInput(
+                f"{_KEY}.use_inference_chat_template=true: the chat template rewrites earlier turns, which is not "
+                f"supported with images: write false ({new.reason})"
+            )
+        trajectory.add(role, [], seconds, calls, text)
+        if len(new.prompt_ids) > self.prompt_length or trajectory.room <= 0:
+            return State.TERMINATED
+        talk.messages += messages
+        talk.earlier.append(trajectory)
+        talk.trajectory = Trajectory(new.prompt_ids, trajectory.room)
+        return State.GENERATING
+
+    def _shortened(self, text: str) -> str:
+        """Cut the text of a tool: side ``left`` keeps its head, ``right`` its tail, ``middle`` half of each."""
+        most, side = self.settings.max_tool_response_length, self.settings.tool_response_truncate_side
+        if len(text) <= most:
+            return text
+        if side == "left":
+            return text[:most] + "...(truncated)"
+        if side == "right":
+            return "(truncated)..." + text[len(text) - most :]
+        half = most // 2
+        return text[:half] + "...(truncated)..." + text[len(text) - half :]
+
+    def _images(self, tool: str, images: Sequence[Any]) -> list[Any]:
+        if images and self.processor is None:
+            raise WrongInput(f"the tool {tool} answered with an image, but the model of the policy reads text only")
+        patch_size = getattr(getattr(self.processor, "image_processor", None), "patch_size", None) or 14
+        try:
+            return [process_image(image, image_patch_size=patch_size) for image in images]
+        except MediaError as error:
+            raise MediaError(f"the tool {tool} answered with an image: {error}") from error
+
+    # ---- the end
+
+    async def _outputs(self, talk: Conversation) -> AgentLoopOutput | list[AgentLoopOutput]:
+        rewards: dict[str, Any] = {}
+        for name, task in talk.instances.items():
+            if not task.done() or task.cancelled() or task.exception() is not None:
+                continue
+            kwargs = talk.tool_kwargs(name, "calc_reward")
+            rewards[name] = float(await self.parts.tools[name].calc_reward(task.result()[0], **kwargs))
+        if talk.interaction is not None:
+            rewards["user_turn_rewards"] = list(talk.turn_scores)
+        segments = [*talk.earlier, talk.trajectory]
+        shared = {"turn_scores": talk.turn_scores, "tool_rewards": talk.tool_rewards, "reward_scores": rewards}
+        num_turns = 1 + sum(len(each.turns) for each in segments)
+        outputs = [
+            each.output(num_turns=num_turns, extra_fields=shared | {TURNS_COLUMN: turn_columns(each.turns)})
+            for each in segments
+        ]
+        self._compare(talk)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _compare(self, talk: Conversation) -> None:
+        """Compare the tokens with the chat as its template writes it whole, as ``tokenization_sanity_check_mode`` says.
+
+        A difference is no fault of the trajectory: a model may write a call otherwise than the template would.
+        """
+        mode = self.settings.tokenization_sanity_check_mode
+        if mode == "disable" or talk.trajectory.multi_modal_data:
+            return
+        try:
+            whole = self.parts.chat.render(talk.messages)
+        except jinja2.TemplateError:  # some templates reject a chat that ends with a tool call
+            return
+        sampled = self.tokenizer.decode(talk.trajectory.token_ids, skip_special_tokens=False)
+        if mode == "ignore_strippable":
+            sampled, whole = ("".join(text.split()) for text in (sampled, whole))
+        if not (whole.startswith(sampled) or sampled.startswith(whole)):
+            at = next(i for i, (one, two) in enumerate(zip(sampled, whole, strict=False)) if one != two)
+            around = slice(max(0, at - 40), at + 40)
+            _warn_once(
+                "%s.tokenization_sanity_check_mode=%s: a trajectory keeps %r, where the chat template would write %r: "
+                "models that generate from whole chats see the latter (further differences are not logged)",
+                *(_KEY, mode, sampled[around], whole[around]),
+            )
+
+    async def _release(self, talk: Conversation) -> None:
+        """End the instances of tools and the interaction, whatever has happened."""
+        for name, task in talk.instances.items():
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                instance_id = (await task)[0]
+                released = self.parts.tools[name].release(instance_id, **talk.tool_kwargs(name, "release"))
+                await asyncio.wait_for(released, _END_TIMEOUT_S)
+        if talk.interaction is not None:
+            with suppress(Exception):
+                await asyncio.wait_for(talk.interaction.finalize_interaction(talk.id), _END_TIMEOUT_S)
+
+
+def _interactions(path: str | None) -> "Mapping[str, BaseInteraction]":
+    if not path:
+        return {}
+    from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+
+    made: dict[str, BaseInteraction] = initialize_interactions_from_config(path)
+    return made
+
+
+def _assistant(text: str, said: str = "", calls: Sequence[FunctionCall] = ()) -> Message:
+    """Return the message of a turn; broken calls stay text."""
+    if not calls or any(call.error is not None for call in calls):
+        return {"role": "assistant", "content": text}
+    written = [
+        {
+            "id": _call_id(number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": said, "tool_calls": written}
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"  # nine letters and digits, which Mistral's templates want
+
+
+def _joined(first: ToolResponse, second: ToolResponse) -> ToolResponse:
+    texts = [each.text for each in (first, second) if each.text]
+    media = {
+        kind: [*(getattr(first, kind) or []), *(getattr(second, kind) or [])] or None for kind in ("image", "video")
+    }
+    return ToolResponse(text="\n".join(texts) or None, **media)
