@@ -4,3 +4,6 @@ from verl.utils.chat.boundary import ChatFormatError as ChatFormatError
 from verl.utils.chat.chat_format import Appended as Appended
 from verl.utils.chat.chat_format import ChatFormat as ChatFormat
 from verl.utils.chat.chat_format import Restarted as Restarted
+from verl.utils.chat.compare import Difference as Difference
+from verl.utils.chat.compare import SanityCheckMode as SanityCheckMode
+from verl.utils.chat.compare import whole_differences as whole_differences

@@ -41,6 +41,11 @@ class SpecialTokens:
         """Return the start and end of each special token in a text."""
         return [match.span() for match in self._pattern.finditer(text)]
 
+    def start_length(self, text: str) -> int:
+        """Return the length of the special token that a text starts with; 0 if it starts with none."""
+        match = self._pattern.match(text)
+        return match.end() if match else 0
+
     def boundary(self, last: str, followed: str) -> Boundary | None:
         """Return the boundary at the end of a turn; None if no special token marks it.
 

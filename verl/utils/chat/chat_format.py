@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.chat.boundary import Boundary, ChatFormatError, SpecialTokens, first_difference
@@ -69,7 +68,7 @@ class ChatFormat:
 
         Raises: ChatFormatError when the template rejects the messages.
         """
-        return self.encode(self._rendered(plain(messages), generation_prompt=True), images, videos)
+        return self.encode(self.render(plain(messages), generation_prompt=True), images, videos)
 
     def after_turn(
         self,
@@ -127,17 +126,17 @@ class ChatFormat:
         """
         completed = with_tool_calls([*messages, *added])
         forms = ((messages, added), (completed[: len(messages)], completed[len(messages) :]))
-        rejected: jinja2.TemplateError | None = None
+        rejected: ChatFormatError | None = None
         for history, new in forms:
             try:
                 found = self._boundary(history, new)
-            except jinja2.TemplateError as error:
+            except ChatFormatError as error:
                 rejected = rejected or error
                 continue
             if found is not None:
                 return found
         if rejected is not None:
-            raise ChatFormatError(f"the chat template rejects the conversation: {rejected}") from rejected
+            raise rejected
         raise ChatFormatError(
             "the chat template marks the end of an assistant's turn by no special token: give the model a template "
             "that does (actor_rollout_ref.model.custom_chat_template)"
@@ -158,9 +157,9 @@ class ChatFormat:
 
     def _rewritten(self, history: list[Any], new: list[Any]) -> str | None:
         """Return how the template changes the prompt or the last turn once messages are added; None if it does not."""
-        shown = self._rendered(history[:-1], generation_prompt=True)
-        sampled = self._rendered(history)
-        followed = self._rendered([*history, *new], generation_prompt=True)
+        shown = self.render(history[:-1], generation_prompt=True)
+        sampled = self.render(history)
+        followed = self.render([*history, *new], generation_prompt=True)
         boundary = self.boundary(history, new)
         turn = sampled.removesuffix(boundary.last).rstrip()
         kept = followed.removesuffix(boundary.end + boundary.after).rstrip()
@@ -175,14 +174,14 @@ class ChatFormat:
         return None
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
-        """Return the text of messages. Raises: jinja2.TemplateError."""
-        options = {**self.options, "add_generation_prompt": generation_prompt, "tools": self.tools or None}
-        return render_chat(self.templater, list(messages), options)
+        """Return the text of messages.
 
-    def _rendered(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
+        Raises: ChatFormatError when the template rejects them.
+        """
+        options = {**self.options, "add_generation_prompt": generation_prompt, "tools": self.tools or None}
         try:
-            return self.render(messages, generation_prompt)
-        except jinja2.TemplateError as error:
+            return render_chat(self.templater, list(messages), options)
+        except Exception as error:  # templates are programs: they raise TypeError for a missing text, for instance
             raise ChatFormatError(f"the chat template rejects the conversation: {error}") from error
 
     def encode(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[int]:
@@ -195,6 +194,11 @@ class ChatFormat:
             return list(self.processor(text=[text], add_special_tokens=False, **given)["input_ids"][0])
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text if isinstance(text, str) else "".join(text)
 
 
 def _media_count(messages: Sequence[Message], kind: str) -> int:

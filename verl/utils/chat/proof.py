@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
-import jinja2
-
 from verl.utils.chat.boundary import Boundary, ChatFormatError, first_difference
 from verl.utils.chat.messages import Message
 
@@ -68,7 +66,7 @@ def _with_tools(tools: Sequence[Message], results: Sequence[str]) -> list[dict[s
 def _takes(chat: Writes, messages: Sequence[Message]) -> bool:
     try:
         chat.render(messages, True)
-    except jinja2.TemplateError:
+    except ChatFormatError:
         return False
     return True
 
@@ -88,9 +86,9 @@ def _prove_turn(chat: Writes, history: Sequence[Message], added: Sequence[Messag
         boundary = chat.boundary(history, added)
         shown = chat.render(history[:-1], True)
         whole = chat.render([*history, *added], True)
-    except jinja2.TemplateError as error:
+    except ChatFormatError as error:
         roles = [message["role"] for message in [*history, *added]]
-        raise ChatFormatError(f"the chat template rejects a conversation with the roles {roles}: {error}") from error
+        raise ChatFormatError(f"{error} (roles {roles})") from error
     tail = boundary.end + boundary.after
     before = whole.removesuffix(tail)
     if not whole.endswith(tail):
