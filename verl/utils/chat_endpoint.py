@@ -1,8 +1,9 @@
 """Ask a chat model on an OpenAI-compatible server, with a deadline, retries and bounded concurrency.
 
-It uses the standard library only and ignores the environment's proxy settings.
+It ignores the environment's proxy settings.
 """
 
+import asyncio
 import http.client
 import json
 import logging
@@ -14,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+from verl.utils.http_client import post_json
 
 logger = logging.getLogger(__name__)
 
@@ -88,21 +91,43 @@ class ChatEndpoint:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
+    async def answer(self, messages: Messages) -> str:
+        """Return the answer to one conversation without blocking the event loop; ``max_concurrency`` does not apply.
+
+        Raises: EndpointError if there is none within ``timeout_s``.
+        """
+        end = time.monotonic() + self.timeout_s
+        failures: list[str] = []
+        while True:
+            try:
+                return self._content(*await self._post_async(messages, end))
+            except _Retry as failure:
+                delay = self._delay_s(failure, failures)
+            if len(failures) == self.max_attempts or time.monotonic() + delay >= end:
+                raise self._no_answer(failures)
+            await asyncio.sleep(delay)
+
     # ---- one conversation
 
     def _ask(self, messages: Messages, end: float, stopped: threading.Event) -> str:
         failures: list[str] = []
-        for attempt in range(self.max_attempts):
+        while True:
             try:
                 return self._attempt(messages, end)
             except _Retry as failure:
-                failures.append(str(failure))
-                delay = failure.delay_s if failure.delay_s is not None else self.retry_delay_s * 2**attempt
-            last = attempt + 1 == self.max_attempts or time.monotonic() + delay >= end
+                delay = self._delay_s(failure, failures)
+            last = len(failures) == self.max_attempts or time.monotonic() + delay >= end
             if last or stopped.wait(delay):
-                break
+                raise self._no_answer(failures)
+
+    def _delay_s(self, failure: _Retry, failures: list[str]) -> float:
+        """Note a failure and return the delay before the next attempt."""
+        failures.append(str(failure))
+        return failure.delay_s if failure.delay_s is not None else self.retry_delay_s * 2 ** (len(failures) - 1)
+
+    def _no_answer(self, failures: Sequence[str]) -> EndpointError:
         shown = f"{self.base_url}: no answer in {len(failures)} attempts within {self.timeout_s:g} s"
-        raise EndpointError(f"{shown}; the last error: {failures[-1]}")
+        return EndpointError(f"{shown}; the last error: {failures[-1]}")
 
     def _attempt(self, messages: Messages, end: float) -> str:
         """Send the request once.
@@ -113,6 +138,10 @@ class ChatEndpoint:
             status, delay_s, body = self._post(messages, end)
         except (OSError, http.client.HTTPException) as error:  # refused, interrupted, or too slow
             raise _Retry(f"{type(error).__name__}: {error}") from error
+        return self._content(status, delay_s, body)
+
+    def _content(self, status: int, delay_s: float | None, body: bytes) -> str:
+        """Return the text of a reply; raises as ``_attempt``."""
         text = body.decode(errors="replace")
         if status in _RETRIED:
             raise _Retry(f"HTTP {status}: {text[:_SHOWN_CHARS]}", delay_s)
@@ -126,18 +155,35 @@ class ChatEndpoint:
             raise _Retry(f"the answer has no text: {text[:_SHOWN_CHARS]!r}")
         return content
 
+    def _request(self, messages: Messages) -> dict[str, Any]:
+        return {"model": self.model, "messages": list(messages), **(self.sampling or {})}
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def _path(self) -> str:
+        return f"{urlsplit(self.base_url).path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+
+    async def _post_async(self, messages: Messages, end: float) -> tuple[int, float | None, bytes]:
+        """Return what ``_post`` does.
+
+        Raises: _Retry if there is no reply.
+        """
+        url = urlsplit(self.base_url)._replace(path=self._path(), query="", fragment="").geturl()
+        try:
+            reply = await post_json(url, self._request(messages), _left(end), self._headers())
+        except OSError as error:
+            raise _Retry(f"{type(error).__name__}: {error}") from error
+        return reply.status, _seconds(reply.retry_after), reply.body
+
     def _post(self, messages: Messages, end: float) -> tuple[int, float | None, bytes]:
         """Return status, the delay that the server requests, and body."""
         url = urlsplit(self.base_url)
-        request = {"model": self.model, "messages": list(messages), **(self.sampling or {})}
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
+        headers = {"Content-Type": "application/json", "Connection": "close", **self._headers()}
         connect = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = connect(str(url.hostname), url.port, timeout=_left(end))
         try:
-            path = f"{url.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
-            connection.request("POST", path, json.dumps(request).encode(), headers)
+            connection.request("POST", self._path(), json.dumps(self._request(messages)).encode(), headers)
             socket = connection.sock  # the response takes it over
             socket.settimeout(_left(end))
             response = connection.getresponse()

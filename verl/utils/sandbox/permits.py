@@ -30,26 +30,35 @@ class FilePermits:
 
         Raises: TimeoutError if none is free for ten minutes.
         """
-        os.makedirs(self.folder, mode=0o700, exist_ok=True)
         end = time.monotonic() + WAIT_TIMEOUT_S
-        while True:
-            for number in random.sample(range(self.count), self.count):
-                handle = os.open(os.path.join(self.folder, str(number)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    os.close(handle)
-                else:
-                    self._handles().append(handle)
-                    return self
+        while (permit := self.try_take()) is None:
             if time.monotonic() > end:
                 raise TimeoutError(f"none of the {self.count} permits became free within {WAIT_TIMEOUT_S:g} s")
             time.sleep(_LOOK_EVERY_S)
+        self._handles().append(permit)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._handles().pop())
+        self.give_back(self._handles().pop())
+
+    def try_take(self) -> int | None:
+        """Return a permit that is free, for ``give_back``; None if there is none now."""
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        for number in random.sample(range(self.count), self.count):
+            handle = os.open(os.path.join(self.folder, str(number)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+            else:
+                return handle
+        return None
+
+    def give_back(self, permit: int) -> None:
+        """Free a permit that ``try_take`` returned."""
+        os.close(permit)
 
     def _handles(self) -> list[int]:
         """Return the locks that this thread holds."""

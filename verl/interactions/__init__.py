@@ -1,0 +1,1 @@
+"""Users and environments that answer a model during a rollout."""

@@ -1,0 +1,177 @@
+"""A text environment with the interface of gymnasium: the model's messages are its actions, its observations replies.
+
+Nothing of gymnasium is imported. An environment has ``reset(seed=..., options=...)``, which returns an observation and
+facts, and ``step(action)``, which returns observation, reward, terminated, truncated and facts; it may have ``close``.
+"""
+
+import asyncio
+import functools
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl.base_config import WrongInput, nearest, one_line
+from verl.interactions.base import Answered, BaseInteraction, Message, last_text
+
+_KEYS = ("name", "factory", "arguments", "action_pattern", "actions", "no_action", "no_action_reward", "num_workers")
+NO_ACTION = "There is no valid action in your message."
+
+
+class TextEnvironment(Protocol):
+    """What an environment must have."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
+        """Begin anew and return the first observation, and facts."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Mapping[str, Any]]:
+        """Act and return observation, reward, terminated, truncated and facts."""
+
+
+class EnvironmentFault(RuntimeError):
+    """The environment returned something that is not in its interface."""
+
+
+@dataclass
+class _Episode:
+    environment: Any
+    total: float = 0.0
+    steps: int = 0
+    ended: bool = False
+
+
+class EnvironmentInteraction(BaseInteraction):
+    """Steps an environment by the model's messages.
+
+    ``config`` has ``factory``, the dotted name of what makes an environment, such as ``gymnasium.make``, and may have
+    ``arguments`` of it; ``action_pattern``, a regular expression whose last match in a message, or the first group of
+    it, is the action (default: the whole message); ``actions``, which maps such texts to the actions of the environment
+    (default: the text itself); ``no_action``, what the model reads if there is none, and ``no_action_reward`` (0);
+    ``num_workers`` (32), how many environments of a process work at once. Rows give ``seed`` and ``options`` of
+    ``reset`` in ``interaction_kwargs``, and ``observation``, the first one, which is in their prompt (``reset_text``).
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        for key in config:
+            if key not in _KEYS:
+                near = ", ".join(nearest(key, _KEYS)) or ", ".join(_KEYS)
+                raise WrongInput(f"config.{key} is unknown: write {near}, or remove it")
+        self._make = functools.partial(_load_factory(config.get("factory")), **config.get("arguments", {}))
+        pattern = config.get("action_pattern")
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise WrongInput(f"config.action_pattern={pattern!r} is no regular expression: {error}") from None
+        self._actions: Mapping[str, Any] | None = config.get("actions")
+        self._no_action: str = config.get("no_action", NO_ACTION)
+        self._no_action_reward = float(config.get("no_action_reward", 0.0))
+        self._pool = ThreadPoolExecutor(config.get("num_workers", 32), thread_name_prefix=f"environment-{self.name}")
+        self._episodes: dict[str, _Episode] = {}
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Make an environment and reset it with ``seed`` and ``options``.
+
+        Raises: WrongInput if its first observation is not ``observation``, which the prompt of the row has.
+        """
+        environment = await self._run(self._make)
+        text = await self._run(functools.partial(reset_text, environment, kwargs.get("seed"), kwargs.get("options")))
+        expected = kwargs.get("observation")
+        if expected is not None and text != expected:
+            raise WrongInput(
+                f"interaction {self.name}, seed {kwargs.get('seed')}: the first observation is "
+                f"{one_line(text)!r}, but interaction_kwargs.observation is {one_line(str(expected))!r}: "
+                "make the rows anew with this environment"
+            )
+        instance_id = await super().start_interaction(instance_id)
+        self._episodes[instance_id] = _Episode(environment)
+        return instance_id
+
+    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
+        """Act by the last message of the model; the conversation ends with the episode."""
+        episode = self._episodes[instance_id]
+        if episode.ended:
+            return True, "", 0.0, {"steps": episode.steps}
+        action = self._action(last_text(messages, "assistant") or "")
+        if action is None:
+            episode.total += self._no_action_reward
+            return False, self._no_action, self._no_action_reward, {"steps": episode.steps}
+        stepped = await self._run(functools.partial(episode.environment.step, action))
+        if not isinstance(stepped, tuple) or len(stepped) != 5:
+            raise EnvironmentFault(
+                f"{type(episode.environment).__name__}.step returned {one_line(str(stepped))}: "
+                "it must return observation, reward, terminated, truncated and facts"
+            )
+        observation, reward, terminated, truncated, facts = stepped
+        episode.steps += 1
+        episode.total += float(reward)
+        episode.ended = bool(terminated or truncated)
+        found = {"steps": episode.steps, "truncated": bool(truncated), **facts}
+        return episode.ended, _text(episode.environment, observation), float(reward), found
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the sum of the rewards so far."""
+        return self._episodes[instance_id].total
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Close the environment."""
+        episode = self._episodes.pop(instance_id, None)
+        close = getattr(episode and episode.environment, "close", None)
+        if close is not None:
+            await self._run(close)
+
+    async def _run(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _action(self, message: str) -> Any:
+        """Return the action in a message; None if there is none."""
+        text = message.strip()
+        if self._pattern is not None:
+            found = list(self._pattern.finditer(message))
+            if not found:
+                return None
+            text = (found[-1][1] if self._pattern.groups else found[-1][0]) or ""
+            text = text.strip()
+        return text if self._actions is None else self._actions.get(text)
+
+
+def reset_text(environment: TextEnvironment, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
+    """Reset an environment and return its first observation, for the prompt of a row.
+
+    Raises: EnvironmentFault if it returns anything else than an observation and facts.
+    """
+    found: Any = environment.reset(seed=seed, options=options)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise EnvironmentFault(
+            f"{type(environment).__name__}.reset returned {one_line(str(found))}: it must return observation and facts"
+        )
+    return _text(environment, found[0])
+
+
+def _text(environment: Any, observation: Any) -> str:
+    if isinstance(observation, str | int | float):
+        return str(observation)
+    raise EnvironmentFault(
+        f"{type(environment).__name__} observes {type(observation).__name__}: wrap it so that it observes text"
+    )
+
+
+def _load_factory(name: Any) -> Callable[..., Any]:
+    """Return what a dotted name stands for.
+
+    Raises: WrongInput if that cannot be called.
+    """
+    wanted = "write the dotted name of a class or function that makes an environment, such as gymnasium.make"
+    if not isinstance(name, str) or "." not in name.strip("."):
+        raise WrongInput(f"config.factory={name!r}: {wanted}")
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise WrongInput(f"config.factory={name}: {error}: {wanted}, or install its package") from error
+    if not callable(found):
+        raise WrongInput(f"config.factory={name}: cannot be called: {wanted}")
+    factory: Callable[..., Any] = found
+    return factory

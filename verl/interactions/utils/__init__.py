@@ -1,0 +1,1 @@
+"""Helpers of interactions, at their established paths."""

@@ -1,0 +1,76 @@
+"""Ask a web service without blocking the event loop; a cancelled request closes its connection."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+MOST_REPLY_BYTES = 64 << 20
+
+
+class NoReply(OSError):
+    """The service cannot be reached, or broke off the connection."""
+
+
+class NoReplyInTime(NoReply, TimeoutError):
+    """The service was too slow."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a service replied; ``retry_after`` is its header ``Retry-After``."""
+
+    status: int
+    body: bytes
+    retry_after: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode(errors="replace")
+
+
+def url_problem(url: Any) -> str | None:
+    """Return what is wrong with the address of a service; None if it can be asked."""
+    if not isinstance(url, str):
+        return "write the address of the service, such as http://127.0.0.1:8000"
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "write an address with http:// or https://, such as http://127.0.0.1:8000"
+    return None
+
+
+async def post_json(
+    url: str, content: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
+) -> Reply:
+    """Post JSON and return the whole reply, whatever its status.
+
+    It ignores the proxy settings of the environment: the services are those of a run.
+
+    Raises: NoReply; NoReplyInTime if the reply is not complete within ``timeout_s``.
+    """
+    import aiohttp
+
+    body = json.dumps(content).encode()
+    headers = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
+    try:
+        # Requests are rare and long compared to a connection, and sessions must not outlive their event loop.
+        async with (
+            asyncio.timeout(timeout_s),
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+            session.post(url, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as response,
+        ):
+            parts = bytearray()
+            async for part in response.content.iter_any():
+                parts += part
+                if len(parts) > MOST_REPLY_BYTES:
+                    raise NoReply(f"{url}: the reply exceeds {MOST_REPLY_BYTES} bytes")
+            return Reply(response.status, bytes(parts), response.headers.get("Retry-After"))
+    except TimeoutError as error:
+        raise NoReplyInTime(f"{url}: no complete reply within {timeout_s:g} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        if isinstance(error, NoReply):
+            raise
+        raise NoReply(f"{url}: {type(error).__name__}: {error}") from error
