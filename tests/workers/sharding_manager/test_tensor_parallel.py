@@ -1,6 +1,7 @@
 """Two processes with one engine over both: the same samples on each, and failures told to all."""
 
 import asyncio
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def _start(rank: int, folder: str, key_value_heads: int) -> Any:
 
 def _check(manager: Any, seed: int) -> list[list[int]]:
     with manager:
+        if dist.get_rank() == 1:  # rank 0 pauses the engine before this rank asks for it
+            time.sleep(0.1)
         output = manager.rollout.generate_sequences(tiny.prompts_batch(6, seed=seed, repeat=2))
     expected = tiny.reference_log_probs(manager.engine.model, output, tiny.TEMPERATURE)
     torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)

@@ -116,6 +116,7 @@ class EngineLoop:
         self._numbers: dict[str, str] = {}  # by the key of the request
         self._held: list[_Add] = []  # requests that came while the engine was paused
         self._paused = False
+        self._is_owned = False  # by the thread that has paused the engine; on other ranks it may lag behind the leader
         self._is_paused = threading.Event()
         self._may_resume = threading.Event()
         self._burst = ExitStack()
@@ -158,22 +159,24 @@ class EngineLoop:
 
         Raises: ServerError if the engine is gone.
         """
-        if self.is_paused:
+        if self._is_owned:
             return
         if self._is_leader:
             self._inbox.put(_Switch(paused=True))
         while not self._is_paused.wait(_POLL_S):
             self._check_alive()
+        self._is_owned = True
 
     @property
     def is_paused(self) -> bool:
         """Whether the engine belongs to the thread that has paused it."""
-        return self._is_paused.is_set()
+        return self._is_owned
 
     def resume(self) -> None:
         """Give the engine back to its thread."""
-        if not self.is_paused:
+        if not self._is_owned:
             return
+        self._is_owned = False
         self._is_paused.clear()
         self._may_resume.set()
         if self._is_leader:
