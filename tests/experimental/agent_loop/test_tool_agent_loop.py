@@ -13,8 +13,8 @@ from PIL import Image
 
 from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop, VideoResponseError
-from verl.experimental.agent_loop.trajectory import turn_seed
+from verl.experimental.agent_loop.tool_agent_loop import InteractionNameError, ToolAgentLoop, VideoResponseError
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_seed
 from verl.tools.base_tool import BaseTool
 from verl.tools.calls import ToolError
 from verl.tools.schemas import ToolResponse
@@ -123,7 +123,7 @@ def sampled(output: AgentLoopOutput) -> str:
 
 
 def outcomes(output: AgentLoopOutput) -> list[str]:
-    return [each["outcome"] for turn in output.extra_fields["turns"] for each in turn["calls"]]
+    return [each["outcome"] for turn in output.extra_fields[TURNS_COLUMN] for each in turn["calls"]]
 
 
 def test_a_call_and_its_answer(tools_file: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_call_and_its_answer(tools_file: Path) -> None:
     assert output.extra_fields["tool_rewards"] == [0.5] and output.extra_fields["turn_scores"] == []
     assert output.extra_fields["reward_scores"] == {"probe": 0.75}
     assert Probe.events == [("create", {"create_kwargs": {"a": 1}}), ("execute", {"b": 2}), ("release", {"c": 3})]
-    turn = output.extra_fields["turns"][1]
+    turn = output.extra_fields[TURNS_COLUMN][1]
     assert turn["role"] == "tool" and turn["calls"][0]["text"] == "42" and output.metrics.tool_calls > 0
 
 
@@ -186,7 +186,7 @@ def test_when_a_trajectory_ends(tools_file: Path) -> None:
     turn = call() + "<|end|>"
     for limit in ("max_assistant_turns", "max_user_turns"):
         output = run(config_of(tools_file, **{f"multi_turn.{limit}": 2}), Scripted([turn] * 9))
-        models = sum(each["role"] == "assistant" for each in output.extra_fields["turns"])
+        models = sum(each["role"] == "assistant" for each in output.extra_fields[TURNS_COLUMN])
         assert models == (2 if limit == "max_assistant_turns" else 3)
         assert output.response_mask[-1] == 1
     size, answer = len(TOKENIZER.encode(turn)), len(TOKENIZER.encode("<|tool|>done<|end|><|assistant|>"))
@@ -198,7 +198,7 @@ def test_when_a_trajectory_ends(tools_file: Path) -> None:
         (2 * size + answer, 2, 1),
     ):
         output = run(config_of(tools_file, response_length=room), Scripted([turn] * 9))
-        assert sum(each["role"] == "assistant" for each in output.extra_fields["turns"]) == turns, room
+        assert sum(each["role"] == "assistant" for each in output.extra_fields[TURNS_COLUMN]) == turns, room
         assert len(output.response_ids) <= room and output.response_mask[-1] == 1
         assert outcomes(output) == ["ok"] * executed
     without = run(config_of(None), Scripted([turn] * 9))
@@ -224,6 +224,20 @@ def test_a_template_that_strips_thoughts(tools_file: Path) -> None:
     assert [each.num_turns for each in (first, second)] == [4, 4]
 
 
+def test_the_first_difference_from_the_template_is_logged(tools_file: Path, caplog: Any) -> None:
+    config = config_of(tools_file)
+    for _ in range(2):  # the byte template writes no tool calls: the whole chat lacks them
+        run(config, Scripted([call() + "<|end|>", "Yes.<|end|>"]))
+    assert len([each for each in caplog.messages if "tokenization_sanity_check_mode=strict" in each]) == 1
+    caplog.clear()
+    run(
+        config_of(tools_file, **{"multi_turn.tokenization_sanity_check_mode": "disable"}),
+        Scripted([call() + "<|end|>", "<|end|>"]),
+    )
+    run(config_of(tools_file), Scripted(["Yes.<|end|>"]))
+    assert not caplog.messages
+
+
 def test_images_are_appended_and_videos_are_refused(tools_file: Path) -> None:
     tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
     processor = vl_processor("qwen2_5_vl", tokenizer)
@@ -247,3 +261,18 @@ def test_images_are_appended_and_videos_are_refused(tools_file: Path) -> None:
     with pytest.raises(ValueError, match="the tool probe answered with an image, but the model of the policy reads"):
         run(config_of(tools_file), Scripted([call(image=1) + "<|end|>"]))
     assert Probe.events[-1][0] == "release"
+
+
+def test_a_conversation_with_a_user(tmp_path: Path) -> None:
+    path = tmp_path / "interaction.yaml"
+    node = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    path.write_text(yaml.dump({"interaction": [node]}))
+    config = config_of(None, **{"multi_turn.interaction_config_path": path})
+    kwargs = {"name": "gsm8k", "ground_truth": "4", "query": "2 + 2"}
+    output = run(config, Scripted(["#### 5<|end|>", "#### 4<|end|>"]), interaction_kwargs=kwargs)
+    assert sampled(output) == "#### 5<|end|>#### 4<|end|>"
+    assert output.extra_fields["turn_scores"] == [0.0, 1.0]
+    assert [each["role"] for each in output.extra_fields[TURNS_COLUMN]] == ["assistant", "user", "assistant", "user"]
+    assert text_of(output).count("<|user|>") == 2
+    with pytest.raises(InteractionNameError, match="interaction_kwargs.name=None: .* has gsm8k"):
+        run(config, Scripted([]))

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import jinja2
 from omegaconf import DictConfig
 
 from verl.base_config import WrongInput, one_line
@@ -19,10 +17,11 @@ from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, ToolCall, Trajectory, turn_columns, turn_seed
+from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.calls import CallResult, ToolOutcome, execute_call, unknown_tool
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config
-from verl.utils.chat import ChatFormat, Restarted
+from verl.utils.chat import ChatFormat, Difference, Restarted, whole_differences
 from verl.utils.dataset.vision_utils import MediaError, process_image
 from verl.workers.rollout.server import ABORTED, FULL
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from verl.tools.base_tool import BaseTool
 
 logger = logging.getLogger(__name__)
-_warn_once = cache(logger.warning)
 
 Message = dict[str, Any]
 _KEY = "actor_rollout_ref.rollout.multi_turn"
@@ -62,7 +60,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Parts:
-    """What all trajectories of a process share."""
+    """What all trajectories of a process share; ``differences`` holds the first one that was logged."""
 
     config: DictConfig
     tools: Mapping[str, "BaseTool"]
@@ -71,6 +69,7 @@ class Parts:
     chat: ChatFormat
     interactions: Mapping[str, "BaseInteraction"]
     end_tokens: frozenset[int]
+    differences: list[Difference] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -87,6 +86,7 @@ class Parts:
         options = dict(config.data.get("apply_chat_template_kwargs") or {})
         chat = ChatFormat(tokenizer, processor, options, schemas)
         chat.prove()
+        path = node.interaction_config_path
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         return cls(
             config,
@@ -94,7 +94,7 @@ class Parts:
             schemas,
             get_tool_parser(node.format, tokenizer),
             chat,
-            _interactions(node.interaction_config_path),
+            initialize_interactions_from_config(path) if path else {},
             frozenset(special | set(tokenizer.all_special_ids)),
         )
 
@@ -412,27 +412,20 @@ class ToolAgentLoop(AgentLoopBase):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _compare(self, talk: Conversation) -> None:
-        """Compare the tokens with the chat as its template writes it whole, as ``tokenization_sanity_check_mode`` says.
+        """Compare the tokens with the chat as its template writes it whole, until the first difference is logged.
 
         A difference is no fault of the trajectory: a model may write a call otherwise than the template would.
         """
         mode = self.settings.tokenization_sanity_check_mode
-        if mode == "disable" or talk.trajectory.multi_modal_data:
+        if self.parts.differences:
             return
-        try:
-            whole = self.parts.chat.render(talk.messages)
-        except jinja2.TemplateError:  # some templates reject a chat that ends with a tool call
-            return
-        sampled = self.tokenizer.decode(talk.trajectory.token_ids, skip_special_tokens=False)
-        if mode == "ignore_strippable":
-            sampled, whole = ("".join(text.split()) for text in (sampled, whole))
-        if not (whole.startswith(sampled) or sampled.startswith(whole)):
-            at = next(i for i, (one, two) in enumerate(zip(sampled, whole, strict=False)) if one != two)
-            around = slice(max(0, at - 40), at + 40)
-            _warn_once(
-                "%s.tokenization_sanity_check_mode=%s: a trajectory keeps %r, where the chat template would write %r: "
-                "models that generate from whole chats see the latter (further differences are not logged)",
-                *(_KEY, mode, sampled[around], whole[around]),
+        found = whole_differences(self.parts.chat, talk.messages, talk.trajectory.token_ids, mode)
+        if found:
+            self.parts.differences.append(found[0])
+            logger.warning(
+                "%s.tokenization_sanity_check_mode=%s: a trajectory is not what the chat template makes of its "
+                "messages, %s; it stays as it was sampled (further differences are not logged)",
+                *(_KEY, mode, found[0]),
             )
 
     async def _release(self, talk: Conversation) -> None:
@@ -446,15 +439,6 @@ class ToolAgentLoop(AgentLoopBase):
         if talk.interaction is not None:
             with suppress(Exception):
                 await asyncio.wait_for(talk.interaction.finalize_interaction(talk.id), _END_TIMEOUT_S)
-
-
-def _interactions(path: str | None) -> "Mapping[str, BaseInteraction]":
-    if not path:
-        return {}
-    from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
-
-    made: dict[str, BaseInteraction] = initialize_interactions_from_config(path)
-    return made
 
 
 def _assistant(text: str, said: str = "", calls: Sequence[FunctionCall] = ()) -> Message:

@@ -11,7 +11,7 @@ from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import TokenOutput
 
 MODEL = "assistant"
-TURNS_COLUMN = "turns"
+TURNS_COLUMN = "__turns__"
 """Column of a batch that holds the turns of each row, as ``turn_columns`` writes them."""
 
 

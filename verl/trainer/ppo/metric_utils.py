@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo.conversations import turn_metrics
 from verl.utils.metric import reduce_metrics as reduce_metrics
 
 _TIMERS_OVER_RESPONSE = ("gen",)
@@ -86,7 +87,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         if column in batch.non_tensor_batch:
             counts = torch.tensor(batch.non_tensor_batch[column].astype(np.float64))
             metrics |= _summary(name, counts)
-    return metrics
+    return metrics | turn_metrics(batch)
 
 
 def failure_metrics(name: str, reasons: Sequence[str | None] | np.ndarray | None) -> dict[str, float]:

@@ -673,14 +673,14 @@ class RayPPOTrainer:
         )
         if samples is None:
             return {}
-        self._maybe_log_val_generations(inputs=samples.inputs, outputs=samples.outputs, scores=samples.scores)
+        self._maybe_log_val_generations(inputs=samples.inputs, outputs=samples.shown, scores=samples.scores)
         if options.validation_data_dir:
             self._dump_generations(
                 inputs=samples.inputs,
                 outputs=samples.outputs,
                 gts=samples.truths,
                 scores=samples.scores,
-                reward_extra_infos_dict=samples.extras,
+                reward_extra_infos_dict=samples.columns,
                 dump_path=options.validation_data_dir,
             )
         return summarise(samples)

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.conversations import conversations, readable
 from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests
@@ -145,17 +146,18 @@ def sample_rows(
     scores = tensors["token_level_scores"].sum(-1)
     chosen = choose_rows(scores, vetoed_rows(batch, veto_threshold), count, batch.non_tensor_batch.get("uid"))
     rows = list(chosen)
+    turns = conversations(batch[rows], tokenizer) or [None] * len(rows)
     prompts = tokenizer.batch_decode(tensors["prompts"][rows], skip_special_tokens=True)
     responses = tokenizer.batch_decode(tensors["responses"][rows], skip_special_tokens=True)
     lengths = compute_response_mask(batch).sum(-1).tolist()
     truths = ground_truths(batch)
     extras = batch.non_tensor_batch
     samples = []
-    for row, prompt, response in zip(rows, prompts, responses, strict=True):
+    for row, prompt, response, talk in zip(rows, prompts, responses, turns, strict=True):
         sample: Sample = {
             "kind": chosen[row],
             "prompt": shortened(prompt),
-            "response": shortened(response),
+            "response": shortened(readable(talk) if talk and len(talk) > 1 else response),
             "score": scores[row].item(),
             "tokens": lengths[row],
             "truth": _short(truths[row]),
@@ -268,6 +270,9 @@ def scored_columns(
     kept = {name: ordered(values) for name, values in extras.items() if len(values) == len(batch)}
     if "request_id" in batch.non_tensor_batch:
         kept.setdefault("request_id", ordered(list(batch.non_tensor_batch["request_id"])))
+    turns = conversations(batch, tokenizer)
+    if turns is not None:
+        kept.setdefault("turns", ordered(turns))
     return {
         "inputs": ordered(tokenizer.batch_decode(tensors["prompts"], skip_special_tokens=True)),
         "outputs": ordered(tokenizer.batch_decode(tensors["responses"], skip_special_tokens=True)),

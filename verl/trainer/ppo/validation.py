@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
 from verl.trainer.ppo.records import ground_truths, trace_batch
@@ -30,6 +31,7 @@ class ValidationSamples:
     uids: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    conversations: list[Conversation | None] = field(default_factory=list)
     extras: ExtraColumns = field(default_factory=lambda: defaultdict(list))
 
     def add(
@@ -48,6 +50,21 @@ class ValidationSamples:
         add_extras(self.extras, dict(extras), num_before, len(scores))
         if "__num_turns__" in batch.non_tensor_batch:
             self.turns += [int(turns) for turns in batch.non_tensor_batch["__num_turns__"]]
+        self.conversations += conversations(batch, tokenizer) or [None] * len(scores)
+
+    @property
+    def shown(self) -> list[str]:
+        """The responses for people to read: conversations with their roles."""
+        pairs = zip(self.outputs, self.conversations, strict=True)
+        return [readable(talk) if talk and len(talk) > 1 else output for output, talk in pairs]
+
+    @property
+    def columns(self) -> ExtraColumns:
+        """The columns of a dump besides texts, truths and scores."""
+        columns = dict(self.extras)
+        if any(self.conversations):
+            columns.setdefault("turns", self.conversations)
+        return columns
 
 
 def choose_samples(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from verl.base_config import Violation, WrongInput, nearest
 from verl.experimental.agent_loop.registry import known_names, read_agent_loops
 from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.interactions.utils.interaction_registry import read_interactions_file
 from verl.tools.utils.tool_registry import read_tools_file
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
-from verl.utils.class_files import read_class_items
 from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, RolloutConfig
 
 _KEY = "actor_rollout_ref.rollout"
@@ -68,7 +68,7 @@ def multi_turn_rules(run: RunConfig) -> Iterator[Violation]:
         near = ", ".join(nearest(turns.format, names)) or "none"
         expected = f"is no format of tool calls: write one of {', '.join(names)} (the nearest: {near})"
         yield Violation(f"{key}.format", turns.format, expected)
-    files = {"tool_config_path": read_tools_file, "interaction_config_path": _read_interactions}
+    files = {"tool_config_path": read_tools_file, "interaction_config_path": read_interactions_file}
     for name, read in files.items():
         path = turns[name]
         if path:
@@ -76,11 +76,6 @@ def multi_turn_rules(run: RunConfig) -> Iterator[Violation]:
                 read(path)
             except WrongInput as error:
                 yield Violation(f"{key}.{name}", path, str(error))
-
-
-def _read_interactions(path: str) -> object:
-    example = "class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}"
-    return read_class_items(path, "interaction", example, ("name",))
 
 
 def _registers_more(run: RunConfig) -> bool:
