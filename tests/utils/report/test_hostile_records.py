@@ -57,9 +57,18 @@ reports = st.fixed_dictionaries(
         "memory": often(st.dictionaries(texts | st.just("host_gb"), often(sure), max_size=3)),
     }
 )
+calls = st.fixed_dictionaries(
+    {"name": often(texts), "arguments": often(texts), "outcome": often(texts), "seconds": often(sure)},
+    optional={"reward": often(sure)},
+)
+turns = st.fixed_dictionaries(
+    {"role": often(st.just("assistant") | texts), "text": often(texts), "tokens": often(texts), "seconds": often(sure)},
+    optional={"calls": often(st.lists(often(calls), max_size=2))},
+)
 samples = st.fixed_dictionaries(
     {"kind": often(texts), "prompt": often(texts), "response": often(texts), "score": often(sure)},
-    optional={"tokens": often(texts), "truth": often(texts), "reward_failure": often(texts), "more": values},
+    optional={"tokens": often(texts), "truth": often(texts), "reward_failure": often(texts), "more": values}
+    | {"turns": often(st.lists(often(turns), max_size=3))},
 )
 names = st.sampled_from(
     ["critic/score/mean", "timing_s/step", "timing_s/gen", "actor/kl_loss", "train/loss", "response_length/mean"]
@@ -118,6 +127,8 @@ def full_record() -> list[dict]:
     for step in range(1, 9):
         attack = ATTACKS[step % len(ATTACKS)]
         report = {"rank": attack, "seconds": {attack: 1.0, "b": attack}, "memory": {attack: 1.0, "host_gb": attack}}
+        call = {"name": attack, "arguments": attack, "outcome": attack, "seconds": attack, "reward": attack}
+        turn = {"role": attack, "text": attack, "tokens": attack, "seconds": attack, "calls": [call]}
         sample = {"kind": attack, "prompt": attack, "response": attack, "score": attack, "tokens": attack}
         named = {f"{prefix}{attack}": step / 9 for prefix in ("val-core/", "perf/mfu/", "perf/memory/actor/", "")}
         rows.append(
@@ -125,7 +136,7 @@ def full_record() -> list[dict]:
                 "step": step,
                 "data": {"critic/score/mean": 0.5, "timing_s/step": 1.0, "timing_s/gen": attack, **named},
                 "workers": {attack: [report, report | {"rank": 1}]},
-                "samples": [sample, sample | {"truth": attack, "reward_failure": attack, "score": 1}],
+                "samples": [sample, sample | {"truth": attack, "reward_failure": attack, "score": 1, "turns": [turn]}],
                 "response_length": {"limit": attack, "counts": [attack]},
                 "phases": attack,
             }

@@ -39,6 +39,10 @@ def page(records):
     failed = sample | {"kind": "worst", "reward_failure": "timed out <b>", "score": 0.0}
     for entry in entries.values():
         entry["samples"] = [sample, failed]
+    call = {"name": "calculator", "arguments": "{}", "outcome": "timeout", "seconds": 2.0, "reward": 0.25}
+    turn = {"role": "assistant", "text": "call", "tokens": 3, "seconds": 0.1, "calls": []}
+    answer = turn | {"role": "tool", "text": HOSTILE, "calls": [call]}
+    entries[max(entries)]["samples"] = [sample, failed | {"turns": [turn, answer, turn]}]
     return render(entries, "a <run>")
 
 
@@ -51,6 +55,16 @@ def test_every_picture_is_there_with_axes_and_units(page, records):
         assert len(texts) > 8 and not any("$" in text for text in texts)  # numbers along the axes, as they are read
     assert re.search(r"from step 12</a>: step 12 sampled with weights", page)
     assert "stale weights, step 12" in re.search(r'<figure id="mismatch">.*?</figure>', page, re.DOTALL).group()
+
+
+def test_a_trajectory_has_its_turns_and_the_link_to_them(page, records):
+    (name,) = re.findall(r'href="#(trajectory-[^"]+)">3 turns, 1 tool calls</a>', page)
+    assert name == f"trajectory-{max(records.healthy())}-2"
+    shown = re.search(rf'<details class="trajectory" id="{name}".*?</details>', page, re.DOTALL).group()
+    assert re.findall(r'<div class="(turn[^"]*)"><b>(\w+)</b>', shown) == [
+        ("turn", "prompt"), ("turn sampled", "assistant"), ("turn", "tool"), ("turn sampled", "assistant"),
+    ]  # fmt: skip
+    assert 'class="call failure">calculator {}: timeout, 2 s, reward 0.25</span>' in shown
 
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_of_a_response_is_run(page):

@@ -25,7 +25,7 @@ from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests
 from verl.utils.observe.digest import column_digest, tensor_digest
-from verl.utils.observe.record import Details
+from verl.utils.observe.record import Details, SampleCall, SampleTurn
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.utils.observe.tracking import plain
 
@@ -36,10 +36,10 @@ _OF_SCORE = ("rm_scores", "token_level_scores")
 """Columns that the phase ``score`` begins, although a later phase may add them."""
 _COPY_OF = {"multi_modal_data": "multi_modal_inputs", "raw_prompt_ids": "input_ids"}
 """Columns of the data set, and the column of the batch that holds the same content."""
-Sample = dict[str, str | int | float]
-"""A response with its prompt, score, length and label, as the record keeps it."""
 MAX_TEXT = 1200
-"""Longest prompt or response in a sample, in characters; a longer one loses its middle."""
+"""Longest prompt, response or turn in a sample, in characters; a longer one loses its middle."""
+MAX_CALL = 300
+"""Longest name or arguments of a tool call in a sample, in characters."""
 
 
 # ---- the record of the run
@@ -140,8 +140,8 @@ def length_histogram(batch: DataProto) -> dict[str, Any]:
 
 def sample_rows(
     batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int, veto_threshold: float | None
-) -> list[Sample]:
-    """Return texts and scores of at most ``count`` responses: the best, the worst, and some that were vetoed."""
+) -> list[dict[str, Any]]:
+    """Return at most ``count`` responses as ``Sample`` has them: the best, the worst, and some that were vetoed."""
     tensors = tensors_of(batch)
     scores = tensors["token_level_scores"].sum(-1)
     chosen = choose_rows(scores, vetoed_rows(batch, veto_threshold), count, batch.non_tensor_batch.get("uid"))
@@ -154,7 +154,7 @@ def sample_rows(
     extras = batch.non_tensor_batch
     samples = []
     for row, prompt, response, talk in zip(rows, prompts, responses, turns, strict=True):
-        sample: Sample = {
+        sample: dict[str, Any] = {
             "kind": chosen[row],
             "prompt": shortened(prompt),
             "response": shortened(readable(talk) if talk and len(talk) > 1 else response),
@@ -167,6 +167,30 @@ def sample_rows(
                 sample[column] = _short(extras[column][row])
         samples.append(sample)
     return samples
+
+
+def _sample_turns(talk: Conversation) -> list[SampleTurn]:
+    """Return a conversation as a sample keeps it, with long texts shortened."""
+    return [
+        {
+            "role": turn["role"],
+            "text": shortened(turn["text"]),
+            "tokens": turn["tokens"],
+            "seconds": turn["seconds"],
+            "calls": [_sample_call(call) for call in turn.get("calls", ())],
+        }
+        for turn in talk
+    ]
+
+
+def _sample_call(call: Mapping[str, Any]) -> SampleCall:
+    return {
+        "name": shortened(call["name"], MAX_CALL),
+        "arguments": shortened(call["arguments"], MAX_CALL),
+        "outcome": call["outcome"],
+        "seconds": call["seconds"],
+        "reward": call["reward"],
+    }
 
 
 def choose_rows(

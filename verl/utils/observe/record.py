@@ -43,6 +43,26 @@ class WorkerReport(TypedDict):
     generation: NotRequired[dict[str, float]]
 
 
+class SampleCall(TypedDict):
+    """A tool call of a sampled trajectory."""
+
+    name: str
+    arguments: str
+    outcome: str
+    seconds: float
+    reward: NotRequired[float | None]
+
+
+class SampleTurn(TypedDict):
+    """A turn of a sampled trajectory: who spoke, the text of its tokens, and the tool calls that it answers."""
+
+    role: str
+    text: str
+    tokens: int | str
+    seconds: float
+    calls: list[SampleCall]
+
+
 class Sample(TypedDict):
     """One sampled response; ``kind`` says why it was chosen."""
 
@@ -53,6 +73,7 @@ class Sample(TypedDict):
     tokens: int | str
     truth: NotRequired[int | str | None]
     reward_failure: NotRequired[str]
+    turns: NotRequired[list[SampleTurn]]
 
 
 class Details(TypedDict, total=False):

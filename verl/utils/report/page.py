@@ -61,6 +61,7 @@ def render(entries: Entries, name: str) -> str:
         absent=[p.title + (f" ({WHY_ABSENT[p.name]})" if p.name in WHY_ABSENT else "") for p in missing],
         samples=samples,
         kinds=sorted({sample["kind"] for rows in samples.values() for sample in rows}),
+        conversations=any("turns" in sample for rows in samples.values() for sample in rows),
         supervised=is_supervised(entries),
         worker_step=worker_step,
         workers=workers,
