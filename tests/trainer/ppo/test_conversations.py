@@ -95,7 +95,13 @@ def test_dumps_samples_and_validation_show_the_turns(batch: DataProto, tmp_path:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [len(line["turns"]) for line in lines] == [1, 3, 2]
     assert lines[1]["turns"][1]["calls"][0]["name"] == "add"
-    shown = {each["uid"]: each["response"] for each in sample_rows(batch, TOKENIZER, 3, None)}
+    sampled = {each["uid"]: each for each in sample_rows(batch, TOKENIZER, 3, None)}
+    assert [turn["role"] for turn in sampled["a"]["turns"]] == ["assistant", "tool", "assistant"]
+    assert sampled["b"]["turns"][1] == {"role": "tool", "text": "late", "tokens": 7, "seconds": 0.0} | {
+        "calls": [{"name": "add", "arguments": "{}", "outcome": "timeout", "seconds": 2.5, "reward": None}]
+    }
+    assert "turns" not in sampled["c"]  # one turn says no more than the response
+    shown = {uid: each["response"] for uid, each in sampled.items()}
     assert shown == {"a": "[assistant] add\n[tool] 7\n?\n[assistant] 7", "b": "[assistant] wait\n[tool] late", "c": "7"}
     samples = ValidationSamples()
     samples.add(batch, [1.0, 0.0, 0.0], {}, TOKENIZER)

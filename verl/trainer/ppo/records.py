@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.conversations import conversations, readable
+from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests
@@ -165,6 +165,8 @@ def sample_rows(
         for column in ("uid", "data_source", "reward_failure"):
             if column in extras and extras[column][row] is not None:
                 sample[column] = _short(extras[column][row])
+        if talk and len(talk) > 1:
+            sample["turns"] = _sample_turns(talk)
         samples.append(sample)
     return samples
 
