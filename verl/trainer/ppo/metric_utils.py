@@ -83,10 +83,11 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics |= _summary("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
     metrics |= failure_metrics("reward", batch.non_tensor_batch.get("reward_failure"))
-    for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
-        if column in batch.non_tensor_batch:
-            counts = torch.tensor(batch.non_tensor_batch[column].astype(np.float64))
-            metrics |= _summary(name, counts)
+    counted = {"__num_turns__": "num_turns", "tool_call_counts": "tool_call_counts", "segments": "segments"}
+    for column, name in counted.items():
+        counts = [float(count) for count in batch.non_tensor_batch.get(column, ()) if count is not None]
+        if counts:
+            metrics |= _summary(name, torch.tensor(counts, dtype=torch.float64))
     return metrics | turn_metrics(batch)
 
 

@@ -34,9 +34,8 @@ Reward = tuple[Tensor, ExtraColumns]
 RewardFn = Callable[..., Any]
 """Scores a DataProto: returns scores (B, R), or with ``return_dict=True`` a dict with ``reward_tensor``."""
 
-OWN_COLUMNS = frozenset(
-    {"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", "__num_turns__", "tool_call_counts"}
-)
+_COUNTS = ("__num_turns__", "tool_call_counts", "segments")
+OWN_COLUMNS = frozenset({"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", *_COUNTS})
 """Columns that later phases read, and that no scorer may overwrite: GRPO tells its groups apart by ``uid``."""
 
 

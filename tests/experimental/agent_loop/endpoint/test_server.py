@@ -1,0 +1,229 @@
+"""The HTTP server: keys, hostile requests, clients that go away, and requests without a trajectory."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.experimental.agent_loop.token_server import TokenServer
+from verl.experimental.agent_loop.endpoint import Endpoint, Session
+from verl.experimental.agent_loop.endpoint.server import Access, Limits
+
+from .agents import SAMPLING, build, ids
+
+pytestmark = pytest.mark.timeout(60)
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+LIMITS = Limits(body_bytes=20_000, body_s=0.5, answer_s=1.0)
+DEEP = b'{"messages": ' + b"[" * 9000 + b"]" * 9000 + b"}"
+
+Steps = Callable[[aiohttp.ClientSession, Access, Session, TokenServer], Awaitable[None]]
+
+
+def serve(steps: Steps, says: Callable[[str], str | Exception] = lambda prompt: "hi") -> None:
+    """Run the steps of a test with an endpoint that serves one trajectory, and one without a trajectory."""
+
+    async def whole() -> None:
+        loop, server = build(says)
+        policy: Any = loop._policy
+        endpoint = Endpoint(policy=policy, token="sesame", limits=LIMITS)
+        await endpoint.start()
+        session = Session(policy, SAMPLING)
+        try:
+            async with aiohttp.ClientSession() as client:
+                with endpoint.opened(session) as access:
+                    await steps(client, access, session, server)
+        finally:
+            await endpoint.close()
+
+    asyncio.run(whole())
+
+
+async def post(client: aiohttp.ClientSession, access: Access, body: Any, **more: Any) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an answer to ``body``, which is sent as it is if it is bytes."""
+    path = more.pop("path", "/chat/completions")
+    headers = {"Authorization": f"Bearer {more.pop('key', access.api_key)}"} | more.pop("headers", {})
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with client.post(f"{access.base_url}{path}", data=data, headers=headers) as response:
+        return response.status, await response.json()
+
+
+def message(**changes: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hello"} | changes]}
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (b"", "the body cannot be read as JSON"),
+    (b"\xff\xfe", "the body cannot be read as JSON"),
+    (b'{"messages": NaN}', "NaN is no JSON value"),
+    (DEEP, r"the body cannot be read as JSON|messages\[0\]"),
+    (b"[]", "the body must be a JSON object, not a list"),
+    ({}, "messages=null: must be a list of messages"),
+    ({"messages": []}, "messages="),
+    ({"messages": ["hello"]}, r"messages\[0\]=.*must be an object with role and content"),
+    (message(role="robot"), r"messages\[0\].role=\"robot\": must be one of system, "),
+    (message(role=["user"]), r"messages\[0\].role="),
+    (message(content=7), r"messages\[0\].content=7: must be a text"),
+    (message(content=None), r"messages\[0\].content=null"),
+    (message(content="\ud800"), "half a surrogate pair at character 0"),
+    (message(content=[{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]), "takes no images"),
+    (message(tool_calls=[{"function": {"name": "f"}}]), "belong to messages of the assistant"),
+    (message(role="assistant", tool_calls=[{"function": "f"}]), r"messages\[0\].tool_calls\[0\]"),
+    (message(role="assistant", tool_calls={"a": 1}), r"tool_calls=.*must be a list of objects"),
+    (HELLO | {"tools": [{"type": "function"}]}, r"tools\[0\]=.*must be"),
+    (HELLO | {"tools": "all"}, 'tools="all": must be a list of objects'),
+    (HELLO | {"tool_choice": "required"}, 'tool_choice="required": must be auto'),
+    (HELLO | {"n": 2}, "n=2: is not supported: leave it out, or write 1"),
+    (HELLO | {"n": [1]}, "n=.*is not supported"),
+    (HELLO | {"response_format": {"type": "json_object"}}, "response_format=.*is not supported"),
+    (HELLO | {"logit_bias": {"7": 1}}, "logit_bias="),
+    (HELLO | {"max_tokens": 0}, "max_tokens=0: must be an integer of at least 1"),
+    (HELLO | {"max_tokens": "many"}, "max_tokens="),
+    (HELLO | {"max_tokens": True}, "max_tokens=true"),
+    (HELLO | {"temperature": "hot"}, 'temperature="hot": must be a number from 0 to 100'),
+    (HELLO | {"temperature": -1}, "temperature=-1"),
+    (HELLO | {"top_p": 2}, "top_p=2"),
+    (HELLO | {"seed": 2**70}, "seed="),
+    (HELLO | {"stop": [""]}, "stop="),
+    (HELLO | {"stop": ["x"] * 100}, "stop=.*at most 16 texts"),
+    (HELLO | {"stop": {"a": 1}}, "stop="),
+    (HELLO | {"stream": "yes"}, 'stream="yes": must be true or false'),
+    (HELLO | {"stream_options": 5}, "stream_options=5"),
+    (HELLO | {"logprobs": 3}, "logprobs=3: must be true or false"),
+    (message(content="x" * 100), "the prompt has 103 tokens, and a trajectory starts with at most 64"),
+]
+REFUSED_COMPLETIONS: list[tuple[Any, str]] = [
+    ({}, "prompt=null: must be one text or one list of token ids"),
+    ({"prompt": ""}, 'prompt="": must not be empty'),
+    ({"prompt": ["a", "b"]}, "send a request for each prompt"),
+    ({"prompt": [1.5]}, "prompt="),
+    ({"prompt": "a", "logprobs": 5}, "logprobs=5: must be 0 or 1"),
+    ({"prompt": "a", "echo": True}, "echo=true: is not supported"),
+]
+
+
+def test_hostile_requests_cost_only_their_sender() -> None:
+    async def steps(client: aiohttp.ClientSession, access: Access, session: Session, server: TokenServer) -> None:
+        for path, cases in (("/chat/completions", REFUSED), ("/completions", REFUSED_COMPLETIONS)):
+            for body, expected in cases:
+                started = time.monotonic()
+                status, answer = await post(client, access, body, path=path)
+                assert status == 400, (body, answer)
+                assert re.search(expected, answer["error"]["message"]), (body, answer)
+                assert answer["error"]["type"] == "invalid_request_error" and time.monotonic() - started < 5
+        for more in ({"key": "wrong"}, {"key": "sesame"}, {"key": "\udcff"}, {"headers": {"Authorization": "Basic x"}}):
+            status, answer = await post(client, access, HELLO, **more)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        unknown = Access(access.base_url.replace(session.name, "nobody"), access.api_key)
+        status, answer = await post(client, unknown, HELLO)
+        assert (status, answer["error"]["code"]) == (404, "unknown_trajectory")
+        assert (await post(client, access, b"x" * 30_000))[0] == 413
+        assert (await post(client, access, HELLO, path="/embeddings"))[0] == 404
+        async with client.get(f"{access.base_url}/chat/completions") as response:
+            assert response.status == 405 and "error" in await response.json()
+        assert not server.asked and not session.segments
+        assert (await post(client, access, HELLO))[0] == 200
+        async with client.get(f"{access.base_url.partition('/t/')[0]}/health") as response:
+            assert await response.json() == {"status": "ok", "trajectories": 1}
+
+    serve(steps)
+
+
+def test_a_request_that_does_not_arrive_ends() -> None:
+    async def steps(client: aiohttp.ClientSession, access: Access, session: Session, server: TokenServer) -> None:
+        async def slowly() -> Any:
+            yield b'{"messages'
+            await asyncio.sleep(5)
+
+        started = time.monotonic()
+        headers = {"Authorization": f"Bearer {access.api_key}"}
+        async with client.post(f"{access.base_url}/chat/completions", data=slowly(), headers=headers) as response:
+            assert response.status == 408 and "within 0.5 s" in (await response.json())["error"]["message"]
+        assert time.monotonic() - started < 4
+
+    serve(steps)
+
+
+def test_a_client_that_goes_away_cancels_its_request() -> None:
+    """Its trajectory stays as it was, and so the client may ask again."""
+    answers = iter(["first", "...", "third", "..."])
+
+    async def steps(client: aiohttp.ClientSession, access: Access, session: Session, server: TokenServer) -> None:
+        assert (await post(client, access, HELLO))[0] == 200
+        later = {"messages": [*HELLO["messages"], {"role": "assistant", "content": "first"}, *HELLO["messages"]]}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await post(client, access, later)
+        while not server.cancelled:
+            await asyncio.sleep(0.01)
+        status, answer = await post(client, access, later)
+        assert status == 200 and answer["choices"][0]["message"]["content"] == "third"
+        (segment,) = session.segments
+        assert segment.trajectory.response_ids == ids("first<|end|><|user|>hello<|end|><|assistant|>third<|end|>")
+        again = await post(client, access, later, headers={"x-stainless-retry-count": "1"})
+        assert again == (200, answer) and len(server.asked) == 3  # the client had not seen the answer
+        status, answer = await post(client, access, HELLO)  # the server does not answer
+        assert status == 504 and "no answer within 1 s" in answer["error"]["message"] and len(server.cancelled) == 2
+
+    serve(steps, lambda prompt: next(answers))
+
+
+def test_the_end_of_a_trajectory_ends_its_requests() -> None:
+    async def whole() -> None:
+        loop, server = build(lambda prompt: "...")
+        policy: Any = loop._policy
+        endpoint = Endpoint()
+        await endpoint.start()
+        async with aiohttp.ClientSession() as client:
+            with endpoint.opened(Session(policy, SAMPLING)) as access:
+                waiting = asyncio.create_task(post(client, access, HELLO))
+                while not server.asked:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(aiohttp.ClientError):
+                await waiting
+            assert len(server.cancelled) == 1
+            assert (await post(client, access, HELLO))[0] == 404
+        await endpoint.close()
+
+    asyncio.run(whole())
+
+
+def test_requests_without_a_trajectory() -> None:
+    """Each is a conversation of its own, which samples as it says."""
+
+    async def steps(client: aiohttp.ClientSession, access: Access, session: Session, server: TokenServer) -> None:
+        open_to_all = Access(access.base_url.replace(f"/t/{session.name}", ""), "sesame")
+        for _ in range(2):
+            status, answer = await post(client, open_to_all, HELLO | {"temperature": 0.5, "logprobs": True})
+            assert status == 200 and answer["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.25
+        assert [params["temperature"] for _, _, params in server.asked] == [0.5, 0.5]
+        assert (await post(client, open_to_all, HELLO, key="wrong"))[0] == 401
+        assert not session.segments
+
+    serve(steps)
+
+    async def closed() -> None:
+        endpoint = Endpoint("0.0.0.0", advertised="127.0.0.1")
+        await endpoint.start()
+        async with aiohttp.ClientSession() as client:
+            status, answer = await post(client, Access(f"{endpoint.address}/v1", ""), HELLO)
+            assert status == 404 and "need the base URL of a trajectory" in answer["error"]["message"]
+            async with client.get(f"{endpoint.address}/health") as response:
+                assert response.status == 401
+        await endpoint.close()
+
+    asyncio.run(closed())
+
+
+def test_an_open_server_needs_a_token() -> None:
+    async def whole() -> None:
+        policy: Any = build(lambda prompt: "hi")[0]._policy
+        with pytest.raises(ValueError, match="host=0.0.0.0: other machines can reach the endpoint: give it a token"):
+            Endpoint("0.0.0.0", policy=policy)
+
+    asyncio.run(whole())

@@ -1,0 +1,203 @@
+"""The agent loop whose agent is a program of its own: it gets a base URL and a key, and may return a reward."""
+
+import asyncio
+import inspect
+import json
+import math
+import threading
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.base_config import WrongInput
+from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.experimental.agent_loop.endpoint.server import Endpoint, Limits
+from verl.experimental.agent_loop.endpoint.session import CLIENT_SAMPLING, Policy, Session, Templates
+from verl.experimental.agent_loop.tool_parser import get_tool_parser
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_columns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EVERYWHERE = ("0.0.0.0", "::")
+
+
+class NoTurnError(RuntimeError):
+    """An agent has ended without an answer of the model: there is nothing to train."""
+
+
+class EndpointAgentLoop(AgentLoopBase):
+    """Lets a program act through the OpenAI API; a subclass implements ``act``.
+
+    Args:
+        host: where the endpoint of this process listens; ``0.0.0.0`` lets agents on other machines in, by their keys.
+        client_sampling: what to do with a temperature, or the like, that differs from that of the run: ``refuse`` the
+            request, ``ignore`` the value, or ``apply`` it, which trains on tokens as if the run had sampled them.
+        answer_timeout_s: the most seconds of a request.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        host: str = "127.0.0.1",
+        client_sampling: str = "refuse",
+        answer_timeout_s: float = 3600.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if client_sampling not in CLIENT_SAMPLING:
+            raise WrongInput(f"client_sampling={client_sampling!r}: must be one of {', '.join(CLIENT_SAMPLING)}")
+        self._host = host
+        self._limits = Limits(answer_s=answer_timeout_s)
+        node = self.config.actor_rollout_ref
+        self._policy = Policy(
+            server_manager=self.server_manager,
+            templates=_templates(self.tokenizer, _options(self.config)),
+            parser=get_tool_parser(node.rollout.multi_turn.format, self.tokenizer),
+            model=str(node.model.path),
+            prompt_length=node.rollout.prompt_length,
+            response_length=node.rollout.response_length,
+            client_sampling=client_sampling,
+            keep_history=not node.rollout.multi_turn.use_inference_chat_template,
+            engine_stops=not node.rollout.skip_tokenizer_init,
+        )
+
+    @abstractmethod
+    async def act(self, base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
+        """Let the agent work on a row; what it asks the endpoint becomes the trajectory.
+
+        A plain ``def act`` is called in a thread. An ``async def`` must not block: the endpoint answers on its event
+        loop.
+
+        Args:
+            base_url, api_key: what a client of the ``openai`` package takes; any name of a model will do.
+            row: the columns of the row that are no tensors, such as ``raw_prompt`` or ``extra_info``.
+        Returns: the score; None leaves it to the reward function of the run.
+        """
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Serve a trajectory while the agent works, and return it.
+
+        Returns: with ``extra_fields.segments``, the number of segments; the last one is the trajectory.
+        Raises: NoTurnError if the model has said nothing; ServerError if the servers failed the agent.
+        """
+        session = Session(self._policy, sampling_params)
+        async with _leased(self._host, self._limits) as endpoint:
+            with endpoint.opened(session) as access:
+                reward = await self._acted(session, access.base_url, access.api_key, kwargs)
+        segments = session.segments
+        if not segments:
+            reason = f"{session.refused}" if session.refused else "it asked the endpoint for nothing"
+            raise NoTurnError(f"{type(self).__name__}.act has ended without an answer of the model: {reason}")
+        last = segments[-1].trajectory
+        extra = {"segments": len(segments), TURNS_COLUMN: turn_columns(last.turns)}
+        return last.output(reward_score=reward, extra_fields=extra)
+
+    async def _acted(self, session: Session, base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
+        try:
+            act: Callable[..., Any] = self.act
+            if inspect.iscoroutinefunction(act):
+                reward = await act(base_url, api_key, row)
+            else:
+                reward = await _in_thread(lambda: act(base_url, api_key, row))
+        except Exception:
+            if session.fault is not None:
+                raise session.fault from None
+            if session.is_full and session.segments:
+                return None
+            raise
+        if session.fault is not None:
+            raise session.fault
+        if reward is None:
+            return None
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise WrongInput(f"{type(self).__name__}.act returned {reward!r}: return a finite number, or None")
+        return float(reward)
+
+
+def _options(config: DictConfig) -> str:
+    """Return the arguments of the chat template as JSON."""
+    options = config.data.get("apply_chat_template_kwargs") or {}
+    return json.dumps(OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else dict(options))
+
+
+@lru_cache(maxsize=4)
+def _templates(tokenizer: "PreTrainedTokenizerBase", options: str) -> Templates:
+    """Return the chat formats of this process, whose proofs all trajectories share."""
+    return Templates(tokenizer, json.loads(options))
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, called in a thread of its own.
+
+    Thousands of agents may wait at the same time, and one that never ends must not keep the process alive.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: Exception | None) -> None:
+        if answer.done():  # its trajectory has been cancelled
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
+
+    def call() -> None:
+        value, raised = None, None
+        try:
+            value = function()
+        except Exception as error:
+            raised = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, raised)
+
+    threading.Thread(target=call, name="agent", daemon=True).start()
+    return await answer
+
+
+@dataclass
+class _Lease:
+    """An endpoint that serves as long as somebody uses it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    endpoint: Endpoint | None = None
+    users: int = 0
+
+
+_leases: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, Limits], _Lease]] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def _leased(host: str, limits: Limits) -> AsyncIterator[Endpoint]:
+    """Give the endpoint of this event loop; the first user starts it, the last one closes it."""
+    lease = _leases.setdefault(asyncio.get_running_loop(), {}).setdefault((host, limits), _Lease())
+    async with lease.lock:
+        if lease.endpoint is None:
+            endpoint = Endpoint(host, advertised=_node_address() if host in EVERYWHERE else None, limits=limits)
+            await endpoint.start()
+            lease.endpoint = endpoint
+        endpoint = lease.endpoint
+        lease.users += 1
+    try:
+        yield endpoint
+    finally:
+        lease.users -= 1
+        if not lease.users:
+            async with lease.lock:
+                if not lease.users and lease.endpoint is not None:
+                    endpoint, lease.endpoint = lease.endpoint, None
+                    await endpoint.close()
+
+
+def _node_address() -> str:
+    """Return the address by which other nodes reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,358 @@
+"""What the endpoint knows of a trajectory: its segments of tokens, and how incoming messages continue them."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from verl.base_config import one_line
+from verl.experimental.agent_loop.endpoint.history import Answer, ChatHistory, TextHistory, refused_templates
+from verl.experimental.agent_loop.endpoint.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Options,
+    RequestError,
+)
+from verl.experimental.agent_loop.endpoint.stops import cut_at_stop
+from verl.experimental.agent_loop.trajectory import ToolCall, Trajectory, turn_seed
+from verl.utils.chat import ChatFormat, ChatFormatError
+from verl.utils.numerics.seeding import derive_seed
+from verl.workers.rollout.server import ABORTED, ServerError, TokenOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.experimental.agent_loop.servers import AsyncLLMServerManager
+    from verl.experimental.agent_loop.tool_parser import ToolParser
+
+Said = TypeVar("Said", ChatHistory, TextHistory)
+Later = TypeVar("Later")
+CLIENT_SAMPLING = ("refuse", "ignore", "apply")
+FULL = "context_length_exceeded"
+"""The code of the error of a request for which there is no room."""
+
+
+class Templates:
+    """The chat formats of a policy, by the tools that its template shows; the last few are kept.
+
+    Args: ``options`` are further arguments of the chat template.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: Mapping[str, Any], most: int = 64) -> None:
+        self.tokenizer = tokenizer
+        self._options = dict(options)
+        self._most = most
+        self._formats: dict[str, ChatFormat] = {}
+
+    def of(self, tools: Sequence[dict[str, Any]]) -> ChatFormat:
+        """Return the format with these tools.
+
+        Raises: ChatFormatError if a conversation cannot be written in pieces.
+        """
+        key = repr(tools)
+        if key not in self._formats:
+            form = ChatFormat(self.tokenizer, options=self._options, tools=tools)
+            form.prove()
+            while len(self._formats) >= self._most:
+                del self._formats[next(iter(self._formats))]
+            self._formats[key] = form
+        return self._formats[key]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What all trajectories of a process share.
+
+    Attributes:
+        model: the name of the model in answers.
+        parser: finds tool calls in what the model wrote.
+        prompt_length, response_length: the most tokens of the first prompt of a segment, and of all that follows.
+        client_sampling: what to do with a temperature, or the like, that differs from that of the run: ``refuse`` the
+            request, ``ignore`` the value, or ``apply`` it.
+        keep_history: whether what the model sampled stays in later prompts as it was, also where the chat template
+            shows earlier turns differently; else a new segment starts there.
+        engine_stops: whether the engine has a tokenizer, and so ends a response at a stop text itself.
+    """
+
+    server_manager: "AsyncLLMServerManager"
+    templates: Templates
+    parser: "ToolParser"
+    model: str
+    prompt_length: int
+    response_length: int
+    client_sampling: str = "refuse"
+    keep_history: bool = True
+    engine_stops: bool = False
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer of the policy."""
+        return self.templates.tokenizer
+
+
+@dataclass
+class Added:
+    """What a request adds to a segment: tokens, and who adds them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    role: str = "user"
+    text: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class Segment(Generic[Said]):
+    """Tokens that grow at their end, and what was said in them."""
+
+    number: int
+    history: Said
+    trajectory: Trajectory
+    busy: bool = False
+    answers: list[Answer] = field(default_factory=list)
+    answered: float = 0.0
+
+    def added(self, token_ids: list[int], messages: Sequence[Message]) -> Added:
+        """Return what new messages add; their time is that since the last answer, if tools sent them."""
+        role = messages[0]["role"]
+        seconds = time.perf_counter() - self.answered if role == "tool" else 0.0
+        text = "\n".join(message["content"] for message in messages)
+        return Added(token_ids, role, text, _calls(messages, self.answers[-1], seconds), seconds)
+
+
+def _calls(messages: Sequence[Message], answer: Answer, seconds: float) -> list[ToolCall]:
+    """Return the calls of an answer that messages of tools answer; how they ended, only the agent knows."""
+    replies = [message for message in messages if message["role"] == "tool"]
+    ids = {answer.call_id(number): number for number in range(len(answer.calls))}
+    found = []
+    for place, reply in enumerate(replies):
+        number = ids.get(reply.get("tool_call_id", ""), place)
+        if number < len(answer.calls):
+            call = answer.calls[number]
+            found.append(ToolCall(call.name, call.arguments, "ok", seconds, None, str(reply["content"])))
+    return found
+
+
+class Session:
+    """One trajectory of an agent that is a program of its own.
+
+    A request continues the segment whose history it repeats, and adds its new messages as tokens; what the model
+    sampled stays as it was. A request that continues no segment starts one.
+
+    Args: ``sampling_params`` are those of the run for this sample.
+    """
+
+    def __init__(self, policy: Policy, sampling_params: Mapping[str, Any]) -> None:
+        self.policy = policy
+        self.name = uuid.uuid4().hex
+        self._chats: list[Segment[ChatHistory]] = []
+        self._texts: list[Segment[TextHistory]] = []
+        self.fault: Exception | None = None
+        """Why the last request failed, if the servers were the reason."""
+        self.refused: RequestError | None = None
+        """The last request that was refused."""
+        self.is_full = False
+        """Whether a request found no room."""
+        self._sampling = dict(sampling_params)
+        self._started = 0
+
+    @property
+    def segments(self) -> list[Segment[Any]]:
+        """The segments in which the model has said something, in the order of their start."""
+        every: list[Segment[Any]] = [*self._chats]
+        every += self._texts
+        return sorted((each for each in every if each.answers), key=lambda segment: segment.number)
+
+    async def chat(self, request: ChatRequest, is_retry: bool = False) -> Answer:
+        """Return the next message of the assistant.
+
+        Args: ``is_retry`` says that the client sends its last request again, because it saw no answer.
+        Raises: RequestError; ServerError if no server can answer.
+        """
+        repeated = self._repeated(request) if is_retry else None
+        if repeated is not None:
+            return repeated
+        segment, added = self._continued_chat(request) or self._new_chat(request)
+        answer = await self._ask(segment, request.options, added, request.tools)
+        segment.history.record(request, answer)
+        return answer
+
+    async def complete(self, request: CompletionRequest) -> Answer:
+        """Return the continuation of a text or of tokens; see ``chat``."""
+        prompt = request.prompt
+        found: tuple[Segment[TextHistory], str | list[int]] | None
+        found = _longest([(segment, segment.history.later(request)) for segment in self._texts])
+        if found is not None:
+            segment, later = found
+            ids = self._encode(later, special=False) if isinstance(later, str) else later
+            added = Added(ids, text=later if isinstance(later, str) else None)
+        else:
+            ids = self._encode(prompt, special=True) if isinstance(prompt, str) else prompt
+            segment, added = self._start(TextHistory(), ids), Added()
+            self._texts.append(segment)
+        answer = await self._ask(segment, request.options, added, [])
+        segment.history.record(request, answer)
+        return answer
+
+    def _repeated(self, request: ChatRequest) -> Answer | None:
+        """Return the answer to a request that a client sends again."""
+        for segment in self._chats:
+            if segment.answers and segment.history.repeats(request):
+                return segment.answers[-1]
+        return None
+
+    def _continued_chat(self, request: ChatRequest) -> "tuple[Segment[ChatHistory], Added] | None":
+        """Return the conversation that a request continues, and what it adds."""
+        found = _longest([(segment, segment.history.later(request)) for segment in self._chats])
+        if found is None:
+            return None
+        segment, messages = found
+        last = segment.trajectory.token_ids[-1]
+        ids = segment.history.added(messages, last, self.policy.keep_history)
+        return None if ids is None else (segment, segment.added(ids, messages))
+
+    def _new_chat(self, request: ChatRequest) -> "tuple[Segment[ChatHistory], Added]":
+        form = self._format(request.tools)
+        with refused_templates():
+            prompt = form.prompt(request.messages)
+        segment = self._start(ChatHistory(form, request.tools), prompt)
+        self._chats.append(segment)
+        return segment, Added()
+
+    def _format(self, tools: Sequence[dict[str, Any]]) -> ChatFormat:
+        try:
+            return self.policy.templates.of(tools)
+        except ChatFormatError as error:
+            self.fault = error
+            raise RequestError(one_line(str(error), 500)) from error
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return self.policy.tokenizer.encode(text, add_special_tokens=special)
+
+    def _start(self, history: Said, prompt_ids: list[int]) -> Segment[Said]:
+        limit = self.policy.prompt_length
+        if len(prompt_ids) > limit:
+            self.is_full = True
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, and a trajectory starts with at most {limit} "
+                "(data.max_prompt_length)",
+                code=FULL,
+            )
+        segment = Segment(self._started, history, Trajectory(prompt_ids, self.policy.response_length))
+        self._started += 1
+        return segment
+
+    async def _ask(
+        self, segment: Segment[Any], options: Options, added: Added, tools: Sequence[dict[str, Any]]
+    ) -> Answer:
+        """Let the model continue a segment; only an answer changes the segment."""
+        segment.busy = True
+        try:
+            return await self._answered(segment, options, added, tools)
+        finally:
+            segment.busy = False
+            if not segment.answers:
+                self._chats = [each for each in self._chats if each is not segment]
+                self._texts = [each for each in self._texts if each is not segment]
+                numbers = [each.number for each in self._chats] + [each.number for each in self._texts]
+                self._started = max(numbers, default=-1) + 1
+
+    async def _answered(
+        self, segment: Segment[Any], options: Options, added: Added, tools: Sequence[dict[str, Any]]
+    ) -> Answer:
+        trajectory = segment.trajectory
+        room = trajectory.room - len(added.token_ids)
+        if room < 1:
+            self.is_full = True
+            raise RequestError(
+                f"the new messages have {len(added.token_ids)} tokens, and the trajectory has room for "
+                f"{trajectory.room} of {self.policy.response_length} (data.max_response_length)",
+                param="messages",
+                code=FULL,
+            )
+        prompt_ids = [*trajectory.token_ids, *added.token_ids]
+        params = self._params(segment, options)
+        params["max_tokens"] = min(room, options.max_tokens or room)
+        started = time.perf_counter()
+        output = await self._generate(segment, prompt_ids, params)
+        output, text = cut_at_stop(self.policy.tokenizer, output, options.stop)
+        finish = str(output.finish_reason)
+        kept, calls = await self.policy.parser.extract_tool_calls(output.token_ids, tools) if tools else (text, [])
+        if calls and all(call.name for call in calls):  # else a call is too broken to be named
+            text, finish = kept, "tool_calls"
+        else:
+            calls = []
+        answer = Answer(prompt_ids, output, text, finish, (segment.number, len(segment.answers)), calls)
+        if added.token_ids:
+            trajectory.add(added.role, added.token_ids, added.seconds, added.calls, added.text)
+        wanted = output if self._sampling.get("logprobs") else replace(output, log_probs=None)
+        trajectory.sampled(wanted, time.perf_counter() - started)
+        segment.answers.append(answer)
+        segment.answered = time.perf_counter()
+        self.fault = None
+        return answer
+
+    async def _generate(self, segment: Segment[Any], prompt_ids: list[int], params: dict[str, Any]) -> TokenOutput:
+        try:
+            output = await self.policy.server_manager.generate(
+                f"{self.name}-{segment.number}", prompt_ids=prompt_ids, sampling_params=params
+            )
+        except ServerError as error:
+            self.fault = error
+            raise
+        except TimeoutError as error:
+            self.fault = error
+            raise RequestError(one_line(str(error), 500), status=504) from error
+        except ValueError as error:  # the engine refuses the request
+            raise RequestError(one_line(str(error), 500)) from error
+        if output.finish_reason == ABORTED:
+            self.fault = ServerError("the rollout server aborted the request")
+            raise self.fault
+        return output
+
+    def _params(self, segment: Segment[Any], options: Options) -> dict[str, Any]:
+        """Return how to sample the next turn of a segment.
+
+        Raises: RequestError for a value that differs from that of the run, if such requests are refused.
+        """
+        params = dict(self._sampling)
+        turn = len(segment.answers)
+        if params.get("seed") is not None:
+            seed = params["seed"] if segment.number == 0 else derive_seed(params["seed"], "segment", segment.number)
+            params["seed"] = turn_seed(seed, turn)
+        policy = self.policy
+        if policy.client_sampling == "refuse":
+            for name, value in options.sampling.items():
+                used = params.get(name, _NEUTRAL.get(name))
+                if name != "seed" and value != used:
+                    raise RequestError(
+                        f"{name}={value}: the run samples with {name}={used}, and trains on that: leave it out, or "
+                        "give the agent loop client_sampling=ignore (to use the run's) or apply (to use this one)",
+                        param=name,
+                    )
+        elif policy.client_sampling == "apply":
+            params |= options.sampling
+        params["logprobs"] = bool(params.get("logprobs")) or options.wants_log_probs
+        if options.stop and policy.engine_stops:
+            params["stop"] = list(options.stop)
+        return params
+
+
+def _longest(found: "Sequence[tuple[Segment[Said], Later | None]]") -> "tuple[Segment[Said], Later] | None":
+    """Return the segment with the longest history that a request continues, and what the request adds."""
+    fitting = [(segment, later) for segment, later in found if later is not None and segment.answers]
+    free = [(segment, later) for segment, later in fitting if not segment.busy]
+    return max(free, key=lambda each: each[0].history.length, default=None)
+
+
+_NEUTRAL: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
