@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
+from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
 from verl.experimental.agent_loop.tool_agent_loop import InteractionNameError, ToolAgentLoop, VideoResponseError
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_seed
@@ -162,6 +163,17 @@ def test_a_call_that_fails_is_told_to_the_model(tools_file: Path, turn: str, out
     assert outcomes(output) == [outcome] and answer in text_of(output)
     assert sampled(output).endswith("I see.<|end|>")
     assert [event[0] for event in Probe.events].count("abort") == (outcome == "timeout")
+
+
+def test_the_loop_of_rows_without_a_name() -> None:
+    def chosen(**changes: Any) -> str:
+        name: str = omega_conf_to_dataclass(config_of(None, **changes).actor_rollout_ref.rollout).default_loop
+        return name
+
+    assert chosen(name="vllm") == "single_turn_agent"
+    assert chosen(**{"name": "vllm", "multi_turn.enable": True}) == "tool_agent"
+    mine = {"name": "vllm", "multi_turn.enable": True, "agent.default_agent_loop": "mine"}
+    assert chosen(**mine) == "mine"
 
 
 def test_the_first_calls_run_and_the_rest_do_not(tools_file: Path) -> None:

@@ -14,6 +14,8 @@ OPTIMIZERS, CHECKPOINTS, MODELS = (
     (MODEL, "critic.model"),
 )
 
+TOOL_AGENT = "experimental/agent_loop/tool_agent_loop.py"
+TURNS = "tests/experimental/agent_loop/test_tool_agent_loop.py::"
 PROFILED = tuple(f"{role}.profiler" for role in (ACTOR, REF, ROLLOUT, "critic", "reward_model"))
 TOOLS_OF = {
     tool: tuple(f"{role}.profiler.tool_config.{tool}" for role in (ACTOR, REF, "critic"))
@@ -147,7 +149,16 @@ READERS = [
     Reader(ROLLOUT, "gpu_memory_utilization", "workers/rollout/vllm_rollout/engine_args.py", "config", "tests/workers/rollout/test_engine_args.py::test_cache_of_what_all_sequences_need"),
     Reader(ROLLOUT, "enforce_eager cudagraph_capture_sizes free_cache_engine expert_parallel_size disable_log_stats skip_tokenizer_init", "workers/rollout/vllm_rollout/engine_args.py", "config", ARGS),
     Reader(f"{ROLLOUT}.agent", "num_workers", "experimental/agent_loop/manager.py", "self.rollout_config.agent", "tests/special_e2e/test_async_rollout.py::test_single_turn_loops_equal_the_synchronous_rollout"),
-    Reader(f"{ROLLOUT}.agent", "default_agent_loop agent_loop_config_path", "experimental/agent_loop/worker.py", "agent", "tests/experimental/agent_loop/test_worker.py::test_loops_of_a_file"),
+    Reader(f"{ROLLOUT}.agent", "default_agent_loop", "workers/config/rollout.py", "self.agent", "tests/experimental/agent_loop/test_worker.py::test_loops_of_a_file"),
+    Reader(f"{ROLLOUT}.agent", "agent_loop_config_path", "experimental/agent_loop/worker.py", "agent", "tests/experimental/agent_loop/test_worker.py::test_loops_of_a_file"),
+    Reader(f"{ROLLOUT}.multi_turn", "enable", "workers/config/rollout.py", "self.multi_turn", TURNS + "test_the_loop_of_rows_without_a_name"),
+    Reader(f"{ROLLOUT}.multi_turn", "tool_config_path format", TOOL_AGENT, "node", TURNS + "test_a_call_and_its_answer"),
+    Reader(f"{ROLLOUT}.multi_turn", "interaction_config_path", TOOL_AGENT, "node", TURNS + "test_a_conversation_with_a_user"),
+    Reader(f"{ROLLOUT}.multi_turn", "max_assistant_turns max_user_turns", TOOL_AGENT, "self.settings", TURNS + "test_when_a_trajectory_ends"),
+    Reader(f"{ROLLOUT}.multi_turn", "max_parallel_calls", TOOL_AGENT, "self.settings", TURNS + "test_the_first_calls_run_and_the_rest_do_not"),
+    Reader(f"{ROLLOUT}.multi_turn", "max_tool_response_length tool_response_truncate_side", TOOL_AGENT, "self.settings", TURNS + "test_long_answers_are_cut"),
+    Reader(f"{ROLLOUT}.multi_turn", "use_inference_chat_template", TOOL_AGENT, "self.settings", TURNS + "test_a_template_that_strips_thoughts"),
+    Reader(f"{ROLLOUT}.multi_turn", "tokenization_sanity_check_mode", TOOL_AGENT, "self.settings", TURNS + "test_the_first_difference_from_the_template_is_logged"),
     Reader(ROLLOUT, "batch_invariant", "workers/rollout/vllm_rollout/engine_args.py", "config", CONTRACT + "test_a_response_does_not_depend_on_the_others_of_its_batch"),
     Reader(f"{ROLLOUT}.engine_kwargs", "vllm", "workers/rollout/vllm_rollout/engine_args.py", "config.engine_kwargs", ARGS),
     Reader(ROLLOUT, "ignore_eos", "workers/rollout/base.py", "self.config", CONTRACT + "test_mask_follows_what_was_sampled"),
