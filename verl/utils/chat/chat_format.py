@@ -1,5 +1,6 @@
 """How one tokenizer and chat template write a conversation as tokens, piece by piece."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.chat.boundary import Boundary, ChatFormatError, SpecialTokens, first_difference
-from verl.utils.chat.messages import Message, marked, plain, with_tool_calls
+from verl.utils.chat.messages import THOUGHTS, Message, marked, plain, with_tool_calls
 from verl.utils.chat.proof import prove_pieces
 from verl.utils.chat_template import render_chat
 
@@ -156,21 +157,20 @@ class ChatFormat:
         return None
 
     def _rewritten(self, history: list[Any], new: list[Any]) -> str | None:
-        """Return how the template changes the prompt or the last turn once messages are added; None if it does not."""
-        shown = self.render(history[:-1], generation_prompt=True)
-        sampled = self.render(history)
+        """Return how the template changes the prompt or hides part of the turn once messages are added; else None."""
+        *before, turn = history
+        shown = self.render(before, generation_prompt=True)
         followed = self.render([*history, *new], generation_prompt=True)
+        if not followed.startswith(shown):
+            was, now = first_difference(shown, followed)
+            return f"the chat template wrote {was!r} before the turn, and now writes {now!r}"
         boundary = self.boundary(history, new)
-        turn = sampled.removesuffix(boundary.last).rstrip()
-        kept = followed.removesuffix(boundary.end + boundary.after).rstrip()
-        for before, now in ((shown, followed[: len(shown)]), (turn, kept)):
-            if before != now:
-                return "the chat template wrote {!r} and now writes {!r}".format(*first_difference(before, now))
-        content = history[-1].get("content")
-        if isinstance(content, str) and _squashed(content) not in _squashed(kept[len(shown) :]):
-            return "the chat template was to write {!r} and writes {!r}".format(
-                *first_difference(content, kept[len(shown) :])
-            )
+        kept = followed.removesuffix(boundary.end + boundary.after)
+        # Where the generation prompt opens a thought, the message may have that opening too.
+        prompt = len(os.path.commonprefix([shown, self.render(before)]))
+        for said in (turn.get(name) for name in ("content", *THOUGHTS)):
+            if isinstance(said, str) and _squashed(said) not in _squashed(kept[prompt:]):
+                return f"the chat template writes {kept[prompt:]!r} now for a turn of {said!r}"
         return None
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:

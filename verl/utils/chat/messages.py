@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields in which templates expect what an assistant thought."""
 
 
 def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
