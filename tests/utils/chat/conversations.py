@@ -8,8 +8,34 @@ from tests.utils.chat.formats import Format
 from verl.utils.chat import Appended, ChatFormat
 
 WORDS = (
-    *("a", "the sum", "1 + 2 = 3", "Straße", "été", "数学", "مرحبا", "🙂", "e\u0301", "n\n\nm", "{}", '{"k": [1, "ü"]}'),
-    *("<tool_response>", "[/INST]", "User:", "\tx", "- a\n- b", "`code`", "x  y", "</s", "<|", "don't", "0.5", "\u200b"),
+    *(
+        "a",
+        "the sum",
+        "1 + 2 = 3",
+        "Straße",
+        "été",
+        "数学",
+        "مرحبا",
+        "🙂",
+        "e\u0301",
+        "n\n\nm",
+        "{}",
+        '{"k": [1, "ü"]}',
+    ),
+    *(
+        "<tool_response>",
+        "[/INST]",
+        "User:",
+        "\tx",
+        "- a\n- b",
+        "`code`",
+        "x  y",
+        "</s",
+        "<|",
+        "don't",
+        "0.5",
+        "\u200b",
+    ),
 )
 TOOLS = [
     {

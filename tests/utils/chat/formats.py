@@ -83,74 +83,142 @@ FORMATS = [
     Format("qwen2", CHATML, **AT_END),
     Format("qwen2_5", CHATML, **AT_END, tools=True, plain=QWEN_TOOLS[:2]),
     Format("qwen3", CHATML, **AT_END, tools=True, thinking="content", plain=QWEN_TOOLS),
-    Format("qwen3_thinking", CHATML, **AT_END, tools=True, thinking="content", plain=QWEN_TOOLS,
-           rewrites="the opening of a thought in the prompt is dropped"),
+    Format(
+        "qwen3_thinking",
+        CHATML,
+        **AT_END,
+        tools=True,
+        thinking="content",
+        plain=QWEN_TOOLS,
+        rewrites="the opening of a thought in the prompt is dropped",
+    ),
     Format("qwen3_coder", CHATML, **AT_END, tools=True, plain=QWEN_TOOLS),
     Format("hermes", CHATML, **AT_END, tools=True, rewrites="a line break is added to the last tool result"),
     Format("internlm2", ("<|im_start|>", "</s>", "<|im_end|>"), **AT_END, bos="<s>"),
     Format("template_chatml.jinja", CHATML, **AT_END, source=_vllm("template_chatml.jinja")),
     Format(
-        "template_minicpmv45.jinja", CHATML, **AT_END, source=_vllm("template_minicpmv45.jinja"), tools=True,
-        thinking="content", options={"enable_thinking": True}, plain=QWEN_TOOLS,
+        "template_minicpmv45.jinja",
+        CHATML,
+        **AT_END,
+        source=_vllm("template_minicpmv45.jinja"),
+        tools=True,
+        thinking="content",
+        options={"enable_thinking": True},
+        plain=QWEN_TOOLS,
+        rewrites="the opening of a thought in the prompt is dropped",
     ),
     Format("llama2", ("</s>",), ("</s>",), bos="<s>", tokenizer="tokenizer.model.v1", alternates=True),
     Format("llama3", LLAMA, ("<|eot_id|>",), bos="<|begin_of_text|>"),
     Format("llama3_1", LLAMA, ("<|eot_id|>",), bos="<|begin_of_text|>", tools=True, parallel=False),
     Format(
-        "llama4", ("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>", "<|eot|>"),
-        ("<|eot|>",), bos="<|begin_of_text|>", tools=True,
+        "llama4",
+        ("<|header_start|>", "<|header_end|>", "<|python_start|>", "<|python_end|>", "<|eot|>"),
+        ("<|eot|>",),
+        bos="<|begin_of_text|>",
+        tools=True,
     ),
     Format("mistral_v1", ("</s>",), ("</s>",), bos="<s>", tokenizer="tokenizer.model.v1", alternates=True),
     Format(
-        "mistral_v3", ("</s>",), ("</s>",), bos="<s>", tokenizer="mistral_instruct_tokenizer_240323.model.v3",
-        tools=True, alternates=True, rewrites="tools and system prompt move to the last question",
+        "mistral_v3",
+        ("</s>",),
+        ("</s>",),
+        bos="<s>",
+        tokenizer="mistral_instruct_tokenizer_240323.model.v3",
+        tools=True,
+        alternates=True,
+        rewrites="tools and system prompt move to the last question",
     ),
     Format(
-        "mistral_v7", ("</s>",), ("</s>",), bos="<s>", tokenizer="mistral_instruct_tokenizer_241114.model.v7",
-        tools=True, rewrites="tools move to the last question",
+        "mistral_v7",
+        ("</s>",),
+        ("</s>",),
+        bos="<s>",
+        tokenizer="mistral_instruct_tokenizer_241114.model.v7",
+        tools=True,
+        rewrites="tools move to the last question",
     ),
     Format(
-        "mistral_v13", (*MISTRAL, "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[ARGS]", "[THINK]",
-                        "[/THINK]", "</s>"),
-        ("</s>",), bos="<s>", tools=True, thinking="reasoning_content",
+        "mistral_v13",
+        (*MISTRAL, "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[ARGS]", "[THINK]", "[/THINK]", "</s>"),
+        ("</s>",),
+        bos="<s>",
+        tools=True,
+        thinking="reasoning_content",
     ),
     Format("gemma2", GEMMA, ("<end_of_turn>",), bos="<bos>", tokenizer="pieces", system=False, alternates=True),
     Format("gemma3", GEMMA, ("<end_of_turn>",), bos="<bos>", tokenizer="pieces", alternates=True),
     Format("deepseek_v2", DEEPSEEK[-1:], DEEPSEEK[-1:], **BOS),
     Format("deepseek_v3", DEEPSEEK, DEEPSEEK[-1:], **BOS, tools=True),
-    Format("deepseek_r1", DEEPSEEK, DEEPSEEK[-1:], **BOS, tools=True, thinking="content",
-           rewrites="the opening of a thought in the prompt is dropped", plain=QWEN_TOOLS[-2:]),
+    Format(
+        "deepseek_r1",
+        DEEPSEEK,
+        DEEPSEEK[-1:],
+        **BOS,
+        tools=True,
+        thinking="content",
+        rewrites="the opening of a thought in the prompt is dropped",
+        plain=QWEN_TOOLS[-2:],
+    ),
     Format("deepseek_v3_1", DEEPSEEK, DEEPSEEK[-1:], **BOS, tools=True, plain=QWEN_TOOLS[-2:]),
     Format("glm4", GLM, ("<|user|>", "<|observation|>"), tools=True),
     Format("glm4_5", GLM, ("<|user|>", "<|observation|>"), tools=True, thinking="content", plain=QWEN_TOOLS),
     Format("phi3", (*ROLES, "<|endoftext|>", "<|end|>"), ("<|end|>",), tokenizer="pieces", swallows=True),
     Format("phi4", (*CHATML[:2], "<|im_sep|>", "<|im_end|>"), **AT_END),
     Format(
-        "phi4_mini", (*ROLES, "<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>", "<|tool_response|>",
-                      "<|end|>", "<|endoftext|>"),
-        ("<|end|>",), tools=True,
+        "phi4_mini",
+        (
+            *ROLES,
+            "<|tool|>",
+            "<|/tool|>",
+            "<|tool_call|>",
+            "<|/tool_call|>",
+            "<|tool_response|>",
+            "<|end|>",
+            "<|endoftext|>",
+        ),
+        ("<|end|>",),
+        tools=True,
     ),
     Format(
-        "gpt_oss", HARMONY, ("<|end|>", "<|return|>"), call_ends=("<|call|>",), tools=True, parallel=False,
+        "gpt_oss",
+        HARMONY,
+        ("<|end|>", "<|return|>"),
+        call_ends=("<|call|>",),
+        tools=True,
+        parallel=False,
         thinking="thinking",
     ),
     Format("vicuna", ("</s>",), ("</s>",), bos="<s>", tokenizer="tokenizer.model.v1"),
     Format("zephyr", ("</s>",), ("</s>",), bos="<s>", tokenizer="tokenizer.model.v1"),
     Format("tulu3", ("<|endoftext|>",), ("<|endoftext|>",), bos="<|endoftext|>"),
     Format(
-        "command_r", ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>",
-                      "<|END_OF_TURN_TOKEN|>"),
-        ("<|END_OF_TURN_TOKEN|>",), bos="<BOS_TOKEN>",
+        "command_r",
+        ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+        ("<|END_OF_TURN_TOKEN|>",),
+        bos="<BOS_TOKEN>",
     ),
     Format(
-        "granite3", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"),
-        ("<|end_of_text|>",), tools=True,
+        "granite3",
+        ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"),
+        ("<|end_of_text|>",),
+        tools=True,
     ),
     Format(
-        "kimi_k2", ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
-                    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
-                    "<|tool_call_end|>", "<|im_end|>"),
-        **AT_END, tools=True,
+        "kimi_k2",
+        (
+            "<|im_system|>",
+            "<|im_user|>",
+            "<|im_assistant|>",
+            "<|im_middle|>",
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|im_end|>",
+        ),
+        **AT_END,
+        tools=True,
     ),
     Format("seed_oss", ("<seed:bos>", "<seed:eos>"), ("<seed:eos>",), tools=True, thinking="reasoning_content"),
     Format("exaone3_5", ("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"), ("[|endofturn|]",)),
@@ -176,7 +244,16 @@ def is_installed(chat: Format) -> bool:
 
 
 def make_tokenizer(chat: Format) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with the special tokens of a format."""
+    """Return a tokenizer with the special tokens of a format; it is made once."""
+    if chat.name not in _MADE:
+        _MADE[chat.name] = _made(chat)
+    return _MADE[chat.name]
+
+
+_MADE: dict[str, PreTrainedTokenizerFast] = {}
+
+
+def _made(chat: Format) -> PreTrainedTokenizerFast:
     if chat.tokenizer not in ("bytes", "pieces"):
         return _mistral(chat)
     tokenizer = PreTrainedTokenizerFast(
@@ -214,9 +291,7 @@ def _trained(kind: str) -> str:
     else:
         made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
         made.normalizer = normalizers.Replace(" ", "▁")
-        made.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
         alphabet = []
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))] if kind == "pieces" else []
     trainer = trainers.BpeTrainer(
