@@ -91,7 +91,7 @@ def test_a_template_that_rewrites_history_restarts_only_on_request() -> None:
     assert appended(chat, talk[:2], talk[2:], stopped=True) == rest
     result = chat.after_turn(talk[:2], talk[2:], stopped=True, keep_history=False)
     assert isinstance(result, Restarted) and result.prompt_ids == chat.prompt(talk)
-    assert "<think>one, two</think>3' and now writes" in result.reason and result.reason.endswith("assistant\\n3'")
+    assert result.reason.endswith("assistant\\n3' now for a turn of '<think>one, two</think>3  '")
     # blanks that the template trims are no other history
     plain = say("1+2?", "3  ", "sure?")
     assert appended(chat, plain[:2], plain[2:], stopped=True, keep_history=False) == rest

@@ -13,6 +13,7 @@ from verl.utils.chat.proof import prove_pieces
 from verl.utils.chat_template import render_chat
 
 _MARK = "sampledturn"
+_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class ChatFormat:
         prompt = len(os.path.commonprefix([shown, self.render(before)]))
         for said in (turn.get(name) for name in ("content", *THOUGHTS)):
             if isinstance(said, str) and _squashed(said) not in _squashed(kept[prompt:]):
-                return f"the chat template writes {kept[prompt:]!r} now for a turn of {said!r}"
+                return f"the chat template writes {_short(kept[prompt:])} now for a turn of {_short(said)}"
         return None
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
@@ -204,6 +205,10 @@ class ChatFormat:
 def _media_count(messages: Sequence[Message], kind: str) -> int:
     parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
     return sum(isinstance(part, Mapping) and part.get("type") == kind for part in parts)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...")
 
 
 def _squashed(text: str) -> str:
