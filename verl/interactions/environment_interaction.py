@@ -8,16 +8,42 @@ import asyncio
 import functools
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from verl.base_config import WrongInput, nearest, one_line
+from verl.base_config import BaseConfig, Violation, WrongInput, one_line, setting
 from verl.interactions.base import Answered, BaseInteraction, Message, last_text
+from verl.utils.class_files import read_options
 
-_KEYS = ("name", "factory", "arguments", "action_pattern", "actions", "no_action", "no_action_reward", "num_workers")
+WANTED = "write the dotted name of a class or function that makes an environment, such as gymnasium.make"
 NO_ACTION = "There is no valid action in your message."
+
+
+@dataclass
+class EnvironmentConfig(BaseConfig):
+    """``config`` of the interaction."""
+
+    _is_closed: ClassVar[bool] = True
+
+    factory: str = setting("", "dotted name of what makes an environment, such as gymnasium.make", hint=WANTED)
+    arguments: dict[str, Any] = setting({}, "arguments of the factory")
+    action_pattern: str | None = setting(
+        None,
+        "regular expression; its last match in a message, or the first group of it, is the action",
+    )
+    actions: dict[str, Any] | None = setting(None, "action of the environment by text; null: the text itself")
+    no_action: str = setting(NO_ACTION, "what the model reads if there is no action in its message")
+    no_action_reward: float = setting(0.0, "reward of a message without an action")
+    num_workers: int = setting(32, "environments of a process that work at once", at_least=1)
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield what cannot be used."""
+        try:
+            re.compile(self.action_pattern or "")
+        except re.error as error:
+            yield Violation("action_pattern", self.action_pattern, f"is no regular expression: {error}")
 
 
 class TextEnvironment(Protocol):
@@ -45,30 +71,17 @@ class _Episode:
 class EnvironmentInteraction(BaseInteraction):
     """Steps an environment by the model's messages.
 
-    ``config`` has ``factory``, the dotted name of what makes an environment, such as ``gymnasium.make``, and may have
-    ``arguments`` of it; ``action_pattern``, a regular expression whose last match in a message, or the first group of
-    it, is the action (default: the whole message); ``actions``, which maps such texts to the actions of the environment
-    (default: the text itself); ``no_action``, what the model reads if there is none, and ``no_action_reward`` (0);
-    ``num_workers`` (32), how many environments of a process work at once. Rows give ``seed`` and ``options`` of
-    ``reset`` in ``interaction_kwargs``, and ``observation``, the first one, which is in their prompt (``reset_text``).
+    Rows give ``seed`` and ``options`` of ``reset`` in ``interaction_kwargs``, and ``observation``, the first one, which
+    is in their prompt (``reset_text``).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        for key in config:
-            if key not in _KEYS:
-                near = ", ".join(nearest(key, _KEYS)) or ", ".join(_KEYS)
-                raise WrongInput(f"config.{key} is unknown: write {near}, or remove it")
-        self._make = functools.partial(_load_factory(config.get("factory")), **config.get("arguments", {}))
-        pattern = config.get("action_pattern")
-        try:
-            self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
-        except re.error as error:
-            raise WrongInput(f"config.action_pattern={pattern!r} is no regular expression: {error}") from None
-        self._actions: Mapping[str, Any] | None = config.get("actions")
-        self._no_action: str = config.get("no_action", NO_ACTION)
-        self._no_action_reward = float(config.get("no_action_reward", 0.0))
-        self._pool = ThreadPoolExecutor(config.get("num_workers", 32), thread_name_prefix=f"environment-{self.name}")
+        self.options = read_options(self, config, EnvironmentConfig)
+        self._make = functools.partial(load_factory(self.options.factory), **self.options.arguments)
+        pattern = self.options.action_pattern
+        self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        self._pool = ThreadPoolExecutor(self.options.num_workers, thread_name_prefix=f"environment-{self.name}")
         self._episodes: dict[str, _Episode] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
@@ -96,8 +109,9 @@ class EnvironmentInteraction(BaseInteraction):
             return True, "", 0.0, {"steps": episode.steps}
         action = self._action(last_text(messages, "assistant") or "")
         if action is None:
-            episode.total += self._no_action_reward
-            return False, self._no_action, self._no_action_reward, {"steps": episode.steps}
+            reward = self.options.no_action_reward
+            episode.total += reward
+            return False, self.options.no_action, reward, {"steps": episode.steps}
         stepped = await self._run(functools.partial(episode.environment.step, action))
         if not isinstance(stepped, tuple) or len(stepped) != 5:
             raise EnvironmentFault(
@@ -134,7 +148,7 @@ class EnvironmentInteraction(BaseInteraction):
                 return None
             text = (found[-1][1] if self._pattern.groups else found[-1][0]) or ""
             text = text.strip()
-        return text if self._actions is None else self._actions.get(text)
+        return text if self.options.actions is None else self.options.actions.get(text)
 
 
 def reset_text(environment: TextEnvironment, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
@@ -158,20 +172,19 @@ def _text(environment: Any, observation: Any) -> str:
     )
 
 
-def _load_factory(name: Any) -> Callable[..., Any]:
+def load_factory(name: str) -> Callable[..., Any]:
     """Return what a dotted name stands for.
 
     Raises: WrongInput if that cannot be called.
     """
-    wanted = "write the dotted name of a class or function that makes an environment, such as gymnasium.make"
-    if not isinstance(name, str) or "." not in name.strip("."):
-        raise WrongInput(f"config.factory={name!r}: {wanted}")
+    if "." not in name.strip("."):
+        raise WrongInput(f"config.factory={name!r}: {WANTED}")
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise WrongInput(f"config.factory={name}: {error}: {wanted}, or install its package") from error
+        raise WrongInput(f"config.factory={name}: {error}: {WANTED}, or install its package") from error
     if not callable(found):
-        raise WrongInput(f"config.factory={name}: cannot be called: {wanted}")
+        raise WrongInput(f"config.factory={name}: cannot be called: {WANTED}")
     factory: Callable[..., Any] = found
     return factory

@@ -1,13 +1,15 @@
 """A user who is played by a second model, on an OpenAI-compatible server."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from verl.base_config import WrongInput, nearest
+from verl.base_config import BaseConfig, Violation, WrongInput, setting
 from verl.interactions.base import Answered, BaseInteraction, Message, text_of
 from verl.utils.chat_endpoint import ChatEndpoint, EndpointError
+from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
+from verl.utils.http_client import url_problem
 
 END_OF_CHAT = "[[TERMINATE CHAT]]"
 INSTRUCTION = (
@@ -15,10 +17,38 @@ INSTRUCTION = (
     "role and write nothing but this person's next message. What the person wants: {goal}\n"
     "When the assistant has given it, or cannot, end with {end_of_chat}."
 )
-_ENDPOINT_KEYS = ("base_url", "model", "api_key", "timeout_s", "max_attempts", "retry_delay_s", "max_concurrency")
-_SAMPLING_KEYS = ("temperature", "top_p", "max_tokens", "seed")
-_OWN_KEYS = ("name", "instruction", "end_of_chat", "max_user_turns")
+_SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 _SWAPPED = {"assistant": "user", "user": "assistant"}
+
+
+@dataclass
+class SimulatedUserConfig(BaseConfig):
+    """``config`` of the interaction."""
+
+    _is_closed: ClassVar[bool] = True
+
+    base_url: str = setting("", "address of the server", hint="write the server that plays the user")
+    model: str = setting("", "name of the model", empty=False, hint="write the model that plays the user")
+    api_key: str = setting("", "bearer token; empty for none")
+    timeout_s: float = setting(300.0, "seconds for one message, all attempts included", above=0)
+    max_attempts: int = setting(3, "attempts", at_least=1)
+    retry_delay_s: float = setting(1.0, "delay before the second attempt; it doubles for each further one", at_least=0)
+    max_concurrency: int = setting(32, "requests of a process at once", at_least=1)
+    temperature: float = setting(0.0, "sampling temperature", at_least=0)
+    top_p: float | None = setting(None, "nucleus of the sampling", above=0, at_most=1)
+    max_tokens: int | None = setting(None, "most tokens of a message", at_least=1)
+    seed: int | None = setting(None, "seed of the sampling")
+    instruction: str = setting(INSTRUCTION, "what the model is told, with {goal} and {end_of_chat}")
+    end_of_chat: str = setting(END_OF_CHAT, "text that ends the conversation", empty=False)
+    max_user_turns: int | None = setting(None, "messages of the user", at_least=1)
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield what cannot be asked."""
+        problem = url_problem(self.base_url)
+        if problem is not None:
+            yield Violation("base_url", self.base_url, problem)
+        if "{goal}" not in self.instruction:
+            yield Violation("instruction", self.instruction, "has no {goal}: write it where the goal of a row belongs")
 
 
 @dataclass
@@ -30,31 +60,23 @@ class _Chat:
 class SimulatedUserInteraction(BaseInteraction):
     """Asks a model for the next user message. A trajectory fails with ``EndpointError`` if that gives no answer.
 
-    ``config`` has ``base_url`` and ``model``, and may have ``api_key``, ``timeout_s``, ``max_attempts``,
-    ``retry_delay_s`` and ``max_concurrency`` of ``ChatEndpoint``; ``temperature`` (0), ``top_p``, ``max_tokens`` and
-    ``seed``; ``instruction``, a text with ``{goal}`` and ``{end_of_chat}``; ``end_of_chat``, the text that ends the
-    conversation; ``max_user_turns``. Rows give ``goal`` in ``interaction_kwargs``.
+    Rows give ``goal``, what the user wants, in ``interaction_kwargs``.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        known = (*_ENDPOINT_KEYS, *_SAMPLING_KEYS, *_OWN_KEYS)
-        for key in config:
-            if key not in known:
-                near = ", ".join(nearest(key, known)) or ", ".join(known)
-                raise WrongInput(f"config.{key} is unknown: write {near}, or remove it")
-        for key in ("base_url", "model"):
-            if not config.get(key):
-                raise WrongInput(f"config.{key} is missing: write the server and the model that play the user")
-        sampling = {"temperature": 0.0, **{key: config[key] for key in _SAMPLING_KEYS if key in config}}
-        given = {key: config[key] for key in _ENDPOINT_KEYS if key in config}
-        self.endpoint = ChatEndpoint(**given, sampling=sampling)
-        self.end_of_chat: str = config.get("end_of_chat", END_OF_CHAT)
-        self.instruction: str = config.get("instruction", INSTRUCTION)
-        if "{goal}" not in self.instruction:
-            raise WrongInput("config.instruction has no {goal}: write it where the goal of a row belongs")
-        self.max_user_turns: int | None = config.get("max_user_turns")
-        self._limit = ConcurrencyLimit(self.endpoint.max_concurrency)
+        self.options = read_options(self, config, SimulatedUserConfig)
+        sampling = {key: self.options[key] for key in _SAMPLING if self.options[key] is not None}
+        self.endpoint = ChatEndpoint(
+            self.options.base_url,
+            self.options.model,
+            self.options.api_key,
+            sampling,
+            self.options.timeout_s,
+            self.options.max_attempts,
+            self.options.retry_delay_s,
+        )
+        self._limit = ConcurrencyLimit(self.options.max_concurrency)
         self._chats: dict[str, _Chat] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
@@ -68,18 +90,20 @@ class SimulatedUserInteraction(BaseInteraction):
             raise WrongInput(f"a row has no goal for the interaction {self.name}: write {key}, what the user wants")
         instance_id = await super().start_interaction(instance_id)
         # no `format`: the instruction and the goal are texts that may have other braces
-        instruction = self.instruction.replace("{end_of_chat}", self.end_of_chat).replace("{goal}", goal)
+        instruction = self.options.instruction.replace("{end_of_chat}", self.options.end_of_chat).replace(
+            "{goal}", goal
+        )
         self._chats[instance_id] = _Chat(instruction)
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
         """Return the next message of the user; the conversation ends at ``end_of_chat`` or after ``max_user_turns``."""
         chat = self._chats[instance_id]
-        if self.max_user_turns is not None and chat.turns >= self.max_user_turns:
+        if self.options.max_user_turns is not None and chat.turns >= self.options.max_user_turns:
             return True, "", await self.calculate_score(instance_id), {"user_turns": chat.turns}
         async with self._limit.slot():
             answer = await self.endpoint.answer(self._seen_by_user(chat, messages))
-        text, ended, _ = answer.partition(self.end_of_chat)
+        text, ended, _ = answer.partition(self.options.end_of_chat)
         if not text.strip() and not ended:
             raise EndpointError(f"{self.endpoint.base_url}: the model that plays the user wrote an empty message")
         chat.turns += 1

@@ -106,6 +106,7 @@ async def execute_call(
         return ended(ToolOutcome.ERROR, "the tool cancelled the call.")
     try:
         response, reward, metrics = call.result()
+        metrics = metrics or {}  # the established tools may return None
         outcome = ToolOutcome(metrics.get(OUTCOME, ToolOutcome.OK))
     except ToolError as error:
         return ended(error.outcome, str(error))

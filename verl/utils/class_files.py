@@ -2,8 +2,8 @@
 
 import importlib
 import os
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,10 +11,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import WrongInput, nearest, one_line
+from verl.base_config import BaseConfig, WrongInput, config_error, nearest, one_line, parse_node
 from verl.utils.time_limit import error_text, import_within_limit
 
 T = TypeVar("T")
+Options = TypeVar("Options", bound=BaseConfig)
+_HANDLED = ("type", "name")
+"""Keys of ``config`` that whoever makes the class handles."""
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,19 @@ def build(item: ClassItem, make: Callable[[], T]) -> T:
     except Exception as error:
         cause = one_line(error_text(error))
         raise WrongInput(f"{item.where}: {item.class_name} cannot be made ({cause}): correct config") from error
+
+
+def read_options(owner: object, config: Mapping[str, Any], options: type[Options]) -> Options:
+    """Return the ``config`` of a class, typed and checked. A class of the user may have further keys.
+
+    Raises: ConfigError naming each key.
+    """
+    known = {key: value for key, value in config.items() if key not in _HANDLED}
+    if not type(owner).__module__.startswith("verl."):
+        names = {each.name for each in fields(options)}
+        known = {key: value for key, value in known.items() if key in names}
+    node, violations = parse_node(known, options, "config")
+    if violations:
+        raise config_error(violations)
+    read: Options = node
+    return read

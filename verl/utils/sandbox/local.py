@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from verl.utils.sandbox.folder import empty_folder
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 OUTPUT_LIMIT_BYTES = 4 << 20
 START_TIMEOUT_S = 20.0
+CANCEL_LATENCY_S = 0.1
+"""Longest time until a run notices that it is cancelled."""
 _WALL_TIME_FACTOR = 2.0  # as in the supervisor
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -84,6 +88,7 @@ def run_tests(
     memory_limit_mb: int = 1024,
     allow_unisolated: bool = False,
     stop_at_failure: bool = False,
+    cancelled: threading.Event | None = None,
 ) -> list[Run]:
     """Run a program once per test. Stop if it does not compile or, with ``stop_at_failure``, at the first failure.
 
@@ -91,8 +96,9 @@ def run_tests(
         fn_name: function, or method of the class ``Solution``, to call with the arguments of each test.
         timeout_s: CPU time of each run; the wall-time limit is twice that.
         allow_unisolated: if the kernel cannot isolate the program, run it with the rights of this process.
+        cancelled: kill the program when another thread sets it.
 
-    Raises: SandboxError if the program cannot be isolated or the supervisor fails.
+    Raises: SandboxError if the program cannot be isolated or the supervisor fails, or if the runs are cancelled.
     """
     isolated = not (allow_unisolated and isolation_problem() is not None)
     with (
@@ -118,7 +124,7 @@ def run_tests(
         files = (test_file.fileno(), reports.fileno())
         try:
             timeout_s = START_TIMEOUT_S + len(tests) * (_WALL_TIME_FACTOR * timeout_s + 1)
-            reply = _supervise(json.dumps(request), timeout_s, files)
+            reply = _supervise(json.dumps(request), timeout_s, files, cancelled)
         finally:
             with suppress(OSError):  # a program that dies with its supervisor may still write
                 empty_folder(folder)
@@ -151,7 +157,7 @@ def _reasons(reports: IO[bytes]) -> dict[int, str]:
     return reasons
 
 
-def _supervise(request: str, timeout_s: float, files: Sequence[int]) -> str:
+def _supervise(request: str, timeout_s: float, files: Sequence[int], cancelled: threading.Event | None = None) -> str:
     """Send a request to a new supervisor, which inherits the files, and return its reply."""
     process = subprocess.Popen(
         [sys.executable, "-s", "-P", str(SUPERVISOR)],
@@ -164,9 +170,7 @@ def _supervise(request: str, timeout_s: float, files: Sequence[int]) -> str:
         pass_fds=files,
     )
     try:
-        reply, errors = process.communicate(request.encode("utf-8", errors="surrogatepass"), timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise SandboxError(f"the sandbox supervisor did not end within {timeout_s:g} s") from None
+        reply, errors = _communicate(process, request.encode("utf-8", errors="surrogatepass"), timeout_s, cancelled)
     finally:
         if process.poll() is None:  # timed out or interrupted; the program dies with its supervisor
             os.killpg(process.pid, signal.SIGKILL)
@@ -174,3 +178,24 @@ def _supervise(request: str, timeout_s: float, files: Sequence[int]) -> str:
     if process.returncode != 0 and not reply:
         raise SandboxError(f"the sandbox supervisor failed: {errors.decode(errors='replace').strip()[-500:]}")
     return reply.decode("utf-8")
+
+
+def _communicate(
+    process: "subprocess.Popen[bytes]", request: bytes, timeout_s: float, cancelled: threading.Event | None
+) -> tuple[bytes, bytes]:
+    """Return output and errors of the supervisor.
+
+    Raises: SandboxError if it is late, or cancelled.
+    """
+    end = time.monotonic() + timeout_s
+    content: bytes | None = request
+    while True:
+        left = end - time.monotonic()
+        try:
+            return process.communicate(content, timeout=left if cancelled is None else min(left, CANCEL_LATENCY_S))
+        except subprocess.TimeoutExpired:
+            content = None  # it is sent, or goes on being sent by the next call
+        if cancelled is not None and cancelled.is_set():
+            raise SandboxError("the run was cancelled")
+        if time.monotonic() >= end:
+            raise SandboxError(f"the sandbox supervisor did not end within {timeout_s:g} s")

@@ -1,11 +1,15 @@
 """Run untrusted programs in a remote SandboxFusion service over HTTP."""
 
+import asyncio
+import http.client
 import json
 import time
 import urllib.error
 import urllib.request
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from verl.utils.http_client import post_json
 
 ATTEMPTS = 3
 RETRIED_STATUS = 504  # the service was too busy to start the program
@@ -38,17 +42,7 @@ def run_remotely(
     Raises: RemoteSandboxError.
     """
     compile_timeout_s = timeout_s if compile_timeout_s is None else compile_timeout_s
-    request = {
-        "compile_timeout": compile_timeout_s,
-        "run_timeout": timeout_s,
-        "code": code,
-        "stdin": stdin,
-        "memory_limit_MB": memory_limit_mb,
-        "language": language,
-        "files": {},
-        "fetch_files": [],
-    }
-    content = json.dumps(request).encode()
+    content = json.dumps(_request(code, stdin, timeout_s, compile_timeout_s, memory_limit_mb, language)).encode()
     for attempt in range(1, ATTEMPTS + 1):
         try:
             with permits or nullcontext():
@@ -60,6 +54,47 @@ def run_remotely(
             raise RemoteSandboxError(f"{url}: {type(error).__name__}: {error}") from error
         time.sleep(RETRY_DELAY_S * attempt)
     raise AssertionError("the last attempt returns or raises")
+
+
+async def run_remotely_async(
+    url: str,
+    code: str,
+    stdin: str | None = None,
+    timeout_s: float = 10.0,
+    memory_limit_mb: int = 1024,
+    language: str = "python",
+) -> dict[str, Any]:
+    """Do what ``run_remotely`` does without blocking the event loop; a cancelled run closes its connection.
+
+    Raises: RemoteSandboxError.
+    """
+    request = _request(code, stdin, timeout_s, timeout_s, memory_limit_mb, language)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            reply = await post_json(url, request, 2 * timeout_s + MARGIN_S)
+            if reply.status == http.client.OK:
+                return _result(reply.body)
+        except (OSError, ValueError) as error:
+            raise RemoteSandboxError(f"{url}: {type(error).__name__}: {error}") from error
+        if reply.status != RETRIED_STATUS or attempt == ATTEMPTS:
+            raise RemoteSandboxError(f"{url}: HTTP status {reply.status} in attempt {attempt}")
+        await asyncio.sleep(RETRY_DELAY_S * attempt)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _request(
+    code: str, stdin: str | None, timeout_s: float, compile_timeout_s: float, memory_limit_mb: int, language: str
+) -> dict[str, Any]:
+    return {
+        "compile_timeout": compile_timeout_s,
+        "run_timeout": timeout_s,
+        "code": code,
+        "stdin": stdin,
+        "memory_limit_MB": memory_limit_mb,
+        "language": language,
+        "files": {},
+        "fetch_files": [],
+    }
 
 
 def _post(url: str, content: bytes, timeout_s: float) -> dict[str, Any]:
@@ -79,7 +114,15 @@ def _post(url: str, content: bytes, timeout_s: float) -> dict[str, Any]:
                 raise TimeoutError(f"the reply was not complete within {timeout_s:g} s")
             if size > MOST_REPLY_BYTES:
                 raise ValueError(f"the reply exceeds {MOST_REPLY_BYTES} bytes")
-    reply = json.loads(b"".join(parts))
+    return _result(b"".join(parts))
+
+
+def _result(body: bytes) -> dict[str, Any]:
+    """Return a reply of the service.
+
+    Raises: ValueError if it is none.
+    """
+    reply = json.loads(body)
     if not isinstance(reply, dict) or "status" not in reply:
         raise ValueError(f"the reply is not a program's result: {str(reply)[:200]}")
     return reply
