@@ -93,7 +93,7 @@ class BM25Index:
 
     def __init__(self, documents: Sequence[Document]) -> None:
         if not has_module("bm25s"):
-            raise WrongInput("--index bm25 needs bm25s, which is not installed: pip install 'verl[search]'")
+            raise WrongInput("--index bm25 needs bm25s, which is not installed: pip install 'verl[tools]'")
         import bm25s
 
         self._count = len(documents)

@@ -84,7 +84,8 @@ async def serve(retriever: Retriever, host: str, port: int) -> None:
     try:
         await web.TCPSite(runner, host, port).start()
         where = f"http://{host}:{runner.addresses[0][1]}/retrieve"
-        print(f"serving {len(retriever.documents)} documents at {where}", flush=True)
+        sys.stdout.write(f"serving {len(retriever.documents)} documents at {where}\n")
+        sys.stdout.flush()
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
@@ -130,7 +131,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 0
     except (WrongInput, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return USAGE_ERROR
     return 0
 
