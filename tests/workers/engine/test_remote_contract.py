@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import remote_code
 from tests.ranks import Ranks
 from tests.workers.engine import cases
 from tests.workers.engine import remote_cases as remote
 from verl.models.transformers import remote as adapters
+from verl.utils.checkpoint import hf_export
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp import FSDPEngine
 
@@ -187,6 +188,21 @@ def test_rows_and_images_that_do_not_fit_are_named(root: Path) -> None:
     del without.non_tensor_batch["multi_modal_inputs"]
     with engine.eval_mode(), pytest.raises(ValueError, match="6 image tokens, .* has no pixel_values"):
         engine.infer_batch(without)
+
+
+@pytest.mark.parametrize("family", remote.FAMILIES)
+def test_an_exported_folder_holds_the_code(root: Path, tmp_path: Path, family: str) -> None:
+    """Its own code loads it, with the weights of training; with adapters the code is that of the model below them."""
+    tokenizer = AutoTokenizer.from_pretrained(root / family, trust_remote_code=True)
+    for options in ({}, remote.LORA):
+        folder = tmp_path / f"{family}_{bool(options)}"
+        folder.mkdir()
+        engine = cases.build(root / family, TRUST | options)
+        hf_export.save_config_and_tokenizer(folder, engine.module, tokenizer)
+        hf_export.export_weights(folder, engine.named_weights())
+        loaded = remote_code.load(folder).state_dict()
+        stored = load_file(root / family / "model.safetensors")
+        assert loaded and all(torch.equal(tensor, stored[name]) for name, tensor in loaded.items())
 
 
 # What remote code cannot do is refused before it trains

@@ -24,12 +24,11 @@ from verl.base_config import WrongInput
 from verl.models.transformers.attention import PackedSequences, varlen_attention_forward
 from verl.models.transformers.names import REMOTE_FAMILIES
 from verl.models.transformers.vision import Media, MediaCountError, as_shown
+from verl.utils.checkpoint.hf_export import REMOTE_MODULES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_REMOTE_MODULES = "transformers_modules."
-"""Package into which transformers loads the code of repositories."""
 _PACKED = "_verl_packed_sequences"
 """Attribute of an attention layer: the boundaries of the sequences of the last forward pass."""
 _PLAIN = "_verl_plain_forward"
@@ -41,7 +40,7 @@ _PARTS_OF_MLA = ("kv_a_layernorm", "kv_b_proj", "o_proj", "rotary_emb", "softmax
 
 def has_remote_code(model: nn.Module) -> bool:
     """Return whether the class of a model, which FSDP may have extended, comes from the model's repository."""
-    return any(cls.__module__.startswith(_REMOTE_MODULES) for cls in type(model).__mro__)
+    return any(cls.__module__.startswith(REMOTE_MODULES) for cls in type(model).__mro__)
 
 
 def is_remote_family(config: "PretrainedConfig | None") -> bool:

@@ -1,6 +1,8 @@
 """Export of weights, config and tokenizer to a folder that ``from_pretrained`` reads."""
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,15 +13,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 MAX_SHARD_BYTES = 2 << 30
+REMOTE_MODULES = "transformers_modules."
+"""Package into which transformers loads the code of repositories."""
 
 
 def save_config_and_tokenizer(
     folder: Path, model: nn.Module | None, processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None"
 ) -> None:
-    """Write the config, generation config and tokenizer or processor, each if present."""
+    """Write config, generation config and tokenizer or processor, each if present, and the code of a remote model."""
     for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(folder)
+    if model is not None:
+        _copy_remote_code(folder, [getattr(model, "config", None), *model.modules()])
+
+
+def _copy_remote_code(folder: Path, parts: list[object]) -> None:
+    """Copy the modules that transformers loaded from a model's repository to define these parts."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    classes = {cls for part in parts for cls in type(part).__mro__}  # FSDP derives a class of its own
+    names = {cls.__module__ for cls in classes if cls.__module__.startswith(REMOTE_MODULES)}
+    for file in (sys.modules[name].__file__ for name in names):
+        assert file is not None
+        for needed in (file, *get_relative_import_files(file)):
+            shutil.copy(needed, folder)
 
 
 _STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
