@@ -56,6 +56,15 @@ class Violation(NamedTuple):
         return f"{self.key}={one_line(as_yaml(self.value))}: {self.expected}"
 
 
+class Idle(NamedTuple):
+    """Keys below ``node`` that nothing reads while the key ``switch`` has the value ``off``."""
+
+    switch: str
+    off: Any
+    node: str
+    names: tuple[str, ...]
+
+
 class WrongInput(ValueError):
     """A key, a file, a row or a function of the user cannot be used: the command ends with exit code 2."""
 
@@ -208,6 +217,7 @@ class BaseConfig(Mapping[str, Any]):
     _mutable_fields: ClassVar[frozenset[str]] = frozenset()
     _is_closed: ClassVar[bool] = False  # whether a node that names no class may hold no other keys either
     _is_open: ClassVar[bool] = False  # whether a node that names this class may hold other keys too
+    _idle: ClassVar[tuple[Idle, ...]] = ()  # what a recipe adds to ``verl.trainer.config.rules.no_effect``
 
     _target_: str = ""
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO: Qwen2-7B-Instruct on GSM8K with micro-batches of a number of tokens, one node of 8 GPUs.
-# ROLLOUT_MODE=async asks for rollout servers, which verl does not have yet.
+# ROLLOUT_MODE=async generates by agent loops.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 

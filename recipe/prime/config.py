@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.algos.config import AlgoConfig
-from verl.base_config import Violation, setting
+from verl.algos.config import AlgoConfig, KLControlConfig
+from verl.base_config import Idle, Violation, setting
 from verl.utils.dataset.config import DataConfig
 from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig, RewardModelConfig
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig
@@ -16,6 +16,8 @@ from verl.workers.config.reward_model import RewardModelModelConfig
 
 LOSSES = ("ce", "dpo", "bon_acc", "bon_rm")
 UPDATES = ("before", "after", "reverse", "none")
+_MODEL = "reward_model.model"
+_OPTIM = ("lr", "lr_warmup_steps", "lr_warmup_steps_ratio", "weight_decay", "betas", "grad_clip", "lr_scheduler_type")
 
 
 @dataclass
@@ -23,6 +25,7 @@ class PRIMEDataConfig(DataConfig):
     """Rows, and the prompts that the filter chooses from ``oversample_factor`` times as many."""
 
     _is_open = True
+    _idle = (Idle("data.filter_accuracy", False, "data", ("accuracy_lower_bound", "accuracy_upper_bound")),)
 
     truncation: str = setting("right", "what happens to longer prompts", one_of=("error", "left", "right", "middle"))
     filter_accuracy: bool = setting(True, "prefer prompts whose accuracy is between the bounds")
@@ -56,13 +59,23 @@ class PRIMEDataConfig(DataConfig):
 
 
 @dataclass
+class PRIMEKLControlConfig(KLControlConfig):
+    """The KL penalty in the reward, which PRIME does not have."""
+
+    kl_coef: float = setting(0.0, "weight at the start")
+
+
+@dataclass
 class PRIMEAlgoConfig(AlgoConfig):
     """The weights of the two streams of reward.
 
     Source: PRIME (arXiv:2502.01456), equation 5.
     """
 
+    _idle = (Idle("reward_model.enable", False, "algorithm", ("reward_dpo_coef",)),)
+
     adv_estimator: str = setting("rloo", "estimator of both streams", one_of=("rloo",), hint="PRIME has this one")
+    kl_ctrl: PRIMEKLControlConfig = field(default_factory=PRIMEKLControlConfig)
     reward_gt_coef: float = setting(5.0, "weight of the outcome, which is the score of the reward function")
     reward_dpo_coef: float = setting(5.0, "weight of the scores of the tokens, from the reward model")
 
@@ -86,6 +99,13 @@ class PRIMEOptimizerConfig(FSDPOptimizerConfig):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="optim.grad_clip is deprecated")  # here it is the only name
             super().__post_init__()
+
+    def rules(self) -> Iterator[Violation]:
+        """Apply the rules of ``FSDPOptimizerConfig``; reject a length that the trainer sets."""
+        yield from super().rules()
+        if self.total_training_steps not in (None, -1):
+            expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
+            yield Violation("total_training_steps", self.total_training_steps, expected)
 
 
 @dataclass
@@ -133,6 +153,7 @@ class PRIMERewardModelConfig(RewardModelConfig):
     """An implicit process reward model: it learns from outcomes and scores tokens."""
 
     _is_open = True
+    _idle = (Idle(f"{_MODEL}.update", "none", _MODEL, ("loss_type", *(f"optim.{name}" for name in _OPTIM))),)
 
     strategy: str = setting("fsdp", "engine of the reward model", one_of=STRATEGIES)
     model: PRIMEModelConfig = field(default_factory=PRIMEModelConfig)

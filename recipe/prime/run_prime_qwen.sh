@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PRIME: Eurus-2-7B-SFT (a Qwen2.5-Math-7B) on grade-school and competition mathematics, one node of 8 GPUs.
-# Before: python3 examples/data_preprocess/gsm8k.py, and python3 examples/data_preprocess/math_dataset.py
+# Data first: python3 examples/data_preprocess/gsm8k.py, and python3 examples/data_preprocess/math_dataset.py
 set -euxo pipefail
 
 DATA_DIR="${DATA_DIR:-$HOME/data}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # PRIME: Eurus-2-7B-SFT on mathematics and programming (Eurus-2-RL-Data), one node of 8 GPUs.
-# Before: download PRIME-RL/Eurus-2-RL-Data from the hub into DATA_DIR as train.parquet and validation.parquet
+# Data first: download PRIME-RL/Eurus-2-RL-Data from the hub into DATA_DIR as train.parquet and validation.parquet
 set -euxo pipefail
 
 DATA_DIR="${DATA_DIR:-$HOME/data/code}"

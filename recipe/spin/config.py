@@ -68,6 +68,9 @@ class SPINAlgoConfig(AlgoConfig):
             yield Violation(
                 "rollout_is", True, "is not read: the loss of a pair has no importance weights. Write false"
             )
+        if self.rollout_is_threshold is not None:
+            expected = "is not read: the loss of a pair has no importance weights. Write null"
+            yield Violation("rollout_is_threshold", self.rollout_is_threshold, expected)
 
 
 @dataclass

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl.algos.config import AlgoConfig
-from verl.base_config import Violation, as_yaml, setting
+from verl.base_config import Idle, Violation, as_yaml, setting
+from verl.trainer.config.rules.no_effect import OPTIONS_OF_LOSSES
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
+_LOSS = "actor_rollout_ref.actor.policy_loss"
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
@@ -23,6 +25,8 @@ class SPPOActorConfig(FSDPActorConfig):
 
     Source: SPPO (arXiv:2405.00675), equation 4.4.
     """
+
+    _idle = (Idle(f"{_LOSS}.loss_mode", "sppo", _LOSS, OPTIONS_OF_LOSSES),)
 
     sppo_eta: float = setting(1.0, "scale of the reward in the loss", above=0)
     policy_loss: SPPOPolicyLossConfig = field(default_factory=SPPOPolicyLossConfig)

@@ -7,7 +7,7 @@ import pytest
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from recipe.prime.config import PRIMEDataConfig
+from recipe.prime.config import PRIMEDataConfig, PRIMEModelConfig, PRIMERewardModelConfig
 from recipe.prime.main_prime import run_prime
 from verl.base_config import ConfigError, WrongInput
 from verl.trainer.config.run_config import RunConfig
@@ -57,6 +57,7 @@ WRONG = {
     f"{MODEL}.ref_path": ("/no/such/folder", "no such folder"),
     f"{MODEL}.loss_type": ("mse", "must be one of ce, dpo, bon_acc, bon_rm"),
     f"{MODEL}.update": ("never", "must be one of before, after, reverse, none"),
+    f"{MODEL}.optim.total_training_steps": (9, "is set by the trainer"),
     f"{MODEL}.beta": (1, "there is no such key"),
     "reward_model.strategy": ("megatron", "must be one of fsdp, fsdp2"),
     "reward_model.max_length": (8, "must be null"),
@@ -91,6 +92,32 @@ def test_yaml_and_dataclasses_have_the_same_defaults(composed):
             if not isinstance(node[name], dict | list) and "${" not in str(node[name]):
                 assert node[name] == default, f"{path}.{name}"
         assert cls.__annotations__.keys() - node.keys() == set(), path
+
+
+def test_the_options_of_the_reward_model_reach_its_engine():
+    """Its engine cuts batches as an actor does, and builds its model as the policy's is built."""
+    batches = {"micro_batch_size_per_gpu": 3, "forward_max_token_len_per_gpu": 99, "ulysses_sequence_parallel_size": 2}
+    shared = {"path": "m", "tokenizer_path": "t", "external_lib": "json", "trust_remote_code": True, "use_shm": True}
+    shared |= {"use_remove_padding": True, "enable_gradient_checkpointing": False, "use_fused_kernels": True}
+    shared |= {"fused_kernel_options": {"impl_backend": "triton"}}
+    node = PRIMERewardModelConfig(
+        **batches, use_dynamic_bsz=True, model=PRIMEModelConfig(**shared, ref_path="r"), mini_batch_size=5
+    )
+    made = node.model.as_model_config()
+    assert {name: made[name] for name in shared} == shared
+    trained = node.as_trained()
+    assert (trained.ppo_micro_batch_size_per_gpu, trained.ppo_max_token_len_per_gpu) == (3, 99)
+    assert (trained.use_dynamic_bsz, trained.ulysses_sequence_parallel_size, trained.ppo_mini_batch_size) == (
+        True,
+        2,
+        5,
+    )
+    assert (
+        PRIMERewardModelConfig(micro_batch_size=7, model=PRIMEModelConfig(ref_path="r"))
+        .as_trained()
+        .ppo_micro_batch_size
+        == 7
+    )
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None):

@@ -76,6 +76,7 @@ WRONG_IN_SPIN = {
     "algorithm.adv_estimator": ("grpo", "must be null"),
     "algorithm.use_kl_in_reward": (True, "is not read"),
     "algorithm.rollout_is": (True, "no importance weights"),
+    "algorithm.rollout_is_threshold": (2.0, "no importance weights"),
     "trainer.critic_warmup": (1, "SPIN has no critic to wait for"),
     "trainer.balance_batch": (True, "SPIN keeps the responses of a pair together"),
     "trainer.ref_update_freq": (-1, "of 0 or more"),

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from verl.base_config import Kind, Violation, as_yaml
+from verl.algos.names import ADV_ESTIMATORS, LOSS_AGG_UNIT, POLICY_LOSSES
+from verl.base_config import Idle, Kind, Violation, as_yaml
 from verl.trainer.config.keys import is_under, select
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.workers.config import MultiTurnConfig, PolicyLossConfig
@@ -19,16 +20,26 @@ REWARD = "reward_model"
 # ---- switched off by another option: named once, in one line
 
 
-class Idle(NamedTuple):
-    """Keys below ``node`` that nothing reads while ``switch`` has the value ``off``."""
-
-    switch: str
-    off: Any
-    node: str
-    names: tuple[str, ...]
-
-
-_OTHER_LOSSES = tuple(name for name in PolicyLossConfig() if name not in ("_target_", "loss_mode"))
+_OPTIONS_OF_ESTIMATORS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
+_READ_BY_ESTIMATOR = {
+    "gae": ("gamma", "lam"),
+    "reinforce_plus_plus": ("gamma",),
+    **dict.fromkeys(("grpo", "grpo_vectorized", "grpo_passk"), ("norm_adv_by_std_in_grpo",)),
+}
+_CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+_CLIPS = (*_CLIP_RANGE, "clip_ratio_c")
+OPTIONS_OF_LOSSES = tuple(name for name in PolicyLossConfig() if name not in ("_target_", "loss_mode"))
+_READ_BY_LOSS = {
+    "vanilla": _CLIPS,
+    "gspo": _CLIP_RANGE,
+    "geo_mean": _CLIP_RANGE,
+    "cispo": _CLIP_RANGE,
+    "sapo": ("tau_pos", "tau_neg"),
+    "clip_cov": (*_CLIP_RANGE, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+}
+FOLLOWS = dict.fromkeys((f"{ACTOR}.loss_scale_factor", "critic.loss_scale_factor"), "data.max_response_length")
+"""Keys whose default in YAML is the value of another key."""
 _SCHEDULE = ("min_lr_ratio", "num_cycles")
 _OFFLOADS = ("param_offload", "optimizer_offload")
 _MCORE_OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
@@ -39,9 +50,33 @@ _TURNS = tuple(name for name in MultiTurnConfig() if name not in ("_target_", "e
 _ENGINE = f"{ROLLOUT}.name"
 _DEVICE = "trainer.device"
 
+
+def _without(names: tuple[str, ...], read: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in read)
+
+
 IDLE = [
     Idle(f"{ACTOR}.use_kl_loss", False, ACTOR, ("kl_loss_coef", "kl_loss_type")),
-    Idle(f"{ACTOR}.policy_loss.loss_mode", "vanilla", f"{ACTOR}.policy_loss", _OTHER_LOSSES),
+    *(
+        Idle(f"{ACTOR}.policy_loss.loss_mode", loss, node, _without(names, _READ_BY_LOSS.get(loss, ())))
+        for loss in POLICY_LOSSES
+        for node, names in ((ACTOR, _CLIPS), (f"{ACTOR}.policy_loss", OPTIONS_OF_LOSSES))
+    ),
+    *(
+        Idle(
+            "algorithm.adv_estimator",
+            name,
+            "algorithm",
+            _without(_OPTIONS_OF_ESTIMATORS, _READ_BY_ESTIMATOR.get(name, ())),
+        )
+        for name in (*ADV_ESTIMATORS, None)
+    ),
+    *(
+        Idle(f"{role}.loss_agg_mode", mode, role, ("loss_scale_factor",))
+        for role in (ACTOR, "critic")
+        for mode, unit in LOSS_AGG_UNIT.items()
+        if unit != "constant"
+    ),
     Idle(f"{ACTOR}.optim.lr_scheduler_type", "constant", f"{ACTOR}.optim", _SCHEDULE),
     Idle("critic.optim.lr_scheduler_type", "constant", "critic.optim", _SCHEDULE),
     Idle("algorithm.use_kl_in_reward", False, "algorithm", ("kl_penalty",)),
@@ -89,7 +124,10 @@ _OF_AN_ENABLED_REWARD_MODEL = (f"{REWARD}.enable_", f"{REWARD}.model.")
 def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield each key that ``tree`` changes from its default and that has no effect in this run."""
     switched = [Idle(entry.switch, False, entry.node, entry.names) for entry in UNSUPPORTED if entry.switch is not None]
-    for switch, off, node, names in IDLE + switched:
+    shared = run.actor_rollout_ref
+    parts = (run.data, run.trainer, run.algorithm, shared.actor, shared.rollout, run.reward_model)
+    own = [entry for part in parts for entry in part._idle]
+    for switch, off, node, names in IDLE + own + switched:
         if select(tree, switch) != off or (node.startswith("critic") and run.critic is None):
             continue
         if not run.reward_model.enable and any(key.startswith(_OF_AN_ENABLED_REWARD_MODEL) for key in (switch, node)):
@@ -105,7 +143,9 @@ def _changed(
     for name in names:
         key = f"{node}.{name}"
         value = select(tree, key, ABSENT)
-        default = default_of(run, key)
+        default = select(tree, FOLLOWS[key]) if key in FOLLOWS else default_of(run, key)
+        if isinstance(default, tuple):  # YAML has lists only
+            default = list(default)
         if value is not ABSENT and default is not ABSENT and value != default:
             yield key, value, default
 
