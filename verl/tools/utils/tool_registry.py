@@ -1,16 +1,26 @@
 """Make the tools that a file lists."""
 
-from typing import Any
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from verl.base_config import WrongInput
 from verl.tools.base_tool import BaseTool
+from verl.tools.mcp_base_tool import MCPBaseTool, McpToolConfig
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.utils.class_files import ClassItem, build, import_class, read_class_items
+from verl.tools.utils.mcp_client import McpError, McpServer, read_servers, require_mcp
+from verl.utils.class_files import ClassItem, build, import_class, read_class_items, read_options
+
+T = TypeVar("T")
 
 EXAMPLE = "class_name: verl.tools.gsm8k_tool.Gsm8kTool, config: {type: native}"
 NATIVE = "native"
+MCP = "mcp"
+_MCP_KEYS = ("mcp_servers_config_path", "tool_selected_list")
+_MCP_WANTED = "write mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}"
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
@@ -21,7 +31,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     tools: list[BaseTool] = []
     places: dict[str, str] = {}
     for item in read_tools_file(tools_config_file):
-        made = [_native_tool(item)]
+        made = _mcp_tools(item) if item.config.get("type") == MCP else [_native_tool(item)]
         for tool in made:
             if tool.name in places:
                 raise WrongInput(
@@ -37,12 +47,17 @@ def read_tools_file(path: str) -> list[ClassItem]:
 
     Raises: WrongInput naming the file, the item and the key, and what to write.
     """
-    items = read_class_items(path, "tools", EXAMPLE, ("tool_schema",))
+    items = read_class_items(path, "tools", EXAMPLE, ("tool_schema", "mcp"))
     for item in items:
         kind = item.config.get("type", NATIVE)
-        if kind != NATIVE:
-            raise WrongInput(f"{item.where}.config.type={kind!r}: write native")
-        schema_of(item)
+        if kind == NATIVE:
+            if item.rest.get("mcp") is not None:
+                raise WrongInput(f"{item.where}.config.type={kind!r}: write mcp, or remove the key mcp")
+            schema_of(item)
+        elif kind == MCP:
+            _servers_of(item)
+        else:
+            raise WrongInput(f"{item.where}.config.type={kind!r}: write native or mcp")
     return items
 
 
@@ -69,3 +84,89 @@ def _native_tool(item: ClassItem) -> BaseTool:
     schema = schema_of(item)
     tool_class = import_class(item, BaseTool)  # type: ignore[type-abstract]
     return build(item, lambda: tool_class(item.config, schema))
+
+
+def _mcp_tools(item: ClassItem) -> list[BaseTool]:
+    """Make a tool of each one on the servers of an item, or of those that ``tool_selected_list`` names."""
+    tool_class = import_class(item, MCPBaseTool)
+    options = build(item, lambda: read_options(None, _own_options(item), McpToolConfig))
+    servers = _servers_of(
+        item,
+        rate_limit=options.rate_limit,
+        timeout_s=options.timeout,
+        max_attempts=options.max_attempts,
+        retry_delay_s=options.retry_delay_s,
+    )
+    try:
+        listed = _run_apart(_list_tools(servers))
+    except McpError as error:
+        raise WrongInput(f"{item.where}: {error}: start the server, or correct its address") from error
+    selected = item.rest["mcp"].get("tool_selected_list")
+    known = [schema.function.name for _, schema in listed]
+    for name in selected or ():
+        if name not in known:
+            raise WrongInput(
+                f"{item.where}.mcp.tool_selected_list: no server has a tool {name!r}: write any of {', '.join(known)}"
+            )
+    tools: list[BaseTool] = []
+    for server, schema in listed:
+        if selected is None or schema.function.name in selected:
+            tool = build(item, lambda given=schema: tool_class(item.config, given))  # type: ignore[misc]
+            tool.server = server
+            tools.append(tool)
+    if not tools:
+        raise WrongInput(f"{item.where}.mcp: its servers have no tools: correct mcp_servers_config_path")
+    return tools
+
+
+def _own_options(item: ClassItem) -> dict[str, Any]:
+    """Return the part of ``config`` that says how servers are asked; a class of the user may have further keys."""
+    names = list(McpToolConfig())
+    return {key: value for key, value in item.config.items() if key in names}
+
+
+def _servers_of(item: ClassItem, **options: Any) -> list[McpServer]:
+    """Return the servers of an item.
+
+    Raises: WrongInput naming the file and the key.
+    """
+    node = item.rest.get("mcp")
+    if not isinstance(node, dict) or not isinstance(node.get("mcp_servers_config_path"), str):
+        raise WrongInput(f"{item.where}.mcp: has no mcp_servers_config_path: {_MCP_WANTED}")
+    for key in node:
+        if key not in _MCP_KEYS:
+            raise WrongInput(f"{item.where}.mcp: the key {key!r} is unknown: {_MCP_WANTED}")
+    selected = node.get("tool_selected_list")
+    if selected is not None and not (isinstance(selected, list) and all(isinstance(name, str) for name in selected)):
+        raise WrongInput(f"{item.where}.mcp.tool_selected_list={selected!r}: write a list of names of tools")
+    if item.rest.get("tool_schema") is not None:
+        raise WrongInput(f"{item.where}.tool_schema: the server describes its tools: remove it")
+    try:
+        require_mcp()
+        return read_servers(node["mcp_servers_config_path"], **options)
+    except WrongInput as error:
+        raise WrongInput(f"{item.where}.mcp: {error}") from error
+
+
+async def _list_tools(servers: list[McpServer]) -> list[tuple[McpServer, OpenAIFunctionToolSchema]]:
+    listed = await asyncio.gather(*(server.schemas() for server in servers))
+    return [(server, schema) for server, schemas in zip(servers, listed, strict=True) for schema in schemas]
+
+
+def _run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread, since the caller may be inside an event loop itself."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(work))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="list-tools")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,47 @@
+"""A search tool on a server that speaks the Model Context Protocol."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from verl.tools.mcp_base_tool import MCPBaseTool
+
+
+class MCPSearchTool(MCPBaseTool):
+    """Reads answers as search services give them: JSON with ``query`` and ``results`` of ``title`` and ``content``."""
+
+    def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        """Return the documents as text, and how many queries and documents there were."""
+        texts: list[str] = []
+        queries: list[str] = []
+        total = 0
+        for part in content:
+            if part.type != "text":
+                continue
+            found = _search_of(part.text)
+            if found is None:
+                texts.append(part.text)
+                continue
+            queries.append(str(found.get("query", "")))
+            total += len(found["results"])
+            texts += [_as_read(number, each) for number, each in enumerate(found["results"], start=1)]
+        status = "success" if total else "no_results" if queries else "unknown"
+        metrics = {"status": status, "queries": queries, "query_count": len(queries), "total_results": total}
+        return "\n".join(texts), metrics
+
+
+def _search_of(text: str) -> dict[str, Any] | None:
+    """Return the search that a text holds as JSON; None if it holds none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_search = isinstance(found, dict) and isinstance(found.get("results"), list)
+    return found if is_search else None
+
+
+def _as_read(number: int, result: Any) -> str:
+    if not isinstance(result, dict):
+        return f"Doc {number}\n{result}\n"
+    where = f"\n{result['url']}" if result.get("url") else ""
+    return f"Doc {number} (Title: {result.get('title', '')}){where}\n{result.get('content', '')}\n"
