@@ -9,6 +9,7 @@ from recipe.dapo.dynamic_sampling import Draws, metric_values, varied_groups
 from verl.protocol import DataProto
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
+from verl.workers.rollout.base import DROPPED_COLUMN
 
 
 class RayDAPOTrainer(RayPPOTrainer):
@@ -39,6 +40,8 @@ class RayDAPOTrainer(RayPPOTrainer):
             self._add_scores(batch, metrics)
             batch.reorder(torch.tensor(state.row_order))  # so that the rows cut off below do not depend on the ranks
             values = metric_values(batch, groups.metric, state.extra_columns)
+            if DROPPED_COLUMN in batch.non_tensor_batch:  # a trajectory that failed has no metric
+                values[batch.non_tensor_batch[DROPPED_COLUMN].astype(bool)] = np.nan
             uids = batch.non_tensor_batch["uid"]
             keep = varied_groups(values, uids)
             draws.add(uids, values, keep)

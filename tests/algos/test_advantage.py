@@ -1,5 +1,6 @@
 """Advantage estimators against hand-computed cases, slow references and invariances."""
 
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -206,6 +207,16 @@ def test_by_hand(name):
     torch.testing.assert_close(advantages, torch.tensor(by_hand(name)).float(), atol=1e-5, rtol=1e-5)
 
 
+def seen_rows(name, batch):
+    """Return the rows with a token, without those that are the last of several samples of their prompt."""
+    mask, index = batch["response_mask"], list(batch["index"])
+    with_token = mask.any(-1).tolist()
+    left = Counter(index[i] for i in range(len(index)) if with_token[i])
+    compares = name in GROUPED
+    alone = [compares and index.count(label) > 1 and left[label] == 1 for label in index]
+    return [i for i, kept in enumerate(with_token) if kept and not alone[i]]
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data(), name=st.sampled_from(sorted(core_algos.ADV_ESTIMATOR_REGISTRY)))
 def test_any_batch_equals_the_slow_reference(data, name):
@@ -224,8 +235,12 @@ def test_any_batch_equals_the_slow_reference(data, name):
         "index": index.numpy(),
     }
     got = core_algos.estimate_advantages(name, **batch, config=CONFIG)
-    for one, other in zip(got, slow(name, batch, CONFIG), strict=True):
-        torch.testing.assert_close(one, torch.tensor(other, dtype=torch.float64), atol=1e-7, rtol=1e-6)
+    used = seen_rows(name, batch)
+    part = {key: value[used] for key, value in batch.items()}
+    for one, other in zip(got, slow(name, part, CONFIG), strict=True):
+        want = torch.zeros_like(one)
+        want[used] = torch.tensor(other, dtype=torch.float64)
+        torch.testing.assert_close(one, want, atol=1e-7, rtol=1e-6)
     fp32 = {key: value.float() if key in FLOATS else value for key, value in batch.items()}
     for one, other in zip(core_algos.estimate_advantages(name, **fp32, config=CONFIG), got, strict=True):
         assert one.dtype == torch.float32
@@ -275,6 +290,51 @@ def test_grpo_by_hand():
             token_level_rewards=rewards, response_mask=mask, index=[7, 7, 8], config=off
         )
         torch.testing.assert_close(by_config[0], centered)
+
+
+def by_group(name, scores, mask, index):
+    """Return the advantage of each response, whose score is on its first token."""
+    mask = torch.tensor(mask)
+    rewards = torch.zeros(mask.shape)
+    rewards[:, 0] = torch.tensor(scores)
+    found = core_algos.estimate_advantages(
+        name, token_level_rewards=rewards, response_mask=mask, index=np.array(index, dtype=object), config=None
+    )[0]
+    assert torch.equal(found != 0, (found[:, :1] != 0) & mask.bool())
+    return [round(value, 4) for value in found[:, 0].tolist()]
+
+
+def test_groups_that_have_shrunk_by_hand():
+    """Of prompt a the third sample is missing, of b two of three, c is whole; the missing ones have a score of 9."""
+    index = ["a", "a", "a", "b", "b", "b", "c", "c"]
+    mask = [[1, 1], [1, 1], [0, 0], [1, 0], [0, 0], [0, 0], [1, 1], [1, 0]]
+    scores = [1.0, 0.0, 9.0, 1.0, 9.0, 9.0, 3.0, 1.0]
+    # a: mean 1/2, deviation sqrt(1/2); b has nothing to compare with; c: mean 2, deviation sqrt(2)
+    half = 0.7071
+    assert by_group("grpo", scores, mask, index) == [half, -half, 0, 0, 0, 0, half, -half]
+    assert by_group("rloo", scores, mask, index) == [1, -1, 0, 0, 0, 0, 2, -2]
+    assert by_group("opo", scores, mask, index) == [0.5, -0.5, 0, 0, 0, 0, 0.6667, -1.3333]  # c: (2 * 3 + 1) / 3
+    # four responses are left, three with a score other than 0
+    assert by_group("gpg", scores, mask, index) == [0.6667, -0.6667, 0, 0, 0, 0, 1.3333, -1.3333]
+    assert by_group("grpo_passk", scores, mask, index) == [1.4142, 0, 0, 0, 0, 0, 1.4142, 0]
+    # a prompt that never had another sample keeps its score, as without groups
+    assert by_group("rloo", [2.0, 5.0], [[1], [0]], ["a", "b"]) == [2.0, 0]
+    # whitened over the batch: only the rows that are seen
+    whole = by_group("reinforce_plus_plus_baseline", [1.0, 0.0, 3.0, 1.0], [mask[i] for i in (0, 1, 6, 7)], list("aacc"))
+    assert by_group("reinforce_plus_plus_baseline", scores, mask, index) == [*whole[:2], 0, 0, 0, 0, *whole[2:]]
+
+
+@pytest.mark.parametrize("name", sorted(core_algos.ADV_ESTIMATOR_REGISTRY))
+def test_rows_that_fill_a_batch_change_nothing(name):
+    """With and without them the others have the same advantages and returns, bit for bit; theirs are zero."""
+    batch = make_batch()
+    kept = batch["response_mask"].any(-1)
+    part = {key: value[kept.numpy()] if key == "index" else value[kept] for key, value in batch.items()}
+    without = core_algos.estimate_advantages(name, **part, config=CONFIG)
+    for found, want in zip(core_algos.estimate_advantages(name, **batch, config=CONFIG), without, strict=True):
+        assert torch.equal(found[kept], want) and not found[~kept].any()
+    nothing = dict(batch, response_mask=torch.zeros_like(batch["response_mask"]))
+    assert not any(part.any() for part in core_algos.estimate_advantages(name, **nothing, config=CONFIG))
 
 
 def test_equal_scores_give_exactly_zero():
@@ -345,7 +405,7 @@ def test_one_call_for_all_estimators():
     def many(token_level_rewards, response_mask, **kwargs):
         return token_level_rewards, torch.tensor(sorted(kwargs) == sorted(rest))
 
-    batch = make_batch()
+    batch = {name: value[:4] for name, value in make_batch().items()}
     rest = {"index": batch["index"], "gamma": 0.5, "lam": 0.5, "config": None}
     try:
         core_algos.register_adv_est("few")(few)

@@ -16,6 +16,7 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1,
 def slow_agg(matrix, mask, mode):
     rows = [[x for x, m in zip(row, keep, strict=True) if m] for row, keep in zip(matrix, mask.tolist(), strict=True)]
     flat = [x for row in rows for x in row]
+    rows = [row for row in rows if row]  # a row without a token only fills the batch
     return {
         "token-mean": sum(flat) / max(1, len(flat)),
         "seq-mean-token-sum": sum(sum(row) for row in rows) / len(rows),
@@ -37,6 +38,22 @@ def test_aggregation(mode, mask_dtype):
     parts = [aggregate.agg_sum(dirty[r], mask[r], mode) for r in rows]
     count = aggregate.count_units(mask)[aggregate.UNITS.index(parts[0].unit)]
     assert (sum(p.total for p in parts) / count).item() == pytest.approx(want, abs=1e-12)
+
+
+def test_rows_that_fill_a_batch_are_in_no_denominator():
+    """Sequences of 2 and 4, 4 and 6: sums 6 and 10, means 3 and 5; the third row has no token."""
+    matrix = torch.tensor([[2.0, 4.0], [4.0, 6.0], [99.0, 99.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
+    found = {mode: core_algos.agg_loss(matrix, mask, mode).item() for mode in MODES}
+    assert found == {
+        "token-mean": 4.0,
+        "seq-mean-token-sum": 8.0,
+        "seq-mean-token-mean": 4.0,
+        "seq-mean-token-sum-norm": 8.0,
+    }
+    assert aggregate.count_units(mask).tolist() == [4, 2, 1]
+    loss, clipped = core_algos.compute_value_loss(matrix, matrix + 2, matrix, mask, 0.5, "seq-mean-token-mean")
+    assert (loss.item(), clipped.item()) == (2.0, 0.0)  # half the square of 2
 
 
 def test_value_loss():

@@ -30,8 +30,10 @@ def test_single_turn_loops_equal_the_synchronous_rollout(workspace, request, lay
     changes = ASYNC | {"actor_rollout_ref.rollout.agent.num_workers": loops}
     served = workspace.train(f"async_{name}", SHORT | layout | changes)
     for step in plain.steps:
-        numbers = {key: value for key, value in served.numbers(step).items() if "num_turns" not in key}
+        numbers = served.numbers(step)
+        own = {key: numbers.pop(key) for key in list(numbers) if key.startswith(("num_turns", "attempts/"))}
         assert numbers == plain.numbers(step), f"step {step}"
+        assert own["attempts/started"] == 32 and own["attempts/failed"] == 0
     assert served.steps[2]["weight_sync/checksum_ok"] == 1
     assert served.steps[2]["timing_s/agent_loop/generate_sequences/max"] > 0
     digests = [
@@ -44,9 +46,10 @@ def test_single_turn_loops_equal_the_synchronous_rollout(workspace, request, lay
 @pytest.mark.parametrize("action, what", [("kill", "died"), ("hang", "SIGSTOP holds its process")])
 def test_a_lost_engine_ends_the_run_by_name(workspace, tmp_path, action, what):
     fault = {"VERL_FAULT": f"{action}:generate:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
-    limits = {"trainer.worker_call_timeout_s": 20, "trainer.test_freq": -1}
+    limits = {"trainer.worker_call_timeout_s": 60, "trainer.test_freq": -1}  # the models too are built within this limit
     run = workspace.train(f"async-{action}", ASYNC | TWO | limits, env=fault, fails=True)
-    assert time.time() - float((tmp_path / "fault").read_text().split()[0]) < 60
+    assert (tmp_path / "fault").exists(), run.output[-4000:]
+    assert time.time() - float((tmp_path / "fault").read_text().split()[0]) < 120
     message = run.output[run.output.rindex("\nError: ") :]
     assert re.search(r"worker rank 1 of group 'global_pool' .* phase generate, step 2", message), message
     assert what in message, message
@@ -58,7 +61,8 @@ def test_prompts_with_images(workspace, tmp_path):
     shapes.write(tmp_path, train=32, test=4, supervised=4)
     model = test_vision.tiny(tmp_path, "qwen2_5_vl")
     changes = test_vision.overrides(tmp_path, model, steps=2, prompts=4, samples=2) | test_vision.LETTERS
-    changes |= {"trainer.record_digests": True, "trainer.n_gpus_per_node": 1}
+    changes |= {"trainer.record_digests": True, "trainer.n_gpus_per_node": 1, "trainer.val_before_train": False}
+    changes |= {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8}
     plain, served = (workspace.train(f"images-{len(mode)}", changes | mode) for mode in ({}, ASYNC))
     digests = [
         [phases_of(entry) for entry in read_entries(run.folder / "metrics.jsonl").values()] for run in (plain, served)

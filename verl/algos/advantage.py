@@ -79,6 +79,10 @@ def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
 def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -> tuple[Tensor, Tensor]:
     """Call a registered estimator with the inputs that it has parameters for.
 
+    A row whose mask is zero everywhere, such as that of a trajectory that failed, only fills the batch: the estimator
+    does not see it, and its advantages and returns are zero. Nor does an estimator that compares the samples of a
+    prompt see the only sample left of several: there is nothing to compare it with.
+
     Raises: ValueError for an unknown name, or when a required parameter is not among the inputs.
     """
     estimator = get_adv_estimator_fn(name_or_enum)
@@ -90,9 +94,39 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -
             f"algorithm.adv_estimator={_plain_name(name_or_enum)} needs {', '.join(missing)}, "
             f"this batch has only {', '.join(inputs)}"
         )
+    compares = "index" in inputs and any(p.name == "index" for p in named)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         inputs = {p.name: inputs[p.name] for p in named if p.name in inputs}
-    return estimator(**inputs)
+    mask = inputs.get("response_mask")
+    if not isinstance(mask, Tensor) or bool(mask.any(dim=-1).all()):
+        return estimator(**inputs)
+    used = _rows_to_use(mask, inputs["index"] if compares else None)
+    if not used.any():
+        return torch.zeros(mask.shape), torch.zeros(mask.shape)
+    found = estimator(**{name: _select(value, used) for name, value in inputs.items()})
+    advantages, returns = (part.new_zeros(mask.shape).masked_scatter(used.unsqueeze(-1), part) for part in found)
+    return advantages, returns
+
+
+def _rows_to_use(mask: Tensor, index: Index | None) -> Tensor:
+    """Return which rows (B,) have a token and, with the numbers of their prompts, another sample to compare with."""
+    used = mask.any(dim=-1)
+    if index is not None:
+        group = as_torch_index(index, device=mask.device)
+        size, left = group_count(group), group_sum(used, group, int(group.max()) + 1)
+        used = used & ~((size > 1) & (left == 1))[group]
+    return used
+
+
+def _select(value: Any, rows: Tensor) -> Any:
+    """Return the given rows (B,) of a tensor, array or list of B rows; other values are no columns."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() and len(value) == len(rows) else value
+    if isinstance(value, np.ndarray):
+        return value[rows.cpu().numpy()] if value.ndim and len(value) == len(rows) else value
+    if isinstance(value, list) and len(value) == len(rows):
+        return [each for each, keep in zip(value, rows.tolist(), strict=True) if keep]
+    return value
 
 
 def _option(given: float | None, config: object, name: str, default: float) -> float:

@@ -36,21 +36,27 @@ Metric = Sum | Extreme
 
 
 def count_units(mask: Tensor) -> Tensor:
-    """Count the units of a (B, T) mask in the order of ``UNITS``: a float64 tensor (3,)."""
-    counts = torch.tensor([0.0, mask.shape[0], 1.0], dtype=torch.float64, device=mask.device)
+    """Count the units of a (B, T) mask in the order of ``UNITS``: a float64 tensor (3,).
+
+    A row without a token only fills the batch, and is no sequence.
+    """
+    lengths = mask.sum(-1)
+    counts = torch.ones(len(UNITS), dtype=torch.float64, device=mask.device)
     counts[0] = mask.sum()
+    counts[1] = (lengths > 0).sum()
     return counts
 
 
 def unit_count(lengths: Tensor, unit: Unit) -> Tensor:
     """Count a unit in rows of (B,) lengths, at least one: a 0-dim float64 tensor.
 
-    A mean is a sum divided by this.
+    A mean is a sum divided by this. A row without a token is no sequence.
     """
-    tokens = lengths.sum(dtype=torch.float64)
     if unit == "token":
-        return tokens.clamp(min=1)
-    return torch.full_like(tokens, max(1, len(lengths)) if unit == "sequence" else 1)
+        return lengths.sum(dtype=torch.float64).clamp(min=1)
+    if unit == "sequence":
+        return (lengths > 0).sum(dtype=torch.float64).clamp(min=1)
+    return torch.ones((), dtype=torch.float64, device=lengths.device)
 
 
 def sum_of_mean(mean: Tensor, mask: Tensor, unit: Unit) -> Sum:

@@ -1,22 +1,27 @@
 """Agent loops on a real engine of this process: their rows, their names, and what fails."""
 
 import asyncio
-from collections.abc import Iterator
+import os
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
 
 from tests.workers.rollout import tiny
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorkerBase, register
+from verl.experimental.agent_loop.attempts import TrajectoryError
 from verl.experimental.agent_loop.registry import UnknownAgentLoopError, read_agent_loops
 from verl.experimental.agent_loop.rows import rows_of
 from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.ppo.phases import check_rollout
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(240)
@@ -44,7 +49,23 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     rollout.shutdown()
 
 
-def build_worker(engine: Any, **agent: Any) -> AgentLoopWorkerBase:
+class Server:
+    """The engine of this process as a server, which answers after a random delay."""
+
+    def __init__(self, engine: Any, most_s: float = 0.0) -> None:
+        self.engine, self.most_s = engine, most_s
+        self.generate, self.abort = Remote(self._generate), Remote(engine.abort)
+        self.count = 0
+
+    async def _generate(self, **request: Any) -> Any:
+        self.count += 1
+        await asyncio.sleep(random.random() * self.most_s)
+        output = await self.engine.generate(**request)
+        await asyncio.sleep(random.random() * self.most_s)
+        return output
+
+
+def build_worker(engine: Any, servers: Sequence[Any] = (), **agent: Any) -> AgentLoopWorkerBase:
     changes = {
         "model.path": engine.folder,
         "rollout.name": "vllm",
@@ -57,8 +78,7 @@ def build_worker(engine: Any, **agent: Any) -> AgentLoopWorkerBase:
     }
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         config = compose("ppo_trainer", [f"actor_rollout_ref.{key}={value}" for key, value in changes.items()])
-    server = type("Server", (), {"generate": Remote(engine.generate)})()
-    return AgentLoopWorkerBase(config, [server])
+    return AgentLoopWorkerBase(config, servers or [Server(engine)])
 
 
 def requests() -> DataProto:
@@ -143,8 +163,82 @@ def test_unknown_loops_and_failing_loops_are_named(engine: Any) -> None:
         asyncio.run(build_worker(engine).generate_sequences(asked))
     asked.non_tensor_batch["agent_name"][:] = "twice"
     del asked.non_tensor_batch["extra"]
-    with pytest.raises(KeyError, match="extra"):
+    with pytest.raises(TrajectoryError, match=r"row 0 \(uid row0, sample 0\): agent loop twice failed .*KeyError: 'extra'"):
         asyncio.run(build_worker(engine).generate_sequences(asked))
+
+
+@register("slow twice")
+class SlowTwice(Twice):
+    """``Twice`` with a tool that takes its time, fails at times, and says what the row and the first turn make of it."""
+
+    most_s, failing = 0.0, 0.0
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        self.added = [3 + kwargs["extra"]["row"] % 5]
+        await asyncio.sleep(random.random() * self.most_s)
+        if random.random() < self.failing:
+            raise OSError("the sandbox is full")
+        return await super().run(sampling_params, **kwargs)
+
+
+def test_a_run_replays_whatever_servers_and_tools_take(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random delays, two servers, failures that another attempt mends: equal bit for bit; turns have seeds."""
+    asked = requests()
+    asked.meta_info["global_steps"] = 7
+    kept = []
+    for most_s, failing in ((0.0, 0.0), (0.3, 0.0), (0.3, 0.4)):
+        monkeypatch.setattr(SlowTwice, "most_s", most_s)
+        monkeypatch.setattr(SlowTwice, "failing", failing)
+        servers = [Server(engine, most_s / 2), Server(engine, most_s / 2)]
+        worker = build_worker(engine, servers, default_agent_loop="slow twice", on_failure="retry", num_retries=30)
+        kept.append(asyncio.run(worker.generate_sequences(asked)))
+        assert min(server.count for server in servers) > 0
+    for other in kept[1:]:
+        for name, tensor in kept[0].batch.items():
+            assert torch.equal(other.batch[name], tensor), name
+    first = kept[0].batch["responses"]
+    sampled = kept[0].non_tensor_batch["sampled"]
+    turns = [(first[row, :3].tolist(), first[row, 4:7].tolist()) for row in range(len(asked)) if sampled[row] == [3, 3]]
+    assert any(one != two for one, two in turns)  # and not the same draws again
+    account = kept[2].meta_info["attempts"]
+    assert {line["outcome"] for line in account} == {"ok", "error"}
+    assert [line["outcome"] for line in account].count("ok") == len(asked)
+    assert all(line["turns"] == 2 and line["servers"] for line in account if line["outcome"] == "ok")
+
+
+def test_rows_whose_attempts_fail_are_dropped(engine: Any) -> None:
+    asked = requests()
+    asked.non_tensor_batch["extra"][5] = {}
+    worker = build_worker(engine, default_agent_loop="twice", on_failure="drop", num_retries=1)
+    found = asyncio.run(worker.generate_sequences(asked))
+    assert found.non_tensor_batch["__dropped__"].tolist() == [row == 5 for row in range(8)]
+    assert found.batch["response_mask"].any(-1).tolist() == [row != 5 for row in range(8)]
+    check_rollout(asked, found, step=1, single_turn=False)
+
+
+class Dying:
+    """A server whose process ends with its first request."""
+
+    async def generate(self, **request: Any) -> Any:
+        os._exit(1)
+
+    async def abort(self, request_id: str) -> bool:
+        return False
+
+    async def health(self, timeout_s: float) -> dict[str, float]:
+        return {}
+
+
+def test_requests_of_a_dead_actor_go_to_another_server(engine: Any, ray_cluster: None) -> None:
+    asked = requests()
+    expected = asyncio.run(build_worker(engine).generate_sequences(asked))
+    actor = ray.remote(Dying).options(num_cpus=0).remote()
+    worker = build_worker(engine, [Server(engine), actor])
+    found = asyncio.run(worker.generate_sequences(asked))
+    for name, tensor in expected.batch.items():
+        assert torch.equal(found.batch[name], tensor), name
+    moved = [line["servers"] for line in found.meta_info["attempts"] if len(line["servers"]) == 2]
+    assert moved and all("rollout server 1 of 2 (actor " in dead and "server 0" in alive for dead, alive in moved)
 
 
 def test_rows_of_prompts_that_a_loop_has_changed() -> None:

@@ -6,12 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+import torch
 from omegaconf import DictConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.base_config import omega_conf_to_dataclass
+from verl.experimental.agent_loop.attempts import (
+    CANCELLED,
+    OK,
+    REPLACED,
+    Attempt,
+    TrajectoryError,
+    attempt_metrics,
+    mark_replaced,
+    places_of,
+    sample_numbers,
+)
+from verl.experimental.agent_loop.rows import joined
 from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
+from verl.utils.observe.attempts import AttemptLine
+from verl.workers.rollout.base import DROPPED_COLUMN
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
 
 if TYPE_CHECKING:
@@ -41,6 +56,7 @@ class AgentLoopManager:
         self.config = config
         self.worker_group = worker_group
         self.rm_wg = rm_wg
+        self._attempts: list[AttemptLine] = []
         self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         if not hasattr(self, "rollout_replica_class"):
             self.rollout_replica_class = get_rollout_replica_class(self.rollout_config.name)
@@ -86,17 +102,40 @@ class AgentLoopManager:
         """
         self.wake_up(prompts.meta_info.get("global_steps"))
         started = time.perf_counter()
-        output = self._run_loops(prompts)  # an error ends the workers
+        attempts: list[AttemptLine] = []
+        try:
+            output = self._run_loops(_placed(prompts))  # an error ends the workers
+            attempts = output.meta_info.pop("attempts")
+        except Exception as error:
+            attempts = _account_of(prompts, error)
+            raise
+        finally:
+            self._attempts += attempts
         seconds = time.perf_counter() - started
         self.sleep()
+        replaced = sorted({line["uid"] for line in attempts if line["outcome"] == REPLACED})
+        mark_replaced(attempts, replaced)
+        if not replaced:
+            _check_any(output, attempts)
         lengths = tensors_of(output)["attention_mask"].sum(-1).tolist()
         report = self.worker_group.generation_report(seconds, lengths)[0]
         of_loops = _loop_timing(output.meta_info.pop("seconds"))
         output.meta_info["timing"] = report.meta_info["timing"] | of_loops
-        output.meta_info["metrics"] = report.meta_info["metrics"]
+        output.meta_info["metrics"] = report.meta_info["metrics"] | attempt_metrics(attempts)
+        if replaced:
+            output.meta_info["replace"] = replaced
         return output
 
+    def take_attempts(self) -> list[AttemptLine]:
+        """Return the account of all attempts since the last call of this method."""
+        attempts, self._attempts = self._attempts, []
+        return attempts
+
     def _run_loops(self, prompts: DataProto) -> DataProto:
+        handles = [replica.server_handle for replica in self.rollout_replicas]
+        if handles != self.server_handles:  # a replica has replaced its server
+            self.server_handles = handles
+            ray.get([worker.set_servers.remote(handles) for worker in self.agent_loop_workers])
         parts = _split(len(prompts), len(self.agent_loop_workers))
         callers, refs, first = [], [], 0
         for index, size in enumerate(parts):
@@ -105,9 +144,12 @@ class AgentLoopManager:
                 callers.append((self._names[index], self.agent_loop_workers[index]))
             first += size
         outputs: list[DataProto] = self.worker_group.wait_for_callers(callers, refs, "generate_sequences")
-        seconds = [each for output in outputs for each in output.meta_info.pop("seconds")]
-        whole = DataProto.concat(outputs)
-        whole.meta_info["seconds"] = seconds
+        lists: dict[str, list[Any]] = {"seconds": [], "attempts": []}
+        for output in outputs:
+            for name, values in lists.items():
+                values += output.meta_info.pop(name)
+        whole = joined(outputs)
+        whole.meta_info |= lists
         return whole
 
     def wake_up(self, step: int | None = None) -> None:
@@ -127,11 +169,55 @@ def _split(count: int, parts: int) -> list[int]:
     return [count // parts + (index < count % parts) for index in range(parts)]
 
 
+def _placed(prompts: DataProto) -> DataProto:
+    """Return the requests with their place in the batch, as ``places_of`` reads it."""
+    uids = [str(uid) for uid in prompts.non_tensor_batch.get("uid", range(len(prompts)))]
+    placed = prompts.select()
+    tensors_of(placed)["row"] = torch.arange(len(prompts))
+    tensors_of(placed)["sample"] = torch.tensor(sample_numbers(uids), dtype=torch.int64)
+    return placed
+
+
+def _account_of(prompts: DataProto, error: BaseException) -> list[AttemptLine]:
+    """Return the account of a batch that an error has ended: that of the worker which failed, and a line for the rest.
+
+    The accounts of the other workers ended with their processes.
+    """
+    lines: list[AttemptLine] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        cause_of_task = getattr(cause, "cause", None)  # of Ray's RayTaskError
+        found = cause if isinstance(cause, TrajectoryError) else cause_of_task
+        if isinstance(found, TrajectoryError):
+            lines = list(found.attempts)
+            break
+        cause = cause.__cause__
+    known = {(line["uid"], line["sample"]) for line in lines}
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    step, now = prompts.meta_info.get("global_steps") or 0, time.time()
+    for place in places_of(_placed(prompts)):
+        if (place.uid, place.sample) not in known:
+            attempt = Attempt(f"{step}-unknown-{place.uid}-{place.sample}-0", place.uid, place.sample, "", start=now)
+            attempt.finish(CANCELLED, f"the run ends: {reason}")
+            lines.append(attempt.line())
+    return lines
+
+
+def _check_any(output: DataProto, attempts: Sequence[AttemptLine]) -> None:
+    """Raise TrajectoryError with the first reason if no trajectory is left."""
+    dropped = output.non_tensor_batch.get(DROPPED_COLUMN)
+    if dropped is not None and dropped.all():
+        first = next(line for line in attempts if line["outcome"] != OK)
+        raise TrajectoryError(
+            f"all {len(output)} trajectories of the batch failed, the first in attempt {first['id']}: {first['reason']}"
+        )
+
+
 def _loop_timing(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the least, mean and most seconds that a trajectory spent on each activity."""
     timing: dict[str, float] = {}
     for name in _ACTIVITIES:
-        values = np.array([each[name] for each in seconds])
+        values = np.array([each[name] for each in seconds])  # not empty: some trajectory has ended
         figures = {"min": values.min(), "max": values.max(), "mean": values.mean()}
         timing |= {f"agent_loop/{name}/{kind}": float(value) for kind, value in figures.items()}
     return timing

@@ -1,22 +1,58 @@
 """The way from agent loops to the rollout servers."""
 
+import asyncio
+import copy
+import itertools
+import logging
+import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from ray.exceptions import RayActorError
 
+from verl.experimental.agent_loop.attempts import Attempt
 from verl.utils.observe.rollout_trace import rollout_trace_op
-from verl.workers.rollout.server import SamplingParams, TokenOutput
+from verl.workers.rollout.server import SamplingParams, ServerError, TokenOutput
+
+logger = logging.getLogger(__name__)
 
 Actor = Any  # Ray's actor handles have no static type
 
+OVERLOAD = 2.0
+"""A conversation leaves its server when this has so many times the tokens in flight of the least loaded one, plus the
+tokens of the prompt. Below that an engine with a larger batch answers nearly as fast, since it reads its weights once
+for all requests; and a move computes the whole prompt again."""
+
+HEARTBEAT_S = 10.0
+"""Pause between two questions whether a server lives, while requests wait for it."""
+
+
+class RequestTimeoutError(TimeoutError):
+    """A server lives, and did not answer a request before its deadline; the message names both."""
+
+
+@dataclass(eq=False)
+class _Server:
+    """A server as this process sees it; ``gone`` says why it takes no more requests."""
+
+    handle: Actor
+    name: str
+    tokens: int = 0
+    gone: str | None = None
+    waiting: "set[asyncio.Future[TokenOutput]]" = field(default_factory=set)
+    watch: "asyncio.Task[None] | None" = None
+
 
 class AsyncLLMServerManager:
-    """Chooses the server of each request.
+    """Chooses the server of each request, and finds another one if it dies.
 
     A new conversation goes to the server with the fewest tokens in flight from here. Its later turns go to the same
-    server, which has its prefix in the cache.
+    server, which has its prefix in the cache, unless this one is overloaded (``OVERLOAD``) or gone. A request whose
+    server dies is sent to another one. While requests wait, servers are asked for their health; one that has not
+    answered for ``rollout.agent.server_timeout_s`` is gone.
 
     Args: ``server_handles`` are actors with the methods of ``RolloutServer``; ``max_cache_size`` is the number of
         conversations whose server is remembered.
@@ -24,19 +60,35 @@ class AsyncLLMServerManager:
 
     def __init__(self, config: DictConfig, server_handles: Sequence[Actor], max_cache_size: int = 10000) -> None:
         self.config = config
-        self.server_handles = list(server_handles)
-        self._tokens = [0] * len(self.server_handles)  # in flight, by server
-        self._server_of: OrderedDict[str, int] = OrderedDict()
+        agent = OmegaConf.select(config, "actor_rollout_ref.rollout.agent") or {}
+        self._turn_timeout_s: float | None = agent.get("turn_timeout_s")
+        self._server_timeout_s = float(agent.get("server_timeout_s") or 120.0)
+        self._servers: list[_Server] = []
+        self.set_servers(server_handles)
+        self._server_of: OrderedDict[str, _Server] = OrderedDict()
         self._max_cache_size = max_cache_size
+        self._serial = itertools.count()
+        self._attempt: Attempt | None = None
 
-    def _choose_server(self, request_id: str) -> int:
-        known = self._server_of.pop(request_id, None)
-        if known is None:
-            known = min(range(len(self._tokens)), key=self._tokens.__getitem__)
-        self._server_of[request_id] = known
-        if len(self._server_of) > self._max_cache_size:
-            self._server_of.popitem(last=False)
-        return known
+    def of(self, attempt: Attempt) -> Self:
+        """Return a manager with the same servers whose requests belong to an attempt."""
+        mine = copy.copy(self)
+        mine._attempt = attempt
+        return mine
+
+    @property
+    def server_handles(self) -> list[Actor]:
+        """The actors that take requests."""
+        return [server.handle for server in self._servers]
+
+    def set_servers(self, server_handles: Sequence[Actor]) -> None:
+        """Use these servers from now on; those that were in use before keep their load."""
+        known = {id(server.handle): server for server in self._servers}
+        count = len(server_handles)
+        self._servers[:] = [
+            known.get(id(handle)) or _Server(handle, f"rollout server {index} of {count}{_actor_of(handle)}")
+            for index, handle in enumerate(server_handles)
+        ]
 
     @rollout_trace_op
     async def generate(
@@ -50,19 +102,150 @@ class AsyncLLMServerManager:
     ) -> TokenOutput:
         """Continue a prompt on one of the servers; see ``RolloutServer.generate``.
 
-        ``request_id`` is that of the conversation, the same in each of its turns.
+        The seed of a row becomes that of the turn. Cancelling the call aborts the request.
+
+        Args: ``request_id`` is that of the conversation, the same in each of its turns.
+        Raises: RequestTimeoutError after ``rollout.agent.turn_timeout_s``; ServerError when no server is left.
         """
-        server = self._choose_server(request_id)
-        size = len(prompt_ids) + int(sampling_params.get("max_tokens") or 0)
-        self._tokens[server] += size
+        attempt = self._attempt
+        conversation, params = request_id, dict(sampling_params)
+        if attempt is not None:
+            conversation = f"{attempt.id}/{request_id}"
+            params = attempt.next_turn(params)
+        request = {
+            "prompt_ids": prompt_ids,
+            "sampling_params": params,
+            "request_id": f"{conversation}/{next(self._serial)}",
+            "image_data": image_data,
+            "multi_modal_data": multi_modal_data,
+        }
+        size = len(prompt_ids) + int(params.get("max_tokens") or 0)
+        while True:
+            server = await self._server_for(conversation, len(prompt_ids))
+            if attempt is not None:
+                attempt.servers.append(server.name)
+            try:
+                return await self._ask(server, request, size)
+            except (ServerError, RayActorError) as error:
+                self._take_out(server, f"{type(error).__name__}: {error}")
+
+    # ---- one request
+
+    async def _ask(self, server: _Server, request: dict[str, Any], size: int) -> TokenOutput:
+        answer = asyncio.ensure_future(server.handle.generate.remote(**request))
+        server.tokens += size
+        server.waiting.add(answer)
+        if server.watch is None or server.watch.done():
+            server.watch = asyncio.create_task(self._watch(server))
         try:
-            output: TokenOutput = await self.server_handles[server].generate.remote(
-                prompt_ids=prompt_ids,
-                sampling_params=dict(sampling_params),
-                request_id=request_id,
-                image_data=image_data,
-                multi_modal_data=multi_modal_data,
-            )
+            done, _ = await asyncio.wait({answer}, timeout=self._turn_timeout_s)
+            if not done:
+                raise RequestTimeoutError(
+                    f"request {request['request_id']}: {server.name} has not answered within "
+                    f"rollout.agent.turn_timeout_s={self._turn_timeout_s:g}"
+                )
+            if answer.cancelled():  # by _take_out
+                raise ServerError(server.gone or f"{server.name} cancelled the request")
+            output: TokenOutput = answer.result()
+            return output
         finally:
-            self._tokens[server] -= size
-        return output
+            server.tokens -= size
+            server.waiting.discard(answer)
+            if not answer.done():
+                answer.cancel()
+                _abort(server, request["request_id"])
+            if not server.waiting and server.watch is not None:
+                server.watch.cancel()
+                server.watch = None
+
+    async def _watch(self, server: _Server) -> None:
+        """Ask a server for its health while requests wait for it."""
+        while True:
+            await asyncio.sleep(min(HEARTBEAT_S, self._server_timeout_s / 2))
+            reason = await _illness(server, self._server_timeout_s)
+            if reason is not None:
+                self._take_out(server, reason)
+                return
+
+    # ---- which server
+
+    def _choose_server(self, request_id: str, prompt_tokens: int = 0) -> _Server | None:
+        """Return the server of a conversation; None if none is left."""
+        alive = [server for server in self._servers if server.gone is None]
+        if not alive:
+            return None
+        first = os.getpid() % len(alive)  # so that the workers do not all begin with the same one
+        least = min(alive[first:] + alive[:first], key=lambda server: server.tokens)
+        known = self._server_of.pop(request_id, None)
+        if known is None or known not in alive or known.tokens > OVERLOAD * least.tokens + prompt_tokens:
+            known = least
+        self._server_of[request_id] = known
+        if len(self._server_of) > self._max_cache_size:
+            self._server_of.popitem(last=False)
+        return known
+
+    async def _server_for(self, conversation: str, prompt_tokens: int) -> _Server:
+        """Return the server of a conversation; servers of their own may come back, those of the trainer do not.
+
+        Raises: ServerError when no server is left.
+        """
+        server = self._choose_server(conversation, prompt_tokens)
+        hybrid = OmegaConf.select(self.config, "actor_rollout_ref.hybrid_engine")
+        until = asyncio.get_running_loop().time() + (0 if hybrid in (None, True) else self._server_timeout_s)
+        while server is None:
+            if asyncio.get_running_loop().time() >= until:
+                reasons = "; ".join(f"{each.name}: {each.gone}" for each in self._servers)
+                raise ServerError(f"no rollout server is left: {reasons}")
+            await asyncio.sleep(1.0)
+            await self.revive()
+            server = self._choose_server(conversation, prompt_tokens)
+        return server
+
+    def _take_out(self, server: _Server, reason: str) -> None:
+        """Send no more requests to a server; those that wait for it go to others."""
+        if server.gone is None:
+            logger.warning("%s is gone, its requests go to the others: %s", server.name, reason)
+        server.gone = server.gone or reason
+        for answer in list(server.waiting):
+            answer.cancel()
+
+    async def revive(self) -> None:
+        """Use servers again that were gone and answer."""
+        gone = [server for server in self._servers if server.gone is not None]
+        answers = await asyncio.gather(*(_illness(server, HEARTBEAT_S) for server in gone))
+        for server, illness in zip(gone, answers, strict=True):
+            if illness is None and hasattr(server.handle, "health"):
+                logger.warning("%s is back", server.name)
+                server.gone = None
+
+
+async def _illness(server: _Server, limit_s: float) -> str | None:
+    """Return why a server cannot be used; None if it answers before the deadline, or has no ``health``."""
+    if not hasattr(server.handle, "health"):
+        return None
+    try:
+        async with asyncio.timeout(limit_s + 1):
+            await server.handle.health.remote(timeout_s=limit_s)
+    except TimeoutError:
+        return f"{server.name} has not answered for rollout.agent.server_timeout_s={limit_s:g}"
+    except (ServerError, RayActorError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _abort(server: _Server, request_id: str) -> None:
+    """End a request for which nobody waits, without an answer."""
+    if server.gone is None and hasattr(server.handle, "abort"):
+        ended = server.handle.abort.remote(request_id)
+        if asyncio.iscoroutine(ended):  # a server of this process, not a Ray actor
+            task = asyncio.ensure_future(ended)
+            _ABORTS.add(task)
+            task.add_done_callback(_ABORTS.discard)
+
+
+_ABORTS: "set[asyncio.Future[Any]]" = set()  # the event loop holds weak references only
+
+
+def _actor_of(handle: Actor) -> str:
+    actor_id = getattr(handle, "_actor_id", None)
+    return "" if actor_id is None else f" (actor {actor_id.hex()})"

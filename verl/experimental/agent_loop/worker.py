@@ -1,13 +1,13 @@
 """The actor that runs the agent loops of a part of a batch, all at the same time."""
 
-import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from verl.base_config import omega_conf_to_dataclass
+from verl.experimental.agent_loop.attempts import Attempt, BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
 from verl.experimental.agent_loop.rows import rows_of
@@ -49,44 +49,54 @@ class AgentLoopWorkerBase:
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Return a trajectory for each row; see ``rows_of``.
 
-        Args: as ``BaseRollout.generate_sequences``; non-tensor ``agent_name`` chooses the loop of a row.
-        Returns: meta ``seconds`` holds the seconds of each trajectory by activity.
+        Args: as ``BaseRollout.generate_sequences``; non-tensor ``agent_name`` chooses the loop of a row. Tensors
+            ``row`` and ``sample`` (B,) say where a row stands in the batch of the step, and which sample it is.
+        Returns: meta ``seconds`` holds the seconds of each trajectory by activity, ``attempts`` their account.
+        Raises: TrajectoryError naming row, loop and attempt, as ``rollout.agent.on_failure`` says.
         """
         names = list(batch.non_tensor_batch.get("agent_name", [self.rollout_config.default_loop] * len(batch)))
         check_names(names)
-        rows = [self._row(batch, index) for index in range(len(batch))]
-        sampling = self._sampling_params(batch)
+        await self.server_manager.revive()
+        params = self._sampling_params(batch)
+        places = places_of(batch)
+        tasks = [
+            Task(place, name, params[index].get("seed"), self._runner(batch, index, name, params[index], place))
+            for index, (name, place) in enumerate(zip(names, places, strict=True))
+        ]
         meta = batch.meta_info
-        step, validate = meta.get("global_steps"), bool(meta.get("validate", False))
-        outputs = await asyncio.gather(
-            *(
-                self._run(name, params, row, index, step, validate)
-                for index, (name, params, row) in enumerate(zip(names, sampling, rows, strict=True))
-            )
-        )
+        greedy = meta.get("do_sample") is False  # a baseline; rollout.do_sample=false is training
+        policy = Policy.of(self.rollout_config, meta, greedy)
+        run = BatchOfAttempts(tasks, policy, kind_of(meta, greedy), meta.get("global_steps"))
+        outputs = await run.results()
         pad = meta.get("pad_token_id", self.model_config.pad_token_id)
         result = rows_of(outputs, batch, self.rollout_config.response_length, pad)
-        result.meta_info["seconds"] = [output.metrics.model_dump() for output in outputs]
+        result.meta_info["seconds"] = [output.metrics.model_dump() for output in outputs if output is not None]
+        result.meta_info["attempts"] = [attempt.line() for attempt in run.attempts]
         return result
 
-    async def _run(
-        self,
-        name: str,
-        sampling_params: dict[str, Any],
-        row: dict[str, Any],
-        index: int,
-        step: int | None,
-        validate: bool,
-    ) -> AgentLoopOutput:
-        with rollout_trace_attr(sample_index=index, step=step, name="agent_loop", validate=validate):
-            loop = build_agent_loop(
-                name,
-                self.config,
-                server_manager=self.server_manager,
-                tokenizer=self.tokenizer,
-                processor=self.processor,
-            )
-            return await loop.run(sampling_params, **row)
+    def set_servers(self, server_handles: Sequence[Actor]) -> None:
+        """Use these rollout servers from now on."""
+        self.server_manager.set_servers(server_handles)
+
+    def _runner(
+        self, batch: DataProto, index: int, name: str, sampling_params: dict[str, Any], place: Place
+    ) -> Callable[[Attempt], Awaitable[AgentLoopOutput]]:
+        """Return what makes one attempt at the trajectory of a row."""
+        meta = batch.meta_info
+        step, validate = meta.get("global_steps"), bool(meta.get("validate", False))
+
+        async def run(attempt: Attempt) -> AgentLoopOutput:
+            with rollout_trace_attr(sample_index=place.row, step=step, name="agent_loop", validate=validate):
+                loop = build_agent_loop(
+                    name,
+                    self.config,
+                    server_manager=self.server_manager.of(attempt),
+                    tokenizer=self.tokenizer,
+                    processor=self.processor,
+                )
+                return await loop.run(dict(sampling_params), **self._row(batch, index))
+
+        return run
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
         row = {name: column[index] for name, column in batch.non_tensor_batch.items() if name != "agent_name"}

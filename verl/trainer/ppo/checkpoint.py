@@ -117,6 +117,7 @@ class Checkpoints:
         for role, group in self.groups.items():
             group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
         driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": state.epoch}
+        driver["spares_drawn"] = state.spares_drawn
         driver["data_digest"] = digest_of(self.loader.dataset)
         driver["train_batch_size"] = self.run.data.train_batch_size
         save_driver_state(folder, self.loader.state_dict(), driver)
@@ -157,6 +158,7 @@ class Checkpoints:
         warn_of_other_batch_size(driver.get("train_batch_size"), self.run.data.train_batch_size)
         # Checkpoints of older versions do not hold the epoch.
         state.epoch = driver["epoch"] if "epoch" in driver else (state.step - 1) // len(self.loader)
+        state.spares_drawn = driver.get("spares_drawn", 0)
         if "kl_ctrl_in_reward" in driver:
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:

@@ -12,6 +12,7 @@ from torch import Tensor
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.conversations import turn_metrics
 from verl.utils.metric import reduce_metrics as reduce_metrics
+from verl.workers.rollout.base import DROPPED_COLUMN
 
 _TIMERS_OVER_RESPONSE = ("gen",)
 _TIMERS_OVER_ALL = ("ref", "values", "adv", "update_critic", "update_actor")
@@ -53,10 +54,11 @@ def _length_summary(name: str, lengths: Tensor, limit: int) -> dict[str, float]:
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
-    Scores and rewards leave out aborted responses, which have no token.
+    Scores and rewards leave out aborted responses, which have no token. Rows without a trajectory are left out of all.
 
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """
+    batch = without_dropped(batch)
     tensors = tensors_of(batch)
     info = _compute_response_info(batch)
     prompt_length, response_length = info["prompt_length"], info["response_length"]
@@ -89,6 +91,14 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         if counts:
             metrics |= _summary(name, torch.tensor(counts, dtype=torch.float64))
     return metrics | turn_metrics(batch)
+
+
+def without_dropped(batch: DataProto) -> DataProto:
+    """Return the rows that have a trajectory: all, unless agent loops failed (``rollout.agent.on_failure``)."""
+    dropped = batch.non_tensor_batch.get(DROPPED_COLUMN)
+    if dropped is None or not dropped.any():
+        return batch
+    return batch.select_idxs(torch.from_numpy(~dropped.astype(bool)))
 
 
 def failure_metrics(name: str, reasons: Sequence[str | None] | np.ndarray | None) -> dict[str, float]:

@@ -22,7 +22,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import loaders, metric_utils, profiling
+from verl.trainer.ppo import loaders, metric_utils, profiling, spares
 from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.metric_utils import compute_data_metrics as compute_data_metrics  # forks import these from here
@@ -246,7 +246,11 @@ class RayPPOTrainer:
     def rollout_wg_generate(self, requests: DataProto) -> DataProto:
         """Generate by agent loops or on the worker group; both sync the weights first if the engine is behind."""
         generator = self.async_rollout_manager or self.actor_rollout_wg
-        output: DataProto = generator.generate_sequences(requests)
+        try:
+            output: DataProto = generator.generate_sequences(requests)
+        finally:  # what failed is in the account too
+            if hasattr(self.async_rollout_manager, "take_attempts"):  # a manager of a fork need not have it
+                self.output.attempts.log(self.state.step, self.async_rollout_manager.take_attempts())
         self.state.engine_version = self.state.weights_version
         return output
 
@@ -362,6 +366,24 @@ class RayPPOTrainer:
     def generate(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Sample ``rollout.n`` responses per prompt; the rows become the responses."""
         num_samples = self.run_config.actor_rollout_ref.rollout.n
+        prompts, output, seeds = self._sample(batch, metrics, timing)
+        if "replace" in output.meta_info:
+            batch, prompts, output, seeds = self._replace_failed(batch, prompts, output, seeds, metrics, timing)
+        if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
+            tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
+        batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
+        tensors = tensors_of(batch)
+        tensors["sampling_seed"] = seeds
+        if "response_mask" not in tensors.keys():
+            tensors["response_mask"] = compute_response_mask(batch)
+        return self._arrange(batch, metrics)
+
+    def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[DataProto, DataProto, torch.Tensor]:
+        """Sample ``rollout.n`` responses per prompt; return the prompts, the responses and the seeds of these.
+
+        The columns that the rollout reads move from ``batch`` to the prompts.
+        """
+        num_samples = self.run_config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
         count_shared_bytes(prompts.non_tensor_batch, metrics)
         prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
@@ -374,15 +396,56 @@ class RayPPOTrainer:
         check_rollout(requests, output, self.state.step, self.single_turn)
         for name, value in output.meta_info.pop("timing", {}).items():  # several calls in a step add up
             timing[name] = value if "/" in name else timing.get(name, 0.0) + value
+        found = output.meta_info.get("metrics", {})
+        counts = {name: value for name, value in found.items() if name.startswith("attempts/")}
+        counts = {name: metrics.get(name, 0.0) + value for name, value in counts.items()}
         without_metrics(output, metrics)
-        if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
-            tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
-        batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
-        tensors = tensors_of(batch)
-        tensors["sampling_seed"] = seeds
-        if "response_mask" not in tensors.keys():
-            tensors["response_mask"] = compute_response_mask(batch)
-        return self._arrange(batch, metrics)
+        metrics.update(counts)
+        return prompts, output, seeds
+
+    def _replace_failed(
+        self,
+        batch: DataProto,
+        prompts: DataProto,
+        output: DataProto,
+        seeds: torch.Tensor,
+        metrics: Metrics,
+        timing: Timing,
+    ) -> tuple[DataProto, DataProto, DataProto, torch.Tensor]:
+        """Put spare prompts with their responses in place of the prompts that ``replace`` of the output names.
+
+        Raises: RuntimeError when spare prompts fail again and again.
+        """
+        from verl.experimental.agent_loop.rows import joined
+
+        num_samples = self.run_config.actor_rollout_ref.rollout.n
+        for _ in range(spares.MOST_ROUNDS):
+            failed = set(output.meta_info.pop("replace", ()))
+            places = [place for place, uid in enumerate(batch.non_tensor_batch["uid"]) if uid in failed]
+            if not places:
+                return batch, prompts, output, seeds
+            spare = self.spare_prompts.draw(len(places))
+            spare_prompts, spare_output, spare_seeds = self._sample(spare, metrics, timing)
+            rows = spares.rows_of_prompts(places, num_samples)
+            batch = spares.with_rows(batch, spare, places)
+            prompts = spares.with_rows(prompts, spare_prompts, places)
+            again = spare_output.meta_info.pop("replace", ())
+            seeds = seeds.clone()
+            seeds[rows] = spare_seeds
+            kept = [row for row in range(len(output)) if row not in set(rows)]
+            meta_info, output.meta_info, spare_output.meta_info = output.meta_info, {}, {}
+            together = joined([output.select_idxs(torch.tensor(kept, dtype=torch.int64)), spare_output])
+            output = together.select_idxs(torch.tensor(np.argsort([*kept, *rows], kind="stable")))
+            output.meta_info = meta_info | ({"replace": again} if again else {})
+        raise RuntimeError(
+            f"step {self.state.step}: {len(places)} prompts were replaced {spares.MOST_ROUNDS} times, and agent loops "
+            "fail for the spare ones too: see attempts.jsonl in the folder of the run for the reasons"
+        )
+
+    @cached_property
+    def spare_prompts(self) -> spares.SparePrompts:
+        """The prompts that replace those whose trajectories failed."""
+        return spares.SparePrompts(self.train_dataset, self.train_dataloader.collate_fn, self.state)
 
     def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Start to score the responses; ``shape`` takes the scores, so that scorers may run during ``infer``."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
+import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto, DataProtoFuture, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.metric_utils import without_dropped
 from verl.utils.metric import reduce_metrics
 from verl.utils.observe.activity import noted_scorer
 from verl.utils.process_pool import START_TIMEOUT_S
@@ -23,6 +25,7 @@ from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
 from verl.workers.rewards.loading import load_reward_manager as load_reward_manager
 from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits, describe_scorer
+from verl.workers.rollout.base import DROPPED_COLUMN
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
@@ -34,7 +37,7 @@ Reward = tuple[Tensor, ExtraColumns]
 RewardFn = Callable[..., Any]
 """Scores a DataProto: returns scores (B, R), or with ``return_dict=True`` a dict with ``reward_tensor``."""
 
-_COUNTS = ("__num_turns__", "tool_call_counts", "segments")
+_COUNTS = ("__num_turns__", "tool_call_counts", "segments", DROPPED_COLUMN)
 OWN_COLUMNS = frozenset({"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", *_COUNTS})
 """Columns that later phases read, and that no scorer may overwrite: GRPO tells its groups apart by ``uid``."""
 
@@ -52,11 +55,16 @@ def reward_kwargs(config: DictConfig) -> dict[str, Any]:
 def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
     """Score a batch; a function without the parameter ``return_dict`` gives no extras.
 
+    Rows without a trajectory are not shown to the function: their scores are zero, and their extras None.
+
     Our managers keep ``batch_timeout_s`` themselves. The limit here, with time to start processes, is for others.
 
     Raises: RewardError when more responses cannot be scored than ``reward_model.scoring.max_failed_ratio`` allows, or
         when the reward function does not end.
     """
+    kept = without_dropped(data)
+    if len(kept) < len(data):
+        return _spread(compute_reward(kept, reward_fn), data.non_tensor_batch[DROPPED_COLUMN].astype(bool))
     limits = getattr(reward_fn, "limits", ScoringLimits())
     name = describe_scorer(getattr(reward_fn, "compute_score", None) or reward_fn)
     try:
@@ -72,6 +80,18 @@ def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
         _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
     extras = {name: values for name, values in extras.items() if name not in OWN_COLUMNS}
     return settled(data, scores, extras, limits)
+
+
+def _spread(reward: Reward, dropped: np.ndarray) -> Reward:
+    """Give rows that were not scored, (B,) bool, a score of zero and extras of None."""
+    scores, extras = reward
+    rows = torch.from_numpy(np.flatnonzero(~dropped))
+    whole = scores.new_zeros(len(dropped), scores.shape[-1]).index_copy_(0, rows.to(scores.device), scores)
+    spread: ExtraColumns = {name: [None] * len(dropped) for name in extras}
+    for name, values in extras.items():
+        for row, value in zip(rows.tolist(), values, strict=True):
+            spread[name][row] = value
+    return whole, spread
 
 
 def _call(data: DataProto, reward_fn: RewardFn) -> Reward:

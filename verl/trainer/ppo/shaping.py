@@ -35,8 +35,9 @@ def apply_kl_penalty(
     kl = torch.where(mask.bool(), kl, 0.0)  # padding may hold any number, also infinity
     beta = kl_ctrl.value
     tensors["token_level_rewards"] = tensors["token_level_scores"] - beta * kl
-    current = masked_mean(kl, mask=mask, axis=-1).mean().item()
-    kl_ctrl.update(current_kl=current, n_steps=len(data))
+    used = mask.any(-1)  # rows without a token only fill the batch
+    current = masked_mean(kl, mask=mask, axis=-1)[used].mean().item() if used.any() else 0.0
+    kl_ctrl.update(current_kl=current, n_steps=int(used.sum()))
     return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
 
 

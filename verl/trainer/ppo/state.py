@@ -22,6 +22,7 @@ class RunState:
         step: number of the current step, from 1; 0 before the first.
         epoch: number of finished passes over the training data.
         prompts_drawn: prompts that the current step has drawn so far.
+        spares_drawn: spare prompts that the run has drawn so far.
         row_order: the rows of the batch in the order in which they were asked for, whatever ranks they went to.
         extra_columns: columns that the reward function added to the batch.
         pending_reward: reward that ``score`` started and ``shape`` takes.
@@ -37,6 +38,7 @@ class RunState:
     step: int = 0
     epoch: int = 0
     prompts_drawn: int = 0
+    spares_drawn: int = 0
     row_order: list[int] = field(default_factory=list)
     extra_columns: list[str] = field(default_factory=list)
     pending_reward: PendingReward | None = None

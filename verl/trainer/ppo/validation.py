@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.loaders import Rows
-from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics
+from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics, without_dropped
 from verl.trainer.ppo.records import ground_truths, trace_batch
 from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
@@ -98,7 +98,7 @@ def collect_samples(
         prompts = DataProto.from_single_dict(rows)
         if with_reward_model and judged_by_model(prompts):
             return None
-        batch = generate(prompts, num_prompts)
+        batch = without_dropped(generate(prompts, num_prompts))
         num_prompts += len(prompts)
         if reward_fn is None:
             raise ValueError("validation needs a reward function: val_reward_fn of the trainer is None")

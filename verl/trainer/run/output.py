@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.config.run_config import TrainerConfig
 from verl.trainer.config.sft import TrainerOptions
 from verl.trainer.run.display import DescribeStep, Progress
+from verl.utils.observe.attempts import AttemptsRecord
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
 from verl.utils.observe.record import Details, RunRecord, WorkerReport
@@ -43,6 +44,7 @@ class RunOutput:
         """
         self.folder = Path(options.default_local_dir).expanduser().absolute()
         self.record = RunRecord(self.folder, resumed_step)
+        self.attempts = AttemptsRecord(self.folder, resumed_step)
         self.makes_report = options.report
         resolved: Any = OmegaConf.to_container(config, resolve=True)
         self.tracking = Tracking(options.project_name, options.experiment_name, options.logger, resolved)

@@ -17,6 +17,7 @@ MIN_TEMPERATURE = 0.01
 """The least temperature above 0: logits divided by a lower one leave no probability but 0 and 1."""
 MOST_RESPONSES = 2**16
 MAX_LORA_RANK_VLLM = 512
+ON_FAILURE = ("fail", "retry", "drop", "replace")
 
 
 def cold_rules(temperature: float) -> Iterator[Violation]:
@@ -81,6 +82,13 @@ class AgentLoopConfig(BaseConfig):
     num_workers: int = setting(8, "actors that run agent loops", at_least=1)
     default_agent_loop: str = setting("single_turn_agent", "loop of rows without agent_name")
     agent_loop_config_path: str | None = setting(None, "YAML list of further loops")
+    on_failure: str = setting("fail", "what a failed trajectory leads to", one_of=ON_FAILURE)
+    num_retries: int = setting(2, "further attempts at a failed trajectory, unless on_failure=fail", at_least=0)
+    turn_timeout_s: float | None = setting(None, "seconds of one request to a server; null: no limit", above=0)
+    tool_timeout_s: float | None = setting(None, "seconds of one call of a tool; null: no limit", above=0)
+    trajectory_timeout_s: float | None = setting(None, "seconds of one attempt at a trajectory", above=0)
+    step_timeout_s: float | None = setting(None, "seconds of all trajectories of a step", above=0)
+    server_timeout_s: float = setting(120.0, "seconds after which a silent server counts as gone", above=0)
     custom_async_server: CustomAsyncServerConfig = field(default_factory=CustomAsyncServerConfig)
 
 
@@ -154,7 +162,7 @@ class RolloutConfig(LogProbConfig):
     n: int = setting(1, "responses of one prompt", at_least=1, at_most=MOST_RESPONSES)
     batch_invariant: bool | None = setting(None, "no response depends on others; null: on CPU in fp32 with one thread")
     seed: int = setting(1, "seed of the engine", at_least=0, at_most=2**32 - 1)
-    over_sample_rate: float = setting(0, "share of requests beyond the batch", at_least=0, below=1)
+    over_sample_rate: float = setting(0, "share of trajectories that a step gives up", at_least=0, below=1)
     multi_stage_wake_up: bool = setting(False, "no effect: there is one implementation")
     engine_kwargs: dict[str, Any] = setting({"vllm": {}, "sglang": {}}, "engine arguments by engine name")
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)

@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ LogProbs = Sequence[Sequence[float]] | None
 
 DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
 """Non-tensors that only generation reads; the driver keeps those that training needs."""
+
+DROPPED_COLUMN = "__dropped__"
+"""The column that says which rows only fill a batch: no attempt at their trajectory has ended well."""
 
 NO_WEIGHTS = -1
 """The weight version of an engine that holds no weights of the trainer."""
@@ -93,26 +96,12 @@ class BaseRollout(ABC):
         ``response_mask`` is 1 on exactly the sampled tokens, including an end-of-sequence token. It follows the number
         of tokens, not their values. ``rollout_log_probs`` is 0 outside the mask.
         """
-        lengths = torch.tensor([len(row) for row in responses])
-        tokens = float(lengths.sum())
+        tokens = float(sum(map(len, responses)))
         self.last_generation = {"seconds": seconds, "tokens": tokens, "truncated": float(truncated)}
         batch = tensors_of(prompts)
-        input_ids = batch["input_ids"]
-        attention_mask = batch["attention_mask"]
-        position_ids = batch["position_ids"]
-        width = self.config.response_length
-        sampled = torch.from_numpy(pad_rows(responses, width, prompts.meta_info["pad_token_id"], np.int64))
-        response_mask = (torch.arange(width) < lengths[:, None]).to(attention_mask.dtype)
-        tensors = {
-            "prompts": input_ids,
-            "responses": sampled,
-            "input_ids": torch.cat([input_ids, sampled], dim=1),
-            "attention_mask": torch.cat([attention_mask, response_mask], dim=1),
-            "position_ids": torch.cat([position_ids, continued(position_ids, width)], dim=-1),
-            "response_mask": response_mask,
-        }
-        if log_probs is not None:
-            tensors["rollout_log_probs"] = torch.from_numpy(pad_rows(log_probs, width, 0.0, np.float32))
+        asked = PaddedPrompts(batch["input_ids"], batch["attention_mask"], batch["position_ids"])
+        pad = prompts.meta_info["pad_token_id"]
+        tensors = asked.with_responses(responses, self.config.response_length, pad, log_probs=log_probs)
         carried = {key: value for key, value in prompts.non_tensor_batch.items() if key not in DROPPED_KEYS}
         output = DataProto.from_dict(tensors=tensors, non_tensors=carried)
         output.meta_info["timing"] = {"generate_sequences": seconds}
@@ -202,6 +191,47 @@ def preserved_random_state() -> Iterator[None]:
 
 
 # Prompts and responses as lists of tokens
+
+
+class PaddedPrompts(NamedTuple):
+    """Prompts, padded on the left: tokens and attention mask (B, P), positions (B, P) or (B, 3 or 4, P)."""
+
+    tokens: Tensor
+    mask: Tensor
+    positions: Tensor
+
+    def with_responses(
+        self,
+        responses: Sequence[Sequence[int]],
+        width: int,
+        pad_token_id: int,
+        sampled: Sequence[Sequence[int]] | None = None,
+        log_probs: LogProbs = None,
+    ) -> dict[str, Tensor]:
+        """Return prompts (B, P) and responses (B, width) as training reads them.
+
+        Args: ``sampled`` is 1 for each token of a response that the model sampled, else 0; None: all were sampled.
+        Returns: ``prompts``, ``responses``, ``input_ids``, ``attention_mask``, ``position_ids``, ``response_mask``, and
+            ``rollout_log_probs`` if given, which are 0 outside the mask.
+        """
+        lengths = torch.tensor([len(row) for row in responses])
+        attended = (torch.arange(width) < lengths[:, None]).to(self.mask.dtype)
+        tokens = torch.from_numpy(pad_rows(responses, width, pad_token_id, np.int64))
+        mask = attended
+        if sampled is not None:
+            mask = torch.from_numpy(pad_rows(sampled, width, 0, np.int64)).to(self.mask.dtype)
+        tensors = {
+            "prompts": self.tokens,
+            "responses": tokens,
+            "input_ids": torch.cat([self.tokens, tokens], dim=1),
+            "attention_mask": torch.cat([self.mask, attended], dim=1),
+            "position_ids": torch.cat([self.positions, continued(self.positions, width)], dim=-1),
+            "response_mask": mask,
+        }
+        if log_probs is not None:
+            padded = torch.from_numpy(pad_rows(log_probs, width, 0.0, np.float32))
+            tensors["rollout_log_probs"] = torch.where(mask.bool(), padded, 0.0)
+        return tensors
 
 
 def prompt_token_ids(prompts: DataProto) -> list[list[int]]:

@@ -45,8 +45,9 @@ _OFFLOADS = ("param_offload", "optimizer_offload")
 _MCORE_OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 _WEIGHTS = ("rollout_is_threshold_lower", "rollout_is_level", "rollout_is_mode", "rollout_is_veto_threshold")
 _PASSES = ("micro_batch_size", "micro_batch_size_per_gpu", "max_length", "ulysses_sequence_parallel_size")
-_LOOPS = ("num_workers", "default_agent_loop", "agent_loop_config_path")
 _TURNS = tuple(name for name in MultiTurnConfig() if name not in ("_target_", "enable", "num_repeat_rollouts"))
+_LOOPS = ("num_workers", "default_agent_loop", "agent_loop_config_path", "on_failure", "num_retries")
+_DEADLINES = ("turn_timeout_s", "tool_timeout_s", "trajectory_timeout_s", "step_timeout_s", "server_timeout_s")
 _ENGINE = f"{ROLLOUT}.name"
 _DEVICE = "trainer.device"
 
@@ -94,8 +95,10 @@ IDLE = [
     Idle(f"{REWARD}.enable", False, f"{REWARD}.model", ("path", "trust_remote_code", "use_shm", "use_remove_padding")),
     Idle(f"{REWARD}.enable_resource_pool", False, REWARD, ("n_gpus_per_node", "nnodes")),
     Idle(f"{REWARD}.model.input_tokenizer", None, REWARD, ("max_length",)),
-    Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.agent", _LOOPS),
     Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.multi_turn", _TURNS),
+    Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.agent", _LOOPS + _DEADLINES),
+    Idle(f"{ROLLOUT}.mode", "sync", ROLLOUT, ("over_sample_rate",)),
+    Idle(f"{ROLLOUT}.agent.on_failure", "fail", f"{ROLLOUT}.agent", ("num_retries",)),
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
     Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
     Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
@@ -175,7 +178,7 @@ UNSUPPORTED = [
     Unsupported(ROLLOUT, ("name",), f"is not supported yet: write {' or '.join(SUPPORTED_ROLLOUTS)}", ("sglang",)),
     Unsupported(f"{ROLLOUT}.multi_turn", ("num_repeat_rollouts",), _ONE_REPETITION),
     Unsupported(f"{ROLLOUT}.agent.custom_async_server", ("path", "name"), _NO_SERVERS),
-    Unsupported(ROLLOUT, ("over_sample_rate", "engine_kwargs.sglang", "sglang_engine_mode", "server"), _NO_SGLANG),
+    Unsupported(ROLLOUT, ("engine_kwargs.sglang", "sglang_engine_mode", "server"), _NO_SGLANG),
     Unsupported(
         ROLLOUT,
         ("data_parallel_size",),

@@ -1,0 +1,195 @@
+"""What a batch does about slow and failed trajectories, and the account of it."""
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.workers.rollout import tiny
+from verl.base_config import WrongInput
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.attempts import (
+    Attempt,
+    BatchOfAttempts,
+    Place,
+    Policy,
+    Task,
+    TrajectoryError,
+    TrajectoryInputError,
+    attempt_metrics,
+    mark_replaced,
+    places_of,
+)
+from verl.experimental.agent_loop.rows import joined, rows_of
+from verl.experimental.agent_loop.servers import RequestTimeoutError
+from verl.utils.observe.attempts import AttemptsRecord, read_attempts
+
+Run = Callable[[Attempt], Awaitable[AgentLoopOutput]]
+
+
+def output_of(*tokens: int) -> AgentLoopOutput:
+    return AgentLoopOutput(prompt_ids=[5], response_ids=list(tokens), response_mask=[1] * len(tokens))
+
+
+def tasks_of(*runs: Run) -> list[Task]:
+    """Two samples of each prompt."""
+    return [Task(Place(row, f"p{row // 2}", row % 2), "loop", 100 + row, run) for row, run in enumerate(runs)]
+
+
+async def good(attempt: Attempt) -> AgentLoopOutput:
+    await asyncio.sleep(0)
+    return output_of(7)
+
+
+async def hangs(attempt: Attempt) -> AgentLoopOutput:
+    await asyncio.sleep(30)
+    raise AssertionError("nobody has ended this attempt")
+
+
+def fails(times: int, error: Exception | None = None) -> Run:
+    async def run(attempt: Attempt) -> AgentLoopOutput:
+        await asyncio.sleep(0)
+        if int(attempt.id.rpartition("-")[2]) < times:
+            raise error or RuntimeError("the sandbox is full")
+        return output_of(8)
+
+    return run
+
+
+def outcomes(batch: BatchOfAttempts) -> list[tuple[str, str | None]]:
+    return [(attempt.id, attempt.outcome) for attempt in batch.attempts]
+
+
+def run(policy: Policy, *runs: Run) -> tuple[list[AgentLoopOutput | None], BatchOfAttempts]:
+    async def all_of_it() -> tuple[list[AgentLoopOutput | None], BatchOfAttempts]:
+        batch = BatchOfAttempts(tasks_of(*runs), policy, step=3)
+        return await batch.results(), batch
+
+    return asyncio.run(all_of_it())
+
+
+def test_a_failure_ends_the_run_by_name() -> None:
+    """The message names row, loop and attempt; the others are cancelled, and all are in the account."""
+    with pytest.raises(TrajectoryError, match=r"row 1 \(uid p0, sample 1\): agent loop loop failed in attempt") as error:
+        run(Policy(), hangs, fails(9), hangs)
+    assert "3-train-p0-1-0: RuntimeError: the sandbox is full" in str(error.value)
+    kept = pickle.loads(pickle.dumps(error.value))  # Ray pickles it
+    lines = {line["id"]: line for line in kept.attempts}
+    assert lines["3-train-p0-1-0"]["outcome"] == "error"
+    assert lines["3-train-p0-0-0"]["outcome"] == lines["3-train-p1-0-0"]["outcome"] == "cancelled"
+    assert "the run ends: row 1" in lines["3-train-p1-0-0"]["reason"]
+    with pytest.raises(TrajectoryInputError, match="max_model_len") as wrong:
+        run(Policy(), fails(9, WrongInput("raise max_model_len")))
+    assert isinstance(wrong.value, WrongInput)
+
+
+def test_a_failed_trajectory_is_tried_again() -> None:
+    outputs, batch = run(Policy("retry", 2), good, fails(2))
+    assert [output and output.response_ids for output in outputs] == [[7], [8]]
+    assert sorted(outcomes(batch)) == [
+        ("3-train-p0-0-0", "ok"),
+        ("3-train-p0-1-0", "error"),
+        ("3-train-p0-1-1", "error"),
+        ("3-train-p0-1-2", "ok"),
+    ]
+    assert [attempt.seed for attempt in batch.attempts if attempt.sample == 1] == [101] * 3
+    metrics = attempt_metrics(attempt.line() for attempt in batch.attempts)
+    assert metrics["attempts/started"] == 4 and metrics["attempts/retried"] == metrics["attempts/failed"] == 2
+    with pytest.raises(TrajectoryError, match="3-train-p0-0-1: RuntimeError: the sandbox is full"):
+        run(Policy("retry", 1), fails(2))
+
+
+def test_a_group_goes_on_without_a_failed_sample_or_is_replaced() -> None:
+    outputs, batch = run(Policy("drop", 1), good, fails(9), good, good)
+    assert [output is None for output in outputs] == [False, True, False, False]
+    assert sorted(outcomes(batch))[1:3] == [("3-train-p0-1-0", "error"), ("3-train-p0-1-1", "dropped")]
+    dropped = next(attempt for attempt in batch.attempts if attempt.outcome == "dropped")
+    assert dropped.reason == "error: RuntimeError: the sandbox is full"
+    outputs, batch = run(Policy("replace", 0), good, fails(9), good, good)
+    assert outputs[1] is None
+    lines = [attempt.line() for attempt in batch.attempts]
+    mark_replaced(lines, ["p0"])
+    assert [line["outcome"] for line in lines] == ["replaced", "replaced", "ok", "ok"]
+    metrics = attempt_metrics(lines)
+    assert metrics["attempts/replaced"] == 2 and metrics["attempts/failed"] == 1
+
+
+def test_deadlines() -> None:
+    """Of an attempt, which may be tried again, and of the whole batch, which may not."""
+    outputs, batch = run(Policy("drop", 1, trajectory_timeout_s=0.05), good, hangs)
+    assert outputs[1] is None
+    lines = [attempt.line() for attempt in batch.attempts if attempt.sample == 1]
+    assert [line["outcome"] for line in lines] == ["timeout", "dropped"]
+    assert lines[1]["reason"] == "timeout: rollout.agent.trajectory_timeout_s=0.05 is over"
+    assert 0.04 < lines[0]["end"] - lines[0]["start"] < 5
+    outputs, batch = run(Policy("drop", 1, step_timeout_s=0.05), good, hangs)
+    assert outputs[0] is not None and outputs[1] is None
+    assert [attempt.outcome for attempt in batch.attempts] == ["ok", "dropped"]
+    with pytest.raises(TrajectoryError, match="3-train-p0-1-0: TimeoutError: rollout.agent.step_timeout_s=0.05 is over"):
+        run(Policy("retry", 1, step_timeout_s=0.05), good, hangs)
+    with pytest.raises(TrajectoryError, match="RequestTimeoutError") as error:
+        run(Policy(), fails(1, RequestTimeoutError("server 3 has not answered")))
+    assert error.value.attempts[0]["outcome"] == "timeout"
+
+
+def test_over_sampling_gives_up_the_last_ones() -> None:
+    outputs, batch = run(Policy(over_sample_rate=0.3), hangs, *[good] * 8, hangs)  # 7 of 10 are enough
+    given_up = [row for row, output in enumerate(outputs) if output is None]
+    assert {0, 9} <= set(given_up) and len(given_up) <= 3
+    reasons = {attempt.reason for attempt in batch.attempts if attempt.outcome == "cancelled"}
+    assert len(reasons) == 1 and "rollout.over_sample_rate=0.3" in str(reasons)
+    everything, _ = run(Policy(), *[good] * 4)
+    assert None not in everything
+
+
+def test_validation_and_baselines_cannot_lose_rows() -> None:
+    class Rollout:
+        over_sample_rate = 0.2
+        agent = type("", (), dict(on_failure="replace", num_retries=2, trajectory_timeout_s=1, step_timeout_s=None))
+
+    assert Policy.of(Rollout, {}, False) == Policy("replace", 2, 1, None, 0.2)
+    assert Policy.of(Rollout, {"validate": True}, True) == Policy("drop", 2, 1)
+    assert Policy.of(Rollout, {}, True) == Policy("retry", 2, 1)
+
+
+def test_rows_without_a_trajectory() -> None:
+    asked = tiny.prompts_batch(2, repeat=2)
+    asked.non_tensor_batch["uid"] = np.array(["a", "a", "b", "b"], dtype=object)
+    assert places_of(asked) == [Place(0, "a", 0), Place(1, "a", 1), Place(2, "b", 0), Place(3, "b", 1)]
+    prompts = [list(row) for row in asked.non_tensor_batch["raw_prompt_ids"]]
+    whole = [output_of(7), output_of(8), None, output_of(9, 9)]
+    for output, prompt in zip(whole, prompts, strict=True):
+        if output is not None:
+            output.prompt_ids, output.reward_score, output.extra_fields = prompt, 1.0, {"seen": 1}
+            output.response_logprobs = [-0.5] * len(output.response_ids)
+    parts = [rows_of(whole[:2], asked[:2], 4, 0), rows_of(whole[2:3], asked[2:3], 4, 0)]
+    assert "__dropped__" not in parts[0].non_tensor_batch
+    parts.append(rows_of(whole[3:], asked[3:], 4, 0))
+    found = joined(parts)
+    assert found.non_tensor_batch["__dropped__"].tolist() == [False, False, True, False]
+    assert found.non_tensor_batch["seen"].tolist() == [1, 1, None, 1]
+    assert found.batch["response_mask"].sum(-1).tolist() == [1, 1, 0, 2]
+    assert found.batch["rm_scores"].sum(-1).tolist() == [1, 1, 0, 1]
+    assert found.batch["rollout_log_probs"][3].tolist() == [-0.5, -0.5, 0, 0]
+    assert torch.equal(found.batch["prompts"], asked.batch["input_ids"])  # the row still has its prompt
+
+
+def test_the_account_outlives_a_resume(tmp_path: Any) -> None:
+    record = AttemptsRecord(tmp_path, None)
+    assert not record.path.exists() and list(read_attempts(tmp_path)) == []
+    for step in (1, 2, 3):
+        attempt = Attempt(f"{step}-train-u-0-0", "u", 0, "loop", start=5.0)
+        attempt.finish("error", "x\ny")
+        record.log(step, [attempt.line()])
+    with record.path.open("a") as file:
+        file.write('{"step": 3, "id": "cut')
+    resumed = AttemptsRecord(tmp_path, 2)
+    assert [(line["step"], line["reason"]) for line in read_attempts(tmp_path)] == [(1, "x\ny"), (2, "x\ny")]
+    resumed.log(3, [])
+    assert len(list(read_attempts(tmp_path))) == 2
+    AttemptsRecord(tmp_path, None)
+    assert (tmp_path / "attempts.previous.jsonl").exists() and not record.path.exists()

@@ -1,0 +1,168 @@
+"""Which server gets a request, and what happens when servers are slow, silent or dead."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.experimental.agent_loop import servers
+from verl.experimental.agent_loop.attempts import Attempt
+from verl.experimental.agent_loop.servers import AsyncLLMServerManager, RequestTimeoutError
+from verl.workers.rollout.server import ServerError, TokenOutput
+
+
+class Remote:
+    """A method as Ray offers it, without a process in between."""
+
+    def __init__(self, method: Any) -> None:
+        self.remote = method
+
+
+class FakeServer:
+    """Answers after ``delay_s`` with the prompt backwards; ``state`` says how it fails."""
+
+    def __init__(self, delay_s: float = 0.0, state: str = "well") -> None:
+        self.delay_s, self.state = delay_s, state
+        self.asked: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+        self.generate, self.abort, self.health = Remote(self._generate), Remote(self._abort), Remote(self._health)
+
+    async def _generate(self, **request: Any) -> TokenOutput:
+        self.asked.append(request)
+        if self.state == "dead":
+            raise ServerError("the engine has ended")
+        await asyncio.sleep(60 if self.state in ("silent", "slow") else self.delay_s)
+        return TokenOutput(request["prompt_ids"][::-1])
+
+    async def _abort(self, request_id: str) -> bool:
+        self.aborted.append(request_id)
+        return True
+
+    async def _health(self, timeout_s: float) -> dict[str, float]:
+        if self.state == "silent":
+            await asyncio.sleep(60)
+        if self.state == "dead":
+            raise ServerError("the engine has ended")
+        return {}
+
+
+def manager_of(*handles: FakeServer, hybrid: bool = True, **agent: Any) -> AsyncLLMServerManager:
+    node = {"hybrid_engine": hybrid, "rollout": {"agent": {"turn_timeout_s": None, "server_timeout_s": 5.0, **agent}}}
+    return AsyncLLMServerManager(OmegaConf.create({"actor_rollout_ref": node}), handles)
+
+
+async def ask(manager: AsyncLLMServerManager, name: str, size: int = 10, **params: Any) -> TokenOutput:
+    return await manager.generate(name, prompt_ids=list(range(size)), sampling_params={"max_tokens": 10, **params})
+
+
+def test_the_least_loaded_server_by_tokens() -> None:
+    async def run() -> None:
+        few, many = FakeServer(0.05), FakeServer(0.05)
+        manager = manager_of(few, many)
+        await asyncio.gather(ask(manager, "long", 1000), *(ask(manager, f"short {i}") for i in range(20)))
+        loads = sorted(sum(len(request["prompt_ids"]) for request in server.asked) for server in (few, many))
+        assert loads == [200, 1000]
+
+    asyncio.run(run())
+
+
+def test_a_conversation_stays_with_its_prefix_unless_its_server_is_overloaded() -> None:
+    async def run() -> None:
+        one, two = FakeServer(0.02), FakeServer(0.02)
+        manager = manager_of(one, two)
+        for _ in range(5):
+            await ask(manager, "chat", 50)
+        home, other = (one, two) if one.asked else (two, one)
+        assert (len(home.asked), len(other.asked)) == (5, 0)
+        busy = [asyncio.create_task(ask(manager, "chat", 50))]
+        await asyncio.sleep(0)  # 60 tokens at home now: no more than twice those of the other one, plus the prompt's 100
+        await ask(manager, "chat", 100)
+        assert not other.asked
+        busy += [asyncio.create_task(ask(manager, "chat", 500))]
+        await asyncio.sleep(0)
+        await ask(manager, "chat", 100)
+        assert len(other.asked) == 1
+        await asyncio.gather(*busy)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("state", ["dead", "silent"])
+def test_a_server_that_is_gone_loses_its_requests_to_others(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that says nothing: its health is asked for while requests wait. Gone servers may come back."""
+    monkeypatch.setattr(servers, "HEARTBEAT_S", 0.05)
+
+    async def run() -> None:
+        bad, good = FakeServer(0.01, state), FakeServer(0.01)
+        manager = manager_of(bad, good, server_timeout_s=0.1)
+        attempts = [Attempt(f"{i}", "u", i, "loop") for i in range(8)]
+        outputs = await asyncio.gather(*(ask(manager.of(attempt), "chat", 4) for attempt in attempts))
+        assert [output.token_ids for output in outputs] == [[3, 2, 1, 0]] * 8
+        assert len(good.asked) == 8 and bad.asked
+        used = Counter(len(attempt.servers) for attempt in attempts)
+        assert used[2] == len(bad.asked) and used[1] == 8 - len(bad.asked)
+        await manager.revive()
+        assert manager._servers[0].gone
+        bad.state = "well"
+        await manager.revive()
+        before = len(bad.asked)
+        await asyncio.gather(*(ask(manager, f"{i}", 4) for i in range(8)))
+        assert len(bad.asked) > before
+
+    asyncio.run(run())
+
+
+def test_no_server_is_left() -> None:
+    async def run() -> None:
+        manager = manager_of(FakeServer(state="dead"), FakeServer(state="dead"))
+        with pytest.raises(ServerError, match="no rollout server is left: rollout server 0 of 2: ServerError: the eng"):
+            await ask(manager, "chat")
+        alone = FakeServer(state="dead")
+        manager = manager_of(alone, hybrid=False)
+        waits = asyncio.create_task(ask(manager, "chat", 2))
+        await asyncio.sleep(0.1)
+        alone.state = "well"  # servers on devices of their own may be started again
+        assert (await waits).token_ids == [1, 0]
+
+    asyncio.run(run())
+
+
+def test_a_request_has_a_deadline_and_a_cancelled_one_is_aborted() -> None:
+    async def run() -> None:
+        slow = FakeServer(state="slow")
+        manager = manager_of(slow, turn_timeout_s=0.05)
+        with pytest.raises(RequestTimeoutError, match=r"request .*chat/0: rollout server 0 of 1 has not answered within"):
+            await ask(manager.of(Attempt("1", "u", 0, "loop")), "chat")
+        await asyncio.sleep(0)
+        assert slow.aborted == ["1/chat/0"]
+        manager = manager_of(slow)
+        waits = asyncio.create_task(ask(manager, "chat"))
+        await asyncio.sleep(0.01)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        await asyncio.sleep(0)
+        assert slow.aborted[1:] == ["chat/0"]
+        assert manager._servers[0].tokens == 0 and manager._servers[0].watch is None
+
+    asyncio.run(run())
+
+
+def test_turns_have_seeds_of_their_own() -> None:
+    async def run() -> None:
+        server = FakeServer()
+        manager = manager_of(server)
+        for again in range(2):
+            attempt = Attempt(f"1-{again}", "u", 0, "loop", seed=77)
+            for _ in range(3):
+                await ask(manager.of(attempt), "chat", seed=77)
+            await ask(manager.of(attempt), "chat", seed=5)  # the loop's own
+            await ask(manager.of(attempt), "chat")
+        seeds = [request["sampling_params"].get("seed") for request in server.asked]
+        assert seeds[:5] == seeds[5:] and seeds[0] == 77 and len(set(seeds[:3])) == 3 and seeds[3:5] == [5, None]
+        ids = [request["request_id"] for request in server.asked]
+        assert len(set(ids)) == len(ids)
+
+    asyncio.run(run())

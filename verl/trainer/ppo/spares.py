@@ -1,0 +1,63 @@
+"""Spare prompts, for those whose trajectories failed (``rollout.agent.on_failure=replace``)."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.loaders import CollateFn, Rows
+from verl.trainer.ppo.state import RunState
+from verl.utils.numerics.seeding import derive_seed, prompt_uids
+
+MOST_ROUNDS = 10
+"""How often a step may replace prompts; more would mean that nearly every trajectory fails."""
+
+FIRST_SEED = 2**32
+"""The place of the first spare prompt among the prompts of a step, from which its seeds derive; no step has so many."""
+
+
+class SparePrompts:
+    """The training set in random orders of its own, one pass after the other.
+
+    The order depends on the seed of the run only. ``state.spares_drawn`` is the position; checkpoints keep it.
+    """
+
+    def __init__(self, dataset: Dataset[Rows], collate_fn: CollateFn, state: RunState) -> None:
+        self._dataset: Any = dataset  # Dataset has no length
+        self._collate = collate_fn
+        self._state = state
+
+    def draw(self, count: int) -> DataProto:
+        """Return the next prompts, each with a ``uid``; meta ``first_prompt`` is the place that their seeds have."""
+        state, first = self._state, self._state.spares_drawn
+        size = len(self._dataset)
+        rows = [_order(state.seed, at // size, size)[at % size] for at in range(first, first + count)]
+        batch = DataProto.from_single_dict(self._collate([self._dataset[row] for row in rows]))
+        batch.non_tensor_batch["uid"] = prompt_uids(state.seed, state.step, count, "spare", first)
+        batch.meta_info["first_prompt"] = FIRST_SEED + first
+        state.spares_drawn += count
+        return batch
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, size: int) -> list[int]:
+    generator = torch.Generator().manual_seed(derive_seed(seed, "spare", epoch))
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order
+
+
+def with_rows(rows: DataProto, others: DataProto, places: Sequence[int]) -> DataProto:
+    """Return ``rows`` with row ``k`` of ``others`` at ``places[k]``; both have the same columns."""
+    order = list(range(len(rows)))
+    for number, place in enumerate(places):
+        order[place] = len(rows) + number
+    joined = DataProto.concat([rows, DataProto(others.batch, others.non_tensor_batch)])
+    return joined.select_idxs(torch.tensor(order))
+
+
+def rows_of_prompts(prompts: Sequence[int], num_samples: int) -> list[int]:
+    """Return the rows of the samples of prompts, when each prompt has ``num_samples`` rows in turn."""
+    return [prompt * num_samples + sample for prompt in prompts for sample in range(num_samples)]
