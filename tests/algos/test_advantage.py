@@ -320,7 +320,9 @@ def test_groups_that_have_shrunk_by_hand():
     # a prompt that never had another sample keeps its score, as without groups
     assert by_group("rloo", [2.0, 5.0], [[1], [0]], ["a", "b"]) == [2.0, 0]
     # whitened over the batch: only the rows that are seen
-    whole = by_group("reinforce_plus_plus_baseline", [1.0, 0.0, 3.0, 1.0], [mask[i] for i in (0, 1, 6, 7)], list("aacc"))
+    whole = by_group(
+        "reinforce_plus_plus_baseline", [1.0, 0.0, 3.0, 1.0], [mask[i] for i in (0, 1, 6, 7)], list("aacc")
+    )
     assert by_group("reinforce_plus_plus_baseline", scores, mask, index) == [*whole[:2], 0, 0, 0, 0, *whole[2:]]
 
 

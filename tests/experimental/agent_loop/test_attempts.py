@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,9 @@ def run(policy: Policy, *runs: Run) -> tuple[list[AgentLoopOutput | None], Batch
 
 def test_a_failure_ends_the_run_by_name() -> None:
     """The message names row, loop and attempt; the others are cancelled, and all are in the account."""
-    with pytest.raises(TrajectoryError, match=r"row 1 \(uid p0, sample 1\): agent loop loop failed in attempt") as error:
+    with pytest.raises(
+        TrajectoryError, match=r"row 1 \(uid p0, sample 1\): agent loop loop failed in attempt"
+    ) as error:
         run(Policy(), hangs, fails(9), hangs)
     assert "3-train-p0-1-0: RuntimeError: the sandbox is full" in str(error.value)
     kept = pickle.loads(pickle.dumps(error.value))  # Ray pickles it
@@ -129,7 +132,9 @@ def test_deadlines() -> None:
     outputs, batch = run(Policy("drop", 1, step_timeout_s=0.05), good, hangs)
     assert outputs[0] is not None and outputs[1] is None
     assert [attempt.outcome for attempt in batch.attempts] == ["ok", "dropped"]
-    with pytest.raises(TrajectoryError, match="3-train-p0-1-0: TimeoutError: rollout.agent.step_timeout_s=0.05 is over"):
+    with pytest.raises(
+        TrajectoryError, match="3-train-p0-1-0: TimeoutError: rollout.agent.step_timeout_s=0.05 is over"
+    ):
         run(Policy("retry", 1, step_timeout_s=0.05), good, hangs)
     with pytest.raises(TrajectoryError, match="RequestTimeoutError") as error:
         run(Policy(), fails(1, RequestTimeoutError("server 3 has not answered")))
@@ -149,7 +154,7 @@ def test_over_sampling_gives_up_the_last_ones() -> None:
 def test_validation_and_baselines_cannot_lose_rows() -> None:
     class Rollout:
         over_sample_rate = 0.2
-        agent = type("", (), dict(on_failure="replace", num_retries=2, trajectory_timeout_s=1, step_timeout_s=None))
+        agent = SimpleNamespace(on_failure="replace", num_retries=2, trajectory_timeout_s=1, step_timeout_s=None)
 
     assert Policy.of(Rollout, {}, False) == Policy("replace", 2, 1, None, 0.2)
     assert Policy.of(Rollout, {"validate": True}, True) == Policy("drop", 2, 1)

@@ -77,7 +77,7 @@ def test_a_conversation_stays_with_its_prefix_unless_its_server_is_overloaded() 
         home, other = (one, two) if one.asked else (two, one)
         assert (len(home.asked), len(other.asked)) == (5, 0)
         busy = [asyncio.create_task(ask(manager, "chat", 50))]
-        await asyncio.sleep(0)  # 60 tokens at home now: no more than twice those of the other one, plus the prompt's 100
+        await asyncio.sleep(0)  # 60 tokens at home now: no more than twice the other's, plus the prompt's 100
         await ask(manager, "chat", 100)
         assert not other.asked
         busy += [asyncio.create_task(ask(manager, "chat", 500))]
@@ -133,7 +133,7 @@ def test_a_request_has_a_deadline_and_a_cancelled_one_is_aborted() -> None:
     async def run() -> None:
         slow = FakeServer(state="slow")
         manager = manager_of(slow, turn_timeout_s=0.05)
-        with pytest.raises(RequestTimeoutError, match=r"request .*chat/0: rollout server 0 of 1 has not answered within"):
+        with pytest.raises(RequestTimeoutError, match=r"chat/0: rollout server 0 of 1 has not answered within"):
             await ask(manager.of(Attempt("1", "u", 0, "loop")), "chat")
         await asyncio.sleep(0)
         assert slow.aborted == ["1/chat/0"]

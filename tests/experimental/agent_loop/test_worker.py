@@ -163,13 +163,15 @@ def test_unknown_loops_and_failing_loops_are_named(engine: Any) -> None:
         asyncio.run(build_worker(engine).generate_sequences(asked))
     asked.non_tensor_batch["agent_name"][:] = "twice"
     del asked.non_tensor_batch["extra"]
-    with pytest.raises(TrajectoryError, match=r"row 0 \(uid row0, sample 0\): agent loop twice failed .*KeyError: 'extra'"):
+    with pytest.raises(
+        TrajectoryError, match=r"row 0 \(uid row0, sample 0\): agent loop twice failed .*KeyError: 'extra'"
+    ):
         asyncio.run(build_worker(engine).generate_sequences(asked))
 
 
 @register("slow twice")
 class SlowTwice(Twice):
-    """``Twice`` with a tool that takes its time, fails at times, and says what the row and the first turn make of it."""
+    """``Twice`` with a tool that takes its time, fails at times, and says what the row makes of it."""
 
     most_s, failing = 0.0, 0.0
 

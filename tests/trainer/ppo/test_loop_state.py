@@ -384,7 +384,7 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     assert load_driver_state(tmp_path / "remote" / "global_step_1") == (
         {},
         {"kl_ctrl_in_reward": {}, "seed": 1, "epoch": 0, "spares_drawn": 0}
-            | {"data_digest": None, "train_batch_size": 1024},
+        | {"data_digest": None, "train_batch_size": 1024},
     )
     assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
 
