@@ -46,7 +46,10 @@ def test_single_turn_loops_equal_the_synchronous_rollout(workspace, request, lay
 @pytest.mark.parametrize("action, what", [("kill", "died"), ("hang", "SIGSTOP holds its process")])
 def test_a_lost_engine_ends_the_run_by_name(workspace, tmp_path, action, what):
     fault = {"VERL_FAULT": f"{action}:generate:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
-    limits = {"trainer.worker_call_timeout_s": 60, "trainer.test_freq": -1}  # the models too are built within this limit
+    limits = {
+        "trainer.worker_call_timeout_s": 60,
+        "trainer.test_freq": -1,
+    }  # the models too are built within this limit
     run = workspace.train(f"async-{action}", ASYNC | TWO | limits, env=fault, fails=True)
     assert (tmp_path / "fault").exists(), run.output[-4000:]
     assert time.time() - float((tmp_path / "fault").read_text().split()[0]) < 120

@@ -53,6 +53,21 @@ def rows_of(
     return DataProto.from_dict(tensors=tensors, non_tensors=carried)
 
 
+def last_segment(outputs: AgentLoopOutput | Sequence[AgentLoopOutput]) -> AgentLoopOutput:
+    """Return what is trained of a trajectory whose history was rewritten: its last segment.
+
+    The column ``segments`` counts them, as a metric shows.
+
+    Raises: ValueError for an empty list.
+    """
+    if isinstance(outputs, AgentLoopOutput):
+        return outputs
+    if not outputs:
+        raise ValueError("the agent loop returned an empty list: return at least one AgentLoopOutput")
+    last = outputs[-1]
+    return last.model_copy(update={"extra_fields": {"segments": len(outputs), **last.extra_fields}})
+
+
 def _nothing(given: Any, row: int) -> AgentLoopOutput:
     prompt = given["input_ids"][row][given["attention_mask"][row].bool()].tolist()
     return AgentLoopOutput(prompt_ids=prompt, response_ids=[], response_mask=[], response_logprobs=[], reward_score=0.0)

@@ -10,7 +10,7 @@ from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.attempts import Attempt, BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
-from verl.experimental.agent_loop.rows import rows_of
+from verl.experimental.agent_loop.rows import last_segment, rows_of
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.protocol import DataProto, tensors_of
 from verl.utils.import_utils import import_external_libs
@@ -94,7 +94,7 @@ class AgentLoopWorkerBase:
                     tokenizer=self.tokenizer,
                     processor=self.processor,
                 )
-                return await loop.run(dict(sampling_params), **self._row(batch, index))
+                return last_segment(await loop.run(dict(sampling_params), **self._row(batch, index)))
 
         return run
 
