@@ -9,7 +9,7 @@ columns that this rank holds.
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class EngineWeights:
             key = self.layout.key(name)
             if key in self._arrived:
                 raise RuntimeError(f"weight sync: tensor {name!r} came twice in one update")
-            if key not in self.layout.pieces and not self.layout.opaque:
+            if self.layout.find(key) is None and not self.layout.opaque:
                 raise RuntimeError(f"weight sync: the rollout engine's model has no tensor {name!r}")
             self._arrived.add(key)
         bucket.reverse()
@@ -85,7 +85,8 @@ class EngineWeights:
         """
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
-        missing = sorted(self.layout.pieces.keys() - self._arrived) + self._incomplete_opaque_layers()
+        due = self.layout.pieces.keys() - self._arrived_joined()
+        missing = sorted(due - self._arrived) + self._incomplete_opaque_layers()
         if missing:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout's model are missing: {shown}")
@@ -100,16 +101,23 @@ class EngineWeights:
 
     def checksums(self) -> dict[str, int]:
         """Return the checksum of every tensor whose place is known, read from the engine's parameters."""
-        sums = [tensor_checksum(piece.read()) for piece in self.layout.pieces.values()]
-        return dict(zip(self.layout.pieces, torch.stack(sums).tolist(), strict=True))
+        pieces = {name: joined.piece for name, joined in self.layout.joined.items() if name in self._arrived}
+        in_joined = self._arrived_joined()
+        pieces |= {name: piece for name, piece in self.layout.pieces.items() if name not in in_joined}
+        sums = [tensor_checksum(piece.read()) for piece in pieces.values()]
+        return dict(zip(pieces, torch.stack(sums).tolist(), strict=True))
 
     def checksum_of_source(self, name: str, full: Tensor) -> tuple[str, Tensor] | None:
         """Return the entry that ``checksums`` must have for a full checkpoint tensor; None if its place is unknown."""
         key = self.layout.key(name)
-        piece = self.layout.pieces.get(key)
+        piece = self.layout.find(key)
         if piece is None:
             return None
         return key, tensor_checksum(piece.cut(full), getattr(piece.module, piece.parameter).dtype)
+
+    def _arrived_joined(self) -> set[str]:
+        """Return the names of the projections that arrived in one tensor."""
+        return {part for name, joined in self.layout.joined.items() if name in self._arrived for part in joined.parts}
 
     def _pack_experts_again(self) -> None:
         """Make vLLM prepare layers of experts as at their first load.
@@ -176,6 +184,13 @@ class Piece:
         return _cut(full, self.source)
 
 
+class Joined(NamedTuple):
+    """A checkpoint tensor that stacks several projections, and their names in a checkpoint that does not."""
+
+    piece: Piece
+    parts: tuple[str, ...]
+
+
 def _cut(tensor: Tensor, spans: tuple[Span | None, Span | None]) -> Tensor:
     for dim, span in enumerate(spans):
         if span is not None:
@@ -186,18 +201,21 @@ def _cut(tensor: Tensor, spans: tuple[Span | None, Span | None]) -> Tensor:
 class EngineLayout:
     """The checkpoint tensors of a loaded vLLM model.
 
-    ``pieces`` holds the tensors of known layers by their vLLM name, with stacked projections separated. ``opaque``
-    holds the names of parameters of layers with an unknown layout (fused experts).
+    ``pieces`` holds the tensors of known layers by their vLLM name, with stacked projections separated. ``joined``
+    holds those that may come instead of separate projections, as in GLM-4. ``opaque`` holds the names of parameters of
+    layers with an unknown layout (fused experts).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.pieces: dict[str, Piece] = {}
+        self.joined: dict[str, Joined] = {}
         self.opaque: set[str] = set()
         self.key = _name_mapper(model)
         """Returns the name of a checkpoint tensor in ``pieces``."""
-        packed: dict[str, list[str]] = {}  # stacked module -> the projections in it
+        packed: dict[str, list[list[str]]] = {}  # stacked module -> the projections in it
         for module in model.modules():  # in a model of several parts, each part may declare its own
-            packed = {**getattr(module, "packed_modules_mapping", {}), **packed}
+            for stack, projections in getattr(module, "packed_modules_mapping", {}).items():
+                packed.setdefault(stack, []).append(projections)
         seen: set[int] = set()
         for path, module in model.named_modules():
             for parameter, value in module.named_parameters(recurse=False):
@@ -206,19 +224,30 @@ class EngineLayout:
                 seen.add(id(value))
                 self._add(path, module, parameter, value, packed)
 
-    def _add(self, path: str, module: nn.Module, parameter: str, value: Tensor, packed: dict[str, list[str]]) -> None:
+    def find(self, key: str) -> Piece | None:
+        """Return the piece of a checkpoint tensor by its vLLM name; None for an unknown name or layout."""
+        joined = self.joined.get(key)
+        return self.pieces.get(key) if joined is None else joined.piece
+
+    def _add(
+        self, path: str, module: nn.Module, parameter: str, value: Tensor, packed: dict[str, list[list[str]]]
+    ) -> None:
         if _LATENT_ATTENTION in type(module).__module__:  # vLLM computes them from kv_b_proj after each load
             return
         parent, _, leaf = path.rpartition(".")
         pieces = _pieces_of(module, parameter, value)
-        parts = packed.get(leaf, [leaf]) if len(pieces) > 1 else [leaf]
+        parts = [leaf]
+        if len(pieces) > 1:
+            parts = next((names for names in packed.get(leaf, ()) if len(names) == len(pieces)), parts)
         if len(pieces) == 3 and parts == [leaf] and hasattr(module, "total_num_heads"):
             pieces = [Piece(module, parameter, stacked=_fused_qkv_spans(module))]
         if not pieces or len(parts) != len(pieces):
             self.opaque.add(f"{path}.{parameter}")
             return
-        for part, piece in zip(parts, pieces, strict=True):
-            self.pieces[".".join(filter(None, (parent, part, parameter)))] = piece
+        names = [".".join(filter(None, (parent, part, parameter))) for part in parts]
+        self.pieces |= dict(zip(names, pieces, strict=True))
+        if spans := _joined_spans(module):
+            self.joined[f"{path}.{parameter}"] = Joined(Piece(module, parameter, stacked=spans), tuple(names))
 
 
 def _name_mapper(model: nn.Module) -> Callable[[str], str]:
@@ -273,6 +302,21 @@ def _fused_qkv_spans(module: Any) -> tuple[Span, ...]:
     starts = (0, heads[0] * module.head_size, sum(heads) * module.head_size)
     spans = zip(starts, _qkv_spans(module), strict=True)
     return tuple((start + first, start + first + rows) for start, (first, rows) in spans)
+
+
+def _joined_spans(module: Any) -> tuple[Span, ...]:
+    """Return the spans of this rank's rows in a checkpoint tensor that stacks gate and up; empty for other layers."""
+    from vllm.model_executor.layers import linear
+
+    if not isinstance(module, linear.MergedColumnParallelLinear) or isinstance(module, linear.QKVParallelLinear):
+        return ()
+    spans = []
+    first = 0
+    for size in module.output_sizes:
+        rows = size // module.tp_size
+        spans.append((first + module.tp_rank * rows, first + (module.tp_rank + 1) * rows))
+        first += size
+    return tuple(spans)
 
 
 def _stacked(module: nn.Module, parameter: str, spans: list[Span]) -> Iterator[Piece]:
