@@ -6,6 +6,7 @@ python examples/tiny_model.py --save-dir ~/models/tiny-qwen2.5-vl --kind qwen2_5
 
 import argparse
 import os
+import re
 from typing import Any
 
 import torch
@@ -26,17 +27,32 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+QWEN_VISION = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+}
+GLM_VISION = {
+    "image": "<|begin_of_image|><|image|><|end_of_image|>",
+    "video": "<|begin_of_video|><|video|><|end_of_video|>",
+}
+"""The text of an image and of a video."""
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+GLM_VISION_TOKENS = re.findall(r"<\|\w+\|>", "".join(GLM_VISION.values()))
 VISION_CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 VOCAB_MULTIPLE = 16
-VL_KINDS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
+VL_KINDS = {
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "glm4v": "Glm4v",
+}
 
 
 def byte_tokenizer(
@@ -97,7 +113,7 @@ def make_tiny_vl_model(
     Args: ``kind`` is one of ``VL_KINDS``.
     """
     save_dir = os.path.expanduser(save_dir)
-    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
+    tokenizer = vision_tokenizer(kind)
     torch.manual_seed(seed)
     config = tiny_vl_config(kind, tokenizer, hidden_size, num_layers)
     model = getattr(transformers, f"{VL_KINDS[kind]}ForConditionalGeneration")(config)
@@ -106,10 +122,17 @@ def make_tiny_vl_model(
     return save_dir
 
 
+def vision_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a family, with the special tokens around its images and videos."""
+    texts, tokens = (GLM_VISION, GLM_VISION_TOKENS) if kind == "glm4v" else (QWEN_VISION, VISION_TOKENS)
+    template = VISION_CHAT_TEMPLATE.replace("IMAGE", texts["image"]).replace("VIDEO", texts["video"])
+    return byte_tokenizer(template, SPECIAL_TOKENS + tokens)
+
+
 def tiny_vl_config(
     kind: str, tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_layers: int = 2
 ) -> PretrainedConfig:
-    """Return a Qwen2-VL, Qwen2.5-VL or Qwen3-VL configuration with 32-dimensional heads and a tower of two blocks."""
+    """Return the configuration of one of ``VL_KINDS`` with 32-dimensional heads and a tower of two blocks."""
     text = tiny_config(tokenizer, hidden_size, num_layers).to_dict()
     for name in ("model_type", "architectures", "layer_types"):
         text.pop(name, None)
@@ -128,18 +151,19 @@ def tiny_vl_config(
     if kind == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden_size // 4}
         text["norm_topk_prob"] = True  # vLLM asks for it
-    image, video, start, end = (
-        tokenizer.convert_tokens_to_ids(f"<|{name}|>")
-        for name in ("image_pad", "video_pad", "vision_start", "vision_end")
-    )
+    if kind == "glm4v":
+        text |= {"head_dim": 32, "attention_bias": True}
+        rope |= {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
+        vision["image_size"] = 56
+        names = {"image": "image", "image_start": "begin_of_image", "image_end": "end_of_image"}
+        names |= {"video": "video", "video_start": "begin_of_video", "video_end": "end_of_video"}
+    else:
+        names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
     return getattr(transformers, f"{VL_KINDS[kind]}Config")(
         text_config=text | {"rope_parameters": rope},
         vision_config=vision,
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
         tie_word_embeddings=False,
+        **{f"{key}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for key, name in names.items()},
     )
 
 
@@ -147,6 +171,11 @@ def vl_processor(kind: str, tokenizer: PreTrainedTokenizerFast, max_pixels: int 
     """Return a processor that turns an image into a few tokens at most."""
     patch_size, family = (16, "Qwen3VL") if kind.startswith("qwen3_vl") else (14, "Qwen2VL")
     least = (2 * patch_size) ** 2
+    if kind == "glm4v":  # counts the pixels of both frames of a patch
+        size = {"shortest_edge": 2 * least, "longest_edge": 2 * max_pixels}
+        pictures = transformers.Glm4vImageProcessor(patch_size=patch_size, size=size)
+        clips = transformers.Glm4vVideoProcessor(size=size | {"longest_edge": 8 * max_pixels})
+        return transformers.Glm4vProcessor(pictures, tokenizer, clips, chat_template=tokenizer.chat_template)
     images = transformers.Qwen2VLImageProcessor(patch_size=patch_size, min_pixels=least, max_pixels=max_pixels)
     videos = getattr(transformers, f"{family}VideoProcessor")(
         patch_size=patch_size, size={"shortest_edge": least, "longest_edge": 8 * max_pixels}

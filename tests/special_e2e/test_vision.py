@@ -32,6 +32,7 @@ FULL = [
         ("qwen2_vl", "fsdp"),
         ("qwen3_vl", "fsdp"),
         ("qwen3_vl_moe", "fsdp"),
+        ("glm4v", "fsdp"),
         ("qwen2_5_vl", "megatron tp"),
         ("qwen2_5_vl", "megatron pp"),
         ("qwen3_vl_moe", "megatron tp"),

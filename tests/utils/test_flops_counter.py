@@ -141,6 +141,8 @@ TOWERS = {
                    "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
                  "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+    "glm4v": {"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4,
+              "out_hidden_size": 64, "image_size": 16},
 }  # fmt: skip
 
 

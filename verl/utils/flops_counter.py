@@ -165,7 +165,7 @@ _FAMILIES: dict[str, _Text] = {
 }
 
 
-# ---- the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL
+# ---- the vision towers of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-4V
 
 
 def image_lengths(inputs: "Iterable[SharedRow | RowObject | None]") -> list[int]:
@@ -186,20 +186,23 @@ def _vision_flops(config: "PretrainedConfig", images: Lengths) -> tuple[float, f
     Attention scores have no weights, so their backward FLOPs count as those of activations.
     """
     kind = getattr(config, "model_type", "").removesuffix("_vision")
-    if kind not in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
+    if kind not in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"):
         return 0.0, 0.0, 0.0
     patches = sum(images)
     hidden = config.embed_dim if kind == "qwen2_vl" else config.hidden_size
     out = config.hidden_size if kind == "qwen2_vl" else config.out_hidden_size
     pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    if kind == "qwen2_5_vl":
+    merged = hidden * config.spatial_merge_size**2
+    mergers = (1 + len(getattr(config, "deepstack_visual_indexes", None) or ())) * merged * (merged + out)
+    if kind == "glm4v":
+        mlp = 3 * hidden * out
+        mergers = out * (merged + out + 3 * config.intermediate_size)
+    elif kind == "qwen2_5_vl":
         mlp = 3 * hidden * config.intermediate_size
     else:
         mlp = 2 * hidden * (hidden * config.mlp_ratio if kind == "qwen2_vl" else config.intermediate_size)
-    merged = hidden * config.spatial_merge_size**2
-    mergers = 1 + len(getattr(config, "deepstack_visual_indexes", None) or ())
-    merger = mergers * merged * (merged + out) / config.spatial_merge_size**2  # weights per patch
-    matrices = (config.depth * (4 * hidden**2 + mlp) + merger) * patches
+    of_patch = config.depth * (4 * hidden**2 + mlp) + mergers / config.spatial_merge_size**2
+    matrices = of_patch * patches
     pixel_matrix = pixels * hidden * patches
     attention = hidden * _patch_pairs(config, images)
     forward = 2.0 * (matrices + pixel_matrix) + 4.0 * attention

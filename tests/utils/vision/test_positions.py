@@ -139,7 +139,7 @@ def test_tokens_that_are_not_those_of_the_grids(ids: list[int], grid: Any, messa
 
 def test_families_are_told_by_their_processors() -> None:
     from verl.models.transformers import glm4v, qwen2_vl, qwen3_vl
-    from verl.utils.vision.positions import vision_rope
+    from verl.utils.vision.positions import config_rope, vision_rope
 
     names = {"<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO, "<|image|>": IMAGE}
     names |= {"<|begin_of_video|>": VIDEO_START, "<|end_of_video|>": VIDEO_END}
@@ -158,5 +158,12 @@ def test_families_are_told_by_their_processors() -> None:
     for module in (qwen2_vl, qwen3_vl, glm4v):
         found = module.get_rope_index(processor("Qwen2VLProcessor"), ids, image_grid_thw=grid)
         assert found.tolist() == [[0, 1, 2]] * 3
+    markers = {"video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END}
+    for family, rope in ROPES.items():
+        vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=RATE)
+        config = SimpleNamespace(
+            model_type=family, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO, **markers
+        )
+        assert config_rope(config) == rope
     with pytest.raises(PositionError, match="LlavaProcessor"):
         qwen2_vl.get_rope_index(processor("LlavaProcessor"), ids)

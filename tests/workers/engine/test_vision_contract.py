@@ -17,7 +17,7 @@ from tests.workers.engine import cases
 from tests.workers.engine import vision_cases as vision
 from verl.workers.engine.fsdp.build import ModelBuilder
 
-FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "glm4v")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,24 @@ def results(root: Path) -> dict[int, list[dict[str, Any]]]:
 def references(root: Path) -> dict[str, Any]:
     families = {name: "qwen2_5_vl" if name == "tied" else name for name in (*FAMILIES, "tied")}
     return {name: vision.reference(vision.load(root / name), family) for name, family in families.items()}
+
+
+def test_the_reference_of_glm_is_its_own_forward(root: Path, references: Any) -> None:
+    """On the rows with images alone, and on the row with a video alone, which its forward takes."""
+    model = vision.load(root / "glm4v")
+    tensors, media = vision.rows("glm4v")
+    positions = torch.load(root / "glm4v" / "positions.pt")
+    for rows in ([0, 1, 2, 5, 6, 7], [3]):
+        logits = model(
+            input_ids=tensors["input_ids"][rows],
+            attention_mask=tensors["attention_mask"][rows],
+            position_ids=positions[rows].transpose(0, 1),
+            **vision.join([media[row] for row in rows]),
+        ).logits[:, -vision.RESPONSE - 1 : -1]
+        scores = torch.log_softmax(logits / cases.TEMPERATURE, dim=-1)
+        chosen = scores.gather(-1, tensors["responses"][rows].unsqueeze(-1)).squeeze(-1)
+        expected = references["glm4v"]["output"]["log_probs"][rows]
+        torch.testing.assert_close(chosen * tensors["response_mask"][rows], expected, atol=vision.ATOL, rtol=1e-5)
 
 
 def parts_of(results: Any, name: str, world: int) -> list[dict[str, Any]]:
@@ -125,7 +143,7 @@ def test_value_head(results: Any, root: Path, name: str, world: int) -> None:
     assert_equal(parts, vision.reference(model, family, value_model=True))
 
 
-@pytest.mark.parametrize("name", ["packed", "tied", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["packed", "tied", "qwen2_vl", "qwen3_vl", "glm4v"])
 def test_exports_what_save_pretrained_writes(results: Any, root: Path, name: str) -> None:
     from safetensors.torch import load_file
 
@@ -156,20 +174,33 @@ def test_the_tower_sees_once_what_rows_share(root: Path, packed: bool) -> None:
     torch.testing.assert_close(*outputs, atol=vision.ATOL, rtol=1e-5)
 
 
-def test_an_image_token_that_the_model_wrote_is_text(root: Path) -> None:
-    """A tower has nothing for it; an ordinary token with the same embedding gives the same log-probabilities."""
-    folder, twin, index = root / "qwen2_5_vl", 85, [0, 2]
-    model = {"use_remove_padding": True}
+FIRST = -vision.RESPONSE
+"""Column of the first token of the response."""
+
+
+@pytest.mark.parametrize(
+    ("family", "token", "column"),
+    [
+        ("qwen2_5_vl", vision.IMAGE, FIRST),
+        ("glm4v", vision.IMAGE, FIRST),
+        ("glm4v", vision.VIDEO_START, FIRST),
+        ("glm4v", vision.VIDEO_START, FIRST - 1),  # a prompt that leaves a video open
+    ],
+)
+def test_tokens_that_stand_for_no_image_are_text(root: Path, family: str, token: int, column: int) -> None:
+    """A tower has nothing for them; an ordinary token with the same embedding gives the same log-probabilities."""
+    folder, twin, index = root / family, 85, [0, 2]
     for packed in (True, False):
-        engine = cases.build(folder, model | {"use_remove_padding": packed})
+        engine = cases.build(folder, {"use_remove_padding": packed})
         with torch.no_grad():
             weight = engine.base_model.get_input_embeddings().weight
-            weight[twin] = weight[vision.IMAGE]
+            weight[twin] = weight[token]
         outputs = []
-        for token in (twin, vision.IMAGE):
-            data = vision.batch(folder, "qwen2_5_vl", index)
-            data.batch["input_ids"][:, -vision.RESPONSE] = token
-            data.batch["responses"][:, 0] = token
+        for written in (twin, token):
+            data = vision.batch(folder, family, index)
+            data.batch["input_ids"][:, column] = written
+            if column == FIRST:
+                data.batch["responses"][:, 0] = written
             with engine.eval_mode():
                 outputs.append(engine.infer_batch(data)["log_probs"][:, 1:])
         assert outputs[0].abs().max() > 1

@@ -1,5 +1,6 @@
 """Vision-language models on rows of text, images and videos: what an engine and plain transformers make of them."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
+    Glm4vConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3VLConfig,
@@ -21,7 +23,7 @@ from verl.utils.fsdp_utils import full_tensor
 from verl.workers.engine import BaseEngine
 
 ROWS, RESPONSE, VOCAB = 8, 7, 97
-IMAGE, VIDEO, START, END = 90, 91, 92, 93
+IMAGE, VIDEO, START, END, VIDEO_START, VIDEO_END = 90, 91, 92, 93, 94, 95
 PATCH, MERGE = 4, 2
 ATOL = 1e-5
 
@@ -63,6 +65,11 @@ def vision_config(family: str, tied: bool = False, layers: int = 2) -> Any:
         if family == "qwen3_vl":
             return Qwen3VLConfig(text_config=text, vision_config=tower, **common)
         return Qwen3VLMoeConfig(text_config=text | _EXPERTS, vision_config=tower, **common)
+    if family == "glm4v":
+        rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        tokens = {"image_start_token_id": START, "image_end_token_id": END}
+        tokens |= {"video_start_token_id": VIDEO_START, "video_end_token_id": VIDEO_END}
+        return Glm4vConfig(text_config=text, vision_config=tower | {"image_size": 16}, **common, **tokens)
     tower |= {"fullatt_block_indexes": [1], "window_size": 16}
     return Qwen2_5_VLConfig(text_config=text, vision_config=tower, **common)
 
@@ -101,9 +108,13 @@ def _row(layout: list[Any], family: str, generator: torch.Generator) -> tuple[li
             continue
         kind, (time, height, width) = part
         tokens = height * width // MERGE**2
-        runs = [tokens] * time if family.startswith("qwen3_vl") and kind == "video" else [time * tokens]
-        for run in runs:  # Qwen3-VL writes each frame of a video on its own, after its time
-            ids += [START, *[IMAGE if kind == "image" else VIDEO] * run, END]
+        if family == "glm4v" and kind == "video":  # frames of image tokens, each before its time
+            frames = [[START, *[IMAGE] * tokens, END, 70 + frame] for frame in range(time)]
+            ids += [VIDEO_START, *itertools.chain(*frames), VIDEO_END]
+        else:
+            runs = [tokens] * time if family.startswith("qwen3_vl") and kind == "video" else [time * tokens]
+            for run in runs:  # Qwen3-VL writes each frame of a video on its own, after its time
+                ids += [START, *[IMAGE if kind == "image" else VIDEO] * run, END]
         patches = time * height * width
         pixels[kind].append(torch.randn(patches, 3 * 2 * PATCH**2, generator=generator))
         grids[kind].append([time, height, width])
@@ -139,10 +150,17 @@ def rows(family: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     return tensors, list(media)
 
 
+def token_kinds(ids: Tensor) -> Tensor:
+    """Return 1 for the tokens (B, L) of an image and 2 for those of a video; the frames of GLM-4V have image tokens."""
+    inside = (ids == VIDEO_START).cumsum(-1) > (ids == VIDEO_END).cumsum(-1)
+    is_image = ids == IMAGE
+    return (is_image & ~inside).int() + 2 * ((ids == VIDEO) | (is_image & inside)).int()
+
+
 def positions(model: Any, tensors: dict[str, Tensor], media: list[dict[str, Tensor]]) -> Tensor:
     """Return (B, 4, L): text positions, then transformers' own for time, height and width."""
     ids, attention = tensors["input_ids"], tensors["attention_mask"]
-    kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    kinds = token_kinds(ids)
     joined = join(media)
     grids = {name: joined.get(name) for name in ("image_grid_thw", "video_grid_thw")}
     shown, _ = model.model.get_rope_index(
@@ -177,15 +195,36 @@ def batch(folder: Path, family: str, index: list[int], channels: int = 4, **meta
 # What plain transformers makes of all rows in one padded pass
 
 
+def merged_embeddings(model: Any, ids: Tensor, kinds: Tensor, media: dict[str, Tensor]) -> Tensor:
+    """Put the features of images and videos into their tokens.
+
+    GLM-4V's own forward takes no batch with both: it would put the images into the tokens of the videos too.
+    """
+    inner = model.model
+    embeddings = inner.get_input_embeddings()(ids)
+    calls = (
+        (1, inner.get_image_features, "pixel_values", "image_grid_thw"),
+        (2, inner.get_video_features, "pixel_values_videos", "video_grid_thw"),
+    )
+    for kind, features_of, values, grid in calls:
+        if values in media:
+            features = torch.cat(features_of(media[values], media[grid]).pooler_output)
+            embeddings = embeddings.masked_scatter((kinds == kind).unsqueeze(-1), features)
+    return embeddings
+
+
 def reference(model: Any, family: str, value_model: bool = False) -> dict[str, Any]:
     tensors, media = rows(family)
     mask, advantages = tensors["response_mask"], tensors["advantages"]
+    ids, shown = tensors["input_ids"], join(media)
+    inputs = {"input_ids": ids, **shown}
+    if family == "glm4v":
+        inputs = {"inputs_embeds": merged_embeddings(model, ids, token_kinds(ids), shown)}
     logits = model(
-        input_ids=tensors["input_ids"],
         attention_mask=tensors["attention_mask"],
         position_ids=positions(model, tensors, media).transpose(0, 1),
         use_cache=False,
-        **join(media),
+        **inputs,
     ).logits[:, -RESPONSE - 1 : -1]
     if value_model:
         output = {"values": logits[..., 0] * mask}
@@ -243,6 +282,10 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_vl, padded": {"cut": SIZES[8], "family": "qwen3_vl", "model": PADDED},
     "qwen3_vl, no image on rank 1": TWO | {"cut": SIZES[1], "family": "qwen3_vl", "uneven": True},
     "qwen3_vl, ulysses": TWO | {"cut": SIZES[1], "family": "qwen3_vl", "engine": SP2},
+    "glm4v": {"cut": SIZES[3], "family": "glm4v"},
+    "glm4v, padded, fused": {"cut": SIZES[8], "family": "glm4v", "model": PADDED | cases.FUSED},
+    "glm4v, no image on rank 1": TWO | {"cut": SIZES[1], "family": "glm4v", "uneven": True},
+    "glm4v, ulysses": TWO | {"cut": SIZES[3], "family": "glm4v", "engine": SP2, "model": CHECKPOINTED},
 }
 SAMPLED: dict[str, dict[str, Any]] = {  # each row two or three times over, which changes no mean
     "packed": {"cut": SIZES[8], "samples": 3},
@@ -250,6 +293,8 @@ SAMPLED: dict[str, dict[str, Any]] = {  # each row two or three times over, whic
     "padded, checkpointing": {"cut": SIZES[8], "samples": 2, "model": PADDED | CHECKPOINTED},
     "qwen3_vl, padded": {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "model": PADDED},
     "qwen3_vl, ulysses": TWO | {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "engine": SP2},
+    "glm4v, ulysses, fused": TWO
+    | {"cut": SIZES[8], "family": "glm4v", "samples": 2, "engine": SP2, "model": cases.FUSED},
 }
 CASES |= {f"samples of prompts: {name}": case for name, case in SAMPLED.items()}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -261,6 +306,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "value": {"cut": SIZES[3], "kind": "value_model", "uneven": True},
     "value, qwen3_vl": {"cut": SIZES[1], "kind": "value_model", "family": "qwen3_vl", "model": PADDED},
     "value, ulysses": TWO | {"cut": SIZES[3], "kind": "value_model", "engine": SP2},
+    "value, glm4v": {"cut": SIZES[3], "kind": "value_model", "family": "glm4v"},
 }
 
 

@@ -22,7 +22,9 @@ CASES = [
     ("hf", "qwen2_vl"),
     ("hf", "qwen2_5_vl"),
     ("hf", "qwen3_vl"),
+    ("hf", "glm4v"),
     ("vllm", "qwen2_5_vl"),
+    ("vllm", "glm4v"),
     pytest.param("vllm", "qwen2_vl", marks=pytest.mark.full),
     pytest.param("vllm", "qwen3_vl", marks=pytest.mark.full),
 ]

@@ -12,10 +12,12 @@ from PIL import Image
 from torch import Tensor
 
 from examples.tiny_model import make_tiny_vl_model
+from tests.workers.engine.vision_cases import merged_embeddings
 from tests.workers.rollout import tiny
 from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
+from verl.utils.vision.positions import config_rope
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout import build_rollout
 from verl.workers.rollout.base import BaseRollout
@@ -83,19 +85,27 @@ def prompts(model_config: HFModelConfig, folder: Path, repeat: int = 2, seed: in
 @torch.no_grad()
 def reference_log_probs(model: Any, asked: DataProto, output: DataProto, temperature: float) -> Tensor:
     """Score the responses row by row by transformers' own forward pass, with transformers' own positions."""
-    images, videos = model.config.image_token_id, model.config.video_token_id
+    rope = config_rope(model.config)
+    family = model.config.model_type
     scores = torch.zeros(output.batch["responses"].shape)
     for row in range(len(output)):
         kept = output.batch["attention_mask"][row].bool()
         ids = output.batch["input_ids"][row][kept][None]
         inputs = concat_multi_modal_inputs([asked.non_tensor_batch["multi_modal_inputs"][row]])
-        if "video_grid_thw" in inputs:
+        if family == "qwen2_5_vl" and "video_grid_thw" in inputs:
             inputs["second_per_grid_ts"] = torch.tensor([4.0])  # two frames at half a frame per second
-        kinds = (ids == images).int() + 2 * (ids == videos).int()
-        if model.config.model_type != "qwen2_5_vl":
-            inputs.pop("second_per_grid_ts", None)
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **inputs).logits
         length = int(output.batch["response_mask"][row].sum())
+        images, videos = rope.placeholders(ids[0])
+        kinds = (images.int() + 2 * videos.int())[None]
+        kinds[:, -length:] = 0  # what the model wrote is text
+        attention = torch.ones_like(ids)
+        if family == "glm4v":
+            grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
+            positions, _ = model.model.get_rope_index(ids, kinds, **grids, attention_mask=attention)
+            inputs = {"inputs_embeds": merged_embeddings(model, ids, kinds, inputs), "position_ids": positions}
+        else:
+            inputs |= {"input_ids": ids, "mm_token_type_ids": kinds}
+        logits = model(attention_mask=attention, **inputs).logits
         chosen = torch.log_softmax(logits[0, -length - 1 : -1].float() / temperature, dim=-1)
         scores[row, :length] = chosen.gather(-1, ids[0, -length:, None])[:, 0]
     return scores

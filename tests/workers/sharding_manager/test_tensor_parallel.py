@@ -107,8 +107,8 @@ def test_two_ranks_share_an_engine(tmp_path: Path) -> None:
     assert (tmp_path / "samples.pt").exists()
 
 
-def _run_vision(rank: int, folder: str) -> None:
-    model, model_config = vision.make_model(Path(folder) / str(rank), "qwen2_5_vl")  # in a group, rank 0 alone writes
+def _run_vision(rank: int, folder: str, kind: str) -> None:
+    model, model_config = vision.make_model(Path(folder) / str(rank), kind)  # in a group, rank 0 alone writes
     envs.write({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     store = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
@@ -138,7 +138,8 @@ def _run_vision(rank: int, folder: str) -> None:
 
 
 @pytest.mark.full
-def test_two_ranks_share_an_engine_that_sees(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "glm4v"])
+def test_two_ranks_share_an_engine_that_sees(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("torchvision")
-    spawn_ranks(_run_vision, (str(tmp_path),), timeout_s=180)
+    spawn_ranks(_run_vision, (str(tmp_path), kind), timeout_s=180)
     assert (tmp_path / "samples.pt").exists()

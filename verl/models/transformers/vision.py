@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.transformers.names import REMOTE_FAMILIES, VISION_FAMILIES
+from verl.utils.vision.positions import VISION_AXES, VisionRope, config_rope
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -76,7 +77,9 @@ def _merge(model: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any
         return None
     ids: Tensor = kwargs.pop("input_ids")
     embeddings: Tensor = model.get_input_embeddings()(ids)
-    places, features, deep = read_media(model.visual, model.config, media, ids)
+    packed = kwargs.get("packed_sequences")
+    lengths = None if packed is None else packed.lengths
+    places, features, deep = read_media(model.visual, model.config, media, ids, lengths)
     flat = embeddings.flatten(0, 1).index_copy(0, places, features.to(embeddings.dtype))
     embeddings = flat.view_as(embeddings)
     mask = torch.zeros_like(ids, dtype=torch.bool).flatten().index_fill(0, places, True).view_as(ids)
@@ -104,44 +107,60 @@ def _add_deep_features(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> t
 
 
 def read_media(
-    tower: "PreTrainedModel", config: "PretrainedConfig", media: Media, ids: Tensor
+    tower: "PreTrainedModel",
+    config: "PretrainedConfig",
+    media: Media,
+    ids: Tensor,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run the tower on the media of tokens (b, L).
 
+    Args: ``lengths`` of the sequences that a packed row holds; by default each row is one sequence.
     Returns: the flat places (n,) of the placeholder tokens, their features (n, hidden), and those of earlier layers
         (n, hidden) if the language model reads them. Without media all of them are empty, and still have a gradient.
     Raises: MediaCountError when tokens and media do not match.
     """
-    pixels, grid, places, order = _collect(config, media, ids)
-    if pixels is None:
+    shown = _collect(config, media, ids, [ids.shape[1]] * ids.shape[0] if lengths is None else lengths)
+    if shown is None:
         features, deep = _run_tower(tower, *blank_image(config, ids.device))
-        return places, features[:0], [part[:0] for part in deep]
-    features, deep = _run_tower(tower, pixels, grid)
-    side: int = config.vision_config.spatial_merge_size
-    sizes = (grid.prod(-1) // side**2).tolist()
-    features, *deep = (as_shown(part, sizes, order) for part in (features, *deep))
-    if len(places) != len(features):
+        return ids.new_zeros(0), features[:0], [part[:0] for part in deep]
+    features, deep = _run_tower(tower, shown.pixels, shown.grid)
+    features, *deep = (as_shown(part, shown.sizes, shown.order) for part in (features, *deep))
+    if len(shown.places) != len(features):
         raise MediaCountError(
-            f"the prompts of a micro-batch hold {len(places)} image and video tokens, but multi_modal_inputs gives "
-            f"{len(features)} features: keep each row's prompt and processor output together, and do not truncate "
-            "prompts within an image"
+            f"the prompts of a micro-batch hold {len(shown.places)} image and video tokens, but multi_modal_inputs "
+            f"gives {len(features)} features: keep each row's prompt and processor output together, and do not "
+            "truncate prompts within an image"
         )
-    return places, features, deep
+    return shown.places, features, deep
 
 
-def _collect(config: "PretrainedConfig", media: Media, ids: Tensor) -> tuple[Tensor | None, Tensor, Tensor, list[int]]:
-    """Return patches and grids, the flat places of their placeholder tokens, and the grid that each run of these shows.
+@dataclass(frozen=True)
+class _Shown:
+    """What the tower runs on, and where its features belong; images come before videos.
 
-    Images come before videos; within a kind the order is that of the rows.
+    Args:
+        grid: the grids that the tower takes.
+        sizes: the number of features of each image or video.
+        places: the flat places of their placeholder tokens; within a kind the order is that of the rows.
+        order: the image or video that each run of these shows.
     """
+
+    pixels: Tensor
+    grid: Tensor
+    sizes: list[int]
+    places: Tensor
+    order: list[int]
+
+
+def _collect(config: "PretrainedConfig", media: Media, ids: Tensor, lengths: Sequence[int]) -> _Shown | None:
+    """Find the images and videos of the sequences, which have ``lengths`` tokens; None if there are none."""
+    rope = config_rope(config)
     pixels = []
     grids = []
-    places = []
     order: list[int] = []
-    for values, grid, kind in _KINDS:
-        is_placeholder = (ids == getattr(config, f"{kind}_token_id")) & ~media.sampled
-        at = is_placeholder.flatten().nonzero().squeeze(1)
-        places.append(at)
+    places = [at.nonzero().squeeze(1) for at in _placeholders(rope, ids.masked_fill(media.sampled, -1), lengths)]
+    for (values, grid, kind), at in zip(_KINDS, places, strict=True):
         if media.inputs.get(values) is not None:
             first = sum(map(len, grids))
             pixels.append(media.inputs[values])
@@ -149,9 +168,21 @@ def _collect(config: "PretrainedConfig", media: Media, ids: Tensor) -> tuple[Ten
             order += [first + index for index in media.shown.get(grid, range(len(grids[-1])))]
         elif len(at):
             raise MediaCountError(f"the prompts hold {len(at)} {kind} tokens, but multi_modal_inputs has no {values}")
+        else:
+            grids.append(ids.new_zeros(0, VISION_AXES))
     if not pixels:
-        return None, ids, places[0], order
-    return torch.cat(pixels), torch.cat(grids), torch.cat(places), order
+        return None
+    sizes = (torch.cat(grids).prod(-1) // config.vision_config.spatial_merge_size**2).tolist()
+    images, videos = grids
+    return _Shown(torch.cat(pixels), rope.tower_grids(images, videos), sizes, torch.cat(places), order)
+
+
+def _placeholders(rope: VisionRope, ids: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return where flat tokens stand for images, and where for videos."""
+    flat = ids.flatten()
+    rows = [flat] if rope.video_span is None else flat.split(list(lengths))  # a span ends with its sequence
+    images, videos = zip(*map(rope.placeholders, rows), strict=True)
+    return torch.cat(images), torch.cat(videos)
 
 
 def as_shown(features: Tensor, sizes: list[int], order: list[int]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import ProcessorMixin
+    from transformers import PreTrainedConfig, ProcessorMixin
 
 VISION_AXES = 3  # frame, row, column
 
@@ -39,8 +39,8 @@ class VisionRope:
     """The position rules of a model family.
 
     ``tokens_per_second`` spaces the frames of a video by time (Qwen2.5-VL). With ``frames_apart`` every frame of a
-    video is a separate grid, with its time as text before it (Qwen3-VL). ``video_span`` holds the tokens around a video
-    whose frames consist of image tokens (GLM-4V).
+    video is a separate grid, with its time as text next to it (Qwen3-VL, GLM-4V). ``video_span`` holds the tokens
+    around a video whose frames consist of image tokens, and which the tower takes frame by frame (GLM-4V).
     """
 
     image_token_id: int
@@ -67,15 +67,24 @@ class VisionRope:
         positions[:, kept] = self._dense(input_ids[kept], image_grid_thw, video_grid_thw, second_per_grid_ts)
         return positions
 
-    def _dense(self, ids: Tensor, images: Tensor | None, videos: Tensor | None, seconds: Seconds) -> Tensor:
-        is_video = ids == self.video_token_id
+    def placeholders(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where the tokens of one sequence (L,) stand for images, and where for videos."""
+        if self.video_span is None:
+            return ids == self.image_token_id, ids == self.video_token_id
+        start, end = self.video_span
+        inside = (ids == start).cumsum(0) > (ids == end).cumsum(0)
+        of_either = ids == self.image_token_id
+        return of_either & ~inside, of_either & inside
+
+    def tower_grids(self, images: Tensor, videos: Tensor) -> Tensor:
+        """Return the grids (n, 3) that the vision tower takes for images and then videos."""
         if self.video_span is not None:
-            start, end = self.video_span
-            inside = (ids == start).cumsum(0) > (ids == end).cumsum(0)
-            is_image = (ids == self.image_token_id) & ~inside
-            is_video = (ids == self.image_token_id) & inside
-        else:
-            is_image = ids == self.image_token_id
+            videos = torch.repeat_interleave(videos, videos[:, 0], dim=0)
+            videos[:, 0] = 1
+        return torch.cat([images, videos])
+
+    def _dense(self, ids: Tensor, images: Tensor | None, videos: Tensor | None, seconds: Seconds) -> Tensor:
+        is_image, is_video = self.placeholders(ids)
         blocks = [self._blocks("image", is_image, images, None), self._blocks("video", is_video, videos, seconds)]
         first, grid, interval = (torch.cat([block[i] for block in blocks]) for i in range(3))
         sizes = grid.prod(-1)
@@ -139,6 +148,23 @@ def vision_rope(processor: "ProcessorMixin") -> VisionRope | None:
         merge_size=merge_size,
         tokens_per_second=_tokens_per_second(tokenizer.name_or_path) if family == "qwen2_5_vl" else None,
         frames_apart=family == "qwen3_vl",
+    )
+
+
+def config_rope(config: "PreTrainedConfig") -> VisionRope:
+    """Return the position rules of a model of ``VISION_FAMILIES`` from its configuration."""
+    family = config.model_type
+    vision = config.vision_config
+    if family == "glm4v":
+        span = (config.video_start_token_id, config.video_end_token_id)
+        image = config.image_token_id
+        return VisionRope(image, image, vision.spatial_merge_size, frames_apart=True, video_span=span)
+    return VisionRope(
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        merge_size=vision.spatial_merge_size,
+        tokens_per_second=vision.tokens_per_second if family == "qwen2_5_vl" else None,
+        frames_apart=family.startswith("qwen3_vl"),
     )
 
 

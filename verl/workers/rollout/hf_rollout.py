@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from verl.base_config import WrongInput
+from verl.models.transformers.vision import MEDIA, Media, install_vision, uses_media
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
@@ -97,6 +98,9 @@ class HFRollout(BaseRollout):
         rollout_config: Any = model_config if given else config
         super().__init__(rollout_config, None if given else model_config, device_mesh)  # type: ignore[arg-type]
         self.module: nn.Module = config if given else _build_model(rollout_config, model_config)  # type: ignore[assignment,arg-type]
+        self._takes_media = not given and uses_media(getattr(self.module, "config", None))
+        if self._takes_media:
+            install_vision(self.module)  # type: ignore[arg-type]
         self._usable = self._usable or given
         self._arrived: set[str] = set()
 
@@ -137,7 +141,7 @@ class HFRollout(BaseRollout):
         kept_log_probs = log_probs if self.config.calculate_log_probs else None
         return self._finished(prompts, responses, kept_log_probs, elapsed, truncated)
 
-    def _inputs(self, token_ids: list[list[int]], positions: Tensor, media: np.ndarray | None) -> dict[str, Tensor]:
+    def _inputs(self, token_ids: list[list[int]], positions: Tensor, media: np.ndarray | None) -> dict[str, Any]:
         """Return the model's inputs for the prompts of the rows, padded to the longest one."""
         width = max(map(len, token_ids))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in token_ids], device=self._device)
@@ -148,12 +152,12 @@ class HFRollout(BaseRollout):
         else:  # (B, C, P) here, (C, B, P) in the model
             inputs["position_ids"] = positions[..., -ids.shape[1] :].transpose(0, 1).to(self._device)
         if media is not None:
-            joined = concat_multi_modal_inputs(media)
-            inputs |= {name: value.to(self._device) for name, value in joined.items()}
+            joined = {name: value.to(self._device) for name, value in concat_multi_modal_inputs(media).items()}
+            inputs |= {MEDIA: Media(torch.zeros_like(ids, dtype=torch.bool), joined)} if self._takes_media else joined
         return inputs
 
     def _generate(
-        self, inputs: dict[str, Tensor], sampler: Sampler, eos: list[int], step: int | None
+        self, inputs: dict[str, Any], sampler: Sampler, eos: list[int], step: int | None
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Return the sampled tokens of each row, and their log-probabilities."""
         ids = inputs["input_ids"]

@@ -11,7 +11,7 @@ from torch import nn
 from verl.models.transformers.names import VISION_FAMILIES
 from verl.protocol import DataProto
 from verl.utils.vision.multi_modal import resolve
-from verl.utils.vision.positions import VisionRope
+from verl.utils.vision.positions import config_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,8 +49,11 @@ def requests_of(prompts: DataProto, token_ids: Sequence[list[int]]) -> list[Requ
         for request, data in zip(requests, resolve(media), strict=True):
             if data:
                 request["multi_modal_data"] = data
-            if data.get("video"):  # the data set has chosen the frames
-                request["mm_processor_kwargs"] = {"do_sample_frames": False}
+            if videos := data.get("video"):  # the data set has chosen the frames
+                unsampled = {"do_sample_frames": False}
+                request["mm_processor_kwargs"] = unsampled
+                chosen = [(frames, metadata | unsampled) for frames, metadata in videos]  # where vLLM's GLM-4V reads it
+                request["multi_modal_data"] = {**data, "video": chosen}
     return requests
 
 
@@ -79,14 +82,7 @@ def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> N
     """
     if hf_config.model_type not in VISION_FAMILIES or not hasattr(model, "get_mrope_input_positions"):
         return
-    vision = hf_config.vision_config
-    rope = VisionRope(
-        image_token_id=hf_config.image_token_id,
-        video_token_id=hf_config.video_token_id,
-        merge_size=vision.spatial_merge_size,
-        tokens_per_second=vision.tokens_per_second if hf_config.model_type == "qwen2_5_vl" else None,
-        frames_apart=hf_config.model_type.startswith("qwen3_vl"),
-    )
+    rope = config_rope(hf_config)
 
     def positions(input_tokens: list[int], mm_features: Sequence[Any], **unused: Any) -> tuple[torch.Tensor, int]:
         ordered = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
