@@ -256,7 +256,7 @@ PADDED = {"use_remove_padding": False}
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
 SP2 = {"ulysses_sequence_parallel_size": 2}
 LORA = {"lora_rank": 4, "lora_alpha": 8, "exclude_modules": r".*visual.*"}
-TWO = {"only_world": 2}
+ONE, TWO = {"only_world": 1}, {"only_world": 2}
 
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"cut": SIZES[8]},
@@ -282,10 +282,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_vl, padded": {"cut": SIZES[8], "family": "qwen3_vl", "model": PADDED},
     "qwen3_vl, no image on rank 1": TWO | {"cut": SIZES[1], "family": "qwen3_vl", "uneven": True},
     "qwen3_vl, ulysses": TWO | {"cut": SIZES[1], "family": "qwen3_vl", "engine": SP2},
-    "glm4v": {"cut": SIZES[3], "family": "glm4v"},
-    "glm4v, padded, fused": {"cut": SIZES[8], "family": "glm4v", "model": PADDED | cases.FUSED},
-    "glm4v, no image on rank 1": TWO | {"cut": SIZES[1], "family": "glm4v", "uneven": True},
-    "glm4v, ulysses": TWO | {"cut": SIZES[3], "family": "glm4v", "engine": SP2, "model": CHECKPOINTED},
+    "glm4v, no image on rank 1": {"cut": SIZES[3], "family": "glm4v", "uneven": True},
+    "glm4v, padded, fused": ONE | {"cut": SIZES[8], "family": "glm4v", "model": PADDED | cases.FUSED},
 }
 SAMPLED: dict[str, dict[str, Any]] = {  # each row two or three times over, which changes no mean
     "packed": {"cut": SIZES[8], "samples": 3},
@@ -294,7 +292,7 @@ SAMPLED: dict[str, dict[str, Any]] = {  # each row two or three times over, whic
     "qwen3_vl, padded": {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "model": PADDED},
     "qwen3_vl, ulysses": TWO | {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "engine": SP2},
     "glm4v, ulysses, fused": TWO
-    | {"cut": SIZES[8], "family": "glm4v", "samples": 2, "engine": SP2, "model": cases.FUSED},
+    | {"cut": SIZES[8], "family": "glm4v", "samples": 2, "engine": SP2, "model": cases.FUSED | CHECKPOINTED},
 }
 CASES |= {f"samples of prompts: {name}": case for name, case in SAMPLED.items()}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -306,7 +304,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "value": {"cut": SIZES[3], "kind": "value_model", "uneven": True},
     "value, qwen3_vl": {"cut": SIZES[1], "kind": "value_model", "family": "qwen3_vl", "model": PADDED},
     "value, ulysses": TWO | {"cut": SIZES[3], "kind": "value_model", "engine": SP2},
-    "value, glm4v": {"cut": SIZES[3], "kind": "value_model", "family": "glm4v"},
+    "value, glm4v": ONE | {"cut": SIZES[3], "kind": "value_model", "family": "glm4v"},
 }
 
 
