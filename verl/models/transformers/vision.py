@@ -157,7 +157,7 @@ def _collect(config: "PretrainedConfig", media: Media, ids: Tensor, lengths: Seq
     """Find the images and videos of the sequences, which have ``lengths`` tokens; None if there are none."""
     rope = config_rope(config)
     pixels = []
-    grids = []
+    grids: list[Tensor] = []
     order: list[int] = []
     places = [at.nonzero().squeeze(1) for at in _placeholders(rope, ids.masked_fill(media.sampled, -1), lengths)]
     for (values, grid, kind), at in zip(_KINDS, places, strict=True):

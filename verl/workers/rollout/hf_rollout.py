@@ -152,8 +152,12 @@ class HFRollout(BaseRollout):
         else:  # (B, C, P) here, (C, B, P) in the model
             inputs["position_ids"] = positions[..., -ids.shape[1] :].transpose(0, 1).to(self._device)
         if media is not None:
-            joined = {name: value.to(self._device) for name, value in concat_multi_modal_inputs(media).items()}
-            inputs |= {MEDIA: Media(torch.zeros_like(ids, dtype=torch.bool), joined)} if self._takes_media else joined
+            joined: dict[str, Any] = {
+                name: value.to(self._device) for name, value in concat_multi_modal_inputs(media).items()
+            }
+            if self._takes_media:
+                joined = {MEDIA: Media(torch.zeros_like(ids, dtype=torch.bool), joined)}
+            inputs |= joined
         return inputs
 
     def _generate(
