@@ -27,24 +27,20 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-QWEN_VISION = {
-    "image": "<|vision_start|><|image_pad|><|vision_end|>",
-    "video": "<|vision_start|><|video_pad|><|vision_end|>",
-}
-GLM_VISION = {
-    "image": "<|begin_of_image|><|image|><|end_of_image|>",
-    "video": "<|begin_of_video|><|video|><|end_of_video|>",
-}
-"""The text of an image and of a video."""
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-GLM_VISION_TOKENS = re.findall(r"<\|\w+\|>", "".join(GLM_VISION.values()))
 VISION_CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+GLM_MEDIA = {
+    "<|vision_start|><|image_pad|><|vision_end|>": "<|begin_of_image|><|image|><|end_of_image|>",
+    "<|vision_start|><|video_pad|><|vision_end|>": "<|begin_of_video|><|video|><|end_of_video|>",
+}
+"""How Qwen and GLM-4V write an image and a video."""
 VOCAB_MULTIPLE = 16
 VL_KINDS = {
     "qwen2_vl": "Qwen2VL",
@@ -124,8 +120,11 @@ def make_tiny_vl_model(
 
 def vision_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a family, with the special tokens around its images and videos."""
-    texts, tokens = (GLM_VISION, GLM_VISION_TOKENS) if kind == "glm4v" else (QWEN_VISION, VISION_TOKENS)
-    template = VISION_CHAT_TEMPLATE.replace("IMAGE", texts["image"]).replace("VIDEO", texts["video"])
+    template, tokens = VISION_CHAT_TEMPLATE, VISION_TOKENS
+    if kind == "glm4v":
+        for qwen, glm in GLM_MEDIA.items():
+            template = template.replace(qwen, glm)
+        tokens = re.findall(r"<\|\w+\|>", "".join(GLM_MEDIA.values()))
     return byte_tokenizer(template, SPECIAL_TOKENS + tokens)
 
 

@@ -13,15 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from examples.tiny_model import (
-    SPECIAL_TOKENS,
-    VISION_CHAT_TEMPLATE,
-    VISION_TOKENS,
-    VL_KINDS,
-    byte_tokenizer,
-    tiny_vl_config,
-    vl_processor,
-)
+from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
 from verl.protocol import DataProto
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn
@@ -40,8 +32,7 @@ pytest.importorskip("torchvision")
 
 @pytest.fixture(scope="module")
 def processors() -> dict[str, Any]:
-    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
-    return {kind: vl_processor(kind, tokenizer) for kind in VL_KINDS}
+    return {kind: vl_processor(kind, vision_tokenizer(kind)) for kind in VL_KINDS}
 
 
 def picture(seed: int = 0, width: int = 84, height: int = 56) -> Image.Image:

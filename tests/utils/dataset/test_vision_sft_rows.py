@@ -5,15 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.tiny_model import (
-    SPECIAL_TOKENS,
-    VISION_CHAT_TEMPLATE,
-    VISION_TOKENS,
-    VL_KINDS,
-    byte_tokenizer,
-    tiny_vl_config,
-    vl_processor,
-)
+from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
 from tests.utils.dataset.test_vision_rows import clip, encoded, picture
 from verl.trainer.sft_trainer import padded_batch
 from verl.utils.dataset.config import DataConfig
@@ -46,8 +38,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def processors() -> dict[str, Any]:
-    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
-    return {kind: vl_processor(kind, tokenizer) for kind in VL_KINDS}
+    return {kind: vl_processor(kind, vision_tokenizer(kind)) for kind in VL_KINDS}
 
 
 def build(processor: Any, files: Any, **config: Any) -> MultiTurnSFTDataset:
@@ -79,10 +70,9 @@ def test_items_are_what_the_whole_conversation_gives(kind: str, processors: Any,
         media = [name for name in whole if "pixel" in name or name.endswith("grid_thw")]
         assert set(item["multi_modal_inputs"]) == set(media)
         if media:
-            kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
             names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
             grids = {name: whole[name] for name in names if name in whole}
-            shown, _ = model.get_rope_index(ids.unsqueeze(0), mm_token_type_ids=kinds.unsqueeze(0), **grids)
+            shown, _ = model.get_rope_index(ids.unsqueeze(0), whole["mm_token_type_ids"], **grids)
             assert torch.equal(item["position_ids"][1:], shown[:, 0])
         assert item["position_ids"][0].tolist() == list(range(len(ids)))
 
