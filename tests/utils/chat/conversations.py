@@ -137,7 +137,7 @@ def compare(chat: ChatFormat, form: Format, messages: list[dict[str, Any]], seed
             if got != expected:
                 into.differences.append((seed, turn, chat.decode(got), chat.decode(expected)))
 
-        kept = _kept(chat, form, history, shown, whole)
+        kept = _kept(chat, form, at, messages[:stop], shown, whole)
         result = chat.after_turn(history, added, stopped=True, keep_history=False)
         if isinstance(result, Appended) != kept:
             into.differences.append((seed, number, type(result).__name__, "history kept" if kept else "rewritten"))
@@ -164,11 +164,13 @@ def _number(message: dict[str, Any]) -> str:
     return str(message["content"]).rpartition("~")[2] if "~" in message["content"] else "none"
 
 
-def _kept(chat: ChatFormat, form: Format, history: list[dict[str, Any]], shown: str, whole: str) -> bool:
-    """Return whether the whole begins with the prompt of the last turn, and shows its thought."""
-    thought = history[-1].get(str(form.thinking)) if form.thinking else None
-    if form.thinking == "content" and "</think>" in (history[-1]["content"] or ""):
-        thought = history[-1]["content"].split("</think>")[0].removeprefix("<think>").strip()
-    header = chat.render(history[:-1])
-    turn = whole[len(header) if whole.startswith(header) else 0 :]
-    return whole.startswith(shown) and (not thought or thought in turn)
+def _kept(chat: ChatFormat, form: Format, at: int, messages: list[dict[str, Any]], shown: str, whole: str) -> bool:
+    """Return whether the whole begins with the prompt of the turn, and would show another thought of it."""
+    turn = messages[at]
+    other = turn
+    if form.thinking == "content" and "</think>" in turn["content"]:
+        other = {**turn, "content": "<think>\nsomething else\n</think>" + turn["content"].split("</think>")[1]}
+    elif form.thinking and turn.get(form.thinking):
+        other = {**turn, form.thinking: "something else"}
+    shows = "something else" in chat.render([*messages[:at], other, *messages[at + 1 :]], True)
+    return whole.startswith(shown) and (other is turn or shows)

@@ -1,10 +1,13 @@
 """Supervised data: which tokens are learnt, how rows are padded and cut, and what bad rows are answered with."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from verl.utils.chat import ChatFormat
 from verl.utils.dataset import RMDataset, SFTDataset
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.files import DataError
@@ -196,3 +199,76 @@ def test_collator():
     assert SFTTensorCollator("right")(same)["input_ids"].tolist() == [[0, 1], [0, 1]]
     with pytest.raises(ValueError, match=r"data\.pad_mode must be one of .*'top'"):
         SFTTensorCollator("top")
+
+
+# ends a turn only where another one follows, as templates for generation do
+OPEN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last or add_generation_prompt %}<|end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# takes questions and answers by turns only, and drops what was thought in earlier turns
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}"
+    + ("{% endif %}{% endfor %}" + FORGETFUL)
+)
+# a finished conversation has one more token at its end
+FINISHED = CHATML.replace("{% if add", "{% if not add_generation_prompt %}<|endoftext|>{% endif %}{% if add")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "whole", "expected"),
+    [
+        (OPEN, "qara", "<|user|>q<|end|><|assistant|>a<|end|><|user|>r<|end|><|assistant|>a", ["a<|end|>", "a"]),
+        (
+            STRICT,
+            ("q", "x>>y", "r", "z"),
+            "<|user|>q<|end|><|assistant|>x>>y<|end|><|user|>r<|end|><|assistant|>z<|end|>",
+            ["x>>y<|end|>", "z<|end|>"],
+        ),
+        (
+            FINISHED,
+            "qara",
+            "<|user|>q<|end|>\n<|assistant|>a<|end|>\n<|user|>r<|end|>\n<|assistant|>a<|end|>\n<|endoftext|>",
+            ["a<|end|>\n", "a<|end|>\n<|endoftext|>"],
+        ),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "qa", "user: q\nassistant: a\n", None),
+    ],
+)
+def test_turns_are_those_of_a_rollout(tokenizer, parquet, template, turns, whole, expected):
+    """The end of a turn is learnt wherever the template writes it; what a rollout would not have is not there."""
+    row = say(*((("user", "assistant")[at % 2], text) for at, text in enumerate(turns)))
+    item = build(tokenizer, parquet([row]), template, pad_mode="no_padding", max_length=512)[0]
+    assert tokenizer.decode(item["input_ids"]) == whole
+    assert learnt(tokenizer, item) == (expected or ["assistant: a\n"])
+
+
+def test_rows_of_tools_have_the_tokens_of_a_rollout(tokenizer, parquet):
+    """Prompt and appended tokens of ``ChatFormat`` are the parts that are not learnt; thoughts before a call stay."""
+    tokenizer = copy.copy(tokenizer)
+    template = (Path(__file__).parents[1] / "chat/templates/qwen3.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = template.replace("<|im_end|>", "<|end|>").replace("<|im_start|>", "<|user|>")
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    tools = [{"type": "function", "function": {"name": "add", "description": "ä", "parameters": {"type": "object"}}}]
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "<think>\nadd\n</think>\n\n", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "name": "add"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\n2"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    path = parquet([{"messages": messages, "tools": json.dumps(tools), "enable_thinking": True}])
+    item = MultiTurnSFTDataset(path, tokenizer, {"max_length": 2048, "pad_mode": "no_padding"})[0]
+    said = [
+        '<think>\nadd\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>\n',
+        "<think>\nso\n</think>\n\n2<|end|>\n",
+        "<think>\n\n</think>\n\nyes<|end|>\n",
+    ]
+    assert learnt(tokenizer, item) == said
+    chat = ChatFormat(tokenizer, options={"enable_thinking": True}, tools=tools)
+    expected = chat.prompt(messages[:1])
+    for at, text in zip((1, 3, 5), said, strict=True):
+        expected += tokenizer.encode(text.removesuffix("\n"))
+        if at < 5:
+            expected += chat.after_turn(messages[: at + 1], messages[at + 1 : at + 2], stopped=True).token_ids
+    assert item["input_ids"].tolist() == [*expected, *tokenizer.encode("\n")]

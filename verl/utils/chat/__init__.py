@@ -7,3 +7,5 @@ from verl.utils.chat.chat_format import Restarted as Restarted
 from verl.utils.chat.compare import Difference as Difference
 from verl.utils.chat.compare import SanityCheckMode as SanityCheckMode
 from verl.utils.chat.compare import whole_differences as whole_differences
+from verl.utils.chat.pieces import Piece as Piece
+from verl.utils.chat.pieces import pieces as pieces

@@ -1,5 +1,6 @@
 """How one tokenizer and chat template write a conversation as tokens, piece by piece."""
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.chat.boundary import Boundary, ChatFormatError, SpecialTokens, first_difference
-from verl.utils.chat.messages import THOUGHTS, Message, marked, plain, with_tool_calls
+from verl.utils.chat.messages import THOUGHTS, Message, marked, plain, with_text_arguments, with_tool_calls
 from verl.utils.chat.proof import prove_pieces
 from verl.utils.chat_template import render_chat
 
@@ -57,8 +58,16 @@ class ChatFormat:
         self.templater = processor if processor is not None and owns_template else tokenizer
         self.options = {**options, "tokenize": False}
         self.tools = [dict(tool) for tool in tools]
+        self._text_arguments = False
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.special = SpecialTokens([*added, *tokenizer.all_special_tokens], tokenizer.eos_token)
+
+    def with_options(self, options: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> "ChatFormat":
+        """Return the format with other options and tools."""
+        other = copy.copy(self)
+        other.options = {**options, "tokenize": False}
+        other.tools = [dict(tool) for tool in tools]
+        return other
 
     # ---- what callers use
 
@@ -121,8 +130,19 @@ class ChatFormat:
 
     # ---- how it is found
 
-    def boundary(self, messages: Sequence[Message], added: Sequence[Message]) -> Boundary:
+    def boundary(
+        self,
+        messages: Sequence[Message],
+        added: Sequence[Message],
+        *,
+        generation_prompt: bool = True,
+        needs_end: bool = True,
+    ) -> Boundary:
         """Return the text after the content of the last of ``messages``, an assistant's turn.
+
+        Args:
+            generation_prompt: end it with one.
+            needs_end: refuse a template that marks no end of the turn; otherwise ``end`` is then empty.
 
         Raises: ChatFormatError.
         """
@@ -131,11 +151,14 @@ class ChatFormat:
         rejected: ChatFormatError | None = None
         for history, new in forms:
             try:
-                found = self._boundary(history, new)
+                texts = self._after_mark(history, new, generation_prompt)
             except ChatFormatError as error:
                 rejected = rejected or error
                 continue
-            if found is not None:
+            found = texts and (
+                self.special.boundary(*texts) or (None if needs_end else Boundary("", texts[1], texts[0]))
+            )
+            if found:
                 return found
         if rejected is not None:
             raise rejected
@@ -144,17 +167,24 @@ class ChatFormat:
             "that does (actor_rollout_ref.model.custom_chat_template)"
         )
 
-    def _boundary(self, history: Sequence[Message], new: Sequence[Message]) -> Boundary | None:
-        said = repr([history, new])
-        mark = next(mark for mark in (f"{_MARK}{i}end" for i in range(len(said) + 1)) if mark not in said)
+    def marked_turn(self, history: Sequence[Message]) -> str:
+        """Return the text of messages up to the content of the last one, an assistant's turn."""
+        mark = _unused_mark(history)
+        return self.render([*history[:-1], marked(history[-1], mark)]).rpartition(mark)[0]
+
+    def _after_mark(
+        self, history: Sequence[Message], new: Sequence[Message], generation_prompt: bool
+    ) -> tuple[str, str] | None:
+        """Return the texts after what the last turn says: where it is the last, and where ``new`` follows."""
+        mark = _unused_mark([*history, *new])
         turns = [marked(history[-1], mark)]
         if "tool_calls" in turns[0]:  # for templates that do not write arguments
             turns.append({"role": "assistant", "content": mark})
         for turn in turns:
-            texts = [self.render([*history[:-1], turn]), self.render([*history[:-1], turn, *new], True)]
-            if all(mark in text for text in texts):
-                last, followed = (text[text.rindex(mark) + len(mark) :] for text in texts)
-                return self.special.boundary(last, followed)
+            last = self.render([*history[:-1], turn])
+            followed = self.render([*history[:-1], turn, *new], generation_prompt)
+            if mark in last and mark in followed:
+                return last.rpartition(mark)[2], followed.rpartition(mark)[2]
         return None
 
     def _rewritten(self, history: list[Any], new: list[Any]) -> str | None:
@@ -169,9 +199,13 @@ class ChatFormat:
         kept = followed.removesuffix(boundary.end + boundary.after)
         # Where the generation prompt opens a thought, the message may have that opening too.
         prompt = len(os.path.commonprefix([shown, self.render(before)]))
-        for said in (turn.get(name) for name in ("content", *THOUGHTS)):
-            if isinstance(said, str) and _squashed(said) not in _squashed(kept[prompt:]):
-                return f"the chat template writes {_short(kept[prompt:])} now for a turn of {_short(said)}"
+        said = turn.get("content")
+        if isinstance(said, str) and _squashed(said) not in _squashed(kept[prompt:]):
+            return f"the chat template writes {_short(kept[prompt:])} now for a turn of {_short(said)}"
+        mark = _unused_mark([*history, *new])
+        for name in THOUGHTS:
+            if turn.get(name) and mark not in self.render([*before, {**turn, name: mark}, *new]):
+                return f"the chat template does not write the field {name!r} of an earlier turn"
         return None
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
@@ -180,9 +214,18 @@ class ChatFormat:
         Raises: ChatFormatError when the template rejects them.
         """
         options = {**self.options, "add_generation_prompt": generation_prompt, "tools": self.tools or None}
+        given = with_text_arguments(messages) if self._text_arguments else list(messages)
         try:
-            return render_chat(self.templater, list(messages), options)
+            return render_chat(self.templater, given, options)
         except Exception as error:  # templates are programs: they raise TypeError for a missing text, for instance
+            if not self._text_arguments and any(message.get("tool_calls") for message in messages):
+                try:  # some templates, DeepSeek's for instance, join the arguments of a call to other text
+                    text = render_chat(self.templater, with_text_arguments(messages), options)
+                except Exception:
+                    pass
+                else:
+                    self._text_arguments = True
+                    return text
             raise ChatFormatError(f"the chat template rejects the conversation: {error}") from error
 
     def encode(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[int]:
@@ -196,6 +239,11 @@ class ChatFormat:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Return the tokens that a text has after another one; its own where the other's last token would change."""
+        ids, both = self.encode(before), self.encode(before + text)
+        return both[len(ids) :] if both[: len(ids)] == ids else self.encode(text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -205,6 +253,11 @@ class ChatFormat:
 def _media_count(messages: Sequence[Message], kind: str) -> int:
     parts = (part for message in messages if isinstance(message.get("content"), list) for part in message["content"])
     return sum(isinstance(part, Mapping) and part.get("type") == kind for part in parts)
+
+
+def _unused_mark(messages: Sequence[Message]) -> str:
+    said = repr(messages)
+    return next(mark for mark in (f"{_MARK}{i}end" for i in range(len(said) + 1)) if mark not in said)
 
 
 def _short(text: str) -> str:

@@ -35,6 +35,23 @@ def _with_arguments(call: Message) -> dict[str, Any]:
     return {**call, "type": "function", "function": function}
 
 
+def with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages with the arguments of tool calls as JSON text."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _with_text(call: Message) -> dict[str, Any]:
+    function = dict(call["function"])
+    if not isinstance(function.get("arguments"), str):
+        function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {**call, "function": function}
+
+
 def marked(message: Message, mark: str) -> dict[str, Any]:
     """Return an assistant's message that ends with a mark: in the arguments of its last tool call, or its content."""
     turn: dict[str, Any] = {"role": message["role"], "content": mark}

@@ -2,11 +2,8 @@
 
 import json
 import logging
-import os
 from enum import StrEnum
-from itertools import pairwise
 
-import jinja2
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,12 +11,14 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.base_config import WrongInput
+from verl.utils.chat import ChatFormat, ChatFormatError, pieces
+from verl.utils.chat.messages import plain
 from verl.utils.chat_template import render_chat
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.rl_dataset import truncate
-from verl.utils.dataset.vision_utils import MediaEncoder, MediaError, Templater, TurnEncoder, check_media, templater_of
+from verl.utils.dataset.vision_utils import MediaEncoder, MediaError, TurnEncoder, check_media
 from verl.utils.torch_functional import SequenceTooLongError
 
 logger = logging.getLogger(__name__)
@@ -204,6 +203,9 @@ class MultiTurnSFTDataset(Dataset):
     ``pad_mode=no_padding`` it has neither padding nor ``attention_mask``. ``loss_mask`` is 1 for the tokens of
     assistant messages after their generation prompt and 0 elsewhere; a message's own ``loss_mask`` (0 or 1) overrides.
 
+    Tokens are those of a rollout of the same conversation (``verl.utils.chat``): each assistant's turn as the chat
+    template writes it when it is the last one, with its thought, and earlier turns stay as they are.
+
     With the ``processor`` of a vision-language model, messages may show the images and videos of columns ``images`` and
     ``videos``, as prompts do; items then have ``position_ids`` (4, max_length) and ``multi_modal_inputs``.
 
@@ -222,7 +224,7 @@ class MultiTurnSFTDataset(Dataset):
         columns = DataConfig.of_data_set(config.get("multiturn") or config)
         self.settings = settings
         self.media = None if processor is None else MediaEncoder(processor, settings)
-        self.templater = templater_of(tokenizer, processor)
+        self.chat = ChatFormat(tokenizer, processor)
         self.messages_key = columns.messages_key
         self.tools_key = columns.tools_key
         self.enable_thinking_key = columns.enable_thinking_key
@@ -263,35 +265,32 @@ class MultiTurnSFTDataset(Dataset):
         try:
             encoder = TurnEncoder(self.tokenizer, self.media, row)
             messages = encoder.typed(messages)
-            renderer = _Renderer(self.templater, json.loads(tools) if isinstance(tools, str) else tools, options)
-            ids, mask = self._encode(renderer, encoder, messages, where)
+            chat = self.chat.with_options(options, (json.loads(tools) if isinstance(tools, str) else tools) or [])
+            ids, mask = self._encode(chat, encoder, messages, where)
             # Truncation would separate images from their tokens.
             truncation = "error" if encoder.outputs else self.truncation
             ids = cut_sequence(ids, self.max_length, truncation, where)
             tensors = self._item(ids, cut_sequence(mask, self.max_length, truncation, where))
             return tensors | encoder.vision_columns(tensors["input_ids"], len(ids))
-        except jinja2.TemplateError as error:
-            raise DataError(f"{where}: the chat template rejects it: {error}") from error
-        except MediaError as error:
+        except (ChatFormatError, MediaError) as error:
             raise DataError(f"{where}: {error}") from error
 
-    def _encode(self, renderer: "_Renderer", encoder: TurnEncoder, messages: list[Row], where: str) -> Turn:
+    def _encode(self, chat: ChatFormat, encoder: TurnEncoder, messages: list[Row], where: str) -> Turn:
         ids: list[int] = []
         mask: list[int] = []
-        roles = [message["role"] for message in messages]
-        # Consecutive tool messages are one turn.
-        starts = [at for at, role in enumerate(roles) if role != "tool" or roles[at - 1] != "tool"]
-        for at, stop in pairwise([*starts, len(messages)]):
-            text, learnt_from = renderer.turn(messages, at, stop, where)
-            for part, learnt in ((text[:learnt_from], 0), (text[learnt_from:], 1)):
-                tokens = encoder.encode(part, messages[at:stop] if not learnt else []) if part else []
-                own = messages[at].get("loss_mask") if learnt or messages[at]["role"] != "assistant" else 0
-                ids += tokens
-                mask += [learnt if own is None else int(own)] * len(tokens)
-        whole = renderer.first(messages, len(messages))
+        split = any(message.get("loss_mask") and message["role"] != "assistant" for message in messages)
+        for piece in pieces(chat, messages, split):
+            held = messages[piece.start : piece.stop]
+            if not piece.said and any(isinstance(message.get("content"), list) for message in held):
+                tokens = encoder.encode(piece.text, held)
+            else:
+                tokens = chat.encode_after(piece.before, piece.text)
+            own = held[0].get("loss_mask") if held and (split or piece.said) else None
+            ids += tokens
+            mask += [int(piece.said if own is None else own)] * len(tokens)
         if encoder.outputs or self._warned:
             return ids, mask
-        if ids != self.tokenizer(whole, add_special_tokens=False)["input_ids"]:
+        if ids != chat.encode(chat.render(plain(messages))):
             self._warned = True
             logger.warning(
                 "%s: the tokens of the single turns differ from those of the whole conversation, because the chat "
@@ -325,56 +324,3 @@ def check_roles(messages: list[Row], where: str) -> None:
     start = roles[1:3] if roles[:1] == ["system"] else roles[:2]
     if start != ["user", "assistant"]:
         raise DataError(f"{where}: must start with the roles user, assistant or system, user, assistant; got {roles}")
-
-
-class _Renderer:
-    """Apply a chat template to parts of a conversation."""
-
-    def __init__(self, templater: Templater, tools: list[Row] | None, options: Row) -> None:
-        self.templater = templater
-        self.options = {**options, "tools": tools, "tokenize": False}
-        self._rendered: dict[tuple[int, bool], str] = {}
-
-    def first(self, messages: list[Row], count: int, generation_prompt: bool = False) -> str:
-        """Return the text of the first ``count`` messages; one renderer serves one conversation."""
-        key = (count, generation_prompt)
-        if key not in self._rendered:
-            self._rendered[key] = self.render(messages[:count], generation_prompt)
-        return self._rendered[key]
-
-    def render(self, messages: list[Row], generation_prompt: bool = False) -> str:
-        """Return the text of messages."""
-        if not messages:
-            return ""
-        return render_chat(self.templater, messages, {"add_generation_prompt": generation_prompt, **self.options})
-
-    def turn(self, messages: list[Row], start: int, stop: int, where: str) -> tuple[str, int]:
-        """Return the text that ``messages[start:stop]`` add, and the offset at which its learnt part starts.
-
-        Some templates render an earlier turn differently once another follows (they drop its reasoning, for
-        instance), so that the text before this turn is no prefix of the text with it. The turn is then rendered twice
-        in a row, and its text is the difference that the repetition makes.
-        """
-        role = messages[start]["role"]
-        before = self._before(messages, start)
-        upto = self._before(messages, stop)
-        if upto.startswith(before):
-            text = upto[len(before) :]
-        else:
-            again = self.render(messages[:stop] + messages[start:stop])
-            if not again.startswith(upto):
-                raise DataError(f"{where}: the chat template hides where the text of message {start} starts and ends")
-            text = again[len(upto) :]
-        if role != "assistant":
-            return text, len(text)
-        prompted = self.first(messages, start, generation_prompt=True)
-        prompt = prompted[len(before) :] if prompted.startswith(before) else ""
-        return text, len(os.path.commonprefix([prompt, text]))
-
-    def _before(self, messages: list[Row], start: int) -> str:
-        if not messages[:start] or any(message["role"] != "system" for message in messages[:start]):
-            return self.first(messages, start)
-        try:
-            return self.render(messages[:start])
-        except jinja2.TemplateError:  # a template that merges the system message into the first user message
-            return ""
