@@ -138,3 +138,34 @@ def test_what_callers_get_wrong(qwen: PreTrainedTokenizerFast) -> None:
         chat.after_turn(say("hi"), say("again"), stopped=True)
     with pytest.raises(ChatFormatError, match="need the processor"):
         chat.prompt(say("hi"), images=["x"])
+
+
+def test_images_in_any_turn() -> None:
+    """One placeholder per image, as engines take them, or as many as the processor makes of it."""
+    pytest.importorskip("torchvision")
+    from PIL import Image
+
+    from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, vl_processor
+
+    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
+    processor = vl_processor("qwen2_5_vl", tokenizer)
+    chat = ChatFormat(tokenizer, processor)
+    chat.prove()
+    images = [Image.new("RGB", size) for size in ((56, 56), (112, 56))]
+    asked, shown = (
+        {"role": role, "content": [{"type": "image"}, {"type": "text", "text": text}]}
+        for role, text in (("user", "what?"), ("tool", "zoomed"))
+    )
+    history = [asked, {"role": "assistant", "content": "zoom"}]
+    rest = "<|end|><|tool|><|vision_start|>{}<|vision_end|>zoomed<|end|><|assistant|>"
+    assert appended(chat, history, [shown], stopped=False) == rest.format("<|image_pad|>")
+    tokens = [size[0] // 28 * (size[1] // 28) for size in ((56, 56), (112, 56))]
+    assert appended(chat, history, [shown], stopped=False, images=images) == rest.format("<|image_pad|>" * tokens[1])
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert chat.prompt([asked]).count(pad) == 1
+    whole = chat.prompt([asked], images[:1])
+    assert whole.count(pad) == tokens[0]
+    said = tokenizer.encode("zoom")
+    whole += said + chat.after_turn(history, [shown], stopped=False, images=images).token_ids
+    text = chat.render([*history, shown], True)
+    assert whole == processor(text=[text], images=images)["input_ids"][0]

@@ -102,7 +102,7 @@ class ChatFormat:
             keep_history: keep earlier turns as they were sampled. Otherwise the result is ``Restarted`` where the
                 template now writes them differently, apart from blanks around what was sampled.
             images: those of all messages; only needed where the processor is to expand placeholders.
-            videos: likewise.
+            videos: likewise, each as (frames, metadata).
 
         Raises: ChatFormatError when the template rejects the messages, or marks no end of the turn.
         """
@@ -233,9 +233,12 @@ class ChatFormat:
         if images or videos:
             if self.processor is None:
                 raise ChatFormatError("images and videos need the processor of a vision-language model")
-            media = {"images": list(images) or None, "videos": list(videos) or None}
-            given = {name: value for name, value in media.items() if value}
-            return list(self.processor(text=[text], add_special_tokens=False, **given)["input_ids"][0])
+            media: dict[str, Any] = {"images": list(images)} if images else {}
+            if videos:
+                media["videos"] = [frames for frames, _ in videos]
+                media["video_metadata"] = [metadata for _, metadata in videos]
+                media["do_sample_frames"] = False
+            return list(self.processor(text=[text], add_special_tokens=False, **media)["input_ids"][0])
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
