@@ -493,7 +493,11 @@ def compute_pf_ppo_reweight_data(
 
     Raises: ValueError for an unknown method.
     """
-    weights = pf_ppo_weights(tensors_of(data)["token_level_scores"].sum(-1), reweight_method, weight_pow)
+    tensors = tensors_of(data)
+    scores = tensors["token_level_scores"].sum(-1)
+    used = tensors.get("response_mask", torch.ones(len(scores), 1)).any(-1)  # the others only fill the batch
+    weights = torch.zeros_like(scores)
+    weights[used] = pf_ppo_weights(scores[used], reweight_method, weight_pow)
     rows = torch.multinomial(weights, len(weights), replacement=True, generator=generator)
     drawn = data.select_idxs(rows)
     drawn.meta_info = {

@@ -25,7 +25,8 @@ from verl.experimental.agent_loop.attempts import (
     mark_replaced,
     places_of,
 )
-from verl.experimental.agent_loop.rows import joined, rows_of
+from verl.experimental.agent_loop.manager import _account_of
+from verl.experimental.agent_loop.rows import joined, last_segment, rows_of
 from verl.experimental.agent_loop.servers import RequestTimeoutError
 from verl.utils.observe.attempts import AttemptsRecord, read_attempts
 
@@ -198,3 +199,32 @@ def test_the_account_outlives_a_resume(tmp_path: Any) -> None:
     assert len(list(read_attempts(tmp_path))) == 2
     AttemptsRecord(tmp_path, None)
     assert (tmp_path / "attempts.previous.jsonl").exists() and not record.path.exists()
+
+
+def test_the_account_of_a_batch_that_ended_the_run() -> None:
+    """That of the worker which failed, as Ray hands it on, and a line for each row of the others."""
+    asked = tiny.prompts_batch(3)
+    known = Attempt("3-train-row0-0-0", "row0", 0, "loop")
+    known.finish("error", "OSError: full")
+
+    class FromRay(Exception):
+        cause = TrajectoryError("row 0 failed", [known.line()])
+
+    error = RuntimeError("worker rank 0 raised an exception\nin the worker")
+    error.__cause__ = FromRay()
+    lines = _account_of(asked, error)
+    assert [(line["uid"], line["outcome"]) for line in lines] == [
+        ("row0", "error"),
+        ("row1", "cancelled"),
+        ("row2", "cancelled"),
+    ]
+    assert lines[1]["reason"] == "the run ends: RuntimeError: worker rank 0 raised an exception"
+
+
+def test_a_trajectory_in_segments() -> None:
+    segments = [output_of(1), output_of(2, 3)]
+    last = last_segment(segments)
+    assert last.response_ids == [2, 3] and last.extra_fields == {"segments": 2}
+    assert last_segment(segments[0]) is segments[0]
+    with pytest.raises(ValueError, match="empty list"):
+        last_segment([])

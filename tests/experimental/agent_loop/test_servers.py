@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,5 +165,28 @@ def test_turns_have_seeds_of_their_own() -> None:
         assert seeds[:5] == seeds[5:] and seeds[0] == 77 and len(set(seeds[:3])) == 3 and seeds[3:5] == [5, None]
         ids = [request["request_id"] for request in server.asked]
         assert len(set(ids)) == len(ids)
+
+    asyncio.run(run())
+
+
+def test_servers_that_stay_keep_their_load() -> None:
+    """A replaced server begins anew; a Ray actor is the same by whatever handle it comes."""
+
+    class Handle(FakeServer):
+        def __init__(self, name: str) -> None:
+            super().__init__(0.05)
+            self._actor_id = SimpleNamespace(hex=lambda: name)
+
+    async def run() -> None:
+        manager = manager_of(Handle("aa"), Handle("bb"))
+        both = [asyncio.create_task(ask(manager, name, 10)) for name in ("one", "two")]
+        await asyncio.sleep(0.01)
+        manager.set_servers([Handle("aa"), Handle("cc")])
+        assert [server.tokens for server in manager._servers] == [20, 0]
+        assert [server.name for server in manager._servers] == [
+            "rollout server 0 of 2 (actor aa)",
+            "rollout server 1 of 2 (actor cc)",
+        ]
+        await asyncio.gather(*both)
 
     asyncio.run(run())

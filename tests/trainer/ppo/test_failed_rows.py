@@ -7,6 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.algos.advantage import compute_pf_ppo_reweight_data
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import metric_utils
@@ -171,6 +172,13 @@ def test_rows_that_fill_a_batch_are_outside_all_numbers() -> None:
     controller = Controller()
     _, kl = apply_kl_penalty(filled_batch(), controller)
     assert kl["actor/reward_kl_penalty"] == pytest.approx(1.0) and controller.seen == (pytest.approx(1.0), 3)
+
+
+@pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
+def test_pf_ppo_does_not_draw_them(method: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [compute_pf_ppo_reweight_data(filled_batch(), method, 2.0, generator) for _ in range(20)]
+    assert all(batch.batch["response_mask"].any(-1).all() for batch in drawn)
 
 
 def test_a_reward_function_does_not_see_them() -> None:

@@ -216,8 +216,8 @@ def _check_any(output: DataProto, attempts: Sequence[AttemptLine]) -> None:
 def _loop_timing(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the least, mean and most seconds that a trajectory spent on each activity."""
     timing: dict[str, float] = {}
-    for name in _ACTIVITIES:
-        values = np.array([each[name] for each in seconds])  # not empty: some trajectory has ended
+    for name in _ACTIVITIES if seconds else ():  # all of them may have failed, and be replaced
+        values = np.array([each[name] for each in seconds])
         figures = {"min": values.min(), "max": values.max(), "mean": values.mean()}
         timing |= {f"agent_loop/{name}/{kind}": float(value) for kind, value in figures.items()}
     return timing

@@ -83,10 +83,10 @@ class AsyncLLMServerManager:
 
     def set_servers(self, server_handles: Sequence[Actor]) -> None:
         """Use these servers from now on; those that were in use before keep their load."""
-        known = {id(server.handle): server for server in self._servers}
+        known = {_identity(server.handle): server for server in self._servers}
         count = len(server_handles)
         self._servers[:] = [
-            known.get(id(handle)) or _Server(handle, f"rollout server {index} of {count}{_actor_of(handle)}")
+            known.get(_identity(handle)) or _Server(handle, f"rollout server {index} of {count}{_actor_of(handle)}")
             for index, handle in enumerate(server_handles)
         ]
 
@@ -246,6 +246,12 @@ def _abort(server: _Server, request_id: str) -> None:
 _ABORTS: "set[asyncio.Future[Any]]" = set()  # the event loop holds weak references only
 
 
-def _actor_of(handle: Actor) -> str:
+def _identity(handle: Actor) -> str | int:
+    """Return what is equal for two handles of one Ray actor."""
     actor_id = getattr(handle, "_actor_id", None)
-    return "" if actor_id is None else f" (actor {actor_id.hex()})"
+    return id(handle) if actor_id is None else str(actor_id.hex())
+
+
+def _actor_of(handle: Actor) -> str:
+    identity = _identity(handle)
+    return f" (actor {identity})" if isinstance(identity, str) else ""

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
+from verl.trainer.ppo.metric_utils import without_dropped
 from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests
@@ -111,6 +112,7 @@ class StepRecord:
         The time that the record took goes to the metric ``timing_s/record``.
         """
         started = time.perf_counter()
+        batch = without_dropped(batch)
         details: dict[str, Any] = {"response_length": length_histogram(batch)}
         if self.num_samples:  # while the workers report
             assert self.tokenizer is not None
