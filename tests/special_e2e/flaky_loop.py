@@ -6,7 +6,7 @@ from typing import Any
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-FAILING, HANGING = 7, 20
+FAILING, HANGING = 11, 97
 """One of so many samples fails, and one of so many hangs, at each attempt."""
 
 

@@ -21,7 +21,7 @@ def flaky(tmp_path):
         f"{AGENT}.agent_loop_config_path": path,
         f"{AGENT}.default_agent_loop": "flaky",
         f"{AGENT}.num_retries": 1,
-        f"{AGENT}.trajectory_timeout_s": 20,
+        f"{AGENT}.trajectory_timeout_s": 30,
         "trainer.save_freq": 2,
     }
 
