@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # GRPO: Qwen2-7B-Instruct on GSM8K with micro-batches of a number of tokens, one node of 8 GPUs.
-# ROLLOUT_MODE=async generates by agent loops.
+# ROLLOUT_MODE=sync generates a batch at a time instead of by agent loops.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2-7B-Instruct}"
 ROLLOUT_NAME="${ROLLOUT_NAME:-vllm}"
-ROLLOUT_MODE="${ROLLOUT_MODE:-sync}"
+ROLLOUT_MODE="${ROLLOUT_MODE:-async}"
 
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \

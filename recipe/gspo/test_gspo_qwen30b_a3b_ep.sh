@@ -10,7 +10,7 @@ TRAIN_FILE="${TRAIN_FILE:-$RAY_DATA_HOME/data/dapo-math-17k.parquet}"
 TEST_FILE="${TEST_FILE:-$RAY_DATA_HOME/data/aime-2024.parquet}"
 NNODES="${NNODES:-4}"
 ROLLOUT_NAME="${ROLLOUT_NAME:-vllm}"
-ROLLOUT_MODE="${ROLLOUT_MODE:-sync}"
+ROLLOUT_MODE="${ROLLOUT_MODE:-async}"
 
 max_prompt_length=2048
 max_response_length=8192
