@@ -77,10 +77,10 @@ def test_clip_cov_that_selects_nothing_trains_as_two_sided_clipping(workspace):
             assert runs[0].steps[step][key] == pytest.approx(runs[1].steps[step][key], rel=1e-3, abs=1e-6), key
 
 
-def learn(script: str, folder: Path, *overrides: str, **env: str | Path) -> tuple[float, float]:
-    """Run the CPU script of a recipe; return the greedy accuracy before and after."""
+def learn(script: str, folder: Path, *overrides: str, run: str = "", **env: str | Path) -> tuple[float, float]:
+    """Run the CPU script of a recipe, which writes to ``run``; return the greedy accuracy before and after."""
     call(["bash", f"recipe/{script}", "trainer.save_freq=-1", *overrides], OUT_DIR=folder, **env)
-    steps = Run(0, "", 0.0, folder).steps
+    steps = Run(0, "", 0.0, folder / run).steps
     found = [
         (step, value) for step, values in steps.items() for key, value in values.items() if ACCURACY.fullmatch(key)
     ]
@@ -98,6 +98,19 @@ def test_gspo_learns(warmed_up, tmp_path):
     steps = ["trainer.total_training_steps=20", "trainer.test_freq=20"]
     before, after = learn("gspo/run_gspo_tiny_cpu.sh", tmp_path, *steps, **warmed_up)
     assert before < 0.5 and after >= 0.85
+
+
+@pytest.mark.parametrize(
+    ("script", "run", "gain"),
+    [
+        ("char_count/run_char_count_tiny_cpu.sh", "grpo", 0.05),  # from 0.26 to 0.37
+        ("infigui-g1/run_infigui_tiny_cpu.sh", "rloo", 0.1),
+    ],
+)
+@pytest.mark.timeout(1800)
+def test_tasks_with_a_warm_up_learn(tmp_path, script, run, gain):
+    before, after = learn(script, tmp_path, run=run)
+    assert after > before + gain
 
 
 def scores_printed(script: str, folder: Path, timeout_s: float = 800) -> list[dict[str, float]]:

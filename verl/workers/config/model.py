@@ -159,7 +159,7 @@ def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
         if config.trust_remote_code and type(hf_config).__module__.startswith("vllm."):
             # vLLM registers classes of its own, with other fields than the code of the model reads.
             reference = hf_config.auto_map["AutoConfig"]
-            own_class = get_class_from_dynamic_module(reference, config.local_hf_config_path)
+            own_class: Any = get_class_from_dynamic_module(reference, config.local_hf_config_path)
             hf_config = own_class.from_pretrained(config.local_hf_config_path, **options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         where = config.hf_config_path or config.path

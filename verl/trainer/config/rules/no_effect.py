@@ -21,15 +21,17 @@ REWARD = "reward_model"
 
 
 _OPTIONS_OF_ESTIMATORS = ("gamma", "lam", "norm_adv_by_std_in_grpo")
-_READ_BY_ESTIMATOR = {
+_READ_BY_ESTIMATOR: dict[str | None, tuple[str, ...]] = {
     "gae": ("gamma", "lam"),
     "reinforce_plus_plus": ("gamma",),
-    **dict.fromkeys(("grpo", "grpo_vectorized", "grpo_passk"), ("norm_adv_by_std_in_grpo",)),
+    "grpo": ("norm_adv_by_std_in_grpo",),
+    "grpo_vectorized": ("norm_adv_by_std_in_grpo",),
+    "grpo_passk": ("norm_adv_by_std_in_grpo",),
 }
 _CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 _CLIPS = (*_CLIP_RANGE, "clip_ratio_c")
 OPTIONS_OF_LOSSES = tuple(name for name in PolicyLossConfig() if name not in ("_target_", "loss_mode"))
-_READ_BY_LOSS = {
+_READ_BY_LOSS: dict[str, tuple[str, ...]] = {
     "vanilla": _CLIPS,
     "gspo": _CLIP_RANGE,
     "geo_mean": _CLIP_RANGE,
