@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV="${VERL_VENV:-.venv}"
-EXTRAS="cpu,mcore,math,geo,tools,test,docs"
+EXTRAS="cpu,mcore,math,geo,tools,langgraph,test,docs"
 CONSTRAINTS="requirements/constraints-cpu.txt"
 TORCH_VERSION="$(sed -n 's/^torch==//p' "$CONSTRAINTS")"
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 EXTRAS_OF_FILE: dict[str, tuple[str, ...]] = {
     "requirements.txt": (),
-    "requirements-cpu.txt": ("cpu", "mcore", "math", "geo", "tools"),
+    "requirements-cpu.txt": ("cpu", "mcore", "math", "geo", "tools", "langgraph"),
     "requirements-cuda.txt": ("vllm", "gpu"),
     "requirements-npu.txt": (),
     "requirements_sglang.txt": ("sglang",),

@@ -16,7 +16,7 @@ def test_an_openai_client_trains(workspace, tmp_path):
     )
     changes = {
         "actor_rollout_ref.rollout.mode": "async",
-        "actor_rollout_ref.rollout.agent.num_workers": 2,
+        "actor_rollout_ref.rollout.agent.num_workers": 1,
         "actor_rollout_ref.rollout.agent.agent_loop_config_path": loops,
         "actor_rollout_ref.rollout.agent.default_agent_loop": "own",
         "data.max_response_length": 48,

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from verl.experimental.agent_loop.endpoint.loop import NoTurnError
+from verl.experimental.agent_loop.rows import last_segment
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.workers.rollout.server import ServerError
 
@@ -50,7 +51,7 @@ def run(says: Any, agent: Any, **changes: Any) -> tuple[Any, Any]:
 
     async def whole() -> tuple[Any, Any]:
         loop, server = build(says, **changes)
-        return await loop.run(dict(SAMPLING), agent=agent), server
+        return last_segment(await loop.run(dict(SAMPLING), agent=agent)), server
 
     return asyncio.run(whole())
 

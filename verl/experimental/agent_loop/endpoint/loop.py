@@ -81,10 +81,9 @@ class EndpointAgentLoop(AgentLoopBase):
         Returns: the score; None leaves it to the reward function of the run.
         """
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Serve a trajectory while the agent works, and return it.
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Serve a trajectory while the agent works, and return it; a list of its segments if it has several.
 
-        Returns: with ``extra_fields.segments``, the number of segments; the last one is the trajectory.
         Raises: NoTurnError if the model has said nothing; ServerError if the servers failed the agent.
         """
         session = Session(self._policy, sampling_params)
@@ -95,9 +94,11 @@ class EndpointAgentLoop(AgentLoopBase):
         if not segments:
             reason = f"{session.refused}" if session.refused else "it asked the endpoint for nothing"
             raise NoTurnError(f"{type(self).__name__}.act has ended without an answer of the model: {reason}")
-        last = segments[-1].trajectory
-        extra = {"segments": len(segments), TURNS_COLUMN: turn_columns(last.turns)}
-        return last.output(reward_score=reward, extra_fields=extra)
+        outputs = []
+        for segment in segments:
+            extra = {"segments": len(segments), TURNS_COLUMN: turn_columns(segment.trajectory.turns)}
+            outputs.append(segment.trajectory.output(reward_score=reward, extra_fields=extra))
+        return outputs if len(outputs) > 1 else outputs[0]
 
     async def _acted(self, session: Session, base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
         try:
@@ -153,7 +154,7 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         value, raised = None, None
         try:
             value = function()
-        except Exception as error:
+        except Exception as error:  # the caller raises it, on its event loop
             raised = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, raised)

@@ -260,7 +260,7 @@ async def _errors(
         refused = RequestError(f"{request.method} {request.path}: {error.reason}", status=error.status)
     except (RecursionError, UnicodeError) as error:
         refused = RequestError(f"the request cannot be read: {one_line(str(error))}")
-    except Exception as error:
+    except Exception as error:  # a fault of ours costs one request, not the worker
         logger.exception("the endpoint failed at %s %s", request.method, request.path)
         refused = RequestError(f"{type(error).__name__}: {one_line(str(error), 500)}", status=500)
     return web.json_response(error_body(refused), status=refused.status)

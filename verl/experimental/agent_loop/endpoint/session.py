@@ -73,6 +73,7 @@ class Policy:
             request, ``ignore`` the value, or ``apply`` it.
         keep_history: whether what the model sampled stays in later prompts as it was, also where the chat template
             shows earlier turns differently; else a new segment starts there.
+        most_calls: the most tool calls of an answer; further ones stay in its tokens only. None: all.
         engine_stops: whether the engine has a tokenizer, and so ends a response at a stop text itself.
     """
 
@@ -84,6 +85,7 @@ class Policy:
     response_length: int
     client_sampling: str = "refuse"
     keep_history: bool = True
+    most_calls: int | None = None
     engine_stops: bool = False
 
     @property
@@ -281,7 +283,7 @@ class Session:
         finish = str(output.finish_reason)
         kept, calls = await self.policy.parser.extract_tool_calls(output.token_ids, tools) if tools else (text, [])
         if calls and all(call.name for call in calls):  # else a call is too broken to be named
-            text, finish = kept, "tool_calls"
+            text, calls, finish = kept, calls[: self.policy.most_calls], "tool_calls"
         else:
             calls = []
         answer = Answer(prompt_ids, output, text, finish, (segment.number, len(segment.answers)), calls)

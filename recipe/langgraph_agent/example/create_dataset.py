@@ -1,0 +1,75 @@
+"""Write expressions with the operator @, and conversations that show how to call the tool.
+
+python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir ~/data/math_expression_tool
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from recipe.langgraph_agent.example.math_expression import calculate
+
+QUESTION = "We define a @ b, which calculate knows. What is {expression}? Put the answer into \\boxed{{}}."
+SHORT_QUESTION = "{expression}="
+DATA_SOURCE = "lighteval/MATH"  # the scorer of boxed answers
+AGENT = "math_expression"
+
+
+def expression(draw: random.Random, largest: int) -> tuple[int, int, str]:
+    """Return two numbers and an operator."""
+    return draw.randint(0, largest), draw.randint(0, largest), draw.choice("@@@+-*")
+
+
+def row(number: int, question: str, a: int, b: int, operand: str) -> dict[str, Any]:
+    """Return a row for reinforcement learning."""
+    result = calculate.func(a, b, operand)
+    return {
+        "data_source": DATA_SOURCE,
+        "agent_name": AGENT,
+        "prompt": [{"role": "user", "content": question.format(expression=f"{a} {operand} {b}")}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(result)},
+        "extra_info": {"index": number},
+    }
+
+
+def conversation(question: str, a: int, b: int, operand: str) -> list[dict[str, str]]:
+    """Return the messages of a solution, its call as the parser ``hermes`` reads it."""
+    call = json.dumps({"name": "calculate", "arguments": {"a": a, "b": b, "operand": operand}})
+    result = str(calculate.func(a, b, operand))
+    return [
+        {"role": "user", "content": question.format(expression=f"{a} {operand} {b}")},
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": f"\\boxed{{{result}}}"},
+    ]
+
+
+def main() -> None:
+    """Write ``train.parquet``, ``test.parquet`` and ``sft.parquet``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_save_dir", default="~/data/math_expression_tool")
+    parser.add_argument("--train_size", type=int, default=5000)
+    parser.add_argument("--test_size", type=int, default=500)
+    parser.add_argument("--sft_size", type=int, default=1000)
+    parser.add_argument("--largest", type=int, default=100, help="the largest number in an expression")
+    parser.add_argument("--short", action="store_true", help="write only the expression, for tiny models")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    question = SHORT_QUESTION if options.short else QUESTION
+    folder = Path(options.local_save_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, size in (("train", options.train_size), ("test", options.test_size)):
+        rows = [row(number, question, *expression(draw, options.largest)) for number in range(size)]
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+    talks = [{"messages": conversation(question, *expression(draw, options.largest))} for _ in range(options.sft_size)]
+    datasets.Dataset.from_list(talks).to_parquet(folder / "sft.parquet")
+
+
+if __name__ == "__main__":
+    main()

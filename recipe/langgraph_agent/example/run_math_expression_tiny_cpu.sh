@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# The whole example on CPU: expressions, a tiny Qwen2 with random weights, supervised conversations that show the call, GRPO.
+set -euxo pipefail
+
+OUT_DIR="${OUT_DIR:-outputs/langgraph_agent}"
+WORKERS="${WORKERS:-1}"
+SFT_STEPS="${SFT_STEPS:-300}"
+
+if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
+    python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir "$OUT_DIR/data" --largest 9 --short --sft_size 400 --test_size 64
+    python3 examples/tiny_model.py --save-dir "$OUT_DIR/base" --seed 1
+    python3 -m verl.trainer.sft_trainer \
+        data.train_files="$OUT_DIR/data/sft.parquet" \
+        data.train_batch_size=32 \
+        data.max_length=192 \
+        data.max_token_len_per_gpu=8192 \
+        model.path="$OUT_DIR/base" \
+        model.use_remove_padding=true \
+        model.enable_gradient_checkpointing=false \
+        engine.model_dtype=fp32 \
+        optim.lr=2e-3 \
+        checkpoint.save_contents='[hf_model]' \
+        trainer.device=cpu \
+        trainer.logger='[]' \
+        trainer.project_name=langgraph_agent \
+        trainer.experiment_name=sft \
+        trainer.default_local_dir="$OUT_DIR/sft" \
+        trainer.total_epochs=1000 \
+        trainer.total_training_steps="$SFT_STEPS" \
+        trainer.save_freq=1000
+fi
+
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files="$OUT_DIR/data/train.parquet" \
+    data.val_files="$OUT_DIR/data/test.parquet" \
+    data.train_batch_size=16 \
+    data.max_prompt_length=32 \
+    data.max_response_length=192 \
+    data.dataloader_num_workers=0 \
+    actor_rollout_ref.model.path="$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface" \
+    actor_rollout_ref.model.use_remove_padding=true \
+    actor_rollout_ref.model.enable_gradient_checkpointing=false \
+    actor_rollout_ref.actor.optim.lr=1e-4 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=8 \
+    actor_rollout_ref.actor.use_dynamic_bsz=true \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 \
+    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.mode=async \
+    actor_rollout_ref.rollout.dtype=float32 \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.enforce_eager=true \
+    actor_rollout_ref.rollout.calculate_log_probs=true \
+    actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \
+    actor_rollout_ref.rollout.agent.num_workers=1 \
+    actor_rollout_ref.rollout.agent.agent_loop_config_path=recipe/langgraph_agent/example/agent.yaml \
+    trainer.device=cpu \
+    trainer.n_gpus_per_node="$WORKERS" \
+    trainer.logger='[]' \
+    trainer.project_name=langgraph_agent \
+    trainer.experiment_name=grpo \
+    trainer.default_local_dir="$OUT_DIR/grpo" \
+    trainer.total_training_steps=20 \
+    trainer.total_epochs=1000 \
+    trainer.test_freq=10 \
+    trainer.save_freq=20 \
+    "$@"
