@@ -20,7 +20,7 @@ python3 -m verl.trainer.sft_trainer \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
     engine.model_dtype=fp32 \
-    optim.lr=1e-5 \
+    optim.lr=3e-5 \
     optim.lr_warmup_steps_ratio=0.1 \
     checkpoint.save_contents='[hf_model]' \
     trainer.device=cpu \
@@ -29,7 +29,7 @@ python3 -m verl.trainer.sft_trainer \
     trainer.experiment_name=sft \
     trainer.default_local_dir="$OUT_DIR/sft" \
     trainer.total_epochs=1 \
-    trainer.total_training_steps=20 \
+    trainer.total_training_steps=100 \
     trainer.save_freq=1000 \
-    trainer.test_freq=10 \
+    trainer.test_freq=25 \
     "$@"

@@ -46,6 +46,9 @@ RAN = {
     ),
     "examples/ppo_trainer/run_tiny_cpu.sh": Ran("accuracy 0.35, after 40 steps 0.99", "docs/verification.md"),
     "examples/sft/run_tiny_cpu.sh": Ran("a model of accuracy 0.35", "docs/algo/baseline.md"),
+    "examples/sft/run_smollm2_135m_cpu.sh": Ran(
+        "accuracy 0.25, after 100 steps 0.75", "examples/smollm2_135m/README.md"
+    ),
     "examples/split_placement/run_tiny_cpu.sh": Ran(
         "accuracy 0.36, after 40 steps 0.96", "examples/split_placement/README.md"
     ),

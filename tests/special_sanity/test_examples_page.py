@@ -49,7 +49,7 @@ def test_rows_by_hand():
         "2 CPU workers",
         "ran: accuracy 0.36, after 40 steps 0.96 (`examples/split_placement/README.md`)",
     )
-    assert describe(folder / "sft/run_smollm2_135m_cpu.sh")[3] == "composed"
+    assert describe(folder / "sft/run_tiny_vl_cpu.sh")[3] == "composed"
     assert describe(folder / "grpo_trainer/run_tiny_cpu.sh")[3].endswith("0.99 ([algo/baseline.md](algo/baseline.md))")
     assert describe(ROOT / "recipe/dapo/run_dapo_qwen2.5_32b_npu.sh")[2] == "2 x 16 Ascend devices"
     assert describe(folder / "sft/gsm8k/run_qwen_05_peft.sh")[2] == "2 GPUs"
