@@ -104,14 +104,19 @@ def settings_of(script: Path) -> str:
     return text if other is None or " -m " in text else settings_of(script.with_name(other[1])) + text
 
 
+def data_of(text: str) -> str:
+    """Return the comments that say where the data come from."""
+    return " ".join(line for line in text.splitlines() if line.startswith("# Data first"))
+
+
 def describe(script: Path) -> tuple[str, str, str, str]:
     """Return what a script runs, its data, its devices and how far it has been tried."""
     text = script.read_text()
     comments = [line[2:] for line in text.splitlines() if line.startswith("# ")]
     title = re.split(r"(?<!Dr)\.(?:\s|$)|; scripts/", " ".join(comments))[0]
+    source = data_of(text)
     text = settings_of(script)
-    comments = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-    source = " ".join(line for line in comments if line.startswith("Data first"))
+    source = source or data_of(text)
     data = ", ".join(f"`{name}`" for name in dict.fromkeys(re.findall(r"\w+\.(?:py|sh)\b", source)))
     if script.name.startswith("prepare_"):
         return title, data, "", "not run"

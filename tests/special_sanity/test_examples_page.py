@@ -54,3 +54,5 @@ def test_rows_by_hand():
     assert describe(ROOT / "recipe/dapo/run_dapo_qwen2.5_32b_npu.sh")[2] == "2 x 16 Ascend devices"
     assert describe(folder / "sft/gsm8k/run_qwen_05_peft.sh")[2] == "2 GPUs"
     assert describe(ROOT / "recipe/dapo/prepare_dapo_data.sh")[3] == "not run"
+    assert describe(ROOT / "recipe/prime/run_prime_qwen.sh")[1] == "`gsm8k.py`, `math_dataset.py`"
+    assert describe(ROOT / "recipe/prime/run_prime_qwen_code.sh")[1] == ""  # other data than the script that it runs
