@@ -1,0 +1,209 @@
+"""Environments of the package ``verifiers`` (0.1) as interactions: they answer, end and score the conversation.
+
+The environment runs its own rollout. Its model client is ours: it hands in the messages that the policy has sampled,
+and what the environment asks next is the answer to the policy. Environments whose tools the model calls natively, and
+rubrics that compare the samples of a prompt, are refused. From verifiers 0.4 on environments drive the model over HTTP.
+"""
+
+import asyncio
+import functools
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from verl.base_config import BaseConfig, Violation, WrongInput, one_line, setting
+from verl.interactions.base import Answered, BaseInteraction, Message, last_text, text_of
+from verl.interactions.environment_interaction import EnvironmentFault, load_factory
+from verl.utils.class_files import read_options
+from verl.utils.import_utils import has_module
+
+_CAN_BE_USED = "0.1."
+_INPUT = ("prompt", "answer", "info", "example_id")
+MODEL = "policy"
+
+
+@dataclass
+class VerifiersConfig(BaseConfig):
+    """``config`` of the interaction."""
+
+    _is_closed: ClassVar[bool] = True
+
+    environment: str | None = setting(None, "id of an installed environment, for verifiers.load_environment")
+    factory: str | None = setting(None, "dotted name of a function that makes the environment, instead of its id")
+    arguments: dict[str, Any] = setting({}, "arguments of the environment")
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield what names no environment."""
+        if (self.environment is None) == (self.factory is None):
+            text = "write either environment, the id of an installed one, or factory, the dotted name of a function"
+            yield Violation("environment", self.environment, text, others=("factory",))
+
+
+@dataclass
+class _Rollout:
+    """A rollout of the environment that waits for messages of the policy.
+
+    ``asked`` holds the conversations that the environment wants continued, ``sampled`` the messages of the policy.
+    """
+
+    asked: "asyncio.Queue[list[dict[str, Any]]]" = field(default_factory=asyncio.Queue)
+    sampled: "asyncio.Queue[str]" = field(default_factory=asyncio.Queue)
+    task: "asyncio.Task[Any] | None" = None
+    seen: int = 0
+    score: float = 0.0
+
+
+class VerifiersInteraction(BaseInteraction):
+    """Lets an environment of verifiers answer. Rows give ``input`` in ``interaction_kwargs``, a row of its data set."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.options = read_options(self, config, VerifiersConfig)
+        self.environment = _load(self.options)
+        name = self.options.environment or self.options.factory
+        if getattr(self.environment, "tool_defs", None):
+            raise WrongInput(f"config.environment={name}: has tools, which the model calls natively: use verl.tools")
+        if getattr(self.environment, "requires_group_rollouts", False):
+            raise WrongInput(f"config.environment={name}: scores groups of samples together: use another rubric")
+        self._client = functools.cache(_client_class)
+        self._rollouts: dict[str, _Rollout] = {}
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Start the rollout of ``input`` and wait until the environment wants the first message of the policy.
+
+        Raises: WrongInput if the row has no input.
+        """
+        given = kwargs.get("input")
+        if not isinstance(given, Mapping) or not given.get("prompt"):
+            key = "extra_info.interaction_kwargs.input"
+            raise WrongInput(f"a row has no input for the interaction {self.name}: write {key}, with prompt and answer")
+        rollout = _Rollout()
+        wanted = {"example_id": 0, **{key: given[key] for key in _INPUT if key in given}}
+        client = self._client()(rollout)
+        rollout.task = asyncio.create_task(self.environment.rollout(wanted, client, MODEL, {}))
+        instance_id = await super().start_interaction(instance_id)
+        self._rollouts[instance_id] = rollout
+        if await self._asks(rollout) is None:
+            raise EnvironmentFault(f"interaction {self.name}: the environment ended before the first message")
+        return instance_id
+
+    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
+        """Hand in the last message of the policy; the conversation ends when the rollout does."""
+        rollout = self._rollouts[instance_id]
+        assert rollout.task is not None
+        if rollout.task.done():
+            return True, "", 0.0, {}
+        rollout.sampled.put_nowait(last_text(messages, "assistant") or "")
+        text = await self._asks(rollout)
+        if text is not None:
+            return False, text, 0.0, {}
+        state = rollout.task.result()
+        await self.environment.rubric.score_rollout(state)
+        rollout.score = float(state["reward"])
+        final = state.get("final_env_response") or ()
+        text = final if isinstance(final, str) else "\n".join(text_of(_plain(message)) for message in final)
+        return True, text, rollout.score, dict(state["metrics"] or {})
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the score of the rollout, 0 before its end."""
+        return self._rollouts[instance_id].score
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """End the rollout."""
+        rollout = self._rollouts.pop(instance_id, None)
+        if rollout is not None and rollout.task is not None:
+            rollout.task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await rollout.task
+
+    async def _asks(self, rollout: _Rollout) -> str | None:
+        """Return what the environment adds before the next message of the policy; None if it has ended.
+
+        Raises: EnvironmentFault if it failed.
+        """
+        assert rollout.task is not None
+        asked = asyncio.ensure_future(rollout.asked.get())
+        try:
+            await asyncio.wait([asked, rollout.task], return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                messages = asked.result()
+                added = messages[rollout.seen :]
+                rollout.seen = len(messages) + 1  # with the message that the policy now samples
+                return "\n".join(text_of(message) for message in added)
+        finally:
+            asked.cancel()
+        error = rollout.task.exception() or rollout.task.result().get("error")
+        if error is not None:
+            raise EnvironmentFault(f"interaction {self.name}: {one_line(repr(error))}")
+        return None
+
+
+def _load(options: VerifiersConfig) -> Any:
+    """Return the environment.
+
+    Raises: WrongInput if it cannot be made.
+    """
+    if not has_module("verifiers"):
+        raise WrongInput("config.environment: the package verifiers is not installed: pip install 'verifiers<0.2'")
+    version = importlib.metadata.version("verifiers")
+    if not version.startswith(_CAN_BE_USED):
+        raise WrongInput(f"config.environment: verifiers {version} has another interface: pip install 'verifiers<0.2'")
+    import verifiers
+
+    if options.factory is not None:
+        return load_factory(options.factory)(**options.arguments)
+    return verifiers.load_environment(options.environment, **options.arguments)
+
+
+def _client_class() -> Any:
+    """Return the class of clients that take messages from the policy; verifiers is imported only here and above."""
+    from verifiers.clients import Client
+    from verifiers.types import Response, ResponseMessage
+
+    class PolicyClient(Client):  # type: ignore[misc]
+        """Asks a rollout for the next message."""
+
+        def __init__(self, rollout: _Rollout) -> None:
+            super().__init__(rollout)
+
+        async def get_response(self, prompt: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+            """Return the message that the policy samples."""
+            self.client.asked.put_nowait([_plain(message) for message in prompt])
+            text = await self.client.sampled.get()
+            message = ResponseMessage(role="assistant", content=text, finish_reason="stop", is_truncated=False)
+            return Response(id="policy", created=0, model=model, message=message)
+
+        def setup_client(self, config: Any) -> Any:
+            """Return what asks."""
+            return config
+
+        async def to_native_tool(self, tool: Any) -> Any:
+            """Return a tool as it is."""
+            return tool
+
+        async def to_native_prompt(self, messages: Any) -> Any:
+            """Return messages as they are."""
+            return messages, {}
+
+        async def get_native_response(self, prompt: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+            """Do what ``get_response`` does."""
+            return await self.get_response(prompt, model)
+
+        async def raise_from_native_response(self, response: Any) -> None:
+            """Accept every message."""
+
+        async def from_native_response(self, response: Any) -> Any:
+            """Return a response as it is."""
+            return response
+
+        async def close(self) -> None:
+            """Close nothing."""
+
+    return PolicyClient
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """Return a message of verifiers, a model of pydantic or a dict, as a dict."""
+    return dict(message) if isinstance(message, Mapping) else message.model_dump()
