@@ -221,7 +221,7 @@ class ChatFormat:
             if not self._text_arguments and any(message.get("tool_calls") for message in messages):
                 try:  # some templates, DeepSeek's for instance, join the arguments of a call to other text
                     text = render_chat(self.templater, with_text_arguments(messages), options)
-                except Exception:
+                except Exception:  # the first error is told
                     pass
                 else:
                     self._text_arguments = True
