@@ -73,6 +73,9 @@ def check_run_machine(run: RunConfig) -> None:
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
     if reward.enable and reward.enable_resource_pool:
         pools["reward_model"] = (reward.n_gpus_per_node, reward.nnodes)
+    shared = run.actor_rollout_ref
+    if not shared.hybrid_engine:
+        pools["actor_rollout_ref.rollout"] = (shared.rollout.n_gpus_per_node, shared.rollout.nnodes)
     engines = {"actor_rollout_ref.rollout.name": run.actor_rollout_ref.rollout.name}
     if reward.enable and reward.is_generative:
         engines["reward_model.name"] = reward.name

@@ -42,6 +42,7 @@ MANAGER, REWARDS = (
     "tests/utils/checkpoint/test_fsdp_checkpoint_manager.py::",
     "tests/workers/rewards/test_reward_managers.py::",
 )
+STANDALONE = E2E + "test_standalone_servers.py::test_standalone_servers_equal_the_hybrid_engine"
 SCORES = "tests/workers/roles/test_reward_model.py::test_scores_are_those_of_transformers"
 SANDBOX = "tests/utils/reward_score/test_code_scorers.py::"
 DATACLASSES, PARTS = "tests/workers/config/test_dataclasses.py::", "tests/workers/config/test_model.py::"
@@ -164,6 +165,11 @@ READERS = [
     Reader(f"{ROLLOUT}.agent", "server_timeout_s", "experimental/agent_loop/servers.py", "agent", "tests/experimental/agent_loop/test_servers.py::test_a_server_that_is_gone_loses_its_requests_to_others"),
     Reader(f"{ROLLOUT}.agent", "tool_timeout_s", "experimental/agent_loop/tool_agent_loop.py", "rollout.agent", "tests/experimental/agent_loop/test_tool_agent_loop.py::test_a_call_that_fails_is_told_to_the_model"),
     Reader(ROLLOUT, "over_sample_rate", "experimental/agent_loop/attempts.py", "rollout", "tests/experimental/agent_loop/test_attempts.py::test_over_sampling_gives_up_the_last_ones"),
+    Reader("actor_rollout_ref", "hybrid_engine", "trainer/ppo/resources.py", "node", STANDALONE),
+    Reader(ROLLOUT, "nnodes n_gpus_per_node", "workers/rollout/standalone.py", "config", STANDALONE),
+    Reader(f"{ROLLOUT}.server", "max_start_wait_time", "workers/rollout/replica.py", "self.config.server", "tests/workers/rollout/test_standalone.py::test_servers_that_die_are_replaced"),
+    Reader(f"{ROLLOUT}.server", "heartbeat_timeout", "workers/rollout/vllm_rollout/vllm_async_server.py", "self.config.server", "tests/workers/rollout/test_server_contract.py::test_nobody_waits_for_an_engine_that_has_failed"),
+    Reader(f"{ROLLOUT}.agent.custom_async_server", "path name", "workers/rollout/standalone.py", "custom", "tests/workers/rollout/test_standalone.py::test_classes_of_the_user"),
     Reader(ROLLOUT, "batch_invariant", "workers/rollout/vllm_rollout/engine_args.py", "config", CONTRACT + "test_a_response_does_not_depend_on_the_others_of_its_batch"),
     Reader(f"{ROLLOUT}.engine_kwargs", "vllm", "workers/rollout/vllm_rollout/engine_args.py", "config.engine_kwargs", ARGS),
     Reader(ROLLOUT, "ignore_eos", "workers/rollout/base.py", "self.config", CONTRACT + "test_mask_follows_what_was_sampled"),
@@ -266,7 +272,6 @@ ONE_IMPLEMENTATION = {
 """YAML file -> keys that select between implementations of which there is one; the comment there says so."""
 
 REFUSED = {
-    "actor_rollout_ref.hybrid_engine": False,
     f"{ACTOR}.use_remove_padding": True,
     f"{ACTOR}.use_fused_kernels": True,
     f"{ROLLOUT}.pipeline_model_parallel_size": 2,

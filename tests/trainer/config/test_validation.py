@@ -46,6 +46,8 @@ def violations(base, changes, use_reference_policy=True, use_critic=True):
 
 
 ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
+SERVERS = f"{ROLLOUT}.agent.custom_async_server"
+SERVED = {"actor_rollout_ref.hybrid_engine": False, f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.data_parallel_size": 2}
 
 
 def test_the_small_run_is_right(base):
@@ -126,7 +128,11 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "global_step_<N>"),
         ({"trainer.logger": ["console", "wandbb"]}, "trainer.logger", "list of trackers"),
         ({"trainer.use_legacy_worker_impl": "maybe"}, "trainer.use_legacy_worker_impl", "auto, enable, disable"),
-        ({"actor_rollout_ref.hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "must be true"),
+        ({"actor_rollout_ref.hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "needs servers"),
+        (SERVED | {f"{ROLLOUT}.n_gpus_per_node": 3}, f"{ROLLOUT}.n_gpus_per_node", "tensor_model_parallel_size x data_parallel_size = 2"),
+        ({f"{ROLLOUT}.data_parallel_size": 2}, f"{ROLLOUT}.data_parallel_size", "with hybrid_engine=true"),
+        (SERVED | {f"{SERVERS}.path": "servers.py"}, f"{SERVERS}.name", "write path and name"),
+        (SERVED | {f"{SERVERS}.path": "no.py", f"{SERVERS}.name": "Mine"}, f"{SERVERS}.path", "does not exist"),
         ({"data.sampler.class_path": "pkg://x"}, "data.dataloader_num_workers", "must be 0"),
         ({"data.custom_cls.name": "Rows"}, "data.custom_cls.path", "the file that holds Rows"),
         # batch sizes

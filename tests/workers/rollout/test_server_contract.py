@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.rollout import tiny
+from tests.workers.rollout import subjects, tiny
 from verl.protocol import DataProto
 from verl.workers.rollout.server import ServerError, TokenOutput
 
@@ -26,27 +25,27 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    rollout = tiny.start_rollout("vllm", model, tmp_path_factory.mktemp("server"), mode="async", max_model_len=64)
+def rollout(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The engine in this process, which also says what a batch gives."""
+    rollout = tiny.start_rollout("vllm", model, tmp_path_factory.mktemp("hybrid"), mode="async", max_model_len=64)
     tiny.load_all(rollout, model)
-    asyncio.run(rollout.resume(["weights", "kv_cache"]))
     yield rollout
     rollout.shutdown()
 
 
-@pytest.fixture
-def own_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """The server with a loop that the test may break."""
-    from verl.workers.rollout.vllm_rollout.engine_loop import EngineLoop
-
-    server._loop.stop()
-    monkeypatch.setattr(server, "_loop", EngineLoop(server._llm, None, server._offer_fault))
-    kept = server._llm.llm_engine
-    yield server
-    open_requests = list(kept.output_processor.request_states)
-    kept.abort_request(open_requests, internal=True)
-    monkeypatch.undo()
-    server._loop = EngineLoop(server._llm, None, server._offer_fault)
+@pytest.fixture(scope="module", params=["hybrid", "standalone"])
+def server(
+    request: pytest.FixtureRequest, rollout: Any, model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    if request.param == "hybrid":
+        subject: Server = subjects.HybridServer(rollout)
+    else:
+        request.getfixturevalue("ray_cluster")
+        subject = subjects.StandaloneServer(model, tmp_path_factory.mktemp("standalone"))
+        subject.load(model, rollout.weights_version)
+    asyncio.run(subject.resume())
+    yield subject
+    subject.close()
 
 
 def params(prompts: DataProto, row: int, **changes: Any) -> dict[str, Any]:
@@ -65,10 +64,10 @@ async def ask(server: Server, prompts: DataProto, row: int, delay_s: float = 0.0
     return await server.generate(ids, params(prompts, row, **changes), f"request {row}")
 
 
-def test_requests_in_any_order_give_what_a_batch_gives(server: Server) -> None:
+def test_requests_in_any_order_give_what_a_batch_gives(server: Server, rollout: Any) -> None:
     """Tokens and log-probabilities are equal bit for bit, also next to requests that end early."""
     prompts = tiny.prompts_batch(8, repeat=3)
-    batch = server.generate_sequences(prompts)
+    batch = rollout.generate_sequences(prompts)
     rows = tiny.sampled_tokens(batch)
     delays = random.Random(0)
 
@@ -83,7 +82,7 @@ def test_requests_in_any_order_give_what_a_batch_gives(server: Server) -> None:
         expected = batch.batch["rollout_log_probs"][row, : len(output.token_ids)]
         assert torch.equal(torch.tensor(output.log_probs), expected)
         assert output.finish_reason == ("stop" if output.token_ids[-1] == tiny.EOS else "length")
-        assert output.weight_versions == [server.weights_version] * len(output.token_ids)
+        assert output.weight_versions == [rollout.weights_version] * len(output.token_ids)
 
 
 def test_what_a_request_asks_for(server: Server) -> None:
@@ -147,77 +146,75 @@ def test_abort_and_cancel_free_the_engine(server: Server) -> None:
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        assert (await server.health())["running"] == 0
+        while (await server.health())["running"]:  # a server hears of it a little later
+            await asyncio.sleep(0.001)
         assert (await ask(server, prompts, 0, max_tokens=40)).token_ids == whole.token_ids
 
     asyncio.run(run())
 
 
-def test_requests_wait_while_the_weights_change(server: Server, model: Any) -> None:
+def test_requests_wait_while_the_weights_change(server: Server, rollout: Any, model: Any) -> None:
     """A request that runs goes on with the new weights, and knows which token came from which."""
     prompts = tiny.prompts_batch(4, seed=4)
-    version = server.weights_version
 
-    async def run() -> tuple[TokenOutput, TokenOutput, TokenOutput]:
+    async def run() -> tuple[int, TokenOutput, TokenOutput, TokenOutput]:
+        version = await server.version()
         running = asyncio.create_task(ask(server, prompts, 0, max_tokens=40))
         while not (await server.health())["running"]:
             await asyncio.sleep(0)
-        await server.release()
+        await server.pause()
         waiting = asyncio.create_task(ask(server, prompts, 1))
         given_up = asyncio.create_task(ask(server, prompts, 2))
         while (await server.health())["waiting"] < 2:
             await asyncio.sleep(0.001)
         assert await server.abort("request 2")
         tiny.disturb(model, 0.3, seed=9)
-        tiny.load_all(server, model, version + 1)
+        server.load(model, version + 1)
         assert not waiting.done()
-        await server.resume(["weights", "kv_cache"])
-        return await running, await waiting, await given_up
+        await server.resume()
+        assert await server.version() == version + 1
+        return version, await running, await waiting, await given_up
 
-    running, waiting, given_up = asyncio.run(run())
+    version, running, waiting, given_up = asyncio.run(run())
     assert [number for number, _ in running.versions] in ([version, version + 1], [version])
     assert sum(count for _, count in running.versions) == len(running.token_ids)
     assert waiting.weight_versions == [version + 1] * len(waiting.token_ids)
     assert given_up == TokenOutput([], [], "abort")
-    expected = server.generate_sequences(prompts[1:2])
+    tiny.load_all(rollout, model, version + 1)
+    asyncio.run(rollout.resume(["weights", "kv_cache"]))
+    expected = rollout.generate_sequences(prompts[1:2])
     assert tiny.sampled_tokens(expected) == [waiting.token_ids]
     reference = tiny.reference_log_probs(model, expected, tiny.TEMPERATURE)[0, : len(waiting.token_ids)]
     # fp32 rounding of two layers
     torch.testing.assert_close(torch.tensor(waiting.log_probs), reference, atol=1e-4, rtol=0)
 
 
-def test_a_step_that_hangs_is_found_by_its_deadline(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, goes_on = tiny.prompts_batch(1), threading.Event()
-    step = own_server._llm.llm_engine.step
-    monkeypatch.setattr(own_server._llm.llm_engine, "step", lambda: goes_on.wait() and step())
+def test_a_step_that_hangs_is_found_by_its_deadline(server: Server) -> None:
+    prompts = tiny.prompts_batch(1)
 
     async def run() -> None:
-        hanging = asyncio.create_task(ask(own_server, prompts, 0))
-        await asyncio.sleep(0.05)
-        with pytest.raises(ServerError, match="has not answered for 0.1 s"):
-            await own_server.health(timeout_s=0.1)
-        goes_on.set()
+        with server.hanging():
+            hanging = asyncio.create_task(ask(server, prompts, 0))
+            await asyncio.sleep(0.05)
+            with pytest.raises(ServerError, match=r"has not answered for 0\.1 s"):
+                await server.health(timeout_s=0.1)
+            assert not hanging.done()
         assert (await hanging).token_ids
-        own_server._loop.stop()
 
     asyncio.run(run())
 
 
-def test_nobody_waits_for_an_engine_that_has_failed(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_an_engine_that_has_failed(server: Server) -> None:
     prompts = tiny.prompts_batch(2)
 
-    def fail() -> None:
-        raise RuntimeError("no more memory")
-
-    monkeypatch.setattr(own_server._llm.llm_engine, "step", fail)
-
     async def run() -> None:
-        for _ in range(2):  # one that waits, and one that comes too late
-            with pytest.raises(ServerError, match="no more memory"):
-                await ask(own_server, prompts, 0)
-        with pytest.raises(ServerError, match="no more memory"):
-            await own_server.health()
-        with pytest.raises(ServerError, match="no more memory"):
-            own_server._loop.pause()
+        with server.failing():
+            for _ in range(2):  # one that waits, and one that comes too late
+                with pytest.raises(ServerError, match=server.gone):
+                    await ask(server, prompts, 0)
+            with pytest.raises(ServerError, match=server.gone):
+                await server.health()
+            with pytest.raises(ServerError, match=server.gone):
+                await server.pause()
 
     asyncio.run(run())

@@ -1,7 +1,8 @@
 """The driver's side of agent loops: the servers, the actors that run the loops, and a batch through both."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
 from verl.utils.observe.attempts import AttemptLine
 from verl.workers.rollout.base import DROPPED_COLUMN
-from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.standalone import StandaloneServers, replica_class_of
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayWorkerGroup
@@ -59,14 +61,23 @@ class AgentLoopManager:
         self._attempts: list[AttemptLine] = []
         self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         if not hasattr(self, "rollout_replica_class"):
-            self.rollout_replica_class = get_rollout_replica_class(self.rollout_config.name)
+            self.rollout_replica_class = replica_class_of(self.rollout_config)
         if not hasattr(self, "agent_loop_workers_class"):
             self.agent_loop_workers_class = ray.remote(AgentLoopWorker)
         self._init_replicas()
         self._init_agent_loop_workers()
 
+    servers: StandaloneServers | None = None
+    """The servers on devices of their own, with ``hybrid_engine=false``."""
+
     def _init_replicas(self) -> None:
         node = self.config.actor_rollout_ref
+        if not node.get("hybrid_engine", True):
+            device = self.config.trainer.device
+            self.servers = StandaloneServers(self.rollout_replica_class, self.rollout_config, node.model, device)
+            self.rollout_replicas = self.servers.replicas
+            self.server_handles = list(self.servers.handles.values())
+            return
         size = self.rollout_config.workers_per_engine
         count = self.worker_group.world_size // size
         per_node = self.config.trainer.n_gpus_per_node
@@ -104,7 +115,8 @@ class AgentLoopManager:
         started = time.perf_counter()
         attempts: list[AttemptLine] = []
         try:
-            output = self._run_loops(_placed(prompts))  # an error ends the workers
+            with self._watched(prompts.meta_info.get("global_steps")):
+                output = self._run_loops(_placed(prompts))  # an error ends the workers
             attempts = output.meta_info.pop("attempts")
         except Exception as error:
             attempts = _account_of(prompts, error)
@@ -152,8 +164,25 @@ class AgentLoopManager:
         whole.meta_info |= lists
         return whole
 
+    def sync_weights(self, step: int | None = None) -> None:
+        """Give the current weights to standalone servers; dead ones are replaced."""
+        if self.servers is not None:
+            self.servers.sync(self._sender(step))
+
+    def _watched(self, step: int | None) -> AbstractContextManager[None]:
+        """Replace standalone servers that die meanwhile."""
+        return nullcontext() if self.servers is None else self.servers.watched(self._sender(step))
+
+    def _sender(self, step: int | None) -> Callable[[dict[str, Actor]], dict[str, str]]:
+        def send(handles: dict[str, Actor]) -> dict[str, str]:
+            lost: dict[str, str] = self.worker_group.sync_servers(handles, step)[0]
+            return lost
+
+        return send
+
     def wake_up(self, step: int | None = None) -> None:
         """Give devices and current weights to the engines."""
+        self.sync_weights(step)
         self.worker_group.wait([worker.wake_up.remote(step) for worker in self._workers()], "wake_up")
 
     def sleep(self) -> None:

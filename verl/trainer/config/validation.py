@@ -24,6 +24,7 @@ from verl.trainer.config.rules.rollout import (
     importance_weight_rules,
     multi_turn_rules,
     rollout_rules,
+    server_rules,
 )
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
@@ -135,6 +136,7 @@ def _rules(
     yield from rollout_rules(run, broken)
     yield from agent_loop_rules(run)
     yield from multi_turn_rules(run)
+    yield from server_rules(run, broken)
     yield from megatron_rules(run, use_reference, broken)
     yield from reward_model_rules(run, broken)
 

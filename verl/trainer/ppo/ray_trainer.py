@@ -96,7 +96,6 @@ class RayPPOTrainer:
         self.val_reward_fn = val_reward_fn
         run = self.run_config
         self.hybrid_engine = run.actor_rollout_ref.hybrid_engine
-        assert self.hybrid_engine, "actor_rollout_ref.hybrid_engine must be true: actor and rollout share processes"
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
@@ -264,7 +263,11 @@ class RayPPOTrainer:
         state = self.state
         if state.engine_version == state.weights_version or self.run_config.actor_rollout_ref.rollout.skip_rollout:
             return
-        if hasattr(self.actor_rollout_wg, "sync_weights"):  # a fork's worker class need not have it
+        if not self.hybrid_engine and self.async_rollout_manager is not None:
+            with phase("weight_sync", step=state.step):
+                self.async_rollout_manager.sync_weights(state.step)
+            state.engine_version = state.weights_version
+        elif hasattr(self.actor_rollout_wg, "sync_weights"):  # a fork's worker class need not have it
             with phase("weight_sync", step=state.step):
                 self.actor_rollout_wg.sync_weights(state.step)
             state.engine_version = state.weights_version

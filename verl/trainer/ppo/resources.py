@@ -89,7 +89,10 @@ def worker_arguments(config: DictConfig, run: RunConfig, role: Role, actor_cls: 
     if role == Role.ActorRollout:
         node = run.actor_rollout_ref
         with_reference = node.actor.holds_reference and node.model.lora_rank == 0
-        name = str(Role.ActorRolloutRef if with_reference else role)
+        if node.hybrid_engine:
+            name = str(Role.ActorRolloutRef if with_reference else role)
+        else:
+            name = "actor_ref" if with_reference else str(Role.Actor)
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role=name)
     if role == Role.RefPolicy:
         return RayClassWithInitArgs(cls=actor_cls, config=config.actor_rollout_ref, role="ref")

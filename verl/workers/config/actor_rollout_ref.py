@@ -74,9 +74,7 @@ class ActorRolloutRefConfig(BaseConfig):
     ref: RefConfig = field(default_factory=FSDPRefConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     model: HFModelConfig = field(default_factory=HFModelConfig)
-    hybrid_engine: bool = setting(
-        True, "actor and rollout share their devices", one_of=(True,), hint="actor and rollout share their devices"
-    )
+    hybrid_engine: bool = setting(True, "actor and rollout share their devices")
     nccl_timeout: float = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", above=0, at_most=MOST_SECONDS)
 
     @property

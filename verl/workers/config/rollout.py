@@ -114,7 +114,8 @@ class ServerConfig(BaseConfig):
     max_attempts: int = setting(3, "attempts at one request")
     retry_delay: float = setting(2.0, "pause before another attempt")
     max_connections: int = setting(1000, "connections open at once")
-    max_start_wait_time: float = setting(300.0, "limit of the start of a server")
+    max_start_wait_time: float = setting(300.0, "limit of the start of a server", above=0)
+    heartbeat_timeout: float = setting(60.0, "limit of an engine's silence, before it counts as dead", above=0)
 
 
 @dataclass
@@ -135,6 +136,8 @@ class RolloutConfig(LogProbConfig):
 
     name: str = setting("???", "generation engine", one_of=ROLLOUTS)
     mode: str = setting("sync", "whether a server generates", one_of=("sync", "async"))
+    nnodes: int = setting(1, "nodes of standalone servers", at_least=1)
+    n_gpus_per_node: int = setting(8, "devices of each node of standalone servers", at_least=1)
     temperature: float = setting(1.0, "divisor of the logits", at_least=0)
     top_k: int = setting(-1, "most likely tokens to draw from; -1 or 0: all", at_least=-1)
     top_p: float = setting(1, "probability of the tokens to draw from", above=0, at_most=1)

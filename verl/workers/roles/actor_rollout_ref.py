@@ -30,13 +30,13 @@ from verl.workers.roles.base import AnyTrainedConfig, EngineRoleConfig, EngineWo
 from verl.workers.roles.losses import ppo_loss, select_tokens
 from verl.workers.roles.workerless import BasePPOActor, DataParallelPPOActor
 from verl.workers.rollout import build_rollout
-from verl.workers.sharding_manager import build_sharding_manager, complete
+from verl.workers.sharding_manager import ServerSync, build_sharding_manager, complete
 
 if TYPE_CHECKING:
     from verl.workers.config import ActorRolloutRefConfig, HFModelConfig, RefConfig, RolloutConfig
     from verl.workers.config.actor_critic import McoreActorConfig
 
-ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_ref", "actor_rollout_ref")
 
 
 class ActorRolloutRefWorker(EngineWorker):
@@ -67,6 +67,7 @@ class ActorRolloutRefWorker(EngineWorker):
         self._weight_sync: dict[str, float] = {}
         self._sync_timing: dict[str, float] = {}
         self._step: int | None = None
+        self._servers: ServerSync | None = None
         self._register_meshes()
         self.use_profilers(**self._profilers())
 
@@ -111,6 +112,9 @@ class ActorRolloutRefWorker(EngineWorker):
             self._build_ref()
         if self._is_actor and self.actor_config.uses_full_kl:
             self.engine.set_reference(self.ref_engine if self._is_ref else None)
+        if self._is_actor and not self._is_rollout:
+            bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
+            self._servers = ServerSync(self.engine, bucket_bytes, self.config.nccl_timeout)
         if self._is_rollout:
             self._build_rollout(trust_remote_code=self.model_config.trust_remote_code)
             self.rollout.seeds = self._request_seeds()
@@ -263,6 +267,18 @@ class ActorRolloutRefWorker(EngineWorker):
             with simple_timer("wake_and_sync", self._sync_timing):
                 self.sharding_manager.sync(step)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_servers(self, handles: Mapping[str, Any], step: int | None = None) -> dict[str, str]:
+        """Send the weights to the standalone servers that do not have them, and let all of them answer requests.
+
+        Args: the actors of the servers by name; the step of the run, for messages.
+        Returns: why servers were lost, by name; on rank 0 only.
+        """
+        assert self._servers is not None, "only an actor without a rollout in its process sends to servers"
+        begin_peak()
+        with simple_timer("wake_and_sync", self._sync_timing):
+            return self._servers.run(handles, step)
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     @DistProfiler.annotate(color="red", role="rollout_generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -329,8 +345,9 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _weight_sync_metrics(self) -> dict[str, float]:
         """Return the figures of the sync that brought the present weights, which an earlier call may have run."""
-        if self.sharding_manager.last_sync:
-            self._weight_sync = self.sharding_manager.last_sync
+        last_sync = self.sharding_manager.last_sync if self._servers is None else self._servers.last_sync
+        if last_sync:
+            self._weight_sync = last_sync
         return {f"weight_sync/{name}": value for name, value in self._weight_sync.items() if name != "version"}
 
     def _last_generation(self) -> dict[str, float]:

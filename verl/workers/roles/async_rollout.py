@@ -69,4 +69,6 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
         """
         timing = self._sync_timing | {"generate_sequences": seconds}
         self._sync_timing = {}
-        return DataProto(meta_info=self._generation_figures(timing, lengths, num_workers=self.world_size))
+        config = self.rollout_config
+        devices = self.world_size if self._is_rollout else config.nnodes * config.n_gpus_per_node
+        return DataProto(meta_info=self._generation_figures(timing, lengths, num_workers=devices))

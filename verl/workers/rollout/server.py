@@ -70,7 +70,7 @@ class RolloutServer(Protocol):
         """
 
     async def health(self, timeout_s: float) -> dict[str, float]:
-        """Return what the engine does: ``steps``, ``running``, ``waiting``, ``version``.
+        """Return what the engine does: ``running``, ``waiting``, ``version``, and what else it tells.
 
         Raises: ServerError if the engine is gone or does not answer before the deadline.
         """

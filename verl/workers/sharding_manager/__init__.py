@@ -6,6 +6,7 @@ from verl.workers.sharding_manager.base import BaseShardingManager
 from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
 from verl.workers.sharding_manager.hybrid import HybridShardingManager, complete
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
+from verl.workers.sharding_manager.servers import ServerSync
 from verl.workers.sharding_manager.weight_sync import WeightSyncError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ __all__ = [
     "FSDPVLLMShardingManager",
     "HybridShardingManager",
     "MegatronVLLMShardingManager",
+    "ServerSync",
     "WeightSyncError",
     "build_sharding_manager",
     "complete",

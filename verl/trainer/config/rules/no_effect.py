@@ -101,6 +101,9 @@ IDLE = [
     Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.agent", _LOOPS + _DEADLINES),
     Idle(f"{ROLLOUT}.mode", "sync", ROLLOUT, ("over_sample_rate",)),
     Idle(f"{ROLLOUT}.agent.on_failure", "fail", f"{ROLLOUT}.agent", ("num_retries",)),
+    Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.agent.custom_async_server", ("path", "name")),
+    Idle("actor_rollout_ref.hybrid_engine", True, ROLLOUT, ("nnodes", "n_gpus_per_node")),
+    Idle("actor_rollout_ref.hybrid_engine", True, f"{ROLLOUT}.server", ("max_start_wait_time", "heartbeat_timeout")),
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
     Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
     Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
@@ -172,19 +175,20 @@ class Unsupported(NamedTuple):
 
 
 _ONE_REPETITION = "is not supported: rollout.n repeats each row"
-_NO_SERVERS = "servers of your own are not supported yet: write null"
 _NO_SGLANG = "is read by SGLang, which is not supported yet"
 _TRAINS = "is not supported for a role that trains"
 
 UNSUPPORTED = [
     Unsupported(ROLLOUT, ("name",), f"is not supported yet: write {' or '.join(SUPPORTED_ROLLOUTS)}", ("sglang",)),
     Unsupported(f"{ROLLOUT}.multi_turn", ("num_repeat_rollouts",), _ONE_REPETITION),
-    Unsupported(f"{ROLLOUT}.agent.custom_async_server", ("path", "name"), _NO_SERVERS),
-    Unsupported(ROLLOUT, ("engine_kwargs.sglang", "sglang_engine_mode", "server"), _NO_SGLANG),
+    Unsupported(ROLLOUT, ("engine_kwargs.sglang", "sglang_engine_mode"), _NO_SGLANG),
+    Unsupported(f"{ROLLOUT}.server", ("timeout", "max_attempts", "retry_delay", "max_connections"), _NO_SGLANG),
     Unsupported(
         ROLLOUT,
         ("data_parallel_size",),
-        "is not supported: each group of tensor_model_parallel_size workers has one engine and its share of the batch",
+        "is not supported with hybrid_engine=true: each group of tensor_model_parallel_size workers has one engine and "
+        "its share of the batch",
+        switch="actor_rollout_ref.hybrid_engine",
     ),
     Unsupported("actor_rollout_ref.actor", ("fsdp_config.forward_only", "megatron.forward_only"), _TRAINS),
     Unsupported("critic", ("model.fsdp_config.forward_only", "megatron.forward_only"), _TRAINS),

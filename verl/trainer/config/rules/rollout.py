@@ -36,6 +36,32 @@ def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         yield Violation("actor_rollout_ref.model.lora_rank", rank, f"must be at most {MAX_LORA_RANK_VLLM} with vllm")
 
 
+def server_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
+    """Yield standalone servers that no engine can be, and a class of servers that cannot be found."""
+    shared = run.actor_rollout_ref
+    rollout = shared.rollout
+    custom = rollout.agent.custom_async_server
+    key = f"{_KEY}.agent.custom_async_server"
+    if (custom.path is None) != (custom.name is None):
+        missing = "path" if custom.path is None else "name"
+        yield Violation(f"{key}.{missing}", None, "is missing: write path and name, or neither")
+    elif custom.path is not None and not os.path.exists(os.path.expanduser(custom.path)):
+        yield Violation(f"{key}.path", custom.path, "does not exist: name a Python file")
+    if shared.hybrid_engine:
+        return
+    hybrid = "actor_rollout_ref.hybrid_engine"
+    if rollout.mode != "async" or rollout.name != "vllm":
+        expected = f"needs servers: write {_KEY}.mode=async and {_KEY}.name=vllm, or {hybrid}=true"
+        yield Violation(hybrid, False, expected, others=(f"{_KEY}.mode", f"{_KEY}.name"))
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "n_gpus_per_node")
+    if broken & {f"{_KEY}.{name}" for name in sizes}:
+        return
+    size = rollout.workers_per_engine
+    if rollout.n_gpus_per_node % size:
+        expected = f"must be a multiple of tensor_model_parallel_size x data_parallel_size = {size}, one server"
+        yield Violation(f"{_KEY}.n_gpus_per_node", rollout.n_gpus_per_node, expected)
+
+
 def agent_loop_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield a file of agent loops that cannot be read, and a default loop that nothing can have registered."""
     rollout = run.actor_rollout_ref.rollout

@@ -30,14 +30,22 @@ _CPU_LATENT_ATTENTION: dict[str, Any] = {
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
 }
 
+WEIGHT_BACKEND = "verl"
+"""The name of our receiver of weights in vLLM's ``weight_transfer_config``."""
+INVARIANT_VARIABLE = "VERL_ENGINE_BATCH_INVARIANT"
+"""Set for the processes of a standalone engine: whether no response depends on the others of its batch."""
+
 
 class ContextLengthError(WrongInput, AssertionError):
     """Prompt and response do not fit into the context."""
 
 
-def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") -> dict[str, Any]:
+def build_engine_args(
+    config: "RolloutConfig", model_config: "HFModelConfig", standalone: bool = False
+) -> dict[str, Any]:
     """Return the keyword arguments of ``vllm.LLM``; ``engine_kwargs.vllm`` overrides them.
 
+    Args: a ``standalone`` engine has processes of its own, and gets its weights from another one.
     Raises: ValueError naming the key of a size that cannot work.
     """
     on_cpu = get_device_name() == "cpu"
@@ -47,7 +55,8 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
             f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {max_model_len} and "
             f"enable_chunked_prefill=false: write at least {max_model_len}, or enable chunked prefill"
         )
-    check_parallel_sizes(config)
+    if not standalone:
+        check_parallel_sizes(config)
     args: dict[str, Any] = {
         "model": model_config.local_path,
         "hf_config_path": _if_other(model_config.local_hf_config_path, model_config.local_path),
@@ -72,7 +81,9 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
         "logprobs_mode": "processed_logprobs",  # log-probs of the sampled distribution, with temperature
         "gpu_memory_utilization": config.gpu_memory_utilization,
     }
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if standalone:
+        args |= _standalone_args(config)
+    elif torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         args["distributed_executor_backend"] = "external_launcher"
     if on_cpu:
         args["block_size"] = _CPU_BLOCK_TOKENS
@@ -80,13 +91,22 @@ def build_engine_args(config: "RolloutConfig", model_config: "HFModelConfig") ->
             args |= _CPU_LATENT_ATTENTION
         args["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(config, model_config.hf_config, max_model_len)
     else:
-        args["enable_sleep_mode"] = config.free_cache_engine
+        args["enable_sleep_mode"] = config.free_cache_engine and not standalone
         if config.cudagraph_capture_sizes and not config.enforce_eager:
             args["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
     if is_vision_config(model_config.hf_config):
         args |= media_arguments(config)
     args |= dict(config.engine_kwargs.get("vllm") or {})
     return {name: value for name, value in args.items() if value is not None}
+
+
+def _standalone_args(config: "RolloutConfig") -> dict[str, Any]:
+    return {
+        "data_parallel_size": config.data_parallel_size,
+        "distributed_executor_backend": "mp" if config.tensor_model_parallel_size > 1 else "uni",
+        "worker_extension_cls": f"{__package__}.engine_process.WorkerExtension",
+        "weight_transfer_config": {"backend": WEIGHT_BACKEND},
+    }
 
 
 def is_batch_invariant(config: "RolloutConfig") -> bool:

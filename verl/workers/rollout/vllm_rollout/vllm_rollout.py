@@ -25,11 +25,12 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args, is_batch_invariant
 from verl.workers.rollout.vllm_rollout.media import Request, check_expansion, requests_of, use_training_positions
+from verl.workers.rollout.vllm_rollout.requests import flat_log_probs
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm import RequestOutput, SamplingParams
 
     from verl.workers.config import HFModelConfig, RolloutConfig
 
@@ -199,12 +200,6 @@ class vLLMRollout(BaseRollout):
     def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return the entry that ``weights_checksum`` must have for a full checkpoint tensor."""
         return self._weights.checksum_of_source(name, tensor)
-
-
-def flat_log_probs(output: "CompletionOutput") -> list[float]:
-    """Return the log-probabilities of the sampled tokens; ``flat_logprobs`` makes them one list."""
-    found: Any = output.logprobs
-    return found.logprobs
 
 
 def sleep_level(config: "RolloutConfig") -> int:

@@ -1,0 +1,38 @@
+"""Whole runs whose rollout has devices of its own: they give what the hybrid engine gives."""
+
+import pytest
+
+from verl.utils.observe.record import read_entries
+
+from .test_async_rollout import ASYNC, SHORT, phases_of
+
+APART = {
+    "actor_rollout_ref.hybrid_engine": False,
+    "actor_rollout_ref.rollout.nnodes": 1,
+    "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+    "ray_kwargs.ray_init.num_cpus": 4,
+}
+TWO_SERVERS = {"actor_rollout_ref.rollout.n_gpus_per_node": 2, "trainer.n_gpus_per_node": 2}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "apart, together", [({}, {}), (TWO_SERVERS, {"trainer.n_gpus_per_node": 2})], ids=["one server", "two servers"]
+)
+def test_standalone_servers_equal_the_hybrid_engine(workspace, request, apart, together):
+    """Tokens, log-probabilities, rewards, metrics and weights are equal bit for bit."""
+    name = request.node.callspec.id.replace(" ", "_")
+    hybrid = workspace.train(f"hybrid_{name}", SHORT | ASYNC | together)
+    served = workspace.train(f"apart_{name}", SHORT | ASYNC | APART | apart)
+    for step in hybrid.steps:
+        assert served.numbers(step) == hybrid.numbers(step), f"step {step}"
+    assert served.steps[2]["weight_sync/checksum_ok"] == 1
+    assert served.steps[2]["weight_sync/servers"] == served_by(apart)
+    digests = [
+        [phases_of(entry) for entry in read_entries(run.folder / "metrics.jsonl").values()] for run in (hybrid, served)
+    ]
+    assert digests[0] == digests[1]
+
+
+def served_by(apart):
+    return (APART | apart)["actor_rollout_ref.rollout.n_gpus_per_node"]

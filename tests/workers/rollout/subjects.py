@@ -1,0 +1,160 @@
+"""Rollout servers of both placements behind the same verbs, for the tests of their contract."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.rollout import tiny
+from verl.workers.config import HFModelConfig
+from verl.workers.rollout.server import TokenOutput
+
+
+class HybridServer:
+    """The engine in this process."""
+
+    gone = "no more memory"
+
+    def __init__(self, rollout: Any) -> None:
+        self.rollout = rollout
+
+    async def generate(self, ids: Sequence[int], params: dict[str, Any], request_id: str) -> TokenOutput:
+        return await self.rollout.generate(ids, params, request_id)
+
+    async def abort(self, request_id: str) -> bool:
+        return await self.rollout.abort(request_id)
+
+    async def health(self, timeout_s: float = 10.0) -> dict[str, float]:
+        return await self.rollout.health(timeout_s)
+
+    async def pause(self) -> None:
+        await self.rollout.release()
+
+    async def resume(self) -> None:
+        await self.rollout.resume(["weights", "kv_cache"])
+
+    async def version(self) -> int:
+        return self.rollout.weights_version
+
+    def load(self, model: Any, version: int) -> None:
+        tiny.load_all(self.rollout, model, version)
+
+    def close(self) -> None:
+        """Leave the engine to the fixture that has started it."""
+
+    @contextmanager
+    def _own_loop(self) -> Iterator[pytest.MonkeyPatch]:
+        """Give the engine a loop that the caller may break."""
+        from verl.workers.rollout.vllm_rollout.engine_loop import EngineLoop
+
+        rollout, engine = self.rollout, self.rollout._llm.llm_engine
+        rollout._loop.stop()
+        rollout._loop = EngineLoop(rollout._llm, None, rollout._offer_fault)
+        with pytest.MonkeyPatch.context() as patch:
+            yield patch
+        rollout._loop.stop()
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        rollout._loop = EngineLoop(rollout._llm, None, rollout._offer_fault)
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        engine = self.rollout._llm.llm_engine
+        goes_on, step = threading.Event(), engine.step
+        with self._own_loop() as patch:
+            patch.setattr(engine, "step", lambda: goes_on.wait() and step())
+            try:
+                yield
+            finally:
+                goes_on.set()
+            while self.rollout._loop.load[0]:
+                time.sleep(0.001)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        def fail() -> None:
+            raise RuntimeError(self.gone)
+
+        with self._own_loop() as patch:
+            patch.setattr(self.rollout._llm.llm_engine, "step", fail)
+            yield
+
+
+class StandaloneServer:
+    """The actor of a replica, with the trainer's side of its weights."""
+
+    gone = "rollout server vllm_server_0_0: its engine has died"
+
+    def __init__(self, model: Any, folder: Path, by_memory: bool | None = None, **changes: Any) -> None:
+        from verl.workers.rollout.replica import get_rollout_replica_class
+        from verl.workers.sharding_manager.servers import ServerSync
+
+        model.save_pretrained(folder)
+        config = tiny.rollout_config("vllm", mode="async", max_model_len=64, **changes)
+        model_config = HFModelConfig(path=str(folder), load_tokenizer=False)
+        self.replica = get_rollout_replica_class("vllm")(0, config, model_config)
+        self.replica.init_standalone(waits_for_weights=True)
+        self.place = self.replica.wait_until_ready()
+        self.handle = self.replica.server_handle
+        self.trainer = tiny.TrainerStandIn(model)
+        self.sync = ServerSync(self.trainer, bucket_bytes=1 << 18, timeout_s=60, by_memory=by_memory)
+
+    async def generate(self, ids: Sequence[int], params: dict[str, Any], request_id: str) -> TokenOutput:
+        import ray
+
+        ref = self.handle.generate.remote(ids, params, request_id)
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            raise
+
+    async def abort(self, request_id: str) -> bool:
+        return await self.handle.abort.remote(request_id)
+
+    async def health(self, timeout_s: float = 10.0) -> dict[str, float]:
+        return await self.handle.health.remote(timeout_s)
+
+    async def pause(self) -> None:
+        await self.handle.pause.remote()
+
+    async def resume(self) -> None:
+        await self.handle.resume.remote()
+
+    async def version(self) -> int:
+        return await self.handle.version.remote()
+
+    def load(self, model: Any, version: int) -> None:
+        """Send weights as the trainer does; the server is paused before and afterwards."""
+        import ray
+
+        self.trainer.model, self.trainer.weights_version = model, version
+        assert self.sync.run({self.replica.server_name: self.handle}, None) == {}
+        ray.get(self.handle.pause.remote())
+
+    def close(self) -> None:
+        """End the actor."""
+        self.replica.shutdown()
+
+    @property
+    def engine_pid(self) -> int:
+        return self.place["engine_pids"][-1]
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        os.kill(self.engine_pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.engine_pid, signal.SIGCONT)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        os.kill(self.engine_pid, signal.SIGKILL)
+        yield

@@ -1,0 +1,163 @@
+"""Standalone servers: how buckets of weights reach them, their classes, and what follows their death."""
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.rollout import tiny
+from verl.base_config import WrongInput
+from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig
+from verl.workers.rollout.standalone import replica_class_of
+from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store, read_shared
+
+CPU = torch.device("cpu")
+
+
+def bucket() -> list[tuple[str, torch.Tensor]]:
+    """Return tensors of several dtypes, one of them strided, one without elements and one without axes."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(5, 7, generator=generator)
+    tensors = {"a": matrix, "b": matrix.bfloat16().t(), "c": torch.tensor(3.0), "d": torch.empty(0, 4)}
+    return list(tensors.items())
+
+
+def same(found: list[tuple[str, torch.Tensor]], sent: list[tuple[str, torch.Tensor]]) -> bool:
+    pairs = zip(found, sent, strict=True)
+    return all(a == b and x.dtype == y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def test_a_bucket_in_shared_memory() -> None:
+    """The memory grows and is used again; it is gone once it is closed."""
+    memory, sent = SharedMemory(), bucket()
+    for part in (sent[2:], sent, sent[:1]):
+        memory.fill(part)
+        assert same(read_shared(memory.path, layout_of(part), CPU), part)
+    path = memory.path
+    memory.close()
+    assert not os.path.exists(path)
+
+
+def test_a_bucket_in_a_group() -> None:
+    sent = bucket()
+    store, meeting = open_store("127.0.0.1", 3, "gloo", timeout_s=30)
+    found: dict[int, Any] = {}
+
+    def receive(rank: int) -> None:
+        group = WeightGroup(meeting, rank, CPU)
+        found[rank] = [group.receive(layout_of(sent)), group.receive(layout_of(sent[:1]))]
+
+    receivers = [threading.Thread(target=receive, args=(rank,)) for rank in (1, 2)]
+    for thread in receivers:
+        thread.start()
+    group = WeightGroup(meeting, 0, CPU, store)
+    group.send(sent)
+    group.send(sent[:1])
+    for thread in receivers:
+        thread.join()
+    for first, second in found.values():
+        assert same(first, sent) and same(second, sent[:1])
+
+
+SERVERS = """
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica, vLLMServer
+
+class Server(vLLMServer):
+    pass
+
+class Replica(vLLMReplica):
+    pass
+
+class Other:
+    pass
+"""
+
+
+def test_classes_of_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "servers.py"
+    path.write_text(SERVERS)
+
+    def chosen(name: str | None) -> Any:
+        custom = CustomAsyncServerConfig(path=str(path) if name else None, name=name)
+        return replica_class_of(tiny.rollout_config("vllm", agent=AgentLoopConfig(custom_async_server=custom)))
+
+    usual = chosen(None)
+    assert usual.__name__ == "vLLMReplica" and usual.server_class.__name__ == "vLLMServer"
+    assert chosen("Replica").__name__ == "Replica"
+    with_server = chosen("Server")
+    assert issubclass(with_server, usual) and with_server.server_class.__name__ == "Server"
+    with pytest.raises(WrongInput, match="name=Other: is neither a RolloutReplica nor a server"):
+        chosen("Other")
+
+
+def test_placements_that_are_refused() -> None:
+    replica = replica_class_of(tiny.rollout_config("vllm"))(
+        0, tiny.rollout_config("vllm", tensor_model_parallel_size=2), None, gpus_per_node=1
+    )
+    with pytest.raises(WrongInput, match="of 2 devices .* does not fit a node of 1"):
+        replica.init_standalone()
+    with pytest.raises(WrongInput, match="call init_hybrid .* or init_standalone"):
+        replica.init_colocated(None)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="does not serve yet"):
+        _ = replica.server_handle
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_cluster")
+def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
+    """One loses its engine and one its process; afterwards both have the current weights, which come in groups."""
+    import ray
+
+    from verl.workers.config import HFModelConfig
+    from verl.workers.rollout.standalone import StandaloneServers
+    from verl.workers.sharding_manager import ServerSync
+
+    model = tiny.build_model()
+    model.save_pretrained(tmp_path)
+    config = tiny.rollout_config("vllm", mode="async", max_model_len=64, nnodes=1, n_gpus_per_node=2)
+    model_config = HFModelConfig(path=str(tmp_path), load_tokenizer=False)
+    servers = StandaloneServers(replica_class_of(config), config, model_config, "cpu")
+    trainer: Any = tiny.TrainerStandIn(model)
+    sync = ServerSync(trainer, bucket_bytes=1 << 18, timeout_s=60, by_memory=False)
+    prompts = tiny.prompts_batch(2)
+    ids, seed = prompts.non_tensor_batch["raw_prompt_ids"][0], int(prompts.batch["sampling_seed"][0])
+    params = {"temperature": tiny.TEMPERATURE, "seed": seed, "max_tokens": 10}
+
+    def send(handles: dict[str, Any]) -> dict[str, str]:
+        return sync.run(handles, None)
+
+    def answers() -> list[Any]:
+        return ray.get([handle.generate.remote(ids, params, "1") for handle in servers.handles.values()])
+
+    servers.sync(send)
+    assert sync.last_sync["servers"] == 2 and sync.last_sync["buckets"] > 1
+    first, second = answers()
+    assert first == second and first.versions == [(0, len(first.token_ids))]
+
+    tiny.disturb(model, 0.3, seed=9)
+    trainer.weights_version = 1
+    places = [replica.wait_until_ready() for replica in servers.replicas]
+    os.kill(places[0]["engine_pids"][-1], signal.SIGKILL)
+    os.kill(places[1]["pid"], signal.SIGKILL)
+    servers.sync(send)
+    first, second = answers()
+    assert first == second and first.versions == [(1, len(first.token_ids))]
+    again = [replica.wait_until_ready() for replica in servers.replicas]
+    assert not {place["pid"] for place in places} & {place["pid"] for place in again}
+    assert not any(os.path.exists(f"/proc/{pid}") for place in places for pid in place["engine_pids"])
+
+    with servers.watched(send):  # while nothing else happens
+        os.kill(again[0]["engine_pids"][-1], signal.SIGSTOP)
+        ray.get(servers.replicas[0].server_handle.shutdown.remote())  # as the heartbeat does after its deadline
+        while ray.get(servers.replicas[1].server_handle.version.remote()) != 1 or servers.replacements < 2:
+            asyncio.run(asyncio.sleep(0.1))
+    servers.sync(send)
+    assert answers() == [first, first]
+    for replica in servers.replicas:
+        replica.shutdown()

@@ -1,0 +1,149 @@
+"""The standalone servers of a run: start, death, replacement, and current weights."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from verl.base_config import WrongInput
+from verl.utils.import_utils import load_extern_type
+from verl.workers.rollout.base import NO_WEIGHTS
+from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+from verl.workers.rollout.server import ServerError
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+Actor = Any  # Ray's actor handles have no static type
+Send = Callable[[dict[str, Actor]], dict[str, str]]
+"""Sends the trainer's weights to the servers of these names that do not have them; returns why servers were lost."""
+
+_ATTEMPTS = 3
+_POLL_S = 2.0
+
+
+def replica_class_of(config: "RolloutConfig") -> type[RolloutReplica]:
+    """Return the class of replicas: that of the engine, or the one of ``agent.custom_async_server``.
+
+    The user's class is a replica, or a server that standalone replicas of the engine start.
+
+    Raises: WrongInput for a class that is neither.
+    """
+    found = get_rollout_replica_class(config.name)
+    custom = config.agent.custom_async_server
+    if custom.path is None:
+        return found
+    chosen = load_extern_type(custom.path, custom.name)
+    if isinstance(chosen, type) and issubclass(chosen, RolloutReplica):
+        return chosen
+    if not all(callable(getattr(chosen, verb, None)) for verb in ("generate", "abort", "health", "ready")):
+        raise WrongInput(
+            f"actor_rollout_ref.rollout.agent.custom_async_server.name={custom.name}: is neither a RolloutReplica nor "
+            "a server with generate, abort, health and ready: derive it from vLLMReplica or vLLMServer"
+        )
+    return type(f"{found.__name__}Of{custom.name}", (found,), {"server_class": chosen})
+
+
+class StandaloneServers:
+    """All standalone servers of a run; they start in the background.
+
+    A server that has died, or whose engine has, is started again and gets the current weights, before a generation
+    (``sync``) and during one (``watched``). Its handle stays the same.
+
+    Args: ``device_name`` is the kind of their devices.
+    """
+
+    def __init__(
+        self,
+        replica_class: type[RolloutReplica],
+        config: "RolloutConfig",
+        model_config: "HFModelConfig | Any",
+        device_name: str,
+    ) -> None:
+        per_node = config.n_gpus_per_node
+        count = config.nnodes * (per_node // config.workers_per_engine)
+        self.replicas = [replica_class(rank, config, model_config, per_node, device_name) for rank in range(count)]
+        self.replacements = 0
+        self._deadline_s = config.server.heartbeat_timeout
+        self._lock = threading.Lock()
+        for replica in self.replicas:
+            replica.init_standalone(waits_for_weights=True)
+
+    @property
+    def handles(self) -> dict[str, Actor]:
+        """The actors by name."""
+        return {replica.server_name: replica.server_handle for replica in self.replicas}
+
+    def sync(self, send: Send) -> None:
+        """Replace the servers that are dead, and give all of them the current weights.
+
+        Raises: ServerError if servers are lost again and again.
+        """
+        with self._lock:
+            for _ in range(_ATTEMPTS):
+                for replica in self.replicas:
+                    self._make_ready(replica)
+                lost = send(self.handles)
+                if not lost:
+                    return
+                for replica in self.replicas:
+                    if replica.server_name in lost:
+                        self._replace(replica, lost[replica.server_name])
+            raise ServerError(f"rollout servers were lost in {_ATTEMPTS} updates of their weights, at last: {lost}")
+
+    @contextmanager
+    def watched(self, send: Send) -> Iterator[None]:
+        """Replace servers that die meanwhile, and give them the current weights.
+
+        Raises: the error that made this impossible; all servers are ended then, so that nobody waits for one.
+        """
+        stop = threading.Event()
+        failures: list[Exception] = []
+
+        def watch() -> None:
+            try:
+                while not stop.wait(_POLL_S):
+                    if not all(self._is_well(replica) for replica in self.replicas) and not stop.is_set():
+                        self.sync(send)
+            except Exception as error:  # the other thread raises it
+                failures.append(error)
+                for replica in self.replicas:
+                    replica.shutdown()
+
+        thread = threading.Thread(target=watch, name="servers", daemon=True)
+        thread.start()
+        try:
+            yield
+        except Exception as error:
+            if failures:
+                raise failures[0] from error
+            raise
+        finally:
+            stop.set()
+            thread.join()
+
+    def _is_well(self, replica: RolloutReplica) -> bool:
+        """Whether a server lives and has weights; one that Ray has started again has none."""
+        try:
+            health = ray.get(replica.server_handle.health.remote(self._deadline_s), timeout=2 * self._deadline_s)
+        except (ServerError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return False
+        return bool(health["version"] != NO_WEIGHTS)
+
+    def _make_ready(self, replica: RolloutReplica) -> None:
+        """Wait until a server has started; start it again if its engine has ended."""
+        try:
+            replica.wait_until_ready()
+        except ServerError as error:
+            self._replace(replica, str(error))
+            replica.wait_until_ready()
+
+    def _replace(self, replica: RolloutReplica, why: str) -> None:
+        logger.warning("rollout server %s starts again: %s", replica.server_name, why.partition("\n")[0])
+        self.replacements += 1
+        replica.restart()
