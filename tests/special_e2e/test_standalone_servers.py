@@ -36,3 +36,17 @@ def test_standalone_servers_equal_the_hybrid_engine(workspace, request, apart, t
 
 def served_by(apart):
     return (APART | apart)["actor_rollout_ref.rollout.n_gpus_per_node"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_that_dies_is_replaced_and_the_step_finishes(workspace, tmp_path, servers):
+    """The run has the numbers of one without the death."""
+    fault = {"VERL_FAULT": "kill:generate:rank=0:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    counted = {"actor_rollout_ref.rollout.n_gpus_per_node": servers}
+    whole = workspace.train(f"whole_{servers}", SHORT | ASYNC | APART | counted)
+    struck = workspace.train(f"struck_{servers}", SHORT | ASYNC | APART | counted, env=fault)
+    assert (tmp_path / "fault").exists()
+    for step in whole.steps:
+        numbers = {key: value for key, value in struck.numbers(step).items() if not key.startswith("attempts/")}
+        assert numbers == {key: value for key, value in whole.numbers(step).items() if not key.startswith("attempts/")}

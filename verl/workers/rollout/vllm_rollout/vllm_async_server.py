@@ -90,6 +90,7 @@ class vLLMServer:
         self._asked = 0
         self._heart: asyncio.Task[None] | None = None
         self._step: int | None = None
+        self._is_reborn = False
 
     def _start_engine(self, model_config: "HFModelConfig") -> Any:
         invariant = is_batch_invariant(self.config)
@@ -113,6 +114,7 @@ class vLLMServer:
             if self._is_paused:
                 await self._ask(self._engine.pause_generation(mode="keep", clear_cache=False), "a pause")
             self._begin_heartbeat()
+            self._is_reborn = ray.get_runtime_context().was_current_actor_reconstructed
         parallel = self._engine.vllm_config.parallel_config
         context = ray.get_runtime_context()
         return {
@@ -220,7 +222,8 @@ class vLLMServer:
     async def _run(self, entry: _Open, request: Request, params: "EngineParams") -> "RequestOutput":
         await self._gate.wait()
         entry.started = True
-        fault_point("generate", rank=self.replica_rank, step=self._step)
+        if not self._is_reborn:  # a fault fires once
+            fault_point("generate", rank=self.replica_rank, step=self._step)
         last = None
         async for output in self._engine.generate(request, params, entry.key):
             last = output
