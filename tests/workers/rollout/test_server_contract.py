@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.workers.rollout.server import ServerError, TokenOutput
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 Server = Any  # of an optional package
 

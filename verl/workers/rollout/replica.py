@@ -62,10 +62,9 @@ class RolloutReplica(ABC):
     Args:
         replica_rank: number of this replica.
         gpus_per_node: devices of a node.
-        device_name: kind of the devices; None for those of this process.
 
-    Attributes: ``server_class`` is the class of standalone servers, which a subclass may set. Its constructor takes
-        the arguments of ``vLLMServer``.
+    Attributes: ``device_name`` is the kind of the devices, at first of those of this process. ``server_class`` is the
+        class of standalone servers, which a subclass may set; its constructor takes the arguments of ``vLLMServer``.
     """
 
     server_class: type
@@ -76,13 +75,12 @@ class RolloutReplica(ABC):
         config: "RolloutConfig",
         model_config: "HFModelConfig | Any",
         gpus_per_node: int = 8,
-        device_name: str | None = None,
     ) -> None:
         self.replica_rank = replica_rank
         self.config = config
         self.model_config = model_config
         self.gpus_per_node = gpus_per_node
-        self.device_name = device_name or get_device_name()
+        self.device_name = get_device_name()
         self.world_size = config.workers_per_engine * config.pipeline_model_parallel_size
         self.rollout_mode: RolloutMode | None = None
         self.workers: list[Actor] = []

@@ -67,11 +67,12 @@ class StandaloneServers:
     ) -> None:
         per_node = config.n_gpus_per_node
         count = config.nnodes * (per_node // config.workers_per_engine)
-        self.replicas = [replica_class(rank, config, model_config, per_node, device_name) for rank in range(count)]
+        self.replicas = [replica_class(rank, config, model_config, per_node) for rank in range(count)]
         self.replacements = 0
         self._deadline_s = config.server.heartbeat_timeout
         self._lock = threading.Lock()
         for replica in self.replicas:
+            replica.device_name = device_name
             replica.init_standalone(waits_for_weights=True)
 
     @property

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export its type
+from torch.distributed import ProcessGroup, ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore
 
 Bucket = Sequence[tuple[str, Tensor]]
 Layout = list[list[Any]]
