@@ -58,6 +58,7 @@ RAN = {
     "recipe/dapo/run_dapo_tiny_cpu.sh": Ran("accuracy 0.30, after 30 steps 1.00", "recipe/dapo/README.md"),
     "recipe/entropy/run_entropy_tiny_cpu.sh": Ran("accuracy 0.35, after 40 steps 1.00", "docs/algo/baseline.md"),
     "recipe/gspo/run_gspo_tiny_cpu.sh": Ran("accuracy 0.35, after 25 steps 0.98", "recipe/gspo/README.md"),
+    "recipe/infigui-g1/run_infigui_tiny_cpu.sh": Ran("reward 0.47, after 40 steps 0.78", "recipe/infigui-g1/README.md"),
     "recipe/open_math_reasoning/run_open_math_tiny_cpu.sh": Ran(
         "score 0, after 100 steps 0.625", "recipe/open_math_reasoning/README.md"
     ),
