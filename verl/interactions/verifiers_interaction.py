@@ -162,7 +162,7 @@ def _client_class() -> Any:
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage
 
-    class PolicyClient(Client):  # type: ignore[misc]
+    class PolicyClient(Client):
         """Asks a rollout for the next message."""
 
         def __init__(self, rollout: _Rollout) -> None:
