@@ -15,14 +15,17 @@ LIBRARY = sorted((ROOT / "verl").rglob("*.py"))
 # Imported only if installed: no dependency declares them.
 OPTIONAL = {
     "av",
+    "bm25s",
     "clearml",
     "einops",
     "flash_attn",
     "hdfs",
+    "httpx2",
     "liger_kernel",
     "math_verify",
     "mathruler",
     "mbridge",
+    "mcp",
     "megatron",
     "mlflow",
     "modelscope",
@@ -36,6 +39,7 @@ OPTIONAL = {
     "trackio",
     "triton",
     "trl",
+    "verifiers",
     "vllm",
     "volcengine_ml_platform",
     "wandb",
@@ -71,6 +75,7 @@ def tracked_text_files() -> list[Path]:
             "time.monotonic or time.perf_counter, since the wall clock may jump; these need the date",
             r"\btime\.time\(|datetime\.(now|utcnow|today)\(",
             {
+                "verl/experimental/agent_loop/attempts.py",  # the account of a run, which has several processes
                 "verl/experimental/agent_loop/endpoint/history.py",  # the date of an answer
                 "verl/trainer/run/clock.py",  # moments of several processes
                 "verl/utils/checkpoint/files.py",  # compared with an expiry that the platform announces

@@ -110,7 +110,7 @@ async def execute_call(
         outcome = ToolOutcome(metrics.get(OUTCOME, ToolOutcome.OK))
     except ToolError as error:
         return ended(error.outcome, str(error))
-    except Exception as error:
+    except Exception as error:  # a tool may raise anything; its trajectory goes on
         return ended(ToolOutcome.ERROR, one_line(f"{type(error).__name__}: {error}", _SHOWN_ERROR_CHARS))
     return CallResult(response, outcome, time.monotonic() - start, reward, metrics)
 

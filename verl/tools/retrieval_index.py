@@ -141,8 +141,8 @@ class DenseIndex:
         self.query_prefix = query_prefix if query_prefix is not None else "query: " * is_e5
         self.passage_prefix = passage_prefix if passage_prefix is not None else "passage: " * is_e5
         self.device = device
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._model = AutoModel.from_pretrained(model).eval().to(device)
+        self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        self._model = AutoModel.from_pretrained(model, trust_remote_code=False).eval().to(device)
         texts = [self.passage_prefix + document.contents for document in documents]
         self._embeddings = self._kept(texts, model, cache) if cache else self.embed(texts)  # (N, D)
 
@@ -187,10 +187,10 @@ class DenseIndex:
         if Path(cache).is_file():
             if not description.is_file() or json.loads(description.read_text()) != key:
                 raise WrongInput(f"--cache {cache}: holds embeddings of another corpus or model: give another file")
-            return np.load(cache, allow_pickle=False)
+            return np.load(cache)
         embeddings = self.embed(texts)
         with open(cache, "wb") as file:
-            np.save(file, embeddings, allow_pickle=False)
+            np.save(file, embeddings)
         description.write_text(json.dumps(key))
         return embeddings
 

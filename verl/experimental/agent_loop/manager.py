@@ -223,10 +223,10 @@ def _account_of(prompts: DataProto, error: BaseException) -> list[AttemptLine]:
         cause = cause.__cause__
     known = {(line["uid"], line["sample"]) for line in lines}
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    step, now = prompts.meta_info.get("global_steps") or 0, time.time()
+    step = prompts.meta_info.get("global_steps") or 0
     for place in places_of(_placed(prompts)):
         if (place.uid, place.sample) not in known:
-            attempt = Attempt(f"{step}-unknown-{place.uid}-{place.sample}-0", place.uid, place.sample, "", start=now)
+            attempt = Attempt(f"{step}-unknown-{place.uid}-{place.sample}-0", place.uid, place.sample, "")
             attempt.finish(CANCELLED, f"the run ends: {reason}")
             lines.append(attempt.line())
     return lines

@@ -285,7 +285,7 @@ class ToolAgentLoop(AgentLoopBase):
             instance_id, greeting = await asyncio.shield(talk.instances[tool.name])
         except WrongInput:
             raise
-        except Exception as error:
+        except Exception as error:  # a tool may raise anything; its trajectory goes on
             outcome = ToolOutcome.TIMEOUT if isinstance(error, TimeoutError) else ToolOutcome.ERROR
             text = one_line(f"Error: {type(error).__name__}: {error}", _SHOWN_ERROR_CHARS)
             return CallResult(ToolResponse(text=text), outcome, time.monotonic() - started)

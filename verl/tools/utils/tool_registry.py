@@ -161,7 +161,7 @@ def _run_apart(work: Coroutine[Any, Any, T]) -> T:
     def run() -> None:
         try:
             results.append(asyncio.run(work))
-        except BaseException as error:
+        except BaseException as error:  # the caller's thread raises it
             errors.append(error)
 
     thread = threading.Thread(target=run, name="list-tools")
