@@ -79,9 +79,11 @@ def test_a_cancelled_call_kills_its_program(by: str) -> None:
     before = children()
 
     async def run() -> None:
-        work = execute_call(tool, "i", {"code": "import time\ntime.sleep(50)"}, 1.0 if by == "deadline" else None)
+        work = execute_call(tool, "i", {"code": "import time\ntime.sleep(50)"}, 4.0 if by == "deadline" else None)
         task = asyncio.create_task(work)
-        await asyncio.sleep(0.8)
+        end = time.monotonic() + 3
+        while not children() - before and time.monotonic() < end:
+            await asyncio.sleep(0.02)
         assert children() - before
         if by == "abort":
             await tool.abort("i")

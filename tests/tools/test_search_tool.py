@@ -82,7 +82,7 @@ def test_a_service_that_recovers_is_asked_again(status: int) -> None:
         ((404, {}), 1, "error", "HTTP status 404 in attempt 1"),
         ((200, {"result": []}), 1, "error", "no list of documents for each query"),
         ((200, {}), 1, "error", "no list of documents for each query"),
-        (None, 2, "timeout", "no complete reply within 0.2 s in attempt 2"),
+        (None, 2, "timeout", "no complete reply within 0.5 s in attempt 2"),
     ],
 )
 def test_failures_are_told(answer: tuple[int, Any] | None, requests: int, outcome: str, text: str) -> None:
@@ -92,7 +92,7 @@ def test_failures_are_told(answer: tuple[int, Any] | None, requests: int, outcom
         return answer or (200, go_on.wait(10))
 
     with service(reply) as served:
-        attempts = {"timeout": 0.2, "max_attempts": 2} if answer is None else {"max_attempts": 3}
+        attempts = {"timeout": 0.5, "max_attempts": 2} if answer is None else {"max_attempts": 3}
         call = search(served.url, {"query_list": ["a"]}, **attempts)
         go_on.set()
     assert result_of(call).startswith("Search error: ") and text in result_of(call)
