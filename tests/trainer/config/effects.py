@@ -190,7 +190,7 @@ READERS = [
     Reader("reward_model.model.fsdp_config.wrap_policy", "min_num_params", "utils/fsdp_utils.py", "policy"),
     Reader("reward_model", "launch_reward_fn_async", "trainer/ppo/ray_trainer.py", "options"),
     Reader("reward_model", "reward_manager", "workers/rewards/loading.py", "node", REWARDS + "test_custom_manager_registered_by_the_file"),
-    Reader("reward_model", "reward_kwargs", "trainer/ppo/reward.py", "node", REWARDS + "test_dapo_punishes_long_responses"),
+    Reader("reward_model", "reward_kwargs", "workers/rewards/loading.py", "node", REWARDS + "test_dapo_punishes_long_responses"),
     Reader("reward_model.scoring", "failure_score timeout_s batch_timeout_s max_failed_ratio", "workers/rewards/scoring.py", "limits", REWARDS + "test_limits_come_from_the_configuration"),
     Reader("reward_model.scoring", "isolate", "workers/rewards/loading.py", "scoring", REWARDS + "test_a_custom_scorer_cannot_end_or_stop_this_process"),
     Reader("reward_model.sandbox_fusion", "url max_concurrent memory_limit_mb", "workers/rewards/loading.py", "remote", SANDBOX + "test_the_configuration_reaches_the_service"),

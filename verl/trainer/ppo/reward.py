@@ -24,6 +24,7 @@ from verl.utils.ray_utils import without_nsight
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
 from verl.workers.rewards.loading import load_reward_manager as load_reward_manager
+from verl.workers.rewards.loading import reward_kwargs as reward_kwargs
 from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits, describe_scorer
 from verl.workers.rollout.base import DROPPED_COLUMN
 
@@ -40,16 +41,6 @@ RewardFn = Callable[..., Any]
 _COUNTS = ("__num_turns__", "tool_call_counts", "segments", DROPPED_COLUMN)
 OWN_COLUMNS = frozenset({"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", *_COUNTS})
 """Columns that later phases read, and that no scorer may overwrite: GRPO tells its groups apart by ``uid``."""
-
-
-def reward_kwargs(config: DictConfig) -> dict[str, Any]:
-    """Return the arguments for the reward manager from the configuration, those of an overlong buffer included."""
-    node = config.reward_model
-    given = dict(node.get("reward_kwargs") or {})
-    buffer = node.get("overlong_buffer")
-    if buffer and buffer.enable:
-        given |= {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": buffer}
-    return given
 
 
 def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:

@@ -226,6 +226,16 @@ def _scoring(config: Config) -> ScoringConfig:
     return omega_conf_to_dataclass((config.get("reward_model") or {}).get("scoring"), ScoringConfig)
 
 
+def reward_kwargs(config: DictConfig) -> dict[str, Any]:
+    """Return the arguments for the reward manager from the configuration, those of an overlong buffer included."""
+    node = config.reward_model
+    given = dict(node.get("reward_kwargs") or {})
+    buffer = node.get("overlong_buffer")
+    if buffer and buffer.enable:
+        given |= {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": buffer}
+    return given
+
+
 def load_reward_manager(
     config: Config, tokenizer: PreTrainedTokenizerBase, num_examine: int, **reward_kwargs: Any
 ) -> AbstractRewardManager:
@@ -258,4 +268,5 @@ def load_reward_manager(
         **reward_kwargs,
     )
     manager.limits = _scoring(config)
+    manager.is_of_config = True
     return manager

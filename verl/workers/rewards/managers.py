@@ -46,6 +46,8 @@ class AbstractRewardManager:
 
     limits = ScoringLimits()
     """Time limits and the treatment of failures; ``load_reward_manager`` sets those of the configuration."""
+    is_of_config = False
+    """Whether ``load_reward_manager`` made it, so that another process can make the same from the configuration."""
     scorer_call: ClassVar[ScorerCall] = SCORER_CALLS["naive"]
     writes_acc: ClassVar[bool] = False
     """Whether the scores go to ``batch["acc"]`` too."""
@@ -111,6 +113,7 @@ class AbstractRewardManager:
         """Do the work of ``__call__`` with other functions than ``score`` and ``rewards``."""
         given = scoring.given_scores(data, return_dict)
         if given is not None:
+            self._check_given(data)
             return given
         samples, scores = self.score_samples(data, score)
         scoring.log_samples(samples, scores, self.num_examine)
@@ -123,6 +126,20 @@ class AbstractRewardManager:
         if not return_dict:
             return reward
         return {"reward_tensor": reward, "reward_extra_info": scoring.gather_extras(scores, self._known_extras)}
+
+    def _check_given(self, data: "DataProto") -> None:
+        """Judge and log scores that agent loops have made, as if they were made here.
+
+        Raises: RewardError when more responses failed than ``reward_model.scoring.max_failed_ratio`` allows.
+        """
+        if scoring.FAILURE_COLUMN not in data.meta_info.get("reward_extra_keys", ()):
+            return
+        scoring.check_failed_ratio(data.non_tensor_batch[scoring.FAILURE_COLUMN], self.limits)
+        if self.num_examine:
+            assert data.batch is not None
+            values = data.batch["rm_scores"].sum(-1).tolist()
+            samples = scoring.read_samples(data, self.tokenizer, self.reward_fn_key)
+            scoring.log_samples(samples, [Score(value) for value in values], self.num_examine)
 
     def score_samples(self, data: "DataProto", score: ScoreSamples) -> tuple[list[Sample], list[Score]]:
         """Return the samples of a batch and their scores, and log failures."""

@@ -316,7 +316,37 @@ def given_scores(data: "DataProto", return_dict: bool) -> RewardOutput | None:
         return scores
     keys = data.meta_info.get("reward_extra_keys", [])
     extras = {key: list(data.non_tensor_batch[key]) for key in keys}
-    return {"reward_tensor": scores, "reward_extra_info": extras}
+    return {"reward_tensor": scores, "reward_extra_info": _without_gaps(extras)}
+
+
+def _without_gaps(extras: ExtraColumns) -> ExtraColumns:
+    """Return extras of agent loops with 0 for the numbers of responses that could not be scored."""
+    failures = extras.get(FAILURE_COLUMN)
+    if failures is None or not any(failures):
+        return extras
+    filled: ExtraColumns = {FAILURE_COLUMN: failures}
+    for name, values in extras.items():
+        said = [value for value, failure in zip(values, failures, strict=True) if failure is None]
+        missing = 0.0 if all(isinstance(value, numbers.Real | np.bool_) for value in said) else None
+        pairs = zip(values, failures, strict=True)
+        filled.setdefault(name, [missing if failure and value is None else value for value, failure in pairs])
+    return filled
+
+
+def check_failed_ratio(failures: Sequence[str | None], limits: ScoringLimits) -> None:
+    """Check a batch that agent loops have scored, one response at a time.
+
+    Args: ``failures`` holds the kind of the failure of each response.
+    Raises: RewardError when more failed than ``reward_model.scoring.max_failed_ratio`` allows.
+    """
+    kinds = [kind for kind in failures if kind]
+    if len(kinds) > limits.max_failed_ratio * len(failures):
+        counts = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())
+        raise RewardError(
+            f"{len(kinds)} of {len(failures)} responses could not be scored ({counts}), more than "
+            f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}: the log of the agent loop workers has "
+            "the first of them. Correct the scorer, or raise this limit"
+        )
 
 
 def log_samples(samples: Sequence[Sample], scores: Sequence[Score], num_examine: int) -> None:
