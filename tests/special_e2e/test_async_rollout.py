@@ -1,13 +1,16 @@
 """Whole runs whose rollout serves: single-turn agent loops give what the synchronous rollout gives."""
 
+import json
 import re
 import time
 
 import pytest
 
+from tests.metrics_page import unknown
 from verl.utils.observe.record import read_entries
 
 from . import shapes, test_vision
+from .features import GAP
 
 ASYNC = {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.agent.num_workers": 1}
 SHORT = {"trainer.total_training_steps": 2, "trainer.record_digests": True, "trainer.test_freq": 2}
@@ -71,6 +74,30 @@ def test_prompts_with_images(workspace, tmp_path):
         [phases_of(entry) for entry in read_entries(run.folder / "metrics.jsonl").values()] for run in (plain, served)
     ]
     assert digests[0] == digests[1]
+
+
+def test_a_run_with_tools(workspace, tmp_path):
+    """Training reads the sampled tokens of all turns; dumps and metrics show the calls."""
+    tools = tmp_path / "tools.yaml"
+    tools.write_text("tools: [{class_name: verl.tools.calculator_tool.CalculatorTool, config: {type: native}}]")
+    turns = {"enable": True, "format": "always_calls", "tool_config_path": tools, "max_assistant_turns": 2}
+    changes = ASYNC | SHORT | {f"actor_rollout_ref.rollout.multi_turn.{name}": value for name, value in turns.items()}
+    changes |= {
+        "actor_rollout_ref.model.external_lib": "tests.special_e2e.always_calls",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "short_turns",
+        "data.max_response_length": 64,
+        "trainer.rollout_data_dir": tmp_path / "dumps",
+    }
+    run = workspace.train("tools", changes)
+    for step in (1, 2):
+        metrics = run.steps[step]
+        assert metrics[GAP] < 1e-4
+        rows = [json.loads(line) for line in (tmp_path / "dumps" / f"{step}.jsonl").read_text().splitlines()]
+        calls = [call for row in rows for turn in row["turns"] for call in turn.get("calls", [])]
+        assert metrics["tool_calls/count"] == len(calls) > 0 and metrics["tool_calls/failed"] == 0
+        assert all(call["text"] == "42" for call in calls)
+        assert metrics["tokens/tool"] > 0 and metrics["critic/score/max"] >= 0
+    assert not unknown(set(run.steps[2]))
 
 
 def phases_of(entry):

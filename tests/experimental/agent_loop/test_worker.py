@@ -13,12 +13,17 @@ import ray
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from examples.tiny_model import CHAT_TEMPLATE
 from tests.workers.rollout import tiny
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorkerBase, register
 from verl.experimental.agent_loop.attempts import TrajectoryError
 from verl.experimental.agent_loop.registry import UnknownAgentLoopError, read_agent_loops
 from verl.experimental.agent_loop.rows import rows_of
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.ppo.phases import check_rollout
@@ -65,16 +70,23 @@ class Server:
         return output
 
 
-def build_worker(engine: Any, servers: Sequence[Any] = (), **agent: Any) -> AgentLoopWorkerBase:
+def build_worker(
+    engine: Any,
+    servers: Sequence[Any] = (),
+    response_length: int = tiny.RESPONSE_LENGTH,
+    multi_turn: dict[str, Any] | None = None,
+    **agent: Any,
+) -> AgentLoopWorkerBase:
     changes = {
         "model.path": engine.folder,
         "rollout.name": "vllm",
         "rollout.mode": "async",
         "rollout.prompt_length": tiny.PROMPT_LENGTH,
-        "rollout.response_length": tiny.RESPONSE_LENGTH,
+        "rollout.response_length": response_length,
         "rollout.temperature": tiny.TEMPERATURE,
         "rollout.calculate_log_probs": True,
         **{f"rollout.agent.{name}": value for name, value in agent.items()},
+        **{f"rollout.multi_turn.{name}": value for name, value in (multi_turn or {}).items()},
     }
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         config = compose("ppo_trainer", [f"actor_rollout_ref.{key}={value}" for key, value in changes.items()])
@@ -241,6 +253,47 @@ def test_requests_of_a_dead_actor_go_to_another_server(engine: Any, ray_cluster:
         assert torch.equal(found.batch[name], tensor), name
     moved = [line["servers"] for line in found.meta_info["attempts"] if len(line["servers"]) == 2]
     assert moved and all("rollout server 1 of 2 (actor " in dead and "server 0" in alive for dead, alive in moved)
+@ToolParser.register("always_calls")
+class AlwaysCalls(ToolParser):
+    """Finds a call in whatever the model says, since a model with random weights writes none."""
+
+    def parse(self, text: str, tools: Any = ()) -> tuple[str, list[FunctionCall]]:
+        return "", [FunctionCall("calculator", '{"expression": "6*7"}')]
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of ASCII whose tokens the tiny model has, with its end and its padding."""
+    special = ["<|endoftext|>", "<|system|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+    characters = [*map(chr, range(33, 127)), "Ġ"]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *characters])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokens = {"pad_token": special[tiny.PAD], "eos_token": special[tiny.EOS], "additional_special_tokens": special}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE, **tokens)
+
+
+def test_tool_calls_between_sampled_turns(engine: Any, tmp_path: Path) -> None:
+    """The engine's log-probabilities of all turns are those of a forward pass over the whole trajectory."""
+    path = tmp_path / "tools.yaml"
+    path.write_text("tools: [{class_name: verl.tools.calculator_tool.CalculatorTool, config: {type: native}}]")
+    turns = {"enable": True, "format": "always_calls", "tool_config_path": path, "max_assistant_turns": 3}
+    worker = build_worker(engine, response_length=40, multi_turn=turns)
+    worker.tokenizer = small_tokenizer()
+    asked = requests()
+    prompts = [[{"role": "user", "content": text}] for text in "abcdefgh"]
+    asked.non_tensor_batch["raw_prompt"] = np.fromiter(prompts, dtype=object, count=len(asked))
+    found = asyncio.run(worker.generate_sequences(asked))
+    numbers = [[turn["role"] for turn in row] for row in found.non_tensor_batch[TURNS_COLUMN]]
+    assert max(numbers, key=len) == ["assistant", "tool", "assistant", "tool", "assistant"]
+    for row, turns_of_row in enumerate(found.non_tensor_batch[TURNS_COLUMN]):
+        sampled = {
+            place for turn in turns_of_row if turn["role"] == "assistant" for place in range(turn["start"], turn["end"])
+        }
+        assert found.batch["response_mask"][row].nonzero().flatten().tolist() == sorted(sampled)
+    reference = tiny.reference_log_probs(tiny.build_model(), found, tiny.TEMPERATURE)
+    torch.testing.assert_close(found.batch["rollout_log_probs"], reference, atol=1e-4, rtol=0)  # fp32, two layers
+    again = asyncio.run(worker.generate_sequences(asked))
+    assert torch.equal(again.batch["responses"], found.batch["responses"])
 
 
 def test_rows_of_prompts_that_a_loop_has_changed() -> None:

@@ -1,0 +1,107 @@
+"""Write a task that a tiny model can only solve with a calculator: a model with random weights, and its data.
+
+    python examples/sglang_multiturn/calculator/make_task.py --save-dir outputs/calculator
+
+``model`` is the one of ``examples/tiny_model.py``, whose tokenizer has a token each for the head and the tail of a
+call. ``data`` asks for products of two numbers of two digits; the products have four. Half of the supervised
+conversations answer at once, with the right number; the other half call the calculator first, and only half of those
+with the numbers of the question. So they teach what a call looks like, and neither when to make one nor reliably of
+what.
+"""
+
+import argparse
+import os
+import random
+import sys
+from itertools import product
+from typing import Any
+
+import pandas as pd
+import torch
+from tokenizers import AddedToken
+from transformers import Qwen2ForCausalLM
+
+from examples.tiny_model import byte_tokenizer, tiny_config
+
+HEAD, TAIL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+LEAST = 32
+NUM_TEST = 128
+NUM_SUPERVISED = 4096
+NUM_SUPERVISED_TEST = 64
+
+Row = dict[str, Any]
+Pair = tuple[int, int]
+
+
+def write_model(folder: str, seed: int) -> None:
+    """Write model and tokenizer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL)])
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(tiny_config(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def question(x: int, y: int) -> Row:
+    """Return the message that asks for a product."""
+    return {"role": "user", "content": f"{x}*{y}"}
+
+
+def prompt_row(split: str, index: int, x: int, y: int) -> Row:
+    """Return a question with its ground truth."""
+    return {
+        "data_source": "products",
+        "prompt": [question(x, y)],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(x * y)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def conversation(number: int, pair: Pair, other: Pair) -> Row:
+    """Return a supervised conversation: an answer, or a call of this or of another product and an answer."""
+    x, y = pair
+    messages = [question(x, y)]
+    if number % 2:
+        x, y = pair if number % 4 == 1 else other
+        call = {"role": "assistant", "content": f"{HEAD}{x}*{y}{TAIL}"}
+        messages += [call, {"role": "tool", "content": str(x * y)}]
+    return {"messages": [*messages, {"role": "assistant", "content": f"={x * y}"}]}
+
+
+def tables(seed: int) -> dict[str, list[Row]]:
+    """Return the rows of each file by its name; no question of ``test`` occurs elsewhere."""
+    draw = random.Random(seed)
+    pairs = list(product(range(LEAST, 100), repeat=2))
+    draw.shuffle(pairs)
+    splits = {"test": pairs[:NUM_TEST], "train": pairs[NUM_TEST:]}
+    made = {name: [prompt_row(name, i, *pair) for i, pair in enumerate(split)] for name, split in splits.items()}
+    count = NUM_SUPERVISED + NUM_SUPERVISED_TEST
+    drawn = [draw.choice(splits["train"]) for _ in range(2 * count)]
+    talks = [conversation(i, drawn[2 * i], drawn[2 * i + 1]) for i in range(count)]
+    return made | {"sft_train": talks[:NUM_SUPERVISED], "sft_test": talks[NUM_SUPERVISED:]}
+
+
+def main() -> int:
+    """Write model and data; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-dir", required=True, help="output folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: 0)")
+    args = parser.parse_args()
+    folder = os.path.expanduser(args.save_dir)
+    try:
+        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
+        for name, rows in tables(args.seed).items():
+            pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
+        write_model(os.path.join(folder, "model"), args.seed)
+    except OSError as error:
+        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
