@@ -104,4 +104,6 @@ def phases_of(entry):
     """Return the digests of a step by phase, without the metrics, and without the messages that agent loops get."""
     phases = {name: dict(parts) for name, parts in entry["phases"].items() if name != "metrics"}
     phases["prepare"].pop("raw_prompt", None)
+    for parts in phases.values():
+        parts.pop("rm_scores", None)  # of loops that score; the phase shape has the scores of both
     return phases

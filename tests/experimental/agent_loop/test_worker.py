@@ -253,6 +253,8 @@ def test_requests_of_a_dead_actor_go_to_another_server(engine: Any, ray_cluster:
         assert torch.equal(found.batch[name], tensor), name
     moved = [line["servers"] for line in found.meta_info["attempts"] if len(line["servers"]) == 2]
     assert moved and all("rollout server 1 of 2 (actor " in dead and "server 0" in alive for dead, alive in moved)
+
+
 @ToolParser.register("always_calls")
 class AlwaysCalls(ToolParser):
     """Finds a call in whatever the model says, since a model with random weights writes none."""

@@ -160,7 +160,10 @@ class AgentLoopManager:
         for output in outputs:
             for name, values in lists.items():
                 values += output.meta_info.pop(name)
+        extras = sorted({name for output in outputs for name in output.meta_info.pop("reward_extra_keys", ())})
         whole = joined(outputs)
+        if extras:
+            whole.meta_info["reward_extra_keys"] = extras
         whole.meta_info |= lists
         return whole
 

@@ -35,11 +35,14 @@ class TrajectoryScorer:
 
     The limits of ``reward_model.scoring`` hold for each response. What share of a batch may fail is for the trainer to
     judge, who sees the batch.
+
+    Attributes: ``extra_keys`` are the names of all that the scorer has returned besides scores.
     """
 
     def __init__(self, config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self.extra_keys: set[str] = set()
         self._manager: AbstractRewardManager | None = None
         self._thread = ThreadPoolExecutor(1, "scorer")  # a manager has one process, and counts what it has logged
 
@@ -55,6 +58,7 @@ class TrajectoryScorer:
             if output.reward_score is None:
                 output.reward_score = value
             output.extra_fields |= extras
+        self.extra_keys |= extras.keys()
 
     def _score(self, row: DataProto) -> tuple[float, dict[str, Any]]:
         if self._manager is None:

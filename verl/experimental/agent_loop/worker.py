@@ -10,6 +10,7 @@ from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.attempts import Attempt, BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
+from verl.experimental.agent_loop.rewards import SCORED_HERE, SCORING_COLUMNS, TrajectoryScorer
 from verl.experimental.agent_loop.rows import last_segment, rows_of
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.protocol import DataProto, tensors_of
@@ -40,6 +41,7 @@ class AgentLoopWorkerBase:
         self.tokenizer = self.model_config.tokenizer
         self.processor = self.model_config.processor
         self.server_manager = AsyncLLMServerManager(config, server_handles)
+        self.scorer = TrajectoryScorer(config, self.tokenizer)
         agent = self.rollout_config.agent
         if agent.agent_loop_config_path:
             register_all(read_agent_loops(os.path.expanduser(agent.agent_loop_config_path)))
@@ -51,7 +53,8 @@ class AgentLoopWorkerBase:
 
         Args: as ``BaseRollout.generate_sequences``; non-tensor ``agent_name`` chooses the loop of a row. Tensors
             ``row`` and ``sample`` (B,) say where a row stands in the batch of the step, and which sample it is.
-        Returns: meta ``seconds`` holds the seconds of each trajectory by activity, ``attempts`` their account.
+        Returns: meta ``seconds`` holds the seconds of each trajectory by activity, ``attempts`` their account, and
+            ``reward_extra_keys`` the columns that the scorer has added, if meta ``SCORED_HERE`` asks to score.
         Raises: TrajectoryError naming row, loop and attempt, as ``rollout.agent.on_failure`` says.
         """
         names = list(batch.non_tensor_batch.get("agent_name", [self.rollout_config.default_loop] * len(batch)))
@@ -68,8 +71,10 @@ class AgentLoopWorkerBase:
         policy = Policy.of(self.rollout_config, meta, greedy)
         run = BatchOfAttempts(tasks, policy, kind_of(meta, greedy), meta.get("global_steps"))
         outputs = await run.results()
-        pad = meta.get("pad_token_id", self.model_config.pad_token_id)
-        result = rows_of(outputs, batch, self.rollout_config.response_length, pad)
+        result = self._as_rows(outputs, batch)
+        for name in SCORING_COLUMNS:  # the trainer keeps them
+            result.non_tensor_batch.pop(name, None)
+        result.meta_info["reward_extra_keys"] = sorted(self.scorer.extra_keys & result.non_tensor_batch.keys())
         result.meta_info["seconds"] = [output.metrics.model_dump() for output in outputs if output is not None]
         result.meta_info["attempts"] = [attempt.line() for attempt in run.attempts]
         return result
@@ -94,9 +99,16 @@ class AgentLoopWorkerBase:
                     tokenizer=self.tokenizer,
                     processor=self.processor,
                 )
-                return last_segment(await loop.run(dict(sampling_params), **self._row(batch, index)))
+                output = last_segment(await loop.run(dict(sampling_params), **self._row(batch, index)))
+            if meta.get(SCORED_HERE):
+                await self.scorer.add_score([output], self._as_rows([output], batch[index : index + 1]))
+            return output
 
         return run
+
+    def _as_rows(self, outputs: Sequence[AgentLoopOutput | None], batch: DataProto) -> DataProto:
+        pad = batch.meta_info.get("pad_token_id", self.model_config.pad_token_id)
+        return rows_of(outputs, batch, self.rollout_config.response_length, pad)
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
         row = {name: column[index] for name, column in batch.non_tensor_batch.items() if name != "agent_name"}

@@ -391,6 +391,8 @@ class RayPPOTrainer:
         count_shared_bytes(prompts.non_tensor_batch, metrics)
         prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
         prompts.meta_info["global_steps"] = self.state.step
+        if self._loops_score(self.reward_fn):
+            prompts.meta_info["score_trajectories"] = True
         requests = prompts.repeat(repeat_times=num_samples, interleave=True)
         seeds = self._sampling_seeds(prompts, num_samples)
         tensors_of(requests)["sampling_seed"] = seeds
@@ -523,8 +525,10 @@ class RayPPOTrainer:
         share(batch.non_tensor_batch)
         columns = [name for name in batch.non_tensor_batch if name not in _SCORING_COLUMNS]
         prompts = batch.pop(["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=columns)
-        if "uid" in batch.non_tensor_batch:
-            prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
+        # Agent loops read the whole row, and may score it.
+        shared = _SCORING_COLUMNS if self.async_rollout_mode else {"uid"}
+        for name in sorted(shared & batch.non_tensor_batch.keys()):
+            prompts.non_tensor_batch[name] = batch.non_tensor_batch[name]
         if "multi_modal_inputs" in columns:  # the models read it too
             batch.non_tensor_batch["multi_modal_inputs"] = prompts.non_tensor_batch["multi_modal_inputs"]
         return prompts
@@ -568,6 +572,14 @@ class RayPPOTrainer:
         found |= metric_utils.failure_metrics("reward", extras.get("reward_failure"))
         metrics |= {f"greedy/{name}": value for name, value in found.items() if not name.startswith("perf/")}
         return scores.sum(dim=-1)
+
+    def _loops_score(self, reward_fn: RewardFn | None) -> bool:
+        """Whether agent loops score their trajectories: with a rule that judges each by itself."""
+        if not self.async_rollout_mode or self.use_rm or self.run_config.actor_rollout_ref.rollout.skip_rollout:
+            return False  # a rollout that was kept may be scored by another rule
+        from verl.experimental.agent_loop.rewards import scores_one_by_one
+
+        return scores_one_by_one(reward_fn)
 
     def _new_reward(self) -> PendingReward:
         assert self.reward_fn is not None, "training needs reward_fn"
@@ -775,6 +787,8 @@ class RayPPOTrainer:
             "validate": True,
             "global_steps": self.state.step,
         }
+        if self._loops_score(self.val_reward_fn):
+            requests.meta_info["score_trajectories"] = True
         batch = batch.union(self._generate_padded(requests))
         batch.meta_info["validate"] = True
         return batch
