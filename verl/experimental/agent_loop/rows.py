@@ -8,24 +8,31 @@ import torch
 from torch import Tensor
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.experimental.agent_loop.later_images import LATER_INPUTS, WholeTrajectories
 from verl.protocol import DataProto, tensors_of
 from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN, DROPPED_KEYS, PaddedPrompts
 
 
 def rows_of(
-    given_outputs: Sequence[AgentLoopOutput | None], requests: DataProto, response_length: int, pad_token_id: int
+    given_outputs: Sequence[AgentLoopOutput | None],
+    requests: DataProto,
+    response_length: int,
+    pad_token_id: int,
+    whole: WholeTrajectories | None = None,
 ) -> DataProto:
     """Return a row for each trajectory, in the order of the requests.
 
     A row without a trajectory (None) has an empty response: it fills the batch, and nothing is learnt from it.
 
     Args: ``requests`` holds ``input_ids``, ``attention_mask``, ``position_ids`` (B, P), left-padded, and the columns
-        that are carried on. A response is cut at ``response_length``.
+        that are carried on. A response is cut at ``response_length``. ``whole`` allows loops to change prompts with
+        images, and to add images.
     Returns: ``prompts`` (B, P), ``responses``, ``response_mask`` (B, R), ``input_ids``, ``attention_mask``,
         ``position_ids`` (B, L), ``rollout_log_probs`` (B, R) and ``rm_scores`` (B, R) if all have them, and
         ``__num_turns__``. ``response_mask`` is 1 on exactly the sampled tokens. ``__dropped__`` says which rows have no
-        trajectory, if any has none.
+        trajectory, if any has none. ``LATER_INPUTS`` holds the ``multi_modal_inputs`` of rows whose prompt or images a
+        loop has changed, if there are any.
     Raises: ValueError naming the row for a prompt that is longer than P, a changed prompt with images, or lists of
         different lengths.
     """
@@ -35,7 +42,8 @@ def rows_of(
         _check(row, output)
     width = response_length
     log_probs = [output.response_logprobs for output in outputs if output.response_logprobs is not None]
-    tensors = _prompts(outputs, given, pad_token_id).with_responses(
+    prompts, changed = _prompts(outputs, given, pad_token_id, whole is not None)
+    tensors = prompts.with_responses(
         [output.response_ids[:width] for output in outputs],
         width,
         pad_token_id,
@@ -48,6 +56,10 @@ def rows_of(
     carried["__num_turns__"] = np.array([output.num_turns for output in outputs], dtype=np.int32)
     for name in sorted({name for output in outputs for name in output.extra_fields}):
         carried[name] = object_array([output.extra_fields.get(name) for output in outputs])
+    if whole is not None and given["position_ids"].dim() == 3:
+        inputs = whole.complete(tensors, outputs, changed)
+        if any(each is not None for each in inputs):
+            carried[LATER_INPUTS] = object_array(inputs)
     if None in given_outputs:
         carried[DROPPED_COLUMN] = np.array([output is None for output in given_outputs])
     return DataProto.from_dict(tensors=tensors, non_tensors=carried)
@@ -100,8 +112,14 @@ def _check(row: int, output: AgentLoopOutput) -> None:
         raise ValueError(f"trajectory {row}: its lists must have one length, got {lengths}")
 
 
-def _prompts(outputs: Sequence[AgentLoopOutput], given: Any, pad_token_id: int) -> PaddedPrompts:
-    """Return the prompts (B, P), those of the requests unless a loop changed them."""
+def _prompts(
+    outputs: Sequence[AgentLoopOutput], given: Any, pad_token_id: int, with_images: bool
+) -> tuple[PaddedPrompts, set[int]]:
+    """Return the prompts (B, P), those of the requests unless a loop changed them, and the rows where one did.
+
+    Args: ``with_images`` allows to change those with images; their positions are then still to be computed.
+    """
+    changed: set[int] = set()
     tokens, mask, positions = (given[name].clone() for name in ("input_ids", "attention_mask", "position_ids"))
     width = tokens.shape[1]
     for row, output in enumerate(outputs):
@@ -109,7 +127,8 @@ def _prompts(outputs: Sequence[AgentLoopOutput], given: Any, pad_token_id: int) 
         prompt = output.prompt_ids
         if prompt == asked:
             continue
-        if positions.dim() == 3:
+        changed.add(row)
+        if positions.dim() == 3 and not with_images:
             raise ValueError(
                 f"trajectory {row}: its prompt has {len(prompt)} tokens and that of the data set {len(asked)}, with "
                 "their images: an agent loop must not change a prompt with images, and engine and data set must have "
@@ -122,7 +141,7 @@ def _prompts(outputs: Sequence[AgentLoopOutput], given: Any, pad_token_id: int) 
         tokens[row] = torch.tensor([pad_token_id] * (width - len(prompt)) + prompt)
         mask[row] = (torch.arange(width) >= width - len(prompt)).to(mask.dtype)
         positions[row] = (mask[row].cumsum(0) - 1).clamp(min=0)
-    return PaddedPrompts(tokens, mask, positions)
+    return PaddedPrompts(tokens, mask, positions), changed
 
 
 def _scores(outputs: Sequence[AgentLoopOutput], width: int) -> Tensor:

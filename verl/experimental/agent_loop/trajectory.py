@@ -45,6 +45,7 @@ class Trajectory:
         self.response_mask: list[int] = []
         self.multi_modal_data = {name: list(items) for name, items in (multi_modal_data or {}).items()}
         self.turns: list[Turn] = []
+        self._num_later_images = 0
         self._limit = limit
         self._log_probs: list[float] | None = []
 
@@ -102,6 +103,7 @@ class Trajectory:
         turn.seconds, turn.calls, turn.text = seconds, list(calls), text
         if images:
             self.multi_modal_data.setdefault("image", []).extend(images)
+            self._num_later_images += len(images)
         return True
 
     def output(self, **fields: Any) -> AgentLoopOutput:
@@ -115,6 +117,7 @@ class Trajectory:
             "response_mask": list(self.response_mask),
             "response_logprobs": None if self._log_probs is None else list(self._log_probs),
             "multi_modal_data": self.multi_modal_data or None,
+            "num_later_images": self._num_later_images,
             "num_turns": 1 + len(self.turns),
             "metrics": AgentLoopMetrics(generate_sequences=seconds[MODEL], tool_calls=seconds["tool"]),
             "turns": list(self.turns),

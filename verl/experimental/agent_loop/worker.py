@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.attempts import Attempt, BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.experimental.agent_loop.later_images import WholeTrajectories
 from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
 from verl.experimental.agent_loop.rewards import SCORED_HERE, SCORING_COLUMNS, TrajectoryScorer
 from verl.experimental.agent_loop.rows import last_segment, rows_of
@@ -42,6 +43,8 @@ class AgentLoopWorkerBase:
         self.processor = self.model_config.processor
         self.server_manager = AsyncLLMServerManager(config, server_handles)
         self.scorer = TrajectoryScorer(config, self.tokenizer)
+        kwargs = config.data.get("mm_processor_kwargs") or {}
+        self.whole = WholeTrajectories(self.processor, kwargs) if self.processor is not None else None
         agent = self.rollout_config.agent
         if agent.agent_loop_config_path:
             register_all(read_agent_loops(os.path.expanduser(agent.agent_loop_config_path)))
@@ -108,7 +111,7 @@ class AgentLoopWorkerBase:
 
     def _as_rows(self, outputs: Sequence[AgentLoopOutput | None], batch: DataProto) -> DataProto:
         pad = batch.meta_info.get("pad_token_id", self.model_config.pad_token_id)
-        return rows_of(outputs, batch, self.rollout_config.response_length, pad)
+        return rows_of(outputs, batch, self.rollout_config.response_length, pad, self.whole)
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
         row = {name: column[index] for name, column in batch.non_tensor_batch.items() if name != "agent_name"}

@@ -50,7 +50,7 @@ from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.utils.vision.multi_modal import count_shared_bytes, share
+from verl.utils.vision.multi_modal import count_shared_bytes, replace_inputs, share
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop import AgentLoopManager
@@ -374,7 +374,10 @@ class RayPPOTrainer:
             batch, prompts, output, seeds = self._replace_failed(batch, prompts, output, seeds, metrics, timing)
         if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
+        later = output.non_tensor_batch.pop("__later_inputs__", None)
         batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
+        if later is not None:
+            replace_inputs(batch.non_tensor_batch, later)
         tensors = tensors_of(batch)
         tensors["sampling_seed"] = seeds
         if "response_mask" not in tensors.keys():
@@ -553,6 +556,7 @@ class RayPPOTrainer:
         padded, pad_size = pad_dataproto_to_divisor(requests, self.actor_rollout_wg.world_size)
         output = unpad_dataproto(self.rollout_wg_generate(padded), pad_size=pad_size)
         check_rollout(requests, output, self.state.step, self.single_turn)
+        output.non_tensor_batch.pop("__later_inputs__", None)  # of images of later turns; only training reads them
         output.meta_info.pop("timing", None)
         output.meta_info.pop("metrics", None)
         return output

@@ -69,6 +69,15 @@ def share(columns: Columns) -> None:
             columns[key] = _shared(columns[key], number)
 
 
+def replace_inputs(columns: Columns, rows: np.ndarray) -> None:
+    """Put other ``multi_modal_inputs`` into the rows for which ``rows`` has any; None keeps those of the data set."""
+    new = {"multi_modal_inputs": rows}
+    share(new)
+    old = columns.get("multi_modal_inputs", [None] * len(rows))
+    pairs = zip(old, new["multi_modal_inputs"], strict=True)
+    columns["multi_modal_inputs"] = object_array([was if now is None else now for was, now in pairs])
+
+
 _BATCHES = itertools.count(1)
 
 

@@ -1,0 +1,62 @@
+"""Images of later turns: what the model takes of them, and the positions of whole trajectories."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.utils.dataset.vision_utils import model_inputs
+from verl.utils.vision.positions import position_ids, rope_of
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+LATER_INPUTS = "__later_inputs__"
+"""Column of ``multi_modal_inputs`` for rows whose images or prompt a loop has changed; None for the others."""
+
+
+class WholeTrajectories:
+    """Computes inputs and positions of trajectories, where those of the data set no longer fit.
+
+    Args: ``processor`` is that of the policy; ``kwargs`` are ``data.mm_processor_kwargs``.
+    """
+
+    def __init__(self, processor: "ProcessorMixin", kwargs: Mapping[str, Any]) -> None:
+        self._processor = processor
+        self._kwargs = dict(kwargs)
+
+    def complete(
+        self, tensors: dict[str, Tensor], outputs: Sequence[AgentLoopOutput], changed: Collection[int]
+    ) -> list[dict[str, Any] | None]:
+        """Write ``position_ids`` (B, 4, L) of the rows with a changed prompt or later images; return their inputs.
+
+        Raises: ValueError naming the row for a prompt with videos, for a model family whose positions are not known,
+            and for images that do not match their tokens.
+        """
+        return [
+            self._row(tensors, row, output) if row in changed or output.num_later_images else None
+            for row, output in enumerate(outputs)
+        ]
+
+    def _row(self, tensors: dict[str, Tensor], row: int, output: AgentLoopOutput) -> dict[str, Any]:
+        media = output.multi_modal_data or {}
+        if media.get("video"):
+            raise ValueError(
+                f"trajectory {row}: an agent loop has changed the prompt of a row with videos, or added images to it: "
+                "only rows with images may have tools"
+            )
+        images = media.get("image")
+        encoded: dict[str, Any] = {}
+        if images:
+            encoded = dict(self._processor.image_processor(images=images, return_tensors="pt", **self._kwargs))
+        try:
+            tensors["position_ids"][row] = position_ids(
+                rope_of(self._processor), tensors["input_ids"][row], tensors["attention_mask"][row], encoded
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"trajectory {row}: {error}; engine and data set must have the same mm_processor_kwargs "
+                "(actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs)"
+            ) from error
+        return model_inputs(encoded)
