@@ -22,6 +22,7 @@ from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLo
 from verl.experimental.agent_loop.attempts import TrajectoryError
 from verl.experimental.agent_loop.registry import UnknownAgentLoopError, read_agent_loops
 from verl.experimental.agent_loop.rows import rows_of
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto
@@ -263,6 +264,14 @@ class AlwaysCalls(ToolParser):
         return "", [FunctionCall("calculator", '{"expression": "6*7"}')]
 
 
+@register("short turns")
+class ShortTurns(ToolAgentLoop):
+    """Ends a turn at about every third token."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        return await super().run({**sampling_params, "stop_token_ids": list(range(6, 50))}, **kwargs)
+
+
 def small_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of ASCII whose tokens the tiny model has, with its end and its padding."""
     special = ["<|endoftext|>", "<|system|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"]
@@ -279,7 +288,7 @@ def test_tool_calls_between_sampled_turns(engine: Any, tmp_path: Path) -> None:
     path = tmp_path / "tools.yaml"
     path.write_text("tools: [{class_name: verl.tools.calculator_tool.CalculatorTool, config: {type: native}}]")
     turns = {"enable": True, "format": "always_calls", "tool_config_path": path, "max_assistant_turns": 3}
-    worker = build_worker(engine, response_length=40, multi_turn=turns)
+    worker = build_worker(engine, response_length=40, multi_turn=turns, default_agent_loop="short turns")
     worker.tokenizer = small_tokenizer()
     asked = requests()
     prompts = [[{"role": "user", "content": text}] for text in "abcdefgh"]
