@@ -4,7 +4,7 @@
 set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/calculator}"
-STEPS="${STEPS:-30}"
+STEPS="${STEPS:-20}"
 SFT_STEPS="${SFT_STEPS:-300}"
 TASK=examples/sglang_multiturn/calculator
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
