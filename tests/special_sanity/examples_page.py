@@ -49,6 +49,9 @@ RAN = {
     "examples/sft/run_smollm2_135m_cpu.sh": Ran(
         "accuracy 0.25, after 100 steps 0.75", "examples/smollm2_135m/README.md"
     ),
+    "examples/sglang_multiturn/run_calculator_cpu.sh": Ran(
+        "accuracy 0.14, after 20 steps 1.00", "docs/advance/multi_turn.md"
+    ),
     "examples/split_placement/run_tiny_cpu.sh": Ran(
         "accuracy 0.36, after 40 steps 0.96", "examples/split_placement/README.md"
     ),
