@@ -15,16 +15,12 @@ from verl.base_config import WrongInput
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.attempts import (
     Attempt,
-    BatchOfAttempts,
-    Place,
-    Policy,
-    Task,
     TrajectoryError,
     TrajectoryInputError,
     attempt_metrics,
     mark_replaced,
-    places_of,
 )
+from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, places_of
 from verl.experimental.agent_loop.manager import _account_of
 from verl.experimental.agent_loop.rows import joined, last_segment, rows_of
 from verl.experimental.agent_loop.servers import RequestTimeoutError

@@ -20,9 +20,8 @@ from verl.experimental.agent_loop.attempts import (
     TrajectoryError,
     attempt_metrics,
     mark_replaced,
-    places_of,
-    sample_numbers,
 )
+from verl.experimental.agent_loop.batch import places_of, sample_numbers
 from verl.experimental.agent_loop.rows import joined
 from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from verl.base_config import omega_conf_to_dataclass
-from verl.experimental.agent_loop.attempts import Attempt, BatchOfAttempts, Place, Policy, Task, kind_of, places_of
+from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.later_images import WholeTrajectories
 from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
 from verl.experimental.agent_loop.rewards import SCORED_HERE, SCORING_COLUMNS, TrajectoryScorer

@@ -27,7 +27,7 @@ def conversations(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _shown(turn: Mapping[str, Any], response: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    tokens = response[turn["start"] : turn["end"]]
+    tokens = list(response[turn["start"] : turn["end"]])
     text = turn["text"]
     if turn["calls"]:
         text = "\n".join(call["text"] for call in turn["calls"])

@@ -248,8 +248,9 @@ class RayPPOTrainer:
         try:
             output: DataProto = generator.generate_sequences(requests)
         finally:  # what failed is in the account too
-            if hasattr(self.async_rollout_manager, "take_attempts"):  # a manager of a fork need not have it
-                self.output.attempts.log(self.state.step, self.async_rollout_manager.take_attempts())
+            take_attempts = getattr(self.async_rollout_manager, "take_attempts", None)
+            if take_attempts is not None:  # a manager of a fork need not have it
+                self.output.attempts.log(self.state.step, take_attempts())
         self.state.engine_version = self.state.weights_version
         return output
 

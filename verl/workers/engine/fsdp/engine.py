@@ -63,8 +63,7 @@ class FSDPEngine(BaseEngine):
             self.lr_scheduler = build_scheduler(self.optimizer, self.optimizer_config)
         self.module.eval()
         self._offload()
-        if has_remote_code(self.base_model):
-            check_remote_code(self)
+        self._check_remote_code()
 
     @classmethod
     def from_module(
@@ -95,9 +94,20 @@ class FSDPEngine(BaseEngine):
         engine.module = module
         engine.optimizer = optimizer
         engine._adopt(remove_padding)
-        if has_remote_code(engine.base_model):
-            check_remote_code(engine)
+        engine._check_remote_code()
         return engine
+
+    def _check_remote_code(self) -> None:
+        if not has_remote_code(self.base_model):
+            return
+        output = "values" if self.is_value_model else "log_probs"
+        with self.eval_mode():
+            check_remote_code(
+                self.base_model,
+                lambda batch: self.infer_batch(batch)[output],
+                self.forward.remove_padding,
+                self.layout.sp_size,
+            )
 
     def _adopt(self, remove_padding: bool, offload_activations: bool = False) -> None:
         """Prepare passes over ``self.module``."""

@@ -1,6 +1,7 @@
 """Check a model with remote code before it trains: its attention must tell sequences apart."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,51 +9,51 @@ from torch import Tensor
 from verl.base_config import WrongInput
 from verl.protocol import DataProto
 
-if TYPE_CHECKING:
-    from verl.workers.engine.fsdp.engine import FSDPEngine
-
 _TOLERANCE = 0.1
 """Share of the effect of a sequence's own first token that its neighbour may have: 1 and more if attention sees it,
 0 in fp32 and rounding in bf16 if it does not.
 """
 
 
-def check_remote_code(engine: "FSDPEngine") -> None:
+def check_remote_code(model: Any, infer: Callable[[DataProto], Tensor], packed: bool, sp_size: int) -> None:
     """Run a sequence with two different neighbours, and with another first token.
 
     The neighbour is the sequence before it in the pack, or the padding before it in a padded row. It must not matter;
     the first token must, also where Ulysses ranks share the sequence. All ranks take part.
 
+    Args:
+        model: the transformers model.
+        infer: returns the outputs (B, R) of the engine for a batch.
+        packed: whether the engine packs sequences.
+        sp_size: number of Ulysses ranks that share a sequence.
+
     Raises: WrongInput when the remote code does otherwise.
     """
-    packed = engine.forward.remove_padding
-    vocab_size = engine.base_model.config.get_text_config().vocab_size
-    size = 2 * engine.layout.sp_size  # the ranks get 8 tokens each, and the long sequence is on all of them
+    vocab_size = model.config.get_text_config().vocab_size
+    size = 2 * sp_size  # the ranks get 8 tokens each, and the long sequence is on all of them
     tokens = torch.randint(vocab_size, (6 * size,), generator=torch.Generator().manual_seed(0)) % vocab_size
     sequence, neighbours = tokens[: 3 * size], tokens[3 * size : 5 * size].view(2, size)
     other = sequence.clone()
     other[0] = tokens[-1] if tokens[-1] != sequence[0] else (tokens[-1] + 1) % vocab_size
     build = _packed if packed else _padded
-    output = "values" if engine.is_value_model else "log_probs"
-    with engine.eval_mode():
-        plain, moved, changed = (
-            engine.infer_batch(build(own, neighbour))[output][-1].float()
-            for own, neighbour in ((sequence, neighbours[0]), (sequence, neighbours[1]), (other, neighbours[0]))
-        )
+    plain, moved, changed = (
+        infer(build(own, neighbour))[-1].float()
+        for own, neighbour in ((sequence, neighbours[0]), (sequence, neighbours[1]), (other, neighbours[0]))
+    )
     own_effect = (changed - plain)[-size:].abs().max()
     leak = (moved - plain).abs().max()
-    name = type(engine.base_model).__name__
+    name = type(model).__name__
     key = f"use_remove_padding={packed}"
     if not own_effect > 0:
         raise WrongInput(
-            f"{key}, ulysses_sequence_parallel_size={engine.layout.sp_size}: in {name}, from the repository of "
+            f"{key}, ulysses_sequence_parallel_size={sp_size}: in {name}, from the repository of "
             "model.path, the first token of a sequence does not reach its last ones: write "
             "ulysses_sequence_parallel_size=1, or use_remove_padding=False"
         )
     if leak > _TOLERANCE * own_effect:
         what = "sequences that are packed one after another" if packed else "the padding before a sequence"
         raise WrongInput(
-            f"{key}: the attention of {name}, from the repository of model.path, sees {what}: {output} of a sequence "
+            f"{key}: the attention of {name}, from the repository of model.path, sees {what}: outputs of a sequence "
             f"change by {leak:.2g} with its neighbour, and by {own_effect:.2g} with its own first token. "
             f"Write use_remove_padding={not packed}"
         )

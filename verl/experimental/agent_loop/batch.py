@@ -1,0 +1,231 @@
+"""The trajectories of a batch, made at the same time, and what becomes of those that fail."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from verl.base_config import WrongInput
+from verl.experimental.agent_loop.attempts import (
+    CANCELLED,
+    DROPPED,
+    ERROR,
+    OK,
+    REPLACED,
+    TIMEOUT,
+    Attempt,
+    TrajectoryError,
+    TrajectoryInputError,
+)
+from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.protocol import DataProto, tensors_of
+
+if TYPE_CHECKING:
+    from verl.workers.config import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a trajectory belongs: the row of the step's batch, its prompt, and which sample of the prompt it is."""
+
+    row: int
+    uid: str
+    sample: int
+
+
+def places_of(batch: DataProto) -> list[Place]:
+    """Return the place of each row of a batch, by the tensors ``row`` and ``sample``, or by counting the ``uid``."""
+    tensors = tensors_of(batch)
+    count = len(batch)
+    rows = tensors["row"].tolist() if "row" in tensors.keys() else range(count)
+    uids = [str(uid) for uid in batch.non_tensor_batch.get("uid", rows)]
+    if "sample" in tensors.keys():
+        samples = tensors["sample"].tolist()
+    else:
+        samples = sample_numbers(uids)
+    return [Place(*place) for place in zip(rows, uids, samples, strict=True)]
+
+
+def sample_numbers(uids: Iterable[str]) -> list[int]:
+    """Number the rows of each prompt from 0."""
+    seen: Counter[str] = Counter()
+    numbers = []
+    for uid in uids:
+        numbers.append(seen[uid])
+        seen[uid] += 1
+    return numbers
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a batch does about slow and failed trajectories.
+
+    Attributes:
+        on_failure: ``fail``, ``retry``, ``drop`` or ``replace``.
+        num_retries: further attempts at a failed trajectory.
+        trajectory_timeout_s: limit of one attempt.
+        step_timeout_s: limit of the batch.
+        over_sample_rate: share of the trajectories that are given up, the last ones.
+    """
+
+    on_failure: str = "fail"
+    num_retries: int = 0
+    trajectory_timeout_s: float | None = None
+    step_timeout_s: float | None = None
+    over_sample_rate: float = 0.0
+
+    @classmethod
+    def of(cls, rollout: "RolloutConfig", meta: Mapping[str, Any], greedy: bool) -> Self:
+        """Read the keys of ``rollout`` for a batch.
+
+        Validation gives no trajectory up, and drops what it cannot replace. A greedy batch of training holds the
+        baselines of ReMax, of which none may be missing.
+        """
+        agent = rollout.agent
+        on_failure, validate = agent.on_failure, bool(meta.get("validate", False))
+        if validate and on_failure == "replace":
+            on_failure = "drop"
+        if greedy and not validate and on_failure in ("drop", "replace"):
+            on_failure = "retry"
+        return cls(
+            on_failure,
+            0 if on_failure == "fail" else agent.num_retries,
+            agent.trajectory_timeout_s,
+            agent.step_timeout_s,
+            0.0 if validate or greedy else rollout.over_sample_rate,
+        )
+
+
+def kind_of(meta: Mapping[str, Any], greedy: bool) -> str:
+    """Return what a batch is for, as the ids of its attempts name it: ``validate``, ``greedy`` or ``train``."""
+    return "validate" if meta.get("validate", False) else "greedy" if greedy else "train"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A trajectory to be made: ``run`` makes one attempt."""
+
+    place: Place
+    loop: str
+    seed: int | None
+    run: Callable[[Attempt], Awaitable[AgentLoopOutput]]
+
+
+class BatchOfAttempts:
+    """Makes the trajectories of a batch at the same time, and keeps the account of all attempts.
+
+    Attributes: ``attempts`` are those that were begun, in order.
+    """
+
+    def __init__(self, tasks: Sequence[Task], policy: Policy, kind: str = "train", step: int | None = None) -> None:
+        self.attempts: list[Attempt] = []
+        self._tasks = tasks
+        self._policy = policy
+        self._prefix = f"{0 if step is None else step}-{kind}"
+        self._outputs: list[AgentLoopOutput | None] = [None] * len(tasks)
+        self._failure: TrajectoryError | None = None
+        self._ended = 0
+        self._needed = max(1, int(len(tasks) * (1 - policy.over_sample_rate) + 1e-9)) if tasks else 0
+        self._stop = asyncio.Event()
+        self._stopped: tuple[str, str] = (CANCELLED, "the run was interrupted")  # outcome and reason of what is open
+
+    async def results(self) -> list[AgentLoopOutput | None]:
+        """Return the trajectory of each task; None for one that was given up.
+
+        Raises: TrajectoryError if a trajectory failed and the policy does not go on without it.
+        """
+        running = [asyncio.create_task(self._make(index)) for index in range(len(self._tasks))]
+        try:
+            if running:
+                async with asyncio.timeout(self._policy.step_timeout_s):
+                    await self._stop.wait()
+        except TimeoutError:
+            reason = f"rollout.agent.step_timeout_s={self._policy.step_timeout_s:g} is over"
+            self._stopped = (TIMEOUT, reason)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        if self._failure is not None:
+            self._failure.attempts = [attempt.line() for attempt in self.attempts]
+            raise self._failure
+        return self._outputs
+
+    async def _make(self, index: int) -> None:
+        """Make one trajectory, and say so when enough have ended, or when one ends the run."""
+        try:
+            self._outputs[index] = await self._trajectory(self._tasks[index])
+        except TrajectoryError as error:
+            if self._failure is None:
+                self._failure = error
+                self._end(CANCELLED, f"the run ends: {error}")
+            return
+        self._ended += 1
+        if self._ended >= self._needed:
+            given_up = len(self._tasks) - self._ended
+            self._end(CANCELLED, f"rollout.over_sample_rate={self._policy.over_sample_rate:g}: {given_up} given up")
+
+    def _end(self, outcome: str, reason: str) -> None:
+        if not self._stop.is_set():
+            self._stopped = (outcome, reason)
+            self._stop.set()
+
+    async def _trajectory(self, task: Task) -> AgentLoopOutput | None:
+        policy = self._policy
+        for number in range(1 + policy.num_retries):
+            attempt = self._begin(task, number)
+            is_last = number == policy.num_retries
+            try:
+                async with asyncio.timeout(policy.trajectory_timeout_s) as limit:
+                    output = await task.run(attempt)
+                attempt.finish(OK)
+                return output
+            except asyncio.CancelledError:
+                self._cancelled(task, attempt)
+                raise
+            except Exception as error:  # a loop, its tools and its servers may raise anything
+                missed = isinstance(error, TimeoutError) and limit.expired()
+                reason = f"rollout.agent.trajectory_timeout_s={policy.trajectory_timeout_s} is over" if missed else ""
+                reason = reason or f"{type(error).__name__}: {error}"
+                failed = TIMEOUT if isinstance(error, TimeoutError) else ERROR
+                if is_last and policy.on_failure in ("fail", "retry"):
+                    attempt.finish(failed, reason)
+                    raise failure_of(task, attempt, error) from error
+                if is_last:
+                    failed, reason = _OUTCOMES[policy.on_failure], f"{failed}: {reason}"
+                attempt.finish(failed, reason)
+                logger.warning("attempt %s at a trajectory: %s: %s", attempt.id, attempt.outcome, attempt.reason)
+        return None
+
+    def _begin(self, task: Task, number: int) -> Attempt:
+        row, uid, sample = task.place
+        attempt = Attempt(f"{self._prefix}-{uid}-{sample}-{number}", uid, sample, task.loop, task.seed)
+        self.attempts.append(attempt)
+        return attempt
+
+    def _cancelled(self, task: Task, attempt: Attempt) -> None:
+        """Account for an attempt that the batch has ended; a missed deadline of the step is a failure."""
+        outcome, reason = self._stopped
+        policy = self._policy
+        if outcome == TIMEOUT and policy.on_failure in _OUTCOMES:
+            attempt.finish(_OUTCOMES[policy.on_failure], f"{TIMEOUT}: {reason}")
+            return
+        attempt.finish(outcome, reason)
+        if outcome == TIMEOUT and self._failure is None:
+            self._failure = failure_of(task, attempt, TimeoutError(reason))
+
+
+_OUTCOMES = {"drop": DROPPED, "replace": REPLACED}
+
+
+def failure_of(task: Task, attempt: Attempt, error: BaseException) -> TrajectoryError:
+    """Return the error that ends the run because an attempt has failed."""
+    kind = TrajectoryInputError if isinstance(error, WrongInput) else TrajectoryError
+    return kind(
+        f"row {task.place.row} (uid {task.place.uid}, sample {task.place.sample}): agent loop {task.loop} failed in "
+        f"attempt {attempt.id}: {type(error).__name__}: {error}. To go on without such rows, set "
+        "actor_rollout_ref.rollout.agent.on_failure to drop or replace; to try again, to retry"
+    )
