@@ -95,6 +95,10 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
     assert violations(base, apart, use_reference_policy=False, use_critic=False) == {}
 
 
+def test_servers_need_not_divide_the_workers_of_the_trainer(base):
+    assert violations(base, SERVED | {f"{ROLLOUT}.data_parallel_size": 4, f"{ROLLOUT}.n_gpus_per_node": 8}) == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "message"),
     [

@@ -70,7 +70,7 @@ def _layout_rules(run: RunConfig, use_reference: bool) -> Iterator[Violation]:
     world = run.trainer.world_size
     workers = f"the {world} workers (trainer.n_gpus_per_node x trainer.nnodes)"
     rollout = run.actor_rollout_ref.rollout
-    if world % rollout.workers_per_engine:
+    if run.actor_rollout_ref.hybrid_engine and world % rollout.workers_per_engine:
         fitting = [size for size in range(1, world + 1) if world % size == 0]
         expected = f"x data_parallel_size={rollout.data_parallel_size} must divide {workers}: write one of {fitting}"
         yield Violation(f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, expected)
@@ -100,7 +100,9 @@ def _train_batch_rules(run: RunConfig, use_reference: bool) -> Iterator[Violatio
         shards = [world // workers_of_a_shard(shared.actor)]
         if use_reference and not shared.model.lora_rank:
             shards.append(world // workers_of_a_shard(shared.ref))
-        unit = math.lcm(*(max(1, size) for size in (*shards, world // shared.rollout.workers_per_engine)))
+        if shared.hybrid_engine:
+            shards.append(world // shared.rollout.workers_per_engine)
+        unit = math.lcm(*(max(1, size) for size in shards))
     for key in ("train_batch_size", "gen_batch_size"):
         size = run.data[key]
         if size is not None and size * n % unit:
