@@ -658,7 +658,7 @@ def test_settings_that_have_no_meaning_are_refused(tokenizer):
 
 
 def test_compute_reward_takes_functions_with_and_without_extras():
-    data, scores = SimpleNamespace(), torch.ones(2, 3)
+    data, scores = SimpleNamespace(non_tensor_batch={}), torch.ones(2, 3)
     assert compute_reward(data, lambda data: scores) == (scores, {})
     both = {"reward_tensor": scores, "reward_extra_info": {"a": [1, 2]}}
     assert compute_reward(data, lambda data, return_dict=False: both) == (scores, {"a": [1, 2]})
@@ -696,11 +696,11 @@ def test_a_manager_of_the_user_has_a_deadline(monkeypatch):
     monkeypatch.setattr(reward, "START_TIMEOUT_S", 0.1)
     message = r"manager Slow, which calls .*Slow.* of .*test_reward_managers\.py, did not end within .*timeout_s=0\.1"
     with pytest.raises(RewardError, match=message):
-        compute_reward(SimpleNamespace(), Slow())
+        compute_reward(SimpleNamespace(non_tensor_batch={}), Slow())
 
 
 def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):
     both = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"uid": ["x", "x"], "acc": [1, 0]}}
     for _ in range(2):
-        assert compute_reward(SimpleNamespace(), lambda data, return_dict=False: both)[1] == {"acc": [1, 0]}
+        assert compute_reward(SimpleNamespace(non_tensor_batch={}), lambda data, return_dict=False: both)[1] == {"acc": [1, 0]}
     assert caplog.text.count("returns 'uid', a column of the trainer") == 1

@@ -54,7 +54,7 @@ def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
         when the reward function does not end.
     """
     kept = without_dropped(data)
-    if len(kept) < len(data):
+    if kept is not data:
         return _spread(compute_reward(kept, reward_fn), data.non_tensor_batch[DROPPED_COLUMN].astype(bool))
     limits = getattr(reward_fn, "limits", ScoringLimits())
     name = describe_scorer(getattr(reward_fn, "compute_score", None) or reward_fn)
