@@ -702,5 +702,6 @@ def test_a_manager_of_the_user_has_a_deadline(monkeypatch):
 def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):
     both = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"uid": ["x", "x"], "acc": [1, 0]}}
     for _ in range(2):
-        assert compute_reward(SimpleNamespace(non_tensor_batch={}), lambda data, return_dict=False: both)[1] == {"acc": [1, 0]}
+        _, extras = compute_reward(SimpleNamespace(non_tensor_batch={}), lambda data, return_dict=False: both)
+        assert extras == {"acc": [1, 0]}
     assert caplog.text.count("returns 'uid', a column of the trainer") == 1
