@@ -17,6 +17,7 @@ from recipe.entropy.main_entropy import EntropyTaskRunner
 from tests.special_sanity.test_docs import PAGES
 from verl.base_config import ConfigError
 from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.config.generation_server import parse_generation_server
 from verl.trainer.config.keys import OPTIONAL, RENAMED, dotted_keys, is_free
 from verl.trainer.config.rules import profiler
 from verl.trainer.config.run_config import RunConfig
@@ -37,6 +38,7 @@ CONFIG_OF_MODULE = {
     "verl.trainer.sft_trainer": "sft_trainer_engine",
     "verl.trainer.fsdp_sft_trainer": "sft_trainer",
     "verl.trainer.main_generation": "generation",
+    "verl.trainer.main_generation_server": "generation_server",
     "verl.trainer.main_eval": "evaluation",
 }
 RECIPE_NODES = {
@@ -49,6 +51,7 @@ RECIPE_NODES = {
     "verl.trainer.main_ppo": (),
 }
 OVERRIDE_OF_OTHERS = {
+    "verl.trainer.main_generation_server": ("actor_rollout_ref.rollout.n", "7"),  # before the shorter name
     "verl.trainer.main_generation": ("data.n_samples", "7"),
     "verl.trainer.main_eval": ("scoring.timeout_s", "7"),
     "recipe.r1.main_eval": ("scoring.timeout_s", "7"),
@@ -161,6 +164,8 @@ def test_script_is_a_run_that_would_start_and_passes_overrides_on(
             parse_sft_config(config, *map(int, re.findall(r"--nproc_per_node=(\d+)", " ".join(words))))
         elif module == "verl.trainer.main_generation":
             GenerationConfig.parse(config)
+        elif module == "verl.trainer.main_generation_server":
+            parse_generation_server(config)
     assert sum(overridden) == 1, f"{script.name} must pass its arguments to one command"
 
 

@@ -1,0 +1,79 @@
+"""``main_generation_server`` with a real server: greedy responses are those of transformers."""
+
+import re
+
+import pyarrow.parquet as pq
+import pytest
+from hydra import compose, initialize_config_dir
+
+from tests.experimental.agent_loop.token_server import TokenServer
+from tests.trainer.test_main_generation import QUESTIONS, folder, handlers, reference
+from verl.trainer import main_generation_server
+from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.run.owner import Ownership
+
+__all__ = ["folder", "handlers"]  # fixtures
+
+
+def build(folder, output, *more):
+    options = [
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        f"data.train_files={folder}/prompts.parquet",
+        f"data.output_path={output}",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={folder}/model",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.enforce_eager=true",
+        *more,
+    ]
+    with initialize_config_dir(CONFIG_DIR, version_base=None):
+        return compose("generation_server", options)
+
+
+def test_greedy_responses_are_those_of_transformers(ray_cluster, folder, tmp_path):
+    output = tmp_path / "out" / "x.parquet"
+    greedy = ("actor_rollout_ref.rollout.temperature=0", "data.train_batch_size=3")
+    main_generation_server.run_generation_server(build(folder, output, *greedy))
+    table = pq.read_table(output)
+    assert table["responses"].to_pylist() == reference(folder)
+    assert table["number"].to_pylist() == list(range(len(QUESTIONS)))
+
+
+def test_requests_reach_the_servers_as_they_are_meant(folder, tmp_path):
+    """Prompts as tokens, a seed for each sample, the sampling of the run, and responses in their order."""
+    with Ownership() as owner:
+        changes = ("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.top_p=0.5")
+        generation = main_generation_server.prepare(build(folder, tmp_path / "x.parquet", *changes), owner)
+    servers = [TokenServer(generation.tokenizer, lambda prompt: prompt[9:12]) for _ in range(2)]
+    found = generation._generate(servers, [3, 0])
+    assert found == [["ame"] * 2, ["+1="] * 2]  # of "<|user|>Name ..." and "<|user|>1+1=?"
+    asked = [(prompt, params) for server in servers for _, prompt, params in server.asked]
+    assert len(asked) == 4 and len({params["seed"] for _, params in asked}) == 4
+    assert all(prompt in generation.prompts for prompt, _ in asked)
+    assert {(params["temperature"], params["top_p"], params["max_tokens"]) for _, params in asked} == {(1.0, 0.5, 8)}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["data.train_files=[a.parquet,b.parquet]"], r"data\.train_files=.*must be one parquet file"),
+        (["data.train_files=/nowhere.parquet"], r"data\.train_files=.*/nowhere\.parquet.*no such file"),
+        (
+            ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.temperature=0"],
+            r"rollout\.n=2.* without sampling",
+        ),
+        (["actor_rollout_ref.rollout.ignore_eos=true"], r"rollout\.ignore_eos=true: must be false"),
+        (["actor_rollout_ref.rollout.top_p=2"], r"actor_rollout_ref\.rollout\.top_p=2"),
+        (["actor_rollout_ref.model.path=/no/such/model"], r"actor_rollout_ref\.model\.path=.*/no/such/model"),
+    ],
+)
+def test_what_is_refused_before_ray(folder, tmp_path, capsys, more, message):
+    with pytest.raises(SystemExit) as exit:
+        main_generation_server.run_generation_server(build(folder, tmp_path / "x.parquet", *more))
+    assert exit.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,99 @@
+"""Generate responses for a file of prompts by the OpenAI endpoint over standalone rollout servers."""
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+
+from verl.base_config import omega_conf_to_dataclass
+from verl.experimental.agent_loop.endpoint.server import Endpoint, Limits
+from verl.experimental.agent_loop.endpoint.session import Policy, Templates
+from verl.experimental.agent_loop.servers import AsyncLLMServerManager
+from verl.experimental.agent_loop.tool_parser import get_tool_parser
+from verl.single_controller.base.errors import phase
+from verl.trainer.generation import Generation
+from verl.utils.numerics.seeding import sampling_seeds
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.standalone import replica_class_of
+
+_DAY_S = 86_400.0
+
+
+class ServerGeneration(Generation):
+    """One run of ``main_generation_server``: ``Generation``, whose workers are servers."""
+
+    @contextmanager
+    def _workers(self) -> Iterator[Any]:
+        """Start the servers and yield their handles; in the end, release their resources in the cluster."""
+        role, trainer = self.config.worker.actor_rollout_ref, self.config.trainer
+        config: RolloutConfig = omega_conf_to_dataclass(role.rollout)
+        replica_class = replica_class_of(config)
+        count = trainer.nnodes * trainer.n_gpus_per_node // config.workers_per_engine
+        replicas: list[RolloutReplica] = []
+        try:
+            with phase("init_model"):
+                for rank in range(count):
+                    replica = replica_class(rank, config, role.model, trainer.n_gpus_per_node)
+                    replica.device_name = trainer.device
+                    replicas.append(replica)
+                    replica.init_standalone()
+                for replica in replicas:
+                    replica.wait_until_ready()
+            yield [replica.server_handle for replica in replicas]
+        finally:
+            for replica in replicas:
+                replica.shutdown()
+
+    def _generate(self, workers: Any, rows: Sequence[int]) -> list[list[str]]:
+        """Return the responses of each row; ``workers`` are handles of servers."""
+        return asyncio.run(self._asked(workers, rows))
+
+    async def _asked(self, handles: Sequence[Any], rows: Sequence[int]) -> list[list[str]]:
+        token = secrets.token_urlsafe(32)
+        policy = Policy(
+            server_manager=AsyncLLMServerManager(self.config.worker, handles),
+            templates=Templates(self.tokenizer, {}),
+            parser=get_tool_parser(self.rollout.multi_turn.format, self.tokenizer),
+            model=str(self.model.path),
+            prompt_length=self.rollout.prompt_length,
+            response_length=self.rollout.response_length,
+        )
+        endpoint = Endpoint(policy=policy, token=token, limits=Limits(answer_s=_DAY_S))
+        await endpoint.start()
+        try:
+            timeout, connector = aiohttp.ClientTimeout(total=_DAY_S), aiohttp.TCPConnector(limit=0)
+            headers = {"Authorization": f"Bearer {token}"}
+            async with aiohttp.ClientSession(
+                endpoint.address, timeout=timeout, connector=connector, headers=headers
+            ) as client:
+                texts = await asyncio.gather(*(_text(client, body) for row in rows for body in self._bodies(row)))
+        finally:
+            await endpoint.close()
+        samples = self.config.data.n_samples
+        return [texts[start : start + samples] for start in range(0, len(texts), samples)]
+
+    def _bodies(self, row: int) -> Iterator[dict[str, Any]]:
+        """Yield the requests of a row: its prompt as tokens, and a seed for each sample."""
+        rollout, samples = self.rollout, self.config.data.n_samples
+        greedy = not rollout.do_sample or rollout.temperature == 0
+        sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+        for seed in sampling_seeds(rollout.seed, 0, 1, samples, first_prompt=row).tolist():
+            how = {"temperature": 0.0} if greedy else sampling | {"seed": seed}
+            yield {"model": "policy", "prompt": self.prompts[row], "max_tokens": rollout.response_length, **how}
+
+
+async def _text(client: aiohttp.ClientSession, body: dict[str, Any]) -> str:
+    """Return the text that continues a prompt.
+
+    Raises: RuntimeError with the endpoint's message.
+    """
+    async with client.post("/v1/completions", json=body) as response:
+        answer = await response.json()
+    if "error" in answer:
+        raise RuntimeError(f"the endpoint refused a prompt: {answer['error']['message']}")
+    text: str = answer["choices"][0]["text"]
+    return text
