@@ -34,6 +34,7 @@ def build(folder, output, *more):
         return compose("generation_server", options)
 
 
+@pytest.mark.full
 def test_greedy_responses_are_those_of_transformers(ray_cluster, folder, tmp_path):
     output = tmp_path / "out" / "x.parquet"
     greedy = ("actor_rollout_ref.rollout.temperature=0", "data.train_batch_size=3")
