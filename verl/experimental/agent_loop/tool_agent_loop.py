@@ -226,7 +226,9 @@ class ToolAgentLoop(AgentLoopBase):
         )
         trajectory.sampled(output, time.perf_counter() - started)
         talk.model_turns += 1
-        text, calls = self.parts.parser.text_of(output.token_ids), []
+        text = self.parts.parser.text_of(output.token_ids)
+        said = ""
+        calls: list[FunctionCall] = []
         cut = output.finish_reason in (ABORTED, FULL) or trajectory.room <= 0
         if self.parts.tools and not cut:
             said, calls = await self.parts.parser.extract_tool_calls(output.token_ids, self.parts.schemas)
@@ -333,15 +335,16 @@ class ToolAgentLoop(AgentLoopBase):
         grown = chat.after_turn(talk.messages, messages, **options)
         if isinstance(grown, Restarted):
             return self._restart(talk, role, messages, grown, seconds, calls, text)
-        seen = grown
+        seen_ids = grown.token_ids
         if images:
-            seen = chat.after_turn(talk.messages, messages, images=everything, **options)
-            assert not isinstance(seen, Restarted)
-        if len(seen.token_ids) >= trajectory.room:  # not even one token could follow
+            expanded = chat.after_turn(talk.messages, messages, images=everything, **options)
+            assert not isinstance(expanded, Restarted)
+            seen_ids = expanded.token_ids
+        if len(seen_ids) >= trajectory.room:  # not even one token could follow
             trajectory.add(role, [], seconds, calls, text)
             return State.TERMINATED
         talk.messages += messages
-        trajectory.add(role, grown.token_ids, seconds, calls, text, images, seen.token_ids if images else None)
+        trajectory.add(role, grown.token_ids, seconds, calls, text, images, seen_ids if images else None)
         return State.GENERATING
 
     def _restart(

@@ -67,8 +67,7 @@ class ToolParser(ABC):
         tokens, special = list(responses_ids), set(self.tokenizer.all_special_ids)
         while tokens and tokens[-1] in special:
             tokens.pop()
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        return text
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
     @abstractmethod
     def parse(self, text: str, tools: Schemas = ()) -> Found:

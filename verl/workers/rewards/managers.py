@@ -134,7 +134,7 @@ class AbstractRewardManager:
         """
         if scoring.FAILURE_COLUMN not in data.meta_info.get("reward_extra_keys", ()):
             return
-        scoring.check_failed_ratio(data.non_tensor_batch[scoring.FAILURE_COLUMN], self.limits)
+        scoring.check_failed_ratio(list(data.non_tensor_batch[scoring.FAILURE_COLUMN]), self.limits)
         if self.num_examine:
             assert data.batch is not None
             values = data.batch["rm_scores"].sum(-1).tolist()
