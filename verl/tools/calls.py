@@ -1,6 +1,7 @@
 """Run one call of a tool, and say how it ended."""
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -91,7 +92,10 @@ async def execute_call(
         return ended(ToolOutcome.BAD_ARGUMENTS, "the arguments are no JSON object.")
 
     async def run() -> Any:
-        return await tool.execute(instance_id, parameters, **execute_kwargs)
+        try:
+            return await tool.execute(instance_id, parameters, **execute_kwargs)
+        except SystemExit as error:  # it would end the event loop, and with it all trajectories of the process
+            raise ToolError(f"the tool has called exit({error.code!r}).") from error
 
     call = asyncio.ensure_future(run())
     try:
@@ -108,6 +112,11 @@ async def execute_call(
         response, reward, metrics = call.result()
         metrics = metrics or {}  # the established tools may return None
         outcome = ToolOutcome(metrics.get(OUTCOME, ToolOutcome.OK))
+        if not isinstance(response, ToolResponse):
+            raise TypeError(f"execute returned {type(response).__name__} as its answer, not ToolResponse")
+        reward = None if reward is None else float(reward)
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"execute returned the reward {reward}, not a finite number")
     except ToolError as error:
         return ended(error.outcome, str(error))
     except Exception as error:  # a tool may raise anything; its trajectory goes on

@@ -118,6 +118,26 @@ def test_a_group_goes_on_without_a_failed_sample_or_is_replaced() -> None:
     assert metrics["attempts/replaced"] == 2 and metrics["attempts/failed"] == 1
 
 
+def test_a_loop_that_cancels_itself_or_exits_has_failed() -> None:
+    """Nobody has told these to end: they must neither hang the batch nor end the process."""
+
+    async def cancels(attempt: Attempt) -> AgentLoopOutput:
+        inner = asyncio.ensure_future(asyncio.sleep(30))
+        inner.cancel()
+        await inner
+        raise AssertionError("the await above raises")
+
+    async def exits(attempt: Attempt) -> AgentLoopOutput:
+        raise SystemExit(3)
+
+    results, batch = run(Policy("drop", step_timeout_s=20), cancels, exits, good)
+    assert [result is None for result in results] == [True, True, False]
+    assert [attempt.outcome for attempt in batch.attempts] == ["dropped", "dropped", "ok"]
+    assert [attempt.reason for attempt in batch.attempts] == ["error: CancelledError: ", "error: SystemExit: 3", None]
+    with pytest.raises(TrajectoryError, match=r"row 0 .* CancelledError"):
+        run(Policy("fail", step_timeout_s=20), cancels, hangs)
+
+
 def test_deadlines() -> None:
     """Of an attempt, which may be tried again, and of the whole batch, which may not."""
     outputs, batch = run(Policy("drop", 1, trajectory_timeout_s=0.05), good, hangs)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,16 @@ class Probe(BaseTool):
             raise ToolError("no such luck")
         if "sleep" in parameters:
             await asyncio.sleep(parameters["sleep"])
+        if "exit" in parameters:
+            sys.exit(parameters["exit"])
+        if "return" in parameters:
+            return parameters["return"], 0.0, {}
         if "video" in parameters:
             return ToolResponse(video=["film"]), 0.0, {}
         if "image" in parameters:
             return ToolResponse(text="look", image=[Image.new("RGB", (56, 28))]), 0.0, {}
-        return ToolResponse(text=parameters.get("say", "done")), parameters.get("reward"), {}
+        text = "\ud83d" if "half" in parameters else parameters.get("say", "done")
+        return ToolResponse(text=text), parameters.get("reward"), {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         return 0.25 + kwargs.get("more", 0)
@@ -150,6 +156,12 @@ def test_a_call_and_its_answer(tools_file: Path) -> None:
 FAILED = [
     (call(**{"raise": 1}), "error", "Error: no such luck"),
     (call(sleep=30), "timeout", "Error: the tool did not answer within 0.2 s."),
+    (call(exit=3), "error", "the tool has called exit(3)."),
+    (call(**{"return": "text"}), "error", "returned str as its answer, not ToolResponse"),
+    (call(reward="much"), "error", "could not convert string to float"),
+    (call(reward=float("nan")), "error", "the reward nan, not a finite number"),
+    (call(say="\ud83d"), "bad_arguments", "Error: the call holds half a surrogate pair."),
+    (call(half=1), "ok", "<|tool|>?<|end|>"),
     ('<tool_call>{"name": "prob", "arguments": {}}</tool_call>', "unknown_tool", "the tools are probe"),
     ('<tool_call>{"name": "probe", "arguments": {', "bad_arguments", "Error: the call is no complete JSON object."),
     ('<tool_call>{"name": "probe", "arguments": 3}</tool_call>', "bad_arguments", 'Error: "arguments" is no JSON'),

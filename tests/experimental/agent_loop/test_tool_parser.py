@@ -82,6 +82,11 @@ BROKEN = [
     ("pythonic", "[find(text={1, 2})]", "find", "no constant"),
     ("pythonic", "[find(text='a'), 3]", "find", "is no call"),
     ("pythonic", "[find(text=" + "[" * 5000, "find", "no list"),
+    ("pythonic", "[find(text=" + "-" * 400 + "1)]", "find", "no list"),
+    ("pythonic", "[find" + ".a" * 900 + "(x=1)]", "find" + ".a" * 900, "no list"),
+    ("hermes", '<tool_call>{"name": "find", "arguments": {"a": "\\ud83d"}}</tool_call>', "find", "surrogate"),
+    ("hermes", '<tool_call>{"name": "f\\ud83d", "arguments": {}}</tool_call>', "f?", "surrogate"),
+    ("gpt-oss", '<|channel|>commentary to=functions.find<|message|>{"a": "\\ud83d"}', "find", "surrogate"),
     ("gpt-oss", '<|channel|>commentary to=functions.find<|message|>{"te', "find", "no complete JSON"),
     ("gpt-oss", "<|channel|>commentary to=functions.find<|message|>3", "find", "no complete JSON"),
 ]
@@ -145,3 +150,18 @@ def test_names() -> None:
 
     assert parse("shout", "a") == ("A", [])
     del ToolParser._registry["shout"]
+
+
+def test_a_parser_that_takes_no_schemas() -> None:
+    """Parsers written for the established interface have one method with one argument."""
+
+    class Shouts(ToolParser):
+        async def extract_tool_calls(self, responses_ids: Any) -> Any:
+            return "", [FunctionCall(name=self.text_of(responses_ids), arguments="{}")]
+
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.encode("find", add_special_tokens=False)
+    found = asyncio.run(Shouts(tokenizer).extract_tool_calls(tokens, [{"function": {}}]))
+    assert found == ("", [FunctionCall("find", "{}")])
+    with pytest.raises(TypeError, match="Silent finds no calls"):
+        type("Silent", (ToolParser,), {})

@@ -183,10 +183,10 @@ class BatchOfAttempts:
                     output = await task.run(attempt)
                 attempt.finish(OK)
                 return output
-            except asyncio.CancelledError:
-                self._cancelled(task, attempt)
-                raise
-            except Exception as error:  # a loop, its tools and its servers may raise anything
+            except (Exception, SystemExit, asyncio.CancelledError) as error:  # loops and tools may raise anything
+                if isinstance(error, asyncio.CancelledError) and _is_cancelled():  # else by the loop itself
+                    self._cancelled(task, attempt)
+                    raise
                 missed = isinstance(error, TimeoutError) and limit.expired()
                 reason = f"rollout.agent.trajectory_timeout_s={policy.trajectory_timeout_s} is over" if missed else ""
                 reason = reason or f"{type(error).__name__}: {error}"
@@ -219,6 +219,12 @@ class BatchOfAttempts:
 
 
 _OUTCOMES = {"drop": DROPPED, "replace": REPLACED}
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled the task that asks."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def failure_of(task: Task, attempt: Attempt, error: BaseException) -> TrajectoryError:

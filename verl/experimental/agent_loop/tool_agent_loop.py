@@ -258,7 +258,7 @@ class ToolAgentLoop(AgentLoopBase):
                 raise VideoResponseError(
                     f"the tool {call.name} answered with a video: only text and images can be read"
                 )
-            text = self._shortened(answer.text or "")
+            text = self._shortened(_encodable(answer.text or ""))
             shown = self._images(call.name, answer.image or [])
             images += shown
             parts: list[Message] = [{"type": "image"} for _ in shown] + (
@@ -306,6 +306,7 @@ class ToolAgentLoop(AgentLoopBase):
         ends, text, score, _ = await talk.interaction.generate_response(
             talk.id, [dict(message) for message in talk.messages], **talk.interaction_kwargs
         )
+        text = _encodable(text or "")
         seconds = time.perf_counter() - started
         talk.user_turns += 1
         if score is not None:
@@ -457,6 +458,11 @@ def _assistant(text: str, said: str = "", calls: Sequence[FunctionCall] = ()) ->
         for number, call in enumerate(calls)
     ]
     return {"role": "assistant", "content": said, "tool_calls": written}
+
+
+def _encodable(text: str) -> str:
+    """Return a text with ``?`` for each half of a surrogate pair, which no tokenizer can encode."""
+    return text.encode(errors="replace").decode()
 
 
 def _call_id(number: int) -> str:

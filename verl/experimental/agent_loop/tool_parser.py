@@ -5,9 +5,10 @@ Formats, by the documentation of their models: ``hermes`` (Hermes 2 Pro, Qwen2.5
 """
 
 import ast
+import functools
+import inspect
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -47,10 +48,27 @@ class UnknownToolParserError(WrongInput):
     """No parser has this name."""
 
 
-class ToolParser(ABC):
-    """Finds the calls in the tokens of one turn. A call that is broken is returned with its error, never raised."""
+class ToolParser:
+    """Finds the calls in the tokens of one turn. A call that is broken is returned with its error, never raised.
+
+    A subclass has ``parse``, or ``extract_tool_calls``, which need not take ``tools``.
+    """
 
     _registry: ClassVar[dict[str, "type[ToolParser]"]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.parse is ToolParser.parse and cls.extract_tool_calls is ToolParser.extract_tool_calls:
+            raise TypeError(f"{cls.__qualname__} finds no calls: give it the method parse or extract_tool_calls")
+        own: Any = cls.__dict__.get("extract_tool_calls")
+        if own is not None and len(inspect.signature(own).parameters) == 2:  # self and responses_ids
+
+            @functools.wraps(own)
+            async def extract(self: "ToolParser", responses_ids: Sequence[int], tools: Schemas = ()) -> Found:
+                found: Found = await own(self, responses_ids)
+                return found
+
+            cls.extract_tool_calls = extract  # type: ignore[method-assign]
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
@@ -60,7 +78,8 @@ class ToolParser(ABC):
 
         Args: ``tools`` tells formats that write arguments without types which type they have.
         """
-        return self.parse(self.text_of(responses_ids), tools)
+        text, calls = self.parse(self.text_of(responses_ids), tools)
+        return text, [_encodable(call) for call in calls]
 
     def text_of(self, responses_ids: Sequence[int]) -> str:
         """Return the text of a turn with its special tokens, except those that end it."""
@@ -69,9 +88,9 @@ class ToolParser(ABC):
             tokens.pop()
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
-    @abstractmethod
     def parse(self, text: str, tools: Schemas = ()) -> Found:
-        """Return a text without its calls, and the calls."""
+        """Return a text without its calls, and the calls; here none."""
+        return text, []
 
     @classmethod
     def register(cls, name: str) -> Callable[[Parser], Parser]:
@@ -177,11 +196,11 @@ class PythonicToolParser(ToolParser):
         broken = FunctionCall(first[1], body, "the calls are no list such as [name(key=value)]")
         try:
             tree = ast.parse(body, mode="eval").body
+            if not isinstance(tree, ast.List):
+                return "", [broken]
+            return "", [self._call(node) for node in tree.elts]
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return "", [broken]
-        if not isinstance(tree, ast.List):
-            return "", [broken]
-        return "", [self._call(node) for node in tree.elts]
 
     def _call(self, node: ast.expr) -> FunctionCall:
         if not isinstance(node, ast.Call):
@@ -268,6 +287,19 @@ def _thinking(text: str) -> Iterator[tuple[int, int]]:
         end = text.find("</think>", start)
         position = len(text) if end == -1 else end + len("</think>")
         yield start, position
+
+
+def _encodable(call: FunctionCall) -> FunctionCall:
+    """Return a call without half a surrogate pair, which escapes of JSON can write and no tokenizer can encode."""
+    try:
+        value = call.arguments if call.error is not None else json.loads(call.arguments)
+        json.dumps([call.name, call.arguments, value], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        name, arguments = (text.encode(errors="replace").decode() for text in (call.name, call.arguments))
+        return FunctionCall(name, arguments, "the call holds half a surrogate pair")
+    except (ValueError, RecursionError):
+        return FunctionCall(call.name, call.arguments, call.error or "the arguments are nested too deeply")
+    return call
 
 
 def _call_of_json(body: str, arguments_key: str) -> FunctionCall:
