@@ -100,13 +100,6 @@ class PRIMEOptimizerConfig(FSDPOptimizerConfig):
             warnings.filterwarnings("ignore", message="optim.grad_clip is deprecated")  # here it is the only name
             super().__post_init__()
 
-    def rules(self) -> Iterator[Violation]:
-        """Apply the rules of ``FSDPOptimizerConfig``; reject a length that the trainer sets."""
-        yield from super().rules()
-        if self.total_training_steps not in (None, -1):
-            expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
-            yield Violation("total_training_steps", self.total_training_steps, expected)
-
 
 @dataclass
 class PRIMEModelConfig(RewardModelModelConfig):
@@ -126,6 +119,11 @@ class PRIMEModelConfig(RewardModelModelConfig):
     enable_gradient_checkpointing: bool = setting(True, "compute activations again in the backward pass")
     fused_kernel_options: dict[str, Any] = setting({"impl_backend": "torch"}, "implementation of the fused head")
     optim: PRIMEOptimizerConfig = field(default_factory=PRIMEOptimizerConfig)
+
+    @property
+    def optimizer(self) -> PRIMEOptimizerConfig:
+        """The optimizer of the model, which learns."""
+        return self.optim
 
     def rules(self) -> Iterator[Violation]:
         """Yield another tokenizer, and a frozen reference without a model."""

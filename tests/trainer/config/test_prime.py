@@ -9,9 +9,10 @@ from omegaconf import OmegaConf
 
 from recipe.prime.config import PRIMEDataConfig, PRIMEModelConfig, PRIMERewardModelConfig
 from recipe.prime.main_prime import run_prime
-from verl.base_config import ConfigError, WrongInput
+from verl.base_config import ConfigError, WrongInput, build_node
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.validation import validate_config
+from verl.trainer.ppo.resources import set_schedule_steps
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = "reward_model.model"
@@ -71,6 +72,13 @@ def test_what_is_wrong_is_named(base, key):
     value, message = WRONG[key]
     found = violations(base, {key: value})
     assert message in found[key] and len(found) <= 2, found
+
+
+def test_the_trainer_sets_the_length_of_the_schedule(base):
+    """Trainer and workers read the node again after the number of steps has been written to it."""
+    config = base.copy()
+    set_schedule_steps(config, 9)
+    assert build_node(config.reward_model, PRIMERewardModelConfig).model.optim.total_training_steps == 9
 
 
 def test_a_frozen_reference_needs_a_model(base):

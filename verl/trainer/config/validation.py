@@ -146,10 +146,15 @@ def _step_rules(run: RunConfig) -> Iterator[Violation]:
     if run.algorithm.use_pf_ppo and run.algorithm.adv_estimator != "gae":
         expected = "needs algorithm.adv_estimator=gae: write false"
         yield Violation("algorithm.use_pf_ppo", True, expected, others=("algorithm.adv_estimator",))
-    for key, role in (("actor_rollout_ref.actor", run.actor_rollout_ref.actor), ("critic", run.critic)):
-        if role is not None and role.optim.total_training_steps not in (None, -1):
+    optimizers = {
+        "actor_rollout_ref.actor.optim": run.actor_rollout_ref.actor.optim,
+        "critic.optim": run.critic.optim if run.critic else None,
+        "reward_model.model.optim": run.reward_model.model.optimizer,
+    }
+    for key, optimizer in optimizers.items():
+        if optimizer is not None and optimizer.total_training_steps not in (None, -1):
             expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
-            yield Violation(f"{key}.optim.total_training_steps", role.optim.total_training_steps, expected)
+            yield Violation(f"{key}.total_training_steps", optimizer.total_training_steps, expected)
 
 
 _LOSS = "actor_rollout_ref.actor.policy_loss"

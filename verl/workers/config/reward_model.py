@@ -11,6 +11,7 @@ from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor_critic import micro_batch_rules, packing_rules
 from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
+from verl.workers.config.optimizer import OptimizerConfig
 from verl.workers.config.rollout import SUPPORTED_ROLLOUTS, RolloutConfig, SamplingConfig
 
 WITHOUT_MODEL = (
@@ -113,6 +114,11 @@ class RewardModelModelConfig(BaseConfig):
     def paths(self) -> dict[str, str]:
         """The models that are loaded, by key."""
         return {"path": self.path}
+
+    @property
+    def optimizer(self) -> OptimizerConfig | None:
+        """The optimizer of a model that learns, as in the PRIME recipe; None for one that only scores."""
+        return None
 
     def as_model_config(self) -> HFModelConfig:
         """Return the node from which an engine builds the model; the tokenizer is loaded where it renders chats."""
