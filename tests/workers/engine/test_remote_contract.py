@@ -77,7 +77,7 @@ def worlds(*names: str) -> list[Any]:
     return [
         pytest.param(family, name, world, marks=() if name in remote.QUICK else pytest.mark.full)
         for family in remote.FAMILIES
-        for name in names or table.keys() - {"frozen", "lora"}
+        for name in names or (name for name in table if name not in ("frozen", "lora"))
         for world in (1, 2)
         if table[name].get("only_world", world) == world
     ]
