@@ -200,6 +200,16 @@ def test_rows_without_a_trajectory() -> None:
     assert torch.equal(found.batch["prompts"], asked.batch["input_ids"])  # the row still has its prompt
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"response_mask": [2]}, {"response_logprobs": [float("nan")]}, {"reward_score": float("inf")}]
+)
+def test_numbers_that_would_spoil_an_update_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"trajectory 0: {next(iter(wrong))}"):
+        rows_of([output_of(7).model_copy(update=wrong)], tiny.prompts_batch(1), 4, 0)
+    masked = output_of(7).model_copy(update={"response_mask": [0], "response_logprobs": [float("nan")]})
+    assert len(rows_of([masked], tiny.prompts_batch(1), 4, 0)) == 1
+
+
 def test_the_account_outlives_a_resume(tmp_path: Any) -> None:
     record = AttemptsRecord(tmp_path, None)
     assert not record.path.exists() and list(read_attempts(tmp_path)) == []

@@ -190,3 +190,25 @@ def test_servers_that_stay_keep_their_load() -> None:
         await asyncio.gather(*both)
 
     asyncio.run(run())
+
+
+def test_a_request_that_ends_every_server_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of their own come back, so it would end them for ever; a server that cannot tell its health is gone."""
+    real = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: real(seconds / 100))
+
+    class Revived(FakeServer):
+        async def _health(self, timeout_s: float) -> dict[str, float]:
+            return {}
+
+    class Odd(FakeServer):
+        async def _health(self, timeout_s: float) -> dict[str, float]:
+            raise KeyError("load")
+
+    async def run() -> None:
+        poisoned = [Revived(state="dead"), Revived(state="dead"), Odd(state="dead")]
+        with pytest.raises(ServerError, match=r"request bad/0 of 10 tokens: 5 rollout servers were lost"):
+            await ask(manager_of(*poisoned, hybrid=False), "bad")
+        assert sum(len(server.asked) for server in poisoned) == 5 and len(poisoned[2].asked) == 1
+
+    asyncio.run(run())

@@ -53,6 +53,8 @@ class Probe(BaseTool):
             return parameters["return"], 0.0, {}
         if "video" in parameters:
             return ToolResponse(video=["film"]), 0.0, {}
+        if "wide" in parameters:
+            return ToolResponse(image=[Image.new("RGB", (3000, 2))]), 0.0, {}
         if "image" in parameters:
             return ToolResponse(text="look", image=[Image.new("RGB", (56, 28))]), 0.0, {}
         text = "\ud83d" if "half" in parameters else parameters.get("say", "done")
@@ -280,6 +282,10 @@ def test_images_are_appended_and_videos_are_refused(tools_file: Path) -> None:
     assert output.prompt_ids.count(pad) == 4 and output.response_ids.count(pad) == 6  # at least 4, in this shape
     assert server.asked[1]["prompt_ids"].count(pad) == 2 and len(output.multi_modal_data["image"]) == 2
     assert sampled(output).endswith("Blue.<|end|>") and len(output.response_ids) == len(output.response_mask)
+    output = run(
+        config_of(tools_file), Scripted([call(wide=1) + "<|end|>", "So."], tokenizer, expand), processor, **row
+    )
+    assert outcomes(output) == ["error"] and "Error: the tool probe answered with an image" in text_of(output)
     with pytest.raises(VideoResponseError, match="the tool probe answered with a video"):
         run(config_of(tools_file), Scripted([call(video=1) + "<|end|>"]))
     with pytest.raises(ValueError, match="the tool probe answered with an image, but the model of the policy reads"):

@@ -1,10 +1,13 @@
 """The sanity check of a finished trajectory: which differences from the whole conversation count in which mode."""
 
+import time
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.utils.chat.test_chat_format import FORGETFUL, chatml, say
 from verl.utils.chat import ChatFormat, whole_differences
+from verl.utils.chat.compare import _differences
 
 ENDINGS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -64,3 +67,11 @@ def test_a_dropped_separator_and_a_changed_text_are_found() -> None:
     broken = "{% for m in messages %}{{ m.content }}<|im_end|>{{ raise_exception('no') }}{% endfor %}"
     (failed,) = whole_differences(ChatFormat(chatml(broken)), say(*texts), ids, "strict")
     assert "rejects the conversation: no" in str(failed)
+
+
+def test_monotonous_tokens_do_not_take_long() -> None:
+    """Thousands of pairs of equal tokens are one difference; told apart they take a minute."""
+    chat = ChatFormat(chatml(ENDINGS))
+    started = time.process_time()
+    found = _differences(chat, [5, 6] * 1500, [5, 7] * 1500)
+    assert len(found) == 1 and time.process_time() - started < 5

@@ -1,5 +1,6 @@
 """Turn trajectories into the rows of a batch, as training reads them."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def rows_of(
         trajectory, if any has none. ``LATER_INPUTS`` holds the ``multi_modal_inputs`` of rows whose prompt or images a
         loop has changed, if there are any.
     Raises: ValueError naming the row for a prompt that is longer than P, a changed prompt with images, or lists of
-        different lengths.
+        different lengths, for a mask that is neither 0 nor 1, and for numbers that are not finite.
     """
     given = tensors_of(requests)
     outputs = [output or _nothing(given, row) for row, output in enumerate(given_outputs)]
@@ -110,6 +111,14 @@ def _check(row: int, output: AgentLoopOutput) -> None:
         lengths["response_logprobs"] = len(output.response_logprobs)
     if len(set(lengths.values())) > 1:
         raise ValueError(f"trajectory {row}: its lists must have one length, got {lengths}")
+    wrong = set(output.response_mask) - {0, 1}
+    if wrong:
+        raise ValueError(f"trajectory {row}: response_mask must be 1 for sampled tokens, 0 for others; it has {wrong}")
+    log_probs = zip(output.response_logprobs or (), output.response_mask, strict=False)
+    if not all(math.isfinite(number) for number, mask in log_probs if mask):
+        raise ValueError(f"trajectory {row}: response_logprobs of a sampled token is no finite number")
+    if output.reward_score is not None and not math.isfinite(output.reward_score):
+        raise ValueError(f"trajectory {row}: reward_score={output.reward_score}: is no finite number")
 
 
 def _prompts(

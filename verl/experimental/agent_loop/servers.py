@@ -30,6 +30,10 @@ HEARTBEAT_S = 10.0
 """Pause between two questions whether a server lives, while requests wait for it."""
 
 
+MOST_LOST = 5
+"""Servers that may be lost, one after the other, while they have a request; then it fails."""
+
+
 class RequestTimeoutError(TimeoutError):
     """A server lives, and did not answer a request before its deadline; the message names both."""
 
@@ -120,6 +124,7 @@ class AsyncLLMServerManager:
             "multi_modal_data": multi_modal_data,
         }
         size = len(prompt_ids) + int(params.get("max_tokens") or 0)
+        lost = 0
         while True:
             server = await self._server_for(conversation, len(prompt_ids))
             if attempt is not None:
@@ -128,6 +133,12 @@ class AsyncLLMServerManager:
                 return await self._ask(server, request, size)
             except (ServerError, RayActorError) as error:
                 self._take_out(server, f"{type(error).__name__}: {error}")
+                lost += 1
+                if lost == MOST_LOST:  # the request itself may be what ends them
+                    raise ServerError(
+                        f"request {request['request_id']} of {len(prompt_ids)} tokens: {lost} rollout servers were "
+                        f"lost while they had it, at last {server.name}: {server.gone}"
+                    ) from error
 
     # ---- one request
 
@@ -228,7 +239,7 @@ async def _illness(server: _Server, limit_s: float) -> str | None:
             await server.handle.health.remote(timeout_s=limit_s)
     except TimeoutError:
         return f"{server.name} has not answered for rollout.agent.server_timeout_s={limit_s:g}"
-    except (ServerError, RayActorError) as error:
+    except Exception as error:  # servers of users may raise anything; what cannot tell its health is not used
         return f"{type(error).__name__}: {error}"
     return None
 

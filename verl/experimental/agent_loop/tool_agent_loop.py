@@ -247,7 +247,13 @@ class ToolAgentLoop(AgentLoopBase):
     async def _process_tools(self, talk: Conversation) -> State:
         """Run the calls of the last turn, all at the same time."""
         started = time.perf_counter()
-        results = await asyncio.gather(*(self._call(talk, call) for call in talk.calls))
+        running = [asyncio.create_task(self._call(talk, call)) for call in talk.calls]
+        try:
+            results = await asyncio.gather(*running)
+        finally:  # if one has ended the trajectory, the others must not go on
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
         seconds = time.perf_counter() - started
         messages: list[Message] = []
         images: list[Any] = []
@@ -258,15 +264,18 @@ class ToolAgentLoop(AgentLoopBase):
                 raise VideoResponseError(
                     f"the tool {call.name} answered with a video: only text and images can be read"
                 )
-            text = self._shortened(_encodable(answer.text or ""))
-            shown = self._images(call.name, answer.image or [])
+            text, outcome = self._shortened(_encodable(answer.text or "")), result.outcome
+            try:
+                shown = self._images(call.name, answer.image or [])
+            except MediaError as error:
+                text, outcome, shown = one_line(f"Error: {error}", _SHOWN_ERROR_CHARS), ToolOutcome.ERROR, []
             images += shown
             parts: list[Message] = [{"type": "image"} for _ in shown] + (
                 [{"type": "text", "text": text}] if text else []
             )
             content = parts if shown else text
             messages.append({"role": "tool", "name": call.name, "tool_call_id": _call_id(number), "content": content})
-            made.append(ToolCall(call.name, call.arguments, str(result.outcome), result.seconds, result.reward, text))
+            made.append(ToolCall(call.name, call.arguments, str(outcome), result.seconds, result.reward, text))
             if result.reward is not None:
                 talk.tool_rewards.append(float(result.reward))
         talk.user_turns += 1

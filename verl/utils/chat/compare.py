@@ -1,5 +1,6 @@
 """The tokens of a finished trajectory beside those of its conversation rendered as a whole."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -10,7 +11,9 @@ from verl.utils.chat.chat_format import ChatFormat
 from verl.utils.chat.messages import Message, plain
 
 _MOST_COMPARED = 4096
-"""Tokens whose differences are told apart; a longer stretch is one difference, since that takes quadratic time."""
+_MOST_PAIRS = 50_000
+"""Tokens, and pairs of equal ones, whose differences are told apart. A longer or more monotonous stretch is one
+difference: the time grows with the third power, and 2,000 times the same two tokens take 40 s."""
 
 
 class SanityCheckMode(StrEnum):
@@ -90,7 +93,8 @@ def _differences(chat: ChatFormat, ids: list[int], whole: list[int]) -> list[Dif
     if not one and not other:
         return []
     spans = [(0, len(one), 0, len(other))]
-    if max(len(one), len(other)) <= _MOST_COMPARED:
+    counts = Counter(other)
+    if max(len(one), len(other)) <= _MOST_COMPARED and sum(counts[token] for token in one) <= _MOST_PAIRS:
         codes = SequenceMatcher(None, one, other, autojunk=False).get_opcodes()
         spans = [tuple(code[1:]) for code in codes if code[0] != "equal"]  # type: ignore[misc]
     return [
