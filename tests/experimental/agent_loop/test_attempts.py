@@ -203,9 +203,18 @@ def test_rows_without_a_trajectory() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"response_mask": [2]}, {"response_logprobs": [float("nan")]}, {"reward_score": float("inf")}]
 )
-def test_numbers_that_would_spoil_an_update_are_refused(wrong: dict[str, Any]) -> None:
+def test_numbers_that_would_spoil_an_update_are_refused(
+    wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ValueError, match=f"trajectory 0: {next(iter(wrong))}"):
         rows_of([output_of(7).model_copy(update=wrong)], tiny.prompts_batch(1), 4, 0)
+    whole = output_of(7).model_copy(update={"reward_score": 1.0, "response_logprobs": [-0.5]})
+    with caplog.at_level("WARNING"):
+        found = rows_of([whole, output_of(7), None], tiny.prompts_batch(3), 4, 0)
+    assert not {"rm_scores", "rollout_log_probs"} & set(found.batch.keys())
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "1 of 2 trajectories have no response_logprobs", "1 of 2 trajectories have no reward_score",
+    ]  # fmt: skip
     masked = output_of(7).model_copy(update={"response_mask": [0], "response_logprobs": [float("nan")]})
     assert len(rows_of([masked], tiny.prompts_batch(1), 4, 0)) == 1
 

@@ -153,6 +153,10 @@ def test_a_call_and_its_answer(tools_file: Path) -> None:
     assert Probe.events == [("create", {"create_kwargs": {"a": 1}}), ("execute", {"b": 2}), ("release", {"c": 3})]
     turn = output.extra_fields[TURNS_COLUMN][1]
     assert turn["role"] == "tool" and turn["calls"][0]["text"] == "42" and output.metrics.tool_calls > 0
+    for more, message in (("x", "failed: TypeError"), (float("nan"), "returned nan, which is no finite number")):
+        with pytest.raises(ValueError, match=f"calc_reward of the tool probe {message}"):
+            row = {"probe": {"calc_reward_kwargs": {"more": more}}}
+            run(config_of(tools_file), Scripted(turns), tools_kwargs=row)
 
 
 FAILED = [

@@ -81,6 +81,7 @@ def make_trainer(*fails: int, spares_drawn: int = 0) -> RayPPOTrainer:
     trainer.run_config = RunConfig.parse(trainer.config)
     trainer.actor_rollout_wg = Rollout(*fails)
     trainer.single_turn = True
+    trainer.reward_fn = None
     trainer.state = RunState(seed=SEED, step=STEP, spares_drawn=spares_drawn)
     trainer.train_dataset = Prompts()
     trainer.train_dataloader = type("Loader", (), {"collate_fn": staticmethod(collate_fn)})()
@@ -124,6 +125,7 @@ def test_the_position_of_the_spare_prompts_is_a_number_that_a_checkpoint_keeps()
 
 
 def test_prompts_that_fail_for_ever_end_the_run() -> None:
+    generated(make_trainer(*[1] * 10))  # the tenth spare prompt does it
     with pytest.raises(RuntimeError, match=r"step 3: 1 prompts were replaced 10 times.*attempts\.jsonl"):
         generated(make_trainer(*[1] * 12))
 

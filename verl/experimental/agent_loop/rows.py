@@ -1,5 +1,6 @@
 """Turn trajectories into the rows of a batch, as training reads them."""
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from verl.experimental.agent_loop.later_images import LATER_INPUTS, WholeTraject
 from verl.protocol import DataProto, tensors_of
 from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN, DROPPED_KEYS, PaddedPrompts
+
+logger = logging.getLogger(__name__)
 
 
 def rows_of(
@@ -43,6 +46,9 @@ def rows_of(
         _check(row, output)
     width = response_length
     log_probs = [output.response_logprobs for output in outputs if output.response_logprobs is not None]
+    made = [output for output in given_outputs if output is not None]
+    _warn_of_some("response_logprobs", [output.response_logprobs is not None for output in made])
+    _warn_of_some("reward_score", [output.reward_score is not None for output in made])
     prompts, changed = _prompts(outputs, given, pad_token_id, whole is not None)
     tensors = prompts.with_responses(
         [output.response_ids[:width] for output in outputs],
@@ -64,6 +70,16 @@ def rows_of(
     if None in given_outputs:
         carried[DROPPED_COLUMN] = np.array([output is None for output in given_outputs])
     return DataProto.from_dict(tensors=tensors, non_tensors=carried)
+
+
+def _warn_of_some(field: str, present: Sequence[bool]) -> None:
+    """Warn if some trajectories have a field that only counts where all have it."""
+    if any(present) and not all(present):
+        logger.warning(
+            "%d of %d trajectories have no %s, so it is not used for the others either: an agent loop must return it "
+            "always or never",
+            *(present.count(False), len(present), field),
+        )
 
 
 def last_segment(outputs: AgentLoopOutput | Sequence[AgentLoopOutput]) -> AgentLoopOutput:

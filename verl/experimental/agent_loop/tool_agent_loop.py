@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -410,8 +411,7 @@ class ToolAgentLoop(AgentLoopBase):
         for name, task in talk.instances.items():
             if not task.done() or task.cancelled() or task.exception() is not None:
                 continue
-            kwargs = talk.tool_kwargs(name, "calc_reward")
-            rewards[name] = float(await self.parts.tools[name].calc_reward(task.result()[0], **kwargs))
+            rewards[name] = await self._reward_of(name, task.result()[0], talk.tool_kwargs(name, "calc_reward"))
         if talk.interaction is not None:
             rewards["user_turn_rewards"] = list(talk.turn_scores)
         segments = [*talk.earlier, talk.trajectory]
@@ -423,6 +423,20 @@ class ToolAgentLoop(AgentLoopBase):
         ]
         self._compare(talk)
         return outputs if len(outputs) > 1 else outputs[0]
+
+    async def _reward_of(self, tool: str, instance_id: str, kwargs: Mapping[str, Any]) -> float:
+        """Return the reward of an instance of a tool.
+
+        Raises: ValueError naming the tool.
+        """
+        made = self.parts.tools[tool].calc_reward(instance_id, **kwargs)
+        try:
+            reward = float(await asyncio.wait_for(made, self.tool_timeout_s))
+        except Exception as error:
+            raise ValueError(f"calc_reward of the tool {tool} failed: {type(error).__name__}: {error}") from error
+        if not math.isfinite(reward):
+            raise ValueError(f"calc_reward of the tool {tool} returned {reward}, which is no finite number")
+        return reward
 
     def _compare(self, talk: Conversation) -> None:
         """Compare the tokens with the chat as its template writes it whole, until the first difference is logged.

@@ -1,5 +1,6 @@
 """The training loop: a driver that holds metadata and small tensors, and worker groups that hold the weights."""
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -428,11 +429,13 @@ class RayPPOTrainer:
         from verl.experimental.agent_loop.rows import joined
 
         num_samples = self.run_config.actor_rollout_ref.rollout.n
-        for _ in range(spares.MOST_ROUNDS):
+        for rounds in itertools.count():
             failed = set(output.meta_info.pop("replace", ()))
             places = [place for place, uid in enumerate(batch.non_tensor_batch["uid"]) if uid in failed]
             if not places:
                 return batch, prompts, output, seeds
+            if rounds == spares.MOST_ROUNDS:
+                break
             spare = self.spare_prompts.draw(len(places))
             spare_prompts, spare_output, spare_seeds = self._sample(spare, metrics, timing)
             rows = spares.rows_of_prompts(places, num_samples)
