@@ -19,6 +19,8 @@ OPTIONS |= {"tau_pos": 1.0, "tau_neg": 1.5}
 LOW, HIGH, DUAL = 0.2, 0.3, 3.0
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
 ROWS, WIDTH = MASK.shape
+SEQUENCES = 4
+"""Rows with a token; the other one only fills the batch."""
 
 
 def config(**options):
@@ -79,8 +81,8 @@ def slow_aggregate(values, mode):
     lengths = [max(1, len(tokens_of(b))) for b in range(ROWS)]
     return {
         "token-mean": lambda: sum(sums) / int(MASK.sum()),
-        "seq-mean-token-sum": lambda: sum(sums) / ROWS,
-        "seq-mean-token-mean": lambda: sum(s / n for s, n in zip(sums, lengths, strict=True)) / ROWS,
+        "seq-mean-token-sum": lambda: sum(sums) / SEQUENCES,
+        "seq-mean-token-mean": lambda: sum(s / n for s, n in zip(sums, lengths, strict=True)) / SEQUENCES,
         "seq-mean-token-sum-norm": lambda: sum(sums) / WIDTH,
     }[mode]()
 
@@ -132,7 +134,7 @@ def slow_geo_mean(new, old, advantages, weights):
         mean = sum(advantages[b, t] for t in tokens_of(b)) / size
         weight = math.exp(sum(math.log(weights[b, t]) for t in tokens_of(b)) / size)
         losses.append(-mean * torch.as_tensor(log_ratio / size).exp() * weight)
-    return sum(losses) / ROWS, clipped, lower
+    return sum(losses) / SEQUENCES, clipped, lower
 
 
 def slow_policy_loss(name, batch, mode, weights, selection=None):

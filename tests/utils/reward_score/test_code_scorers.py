@@ -298,9 +298,11 @@ def test_code_is_refused_where_it_cannot_be_kept_apart(monkeypatch):
     """Simulate a kernel without Landlock: rules for a missing folder fail the same way."""
     real = local._supervise
 
-    def on_another_kernel(request, timeout_s, files):
+    def on_another_kernel(request, timeout_s, files, cancelled=None):
         asked = json.loads(request)
-        return real(json.dumps(asked | {"folder": "/nowhere"} if asked["isolated"] else asked), timeout_s, files)
+        return real(
+            json.dumps(asked | {"folder": "/nowhere"} if asked["isolated"] else asked), timeout_s, files, cancelled
+        )
 
     monkeypatch.setattr(local, "_supervise", on_another_kernel)
     local.isolation_problem.cache_clear()

@@ -16,6 +16,8 @@ from verl.workers.roles.losses import ppo_loss, sft_loss, value_loss
 
 ROWS, WIDTH = 6, 5
 LENGTHS = [5, 1, 3, 0, 4, 2]
+SEQUENCES = 5
+"""Rows with a token; the other one only fills the batch."""
 SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[3, 1], [5, 0, 4], [2]]]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -71,8 +73,8 @@ def aggregate(matrix: list[list[float]], mode: str) -> float:
     total = sum(map(sum, rows))
     return {
         "token-mean": total / sum(LENGTHS),
-        "seq-mean-token-sum": total / ROWS,
-        "seq-mean-token-mean": sum(sum(row) / max(len(row), 1) for row in rows) / ROWS,
+        "seq-mean-token-sum": total / SEQUENCES,
+        "seq-mean-token-mean": sum(sum(row) / max(len(row), 1) for row in rows) / SEQUENCES,
         "seq-mean-token-sum-norm": total / WIDTH,
     }[mode]
 

@@ -73,6 +73,11 @@ class RayPPOTrainer:
         and ``max_steps_duration`` read and write it.
     """
 
+    # For forks whose constructors do not set them.
+    hybrid_engine: bool = True
+    reward_fn: RewardFn | None = None
+    val_reward_fn: RewardFn | None = None
+
     def __init__(
         self,
         config: DictConfig,

@@ -238,7 +238,7 @@ class RewardModelConfig(BaseConfig):
 
     def as_rollout_config(self) -> RolloutConfig:
         """Return the node of the engine that a generative reward model writes with; it loads its own weights."""
-        own = ("_target_", "engine_kwargs", "profiler")
+        own = ("_target_", "engine_kwargs", "profiler", "nnodes", "n_gpus_per_node")
         shared = {name: self[name] for name in type_hints(RolloutConfig) if name in self and name not in own}
         sampling: Any = self.sampling_config
         return RolloutConfig(
