@@ -161,3 +161,4 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
     assert answers() == [first, first]
     for replica in servers.replicas:
         replica.shutdown()
+    assert all(replica.resource_pool.pgs is None for replica in servers.replicas)  # their devices are free

@@ -51,6 +51,12 @@ class RayResourcePool(ResourcePool):
             bundle[self.accelerator_type] = 1e-4
         return bundle
 
+    def release(self) -> None:
+        """Give the resources back; actors that are still in the pool end."""
+        for group in self.pgs or ():
+            remove_placement_group(group)
+        self.pgs = None
+
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda", timeout_s: float = 300
     ) -> list[PlacementGroup]:

@@ -192,9 +192,11 @@ class RolloutReplica(ABC):
         ray.kill(self.server_handle, no_restart=False)
 
     def shutdown(self) -> None:
-        """End a standalone server."""
+        """End a standalone server, and give its devices back."""
         if self.rollout_mode is RolloutMode.STANDALONE and self._server_handle is not None:
             ray.kill(self._server_handle, no_restart=True)
+            assert self.resource_pool is not None
+            self.resource_pool.release()
 
     async def wake_up(self, step: int | None = None) -> None:
         """Give devices and current weights to the engine; a standalone one has them."""
