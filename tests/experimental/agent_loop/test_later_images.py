@@ -10,7 +10,7 @@ from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.later_images import LATER_INPUTS, WholeTrajectories
 from verl.experimental.agent_loop.rows import rows_of
 from verl.protocol import DataProto
-from verl.utils.vision.multi_modal import replace_inputs
+from verl.utils.vision.multi_modal import replace_inputs, resolve
 from verl.utils.vision.positions import position_ids, rope_of
 
 PROMPT, RESPONSE = 40, 60
@@ -65,7 +65,8 @@ def test_rows_equal_those_of_the_whole_text(kind: str) -> None:
             torch.testing.assert_close(inputs[name], encoded[name], atol=0, rtol=0)
     columns = {"multi_modal_inputs": np.array([{"old": row} for row in range(4)], dtype=object)}
     replace_inputs(columns, found.non_tensor_batch[LATER_INPUTS])
-    assert columns["multi_modal_inputs"][3] == {"old": 3} and "pixel_values" in columns["multi_modal_inputs"][0]
+    replaced = resolve(columns["multi_modal_inputs"])  # with a running Ray the columns hold handles
+    assert replaced[3] == {"old": 3} and "pixel_values" in replaced[0]
 
 
 def test_what_cannot_be_placed_is_named() -> None:
