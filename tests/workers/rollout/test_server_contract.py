@@ -157,8 +157,9 @@ def test_requests_wait_while_the_weights_change(server: Server, rollout: Any, mo
     """A request that runs goes on with the new weights, and knows which token came from which."""
     prompts = tiny.prompts_batch(4, seed=4)
 
-    async def run() -> tuple[int, TokenOutput, TokenOutput, TokenOutput]:
+    async def run() -> tuple[int, TokenOutput, TokenOutput, TokenOutput, TokenOutput]:
         version = await server.version()
+        before = await ask(server, prompts, 0, max_tokens=40)
         running = asyncio.create_task(ask(server, prompts, 0, max_tokens=40))
         while not (await server.health())["running"]:
             await asyncio.sleep(0)
@@ -173,11 +174,14 @@ def test_requests_wait_while_the_weights_change(server: Server, rollout: Any, mo
         assert not waiting.done()
         await server.resume()
         assert await server.version() == version + 1
-        return version, await running, await waiting, await given_up
+        return version, before, await running, await waiting, await given_up
 
-    version, running, waiting, given_up = asyncio.run(run())
-    assert [number for number, _ in running.versions] in ([version, version + 1], [version])
+    version, before, running, waiting, given_up = asyncio.run(run())
+    # The pause may also come before its first token, or after its last.
+    assert [number for number, _ in running.versions] in ([version, version + 1], [version], [version + 1])
     assert sum(count for _, count in running.versions) == len(running.token_ids)
+    old = running.weight_versions.count(version)
+    assert running.token_ids[:old] == before.token_ids[:old]
     assert waiting.weight_versions == [version + 1] * len(waiting.token_ids)
     assert given_up == TokenOutput([], [], "abort")
     tiny.load_all(rollout, model, version + 1)
