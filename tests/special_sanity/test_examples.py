@@ -1,10 +1,12 @@
 """The scripts of examples and recipes: their keys exist, their values fit together; keys that pages name exist too."""
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 from collections.abc import Collection, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,16 +103,21 @@ SLURM = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
 
 
 def compose_command(words: list[str]) -> DictConfig:
-    """Compose the configuration that ``python -m module [--config-name=name] key=value ...`` would see."""
+    """Compose the configuration that ``python -m module [--config-path=... --config-name=...] key=value ...`` sees."""
     position = next(i for i, word in enumerate(words) if word in CONFIG_OF_MODULE)
-    names = [word.partition("=")[2] for word in words if word.startswith("--config-name=")]
-    overrides = [word for word in words[position + 1 :] if not word.startswith("--config-name=")]
-    return composed(words[position], overrides, *names)
+    flags = dict(word.split("=", 1) for word in words if re.match(r"--config-(path|name)=", word))
+    overrides = [word for word in words[position + 1 :] if not re.match(r"--config-(path|name)=", word)]
+    return composed(words[position], overrides, flags.get("--config-name"), flags.get("--config-path"))
 
 
-def composed(module: str, overrides: list[str], name: str | None = None) -> DictConfig:
-    """Compose the configuration of a module with the overrides of its command line."""
-    folder = ROOT.joinpath(*module.split(".")[:-1], "config")
+def composed(module: str, overrides: list[str], name: str | None = None, path: str | None = None) -> DictConfig:
+    """Compose the configuration of a module with the overrides of its command line.
+
+    A path is relative to the folder of the module, or to the working folder.
+    """
+    folder = ROOT.joinpath(*module.split(".")[:-1], path or "config")
+    if not folder.is_dir():
+        folder = ROOT / (path or "config")
     with initialize_config_dir(str(folder), version_base=None):
         return compose(name or CONFIG_OF_MODULE[module], overrides=overrides)
 
@@ -148,6 +155,9 @@ def test_script_is_a_run_that_would_start_and_passes_overrides_on(
 ) -> None:
     monkeypatch.setattr(profiler, "_PACKAGES", {})  # the machine that runs a script has the profiler that it names
     monkeypatch.setattr(profiler.shutil, "which", str)
+    find_spec = importlib.util.find_spec  # and the packages that take its traces
+    traces = {name: ModuleSpec(name, None) for name in ("mlflow", "weave")}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: traces.get(name) or find_spec(name, *rest))
     commands = commands_of_script(script, tmp_path)
     launches = [words for words in commands if set(words) & set(CONFIG_OF_MODULE)]
     assert launches, json.dumps(commands)

@@ -13,6 +13,7 @@ import argparse
 import os
 import random
 import sys
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -33,10 +34,10 @@ Row = dict[str, Any]
 Pair = tuple[int, int]
 
 
-def write_model(folder: str, seed: int) -> None:
-    """Write model and tokenizer."""
+def write_model(folder: str, seed: int, words: Sequence[str] = (HEAD, TAIL)) -> None:
+    """Write model and tokenizer, which has a token for each of ``words``."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL)])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in words])
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(tiny_config(tokenizer))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -72,16 +73,20 @@ def conversation(number: int, pair: Pair, other: Pair) -> Row:
     return {"messages": [*messages, {"role": "assistant", "content": f"={x * y}"}]}
 
 
-def tables(seed: int) -> dict[str, list[Row]]:
+def tables(
+    seed: int,
+    prompt: Callable[[str, int, int, int], Row] = prompt_row,
+    talk: Callable[[int, Pair, Pair], Row] = conversation,
+) -> dict[str, list[Row]]:
     """Return the rows of each file by its name; no question of ``test`` occurs elsewhere."""
     draw = random.Random(seed)
     pairs = list(product(range(LEAST, 100), repeat=2))
     draw.shuffle(pairs)
     splits = {"test": pairs[:NUM_TEST], "train": pairs[NUM_TEST:]}
-    made = {name: [prompt_row(name, i, *pair) for i, pair in enumerate(split)] for name, split in splits.items()}
+    made = {name: [prompt(name, i, *pair) for i, pair in enumerate(split)] for name, split in splits.items()}
     count = NUM_SUPERVISED + NUM_SUPERVISED_TEST
     drawn = [draw.choice(splits["train"]) for _ in range(2 * count)]
-    talks = [conversation(i, drawn[2 * i], drawn[2 * i + 1]) for i in range(count)]
+    talks = [talk(i, drawn[2 * i], drawn[2 * i + 1]) for i in range(count)]
     return made | {"sft_train": talks[:NUM_SUPERVISED], "sft_test": talks[NUM_SUPERVISED:]}
 
 

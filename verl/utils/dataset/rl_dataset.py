@@ -8,6 +8,7 @@ from collections import defaultdict
 import datasets
 import jinja2
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -124,7 +125,7 @@ class RLHFDataset(Dataset):
 
     def _read_files_and_tokenize(self) -> None:
         self.data_files = files.localize(self.original_data_files, self.cache_dir, self.use_shm)
-        tables = [files.read_parquet(path) for path in self.data_files]
+        tables = [self.read_table(path) for path in self.data_files]
         tables = files.with_columns(tables, (self.image_key, self.video_key))
         for path, table in zip(self.data_files, tables, strict=True):
             for check in ColumnCheck.over(path, table):
@@ -140,6 +141,10 @@ class RLHFDataset(Dataset):
                 f"{', '.join(self.data_files)}: all {self._file_ends[-1]} prompts are longer than "
                 f"data.max_prompt_length={self.max_prompt_length}: raise it"
             )
+
+    def read_table(self, path: str) -> pa.Table:
+        """Return the rows of a file; a class that reads other forms overrides it."""
+        return files.read_parquet(path)
 
     def check_rows(self, check: ColumnCheck) -> None:
         """Reject rows without a usable prompt or without the fields that scoring needs."""
@@ -302,7 +307,7 @@ class RLHFDataset(Dataset):
     def __setstate__(self, state: Row) -> None:
         self.__dict__.update(state)
         if "dataframe" not in state and "_file_ends" in state:
-            tables = [files.read_parquet(path) for path in self.data_files]
+            tables = [self.read_table(path) for path in self.data_files]
             self.dataframe = datasets.Dataset(files.concat_tables(self.data_files, tables))
             if self._rows is not None:
                 self.dataframe = self.dataframe.select(self._rows)

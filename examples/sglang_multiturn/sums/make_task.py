@@ -1,0 +1,71 @@
+"""Write sums for a model that is told whether its answer is right: a model with random weights, and its data.
+
+    python examples/sglang_multiturn/sums/make_task.py --save-dir outputs/gsm8k_interaction
+
+The sums are those of ``examples/data_preprocess/gsm8k.py --source synthetic``, whose supervised solutions forget most
+carries. Here the user then says that the answer is wrong, and half of the second attempts mend it. So the rows teach
+the form of a second attempt, and not reliably what to change.
+"""
+
+import argparse
+import os
+import random
+import sys
+from typing import Any
+
+import pandas as pd
+
+from examples.data_preprocess.gsm8k import solve, synthetic_tables
+from examples.sglang_multiturn.calculator.make_task import write_model
+from verl.interactions.gsm8k_interaction import WRONG
+from verl.utils.reward_score import gsm8k
+
+Row = dict[str, Any]
+
+
+def with_user(row: Row) -> Row:
+    """Return a prompt with what the interaction ``gsm8k`` is started with."""
+    info = row["extra_info"]
+    started = {"name": "gsm8k", "query": info["question"], "ground_truth": row["reward_model"]["ground_truth"]}
+    return {**row, "extra_info": {**info, "interaction_kwargs": started}}
+
+
+def with_second_attempt(row: Row, rng: random.Random) -> Row:
+    """Return a supervised conversation that goes on where its answer is wrong."""
+    question, said = row["messages"]
+    x, y = map(int, question["content"].removesuffix("=?").split("+"))
+    if gsm8k.extract_solution(said["content"]) == str(x + y):
+        return row
+    again = {"role": "assistant", "content": solve((x, y), careless=rng.random() < 0.5)}
+    return {"messages": [question, said, {"role": "user", "content": WRONG}, again]}
+
+
+def tables(seed: int) -> dict[str, list[Row]]:
+    """Return the rows of each file by its name."""
+    rng, made = random.Random(seed), synthetic_tables(seed)
+    return {
+        name: [with_second_attempt(row, rng) if name.startswith("sft") else with_user(row) for row in rows]
+        for name, rows in made.items()
+    }
+
+
+def main() -> int:
+    """Write model and data; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-dir", required=True, help="output folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: 0)")
+    args = parser.parse_args()
+    folder = os.path.expanduser(args.save_dir)
+    try:
+        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
+        for name, rows in tables(args.seed).items():
+            pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
+        write_model(os.path.join(folder, "model"), args.seed, [WRONG])
+    except OSError as error:
+        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
