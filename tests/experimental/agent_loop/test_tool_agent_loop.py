@@ -1,6 +1,7 @@
 """The tool agent with a scripted model: what it adds, what it counts, and when it ends."""
 
 import asyncio
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from PIL import Image
 from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
 from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
-from verl.experimental.agent_loop.tool_agent_loop import InteractionNameError, ToolAgentLoop, VideoResponseError
+from verl.experimental.agent_loop.tool_agent_loop import InteractionNameError, ToolAgentLoop
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_seed
 from verl.tools.base_tool import BaseTool
 from verl.tools.calls import ToolError
@@ -52,7 +53,9 @@ class Probe(BaseTool):
         if "return" in parameters:
             return parameters["return"], 0.0, {}
         if "video" in parameters:
-            return ToolResponse(video=["film"]), 0.0, {}
+            frames = [Image.new("RGB", (56, 56))] * 4
+            sizes = {"min_pixels": 56 * 56, "max_pixels": 56 * 56}
+            return ToolResponse(video=[{"video": frames, "sample_fps": 2.0, **sizes}]), 0.0, {}
         if "wide" in parameters:
             return ToolResponse(image=[Image.new("RGB", (3000, 2))]), 0.0, {}
         if "image" in parameters:
@@ -268,33 +271,61 @@ def test_the_first_difference_from_the_template_is_logged(tools_file: Path, capl
     assert not caplog.messages
 
 
-def test_images_are_appended_and_videos_are_refused(tools_file: Path) -> None:
-    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
-    processor = vl_processor("qwen2_5_vl", tokenizer)
-    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+def test_images_and_videos_are_appended(tools_file: Path) -> None:
+    tokenizer, processor, pad = of_a_model_that_sees()
+    film = tokenizer.convert_tokens_to_ids("<|video_pad|>")
 
     def expand(request: dict[str, Any]) -> list[int]:
-        """Expand placeholders as the engine does: images of 56 x 28 pixels have two tokens, of 56 x 56 four."""
-        sizes = [image.width * image.height // 28**2 for image in (request["multi_modal_data"] or {}).get("image", [])]
-        counts = iter(sizes)
-        return [each for token in request["prompt_ids"] for each in [token] * (next(counts) if token == pad else 1)]
+        """Expand placeholders as the engine does: one token for 28 x 28 pixels, or of a video for those of 2 frames."""
+        media = request["multi_modal_data"] or {}
+        counts = {
+            pad: iter([image.width * image.height // 28**2 for image in media.get("image", [])]),
+            film: iter([frames[::2, 0].size // 28**2 for frames, _ in media.get("video", [])]),
+        }
+        return [each for token in request["prompt_ids"] for each in [token] * (next(counts.get(token, ONE)))]
 
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
     row = {"raw_prompt": messages, "multi_modal_data": {"image": [Image.new("RGB", (56, 56))]}}
-    server = Scripted([call(image=1) + "<|end|>", "Blue.<|end|>"], tokenizer, expand)
+    server = Scripted([call(image=1) + "<|end|>", call(video=1) + "<|end|>", "Blue.<|end|>"], tokenizer, expand)
     output = run(config_of(tools_file), server, processor, **row)
     assert output.prompt_ids.count(pad) == 4 and output.response_ids.count(pad) == 6  # at least 4, in this shape
+    assert output.response_ids.count(film) == 2 * 4
     assert server.asked[1]["prompt_ids"].count(pad) == 2 and len(output.multi_modal_data["image"]) == 2
+    assert server.asked[2]["prompt_ids"].count(film) == 1 and output.multi_modal_data["video"][0][0].shape[0] == 4
+    assert (output.num_later_images, output.num_later_videos) == (1, 1)
     assert sampled(output).endswith("Blue.<|end|>") and len(output.response_ids) == len(output.response_mask)
     output = run(
         config_of(tools_file), Scripted([call(wide=1) + "<|end|>", "So."], tokenizer, expand), processor, **row
     )
     assert outcomes(output) == ["error"] and "Error: the tool probe answered with an image" in text_of(output)
-    with pytest.raises(VideoResponseError, match="the tool probe answered with a video"):
-        run(config_of(tools_file), Scripted([call(video=1) + "<|end|>"]))
     with pytest.raises(ValueError, match="the tool probe answered with an image, but the model of the policy reads"):
         run(config_of(tools_file), Scripted([call(image=1) + "<|end|>"]))
     assert Probe.events[-1][0] == "release"
+    limited = config_of(tools_file, limit_images=1)
+    output = run(limited, Scripted([call(image=1) + "<|end|>", "So."], tokenizer, expand), processor, **row)
+    assert outcomes(output) == ["error"] and "may have at most 1 images" in text_of(output)
+    assert len(output.multi_modal_data["image"]) == 1
+
+
+def test_placeholders_that_stand_for_nothing(tools_file: Path) -> None:
+    """A placeholder that the model samples ends its trajectory; one in the text of a tool is taken out."""
+    tokenizer, processor, pad = of_a_model_that_sees()
+    server = Scripted([call() + "<|image_pad|><|end|>", "never"], tokenizer)
+    output = run(config_of(tools_file), server, processor)
+    assert len(server.asked) == 1 and pad in output.response_ids and not outcomes(output)
+    server = Scripted([call(say="a <|image_pad|>b") + "<|end|>", "So."], tokenizer)
+    output = run(config_of(tools_file), server, processor)
+    assert pad not in output.response_ids and "a b" in text_of(output)
+
+
+ONE = itertools.repeat(1)
+
+
+def of_a_model_that_sees() -> tuple[Any, Any, int]:
+    """Return tokenizer, processor and the token of an image."""
+    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
+    processor = vl_processor("qwen2_5_vl", tokenizer)
+    return tokenizer, processor, tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
 
 def test_a_conversation_with_a_user(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ class AgentLoopOutput(BaseModel):
         response_mask: for each token of the response, 1 if the model sampled it, else 0.
         response_logprobs: log-probability of each token of the response; any number where the mask is 0.
         multi_modal_data: images and videos of the trajectory.
-        num_later_images: how many of the images belong to the response.
+        num_later_images: how many of the images belong to the response; they are the last ones.
+        num_later_videos: how many of the videos belong to the response.
         reward_score: the score, if the loop knows it.
         num_turns: messages of the chat, the prompt's included.
         metrics: seconds by activity.
@@ -88,6 +89,7 @@ class AgentLoopOutput(BaseModel):
     response_logprobs: list[float] | None = None
     multi_modal_data: dict[str, Any] | None = None
     num_later_images: int = 0
+    num_later_videos: int = 0
     reward_score: float | None = None
     num_turns: int = 0
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)

@@ -1,4 +1,4 @@
-"""Images of later turns: what the model takes of them, and the positions of whole trajectories."""
+"""Images and videos of later turns: what the model takes of them, and the positions of whole trajectories."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 LATER_INPUTS = "__later_inputs__"
-"""Column of ``multi_modal_inputs`` for rows whose images or prompt a loop has changed; None for the others."""
+"""Column of ``multi_modal_inputs`` for rows whose images, videos or prompt a loop has changed; None for the others."""
 
 
 class WholeTrajectories:
@@ -29,34 +29,54 @@ class WholeTrajectories:
     def complete(
         self, tensors: dict[str, Tensor], outputs: Sequence[AgentLoopOutput], changed: Collection[int]
     ) -> list[dict[str, Any] | None]:
-        """Write ``position_ids`` (B, 4, L) of the rows with a changed prompt or later images; return their inputs.
+        """Write ``position_ids`` (B, 4, L) of the rows with a changed prompt or later media; return their inputs.
 
-        Raises: ValueError naming the row for a prompt with videos, for a model family whose positions are not known,
-            and for images that do not match their tokens.
+        Raises: ValueError naming the row for a model family whose positions are not known, and for images or videos
+            that do not match their tokens.
         """
         return [
-            self._row(tensors, row, output) if row in changed or output.num_later_images else None
+            self._row(tensors, row, output)
+            if row in changed or output.num_later_images or output.num_later_videos
+            else None
             for row, output in enumerate(outputs)
         ]
 
+    def without_inputs(self) -> "WholeTrajectories":
+        """Return what leaves inputs and positions as they are, for rows that only a scorer reads."""
+        return _NoInputs(self._processor, self._kwargs)
+
     def _row(self, tensors: dict[str, Tensor], row: int, output: AgentLoopOutput) -> dict[str, Any]:
-        media = output.multi_modal_data or {}
-        if media.get("video"):
-            raise ValueError(
-                f"trajectory {row}: an agent loop has changed the prompt of a row with videos, or added images to it: "
-                "only rows with images may have tools"
-            )
-        images = media.get("image")
-        encoded: dict[str, Any] = {}
-        if images:
-            encoded = dict(self._processor.image_processor(images=images, return_tensors="pt", **self._kwargs))
+        ids = tensors["input_ids"][row].clone()
+        width = tensors["response_mask"].shape[1]
+        ids[-width:][tensors["response_mask"][row].bool()] = -1  # an image token that the model sampled is text
         try:
-            tensors["position_ids"][row] = position_ids(
-                rope_of(self._processor), tensors["input_ids"][row], tensors["attention_mask"][row], encoded
-            )
+            rope = rope_of(self._processor)
+            encoded = self._encoded(output.multi_modal_data or {})
+            tensors["position_ids"][row] = position_ids(rope, ids, tensors["attention_mask"][row], encoded)
         except ValueError as error:
             raise ValueError(
                 f"trajectory {row}: {error}; engine and data set must have the same mm_processor_kwargs "
                 "(actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs)"
             ) from error
         return model_inputs(encoded)
+
+    def _encoded(self, media: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the processor makes of images, and of videos as (frames, metadata)."""
+        images, videos = list(media.get("image") or ()), list(media.get("video") or ())
+        if not images and not videos:
+            return {}
+        shown: dict[str, Any] = {"images": images} if images else {}
+        if videos:
+            shown["videos"] = [frames for frames, _ in videos]
+            shown["video_metadata"] = [metadata for _, metadata in videos]
+            shown["do_sample_frames"] = False
+        processor: Any = self._processor
+        text = processor.image_token * len(images) + processor.video_token * len(videos)
+        return dict(processor(text=[text], add_special_tokens=False, return_tensors="pt", **shown, **self._kwargs))
+
+
+class _NoInputs(WholeTrajectories):
+    def complete(
+        self, tensors: dict[str, Tensor], outputs: Sequence[AgentLoopOutput], changed: Collection[int]
+    ) -> list[dict[str, Any] | None]:
+        return [None] * len(outputs)

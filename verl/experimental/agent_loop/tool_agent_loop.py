@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from verl.base_config import WrongInput, one_line
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
+from verl.experimental.agent_loop.tool_media import MediaRules, Shown
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, ToolCall, Trajectory, turn_columns, turn_seed
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
@@ -23,7 +24,7 @@ from verl.tools.calls import CallResult, ToolOutcome, execute_call, unknown_tool
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.utils.chat import ChatFormat, Difference, Restarted, whole_differences
-from verl.utils.dataset.vision_utils import MediaError, process_image
+from verl.utils.dataset.vision_utils import MediaError
 from verl.workers.rollout.server import ABORTED, FULL
 
 if TYPE_CHECKING:
@@ -39,10 +40,6 @@ _KEY = "actor_rollout_ref.rollout.multi_turn"
 _SHOWN_ERROR_CHARS = 500
 _END_TIMEOUT_S = 30.0
 """Seconds that a tool or an interaction gets to end an instance."""
-
-
-class VideoResponseError(WrongInput, NotImplementedError):
-    """A tool has answered with a video."""
 
 
 class InteractionNameError(WrongInput):
@@ -70,6 +67,7 @@ class Parts:
     chat: ChatFormat
     interactions: Mapping[str, "BaseInteraction"]
     end_tokens: frozenset[int]
+    media: MediaRules
     differences: list[Difference] = field(default_factory=list)
 
     @classmethod
@@ -85,7 +83,7 @@ class Parts:
         tools = {tool.name: tool for tool in made}
         schemas = [tool.get_openai_tool_schema().model_dump(exclude_none=True) for tool in made]
         options = dict(config.data.get("apply_chat_template_kwargs") or {})
-        chat = ChatFormat(tokenizer, processor, options, schemas)
+        chat = ChatFormat(tokenizer, processor, options, schemas, config.data.get("mm_processor_kwargs") or {})
         chat.prove()
         path = node.interaction_config_path
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -97,6 +95,7 @@ class Parts:
             chat,
             initialize_interactions_from_config(path) if path else {},
             frozenset(special | set(tokenizer.all_special_ids)),
+            MediaRules.of(config, tokenizer, processor),
         )
 
 
@@ -231,6 +230,8 @@ class ToolAgentLoop(AgentLoopBase):
         said = ""
         calls: list[FunctionCall] = []
         cut = output.finish_reason in (ABORTED, FULL) or trajectory.room <= 0
+        # The engine would take a placeholder that the model has sampled for that of the next image.
+        cut = cut or not self.parts.media.tokens.isdisjoint(output.token_ids)
         if self.parts.tools and not cut:
             said, calls = await self.parts.parser.extract_tool_calls(output.token_ids, self.parts.schemas)
             talk.calls = calls[: self.settings.max_parallel_calls]
@@ -257,30 +258,23 @@ class ToolAgentLoop(AgentLoopBase):
             await asyncio.gather(*running, return_exceptions=True)
         seconds = time.perf_counter() - started
         messages: list[Message] = []
-        images: list[Any] = []
+        shown = Shown()
         made: list[ToolCall] = []
         for number, (call, result) in enumerate(zip(talk.calls, results, strict=True)):
             answer = result.response
-            if answer.video:
-                raise VideoResponseError(
-                    f"the tool {call.name} answered with a video: only text and images can be read"
-                )
-            text, outcome = self._shortened(_encodable(answer.text or "")), result.outcome
+            text, outcome = self._shortened(self.parts.media.plain(answer.text or "")), result.outcome
             try:
-                shown = self._images(call.name, answer.image or [])
+                new = self.parts.media.loaded(call.name, answer, talk.trajectory.multi_modal_data, shown)
             except MediaError as error:
-                text, outcome, shown = one_line(f"Error: {error}", _SHOWN_ERROR_CHARS), ToolOutcome.ERROR, []
-            images += shown
-            parts: list[Message] = [{"type": "image"} for _ in shown] + (
-                [{"type": "text", "text": text}] if text else []
-            )
-            content = parts if shown else text
+                text, outcome, new = one_line(f"Error: {error}", _SHOWN_ERROR_CHARS), ToolOutcome.ERROR, Shown()
+            shown.extend(new)
+            content = new.parts(text) if new else text
             messages.append({"role": "tool", "name": call.name, "tool_call_id": _call_id(number), "content": content})
             made.append(ToolCall(call.name, call.arguments, str(outcome), result.seconds, result.reward, text))
             if result.reward is not None:
                 talk.tool_rewards.append(float(result.reward))
         talk.user_turns += 1
-        return self._add(talk, "tool", messages, seconds, made, images=images)
+        return self._add(talk, "tool", messages, seconds, made, shown=shown)
 
     async def _call(self, talk: Conversation, call: FunctionCall) -> CallResult:
         tool = self.parts.tools.get(call.name)
@@ -316,7 +310,7 @@ class ToolAgentLoop(AgentLoopBase):
         ends, text, score, _ = await talk.interaction.generate_response(
             talk.id, [dict(message) for message in talk.messages], **talk.interaction_kwargs
         )
-        text = _encodable(text or "")
+        text = self.parts.media.plain(text or "")
         seconds = time.perf_counter() - started
         talk.user_turns += 1
         if score is not None:
@@ -336,26 +330,29 @@ class ToolAgentLoop(AgentLoopBase):
         seconds: float,
         calls: Sequence[ToolCall] = (),
         text: str | None = None,
-        images: Sequence[Any] = (),
+        shown: Shown | None = None,
     ) -> State:
         """Append messages and the next generation prompt; end the trajectory if nothing more would fit."""
         chat, trajectory = self.parts.chat, talk.trajectory
         stopped = bool(trajectory.response_ids) and trajectory.response_ids[-1] in self.parts.end_tokens
         options: dict[str, Any] = {"stopped": stopped, "keep_history": not self.settings.use_inference_chat_template}
-        everything = [*trajectory.multi_modal_data.get("image", []), *images]
         grown = chat.after_turn(talk.messages, messages, **options)
         if isinstance(grown, Restarted):
             return self._restart(talk, role, messages, grown, seconds, calls, text)
         seen_ids = grown.token_ids
-        if images:
-            expanded = chat.after_turn(talk.messages, messages, images=everything, **options)
+        if shown:
+            expanded = chat.after_turn(talk.messages, messages, images=shown.images, videos=shown.videos, **options)
             assert not isinstance(expanded, Restarted)
             seen_ids = expanded.token_ids
         if len(seen_ids) >= trajectory.room:  # not even one token could follow
             trajectory.add(role, [], seconds, calls, text)
             return State.TERMINATED
         talk.messages += messages
-        trajectory.add(role, grown.token_ids, seconds, calls, text, images, seen_ids if images else None)
+        if shown:
+            media = {"images": shown.images, "videos": shown.videos, "expanded_ids": seen_ids}
+            trajectory.add(role, grown.token_ids, seconds, calls, text, **media)
+        else:
+            trajectory.add(role, grown.token_ids, seconds, calls, text)
         return State.GENERATING
 
     def _restart(
@@ -394,15 +391,6 @@ class ToolAgentLoop(AgentLoopBase):
             return "(truncated)..." + text[len(text) - most :]
         half = most // 2
         return text[:half] + "...(truncated)..." + text[len(text) - half :]
-
-    def _images(self, tool: str, images: Sequence[Any]) -> list[Any]:
-        if images and self.processor is None:
-            raise WrongInput(f"the tool {tool} answered with an image, but the model of the policy reads text only")
-        patch_size = getattr(getattr(self.processor, "image_processor", None), "patch_size", None) or 14
-        try:
-            return [process_image(image, image_patch_size=patch_size) for image in images]
-        except MediaError as error:
-            raise MediaError(f"the tool {tool} answered with an image: {error}") from error
 
     # ---- the end
 
@@ -481,11 +469,6 @@ def _assistant(text: str, said: str = "", calls: Sequence[FunctionCall] = ()) ->
         for number, call in enumerate(calls)
     ]
     return {"role": "assistant", "content": said, "tool_calls": written}
-
-
-def _encodable(text: str) -> str:
-    """Return a text with ``?`` for each half of a surrogate pair, which no tokenizer can encode."""
-    return text.encode(errors="replace").decode()
 
 
 def _call_id(number: int) -> str:

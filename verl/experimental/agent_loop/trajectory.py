@@ -45,7 +45,7 @@ class Trajectory:
         self.response_mask: list[int] = []
         self.multi_modal_data = {name: list(items) for name, items in (multi_modal_data or {}).items()}
         self.turns: list[Turn] = []
-        self._num_later_images = 0
+        self._num_later_media = {"image": 0, "video": 0}
         self._limit = limit
         self._log_probs: list[float] | None = []
 
@@ -87,23 +87,28 @@ class Trajectory:
         text: str | None = None,
         images: Sequence[Any] = (),
         expanded_ids: Sequence[int] | None = None,
+        videos: Sequence[Any] = (),
     ) -> bool:
         """Append what a tool or a user says, with the tokens that the chat template puts around it.
 
-        Args: ``images`` are those of ``token_ids``; ``expanded_ids`` are the same tokens as the engine will see them.
+        Args: ``images`` and ``videos``, each as (frames, metadata), are those of ``token_ids``; ``expanded_ids`` are
+            the same tokens as the engine will see them.
         Returns: whether they fit; if not, nothing is appended.
-        Raises: ValueError for images without ``expanded_ids``, whose tokens cannot be counted.
+        Raises: ValueError for images or videos without ``expanded_ids``, whose tokens cannot be counted.
         """
-        if images and expanded_ids is None:
-            raise ValueError(f"{len(images)} images come without the tokens that the engine makes of them")
+        media = {"image": images, "video": videos}
+        if (images or videos) and expanded_ids is None:
+            count = " and ".join(f"{len(items)} {kind}s" for kind, items in media.items() if items)
+            raise ValueError(f"{count} come without the tokens that the engine makes of them")
         seen = list(token_ids if expanded_ids is None else expanded_ids)
         if len(seen) > self.room:
             return False
         turn = self._append(role, token_ids, seen, 0, [0.0] * len(seen))
         turn.seconds, turn.calls, turn.text = seconds, list(calls), text
-        if images:
-            self.multi_modal_data.setdefault("image", []).extend(images)
-            self._num_later_images += len(images)
+        for kind, items in media.items():
+            if items:
+                self.multi_modal_data.setdefault(kind, []).extend(items)
+                self._num_later_media[kind] += len(items)
         return True
 
     def output(self, **fields: Any) -> AgentLoopOutput:
@@ -117,7 +122,8 @@ class Trajectory:
             "response_mask": list(self.response_mask),
             "response_logprobs": None if self._log_probs is None else list(self._log_probs),
             "multi_modal_data": self.multi_modal_data or None,
-            "num_later_images": self._num_later_images,
+            "num_later_images": self._num_later_media["image"],
+            "num_later_videos": self._num_later_media["video"],
             "num_turns": 1 + len(self.turns),
             "metrics": AgentLoopMetrics(generate_sequences=seconds[MODEL], tool_calls=seconds["tool"]),
             "turns": list(self.turns),

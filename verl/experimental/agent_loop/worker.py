@@ -105,14 +105,16 @@ class AgentLoopWorkerBase:
                 )
                 output = last_segment(await loop.run(dict(sampling_params), **self._row(batch, index)))
             if meta.get(SCORED_HERE):
-                await self.scorer.add_score([output], self._as_rows([output], batch[index : index + 1]))
+                await self.scorer.add_score([output], self._as_rows([output], batch[index : index + 1], False))
             return output
 
         return run
 
-    def _as_rows(self, outputs: Sequence[AgentLoopOutput | None], batch: DataProto) -> DataProto:
+    def _as_rows(self, outputs: Sequence[AgentLoopOutput | None], batch: DataProto, trained: bool = True) -> DataProto:
+        """Return trajectories as rows; those that are not trained lack the inputs of images."""
         pad = batch.meta_info.get("pad_token_id", self.model_config.pad_token_id)
-        return rows_of(outputs, batch, self.rollout_config.response_length, pad, self.whole)
+        whole = self.whole if trained or self.whole is None else self.whole.without_inputs()
+        return rows_of(outputs, batch, self.rollout_config.response_length, pad, whole)
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
         row = {name: column[index] for name, column in batch.non_tensor_batch.items() if name != "agent_name"}

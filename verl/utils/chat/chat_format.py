@@ -43,6 +43,7 @@ class ChatFormat:
         processor: of a model that sees images; it writes the placeholders of images and videos.
         options: arguments of ``apply_chat_template``, ``enable_thinking`` for instance.
         tools: schemas of the tools that prompts offer.
+        media_options: arguments of the processor for images and videos, as ``mm_processor_kwargs`` of the engine.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ChatFormat:
         processor: ProcessorMixin | None = None,
         options: Mapping[str, Any] = {},
         tools: Sequence[Mapping[str, Any]] = (),
+        media_options: Mapping[str, Any] = {},
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
@@ -58,6 +60,7 @@ class ChatFormat:
         self.templater = processor if processor is not None and owns_template else tokenizer
         self.options = {**options, "tokenize": False}
         self.tools = [dict(tool) for tool in tools]
+        self.media_options = dict(media_options)
         self._text_arguments = False
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.special = SpecialTokens([*added, *tokenizer.all_special_tokens], tokenizer.eos_token)
@@ -233,7 +236,7 @@ class ChatFormat:
         if images or videos:
             if self.processor is None:
                 raise ChatFormatError("images and videos need the processor of a vision-language model")
-            media: dict[str, Any] = {"images": list(images)} if images else {}
+            media: dict[str, Any] = {**self.media_options, **({"images": list(images)} if images else {})}
             if videos:
                 media["videos"] = [frames for frames, _ in videos]
                 media["video_metadata"] = [metadata for _, metadata in videos]

@@ -50,6 +50,11 @@ class VisionRope:
     frames_apart: bool = False
     video_span: tuple[int, int] | None = None
 
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """The tokens that stand for images and videos, and those that tell the two apart."""
+        return frozenset({self.image_token_id, self.video_token_id, *(self.video_span or ())})
+
     def positions(
         self,
         input_ids: Tensor,

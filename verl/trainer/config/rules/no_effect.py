@@ -112,7 +112,8 @@ IDLE = [
     Idle(_ENGINE, "hf", ROLLOUT, ("tensor_model_parallel_size", "expert_parallel_size")),
     Idle(_ENGINE, "hf", ROLLOUT, ("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm")),
     Idle(_ENGINE, "hf", ROLLOUT, ("disable_log_stats", "skip_tokenizer_init")),
-    Idle(f"{ROLLOUT}.mode", "sync", "data", ("return_multi_modal_inputs",)),  # see loaders.complete_data_node
+    *(Idle(f"{ROLLOUT}.mode", mode, "data", ("return_multi_modal_inputs",)) for mode in ("sync", "async")),
+    # training reads them, see loaders.complete_data_node
     Idle(_DEVICE, "npu", ROLLOUT, ("layered_summon",)),
     Idle(_DEVICE, "cpu", ROLLOUT, ("cudagraph_capture_sizes", "layered_summon")),
     *(Idle(_DEVICE, "cpu", f"{role}.fsdp_config", _OFFLOADS) for role in (ACTOR, REF, "critic.model")),

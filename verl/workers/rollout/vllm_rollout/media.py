@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from verl.models.transformers.names import VISION_FAMILIES
 from verl.protocol import DataProto
 from verl.utils.vision.multi_modal import resolve
-from verl.utils.vision.positions import config_rope
+from verl.utils.vision.positions import VisionRope, config_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -48,13 +48,17 @@ def requests_of(prompts: DataProto, token_ids: Sequence[list[int]]) -> list[Requ
     if media is not None:
         for request, data in zip(requests, resolve(media), strict=True):
             if data:
-                request["multi_modal_data"] = data
-            if videos := data.get("video"):  # the data set has chosen the frames
-                unsampled = {"do_sample_frames": False}
-                request["mm_processor_kwargs"] = unsampled
-                chosen = [(frames, metadata | unsampled) for frames, metadata in videos]  # where vLLM's GLM-4V reads it
-                request["multi_modal_data"] = {**data, "video": chosen}
+                request |= media_of(data)
     return requests
+
+
+def media_of(data: Mapping[str, Any]) -> Request:
+    """Return the part of a request that holds images and videos, whose frames the data set or a tool has chosen."""
+    if not data.get("video"):
+        return {"multi_modal_data": dict(data)}
+    unsampled = {"do_sample_frames": False}
+    chosen = [(frames, metadata | unsampled) for frames, metadata in data["video"]]  # where vLLM's GLM-4V reads it
+    return {"multi_modal_data": {**data, "video": chosen}, "mm_processor_kwargs": unsampled}
 
 
 def check_expansion(prompts: DataProto, requests: Sequence[Request], expanded: Sequence[Sequence[int]]) -> None:
@@ -78,7 +82,8 @@ def check_expansion(prompts: DataProto, requests: Sequence[Request], expanded: S
 def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> None:
     """Make the engine's model compute the positions of images and videos as training does.
 
-    After a video, vLLM starts the text behind the last frame, transformers behind the longer side of a frame.
+    After a video, vLLM starts the text behind the last frame, transformers behind the longer side of a frame. A
+    placeholder token without an image, which a model may sample, is text.
     """
     if hf_config.model_type not in VISION_FAMILIES or not hasattr(model, "get_mrope_input_positions"):
         return
@@ -93,7 +98,18 @@ def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> N
             if "second_per_grid_ts" in feature.data:
                 seconds.append(float(feature.data["second_per_grid_ts"].data))
         images, videos = (torch.stack(grids[kind]) if grids[kind] else None for kind in ("image", "video"))
-        found = rope.positions(torch.tensor(input_tokens), images, videos, seconds or None)
+        found = rope.positions(_without_others(rope, input_tokens, ordered), images, videos, seconds or None)
         return found, int(found[:, -1].max()) + 1 - len(input_tokens)
 
     model.get_mrope_input_positions = positions  # type: ignore[assignment]
+
+
+def _without_others(rope: VisionRope, input_tokens: Sequence[int], features: Sequence[Any]) -> torch.Tensor:
+    """Return the tokens (L,) with -1 in place of placeholders that belong to no image or video."""
+    ids = torch.tensor(input_tokens)
+    shown = torch.zeros(len(ids), dtype=torch.bool)
+    for feature in features:
+        place = feature.mm_position
+        shown[place.offset : place.offset + place.length] = True
+    stands = (ids == rope.image_token_id) | (ids == rope.video_token_id)
+    return ids.masked_fill(stands & ~shown, -1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from verl.base_config import WrongInput
 from verl.workers.rollout.base import eos_token_ids
 from verl.workers.rollout.server import SamplingParams, TokenOutput
-from verl.workers.rollout.vllm_rollout.media import Request
+from verl.workers.rollout.vllm_rollout.media import Request, media_of
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput
@@ -49,11 +49,7 @@ class RequestForm:
         """
         request: Request = {"prompt_token_ids": self._checked_prompt(prompt_ids, request_id)}
         media = dict(multi_modal_data or {}) | ({"image": list(image_data)} if image_data else {})
-        if media:
-            request["multi_modal_data"] = media
-        if media.get("video"):  # the data set has chosen the frames
-            request["mm_processor_kwargs"] = {"do_sample_frames": False}
-        return request
+        return request | media_of(media) if media else request
 
     def _checked_prompt(self, prompt_ids: Sequence[int], request_id: str) -> list[int]:
         """Return the prompt as a list; vLLM takes unknown tokens for zeros."""

@@ -1,0 +1,122 @@
+"""Images and videos that tools answer with: loading them, and what a model may read of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.base_config import WrongInput
+from verl.tools.schemas import ToolResponse
+from verl.utils.dataset.vision_utils import MediaError, MissingVideoSupportError, load_video, process_image
+from verl.utils.vision.positions import vision_rope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass
+class Shown:
+    """The loaded images of answers, and their videos as (frames (T, 3, H, W), metadata)."""
+
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.images or self.videos)
+
+    def extend(self, other: "Shown") -> None:
+        """Append those of another answer."""
+        self.images += other.images
+        self.videos += other.videos
+
+    def parts(self, text: str) -> list[dict[str, Any]]:
+        """Return the content of a message with them: images, videos, text."""
+        media = [{"type": "image"} for _ in self.images] + [{"type": "video"} for _ in self.videos]
+        return [*media, {"type": "text", "text": text}] if text else media
+
+
+@dataclass(frozen=True)
+class MediaRules:
+    """What the engine can take of what tools and users say.
+
+    Attributes:
+        processor: of the policy; None if it reads text only.
+        tokens: those that stand for images and videos; none for a family whose positions are not known.
+        texts: how these tokens are written.
+        limits: the most images and videos of a conversation by kind; None for the engine's own limit.
+    """
+
+    processor: "ProcessorMixin | None"
+    tokens: frozenset[int]
+    texts: tuple[str, ...]
+    limits: Mapping[str, int | None]
+
+    @classmethod
+    def of(
+        cls, config: DictConfig, tokenizer: "PreTrainedTokenizerBase", processor: "ProcessorMixin | None"
+    ) -> "MediaRules":
+        """Return the rules of a run."""
+        rope = None if processor is None else vision_rope(processor)
+        tokens = frozenset() if rope is None else rope.media_tokens
+        texts = tuple(str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(tokens))
+        engine = OmegaConf.select(config, f"{_ROLLOUT}.engine_kwargs.vllm.limit_mm_per_prompt") or {}
+        limits = {kind: _count(engine.get(kind)) for kind in ("image", "video")}
+        images = OmegaConf.select(config, f"{_ROLLOUT}.limit_images")
+        return cls(processor, tokens, texts, limits if images is None else {**limits, "image": images})
+
+    def plain(self, text: str) -> str:
+        """Return a text without tokens that stand for images, and with ``?`` for what no tokenizer can encode."""
+        for token in self.texts:
+            text = text.replace(token, "")
+        return text.encode(errors="replace").decode()  # halves of surrogate pairs
+
+    def loaded(self, tool: str, answer: ToolResponse, so_far: Mapping[str, Sequence[Any]], others: Shown) -> Shown:
+        """Load the images and videos of an answer, in the sizes that the model takes.
+
+        Args: ``so_far`` are those of the conversation, and ``others`` those of other answers to the same turn.
+        Raises: MediaError naming the tool, if one cannot be read or there are too many; WrongInput for a model that
+            reads text only.
+        """
+        given = {"image": answer.image or [], "video": answer.video or []}
+        earlier = {"image": others.images, "video": others.videos}
+        for kind, items in given.items():
+            if items and self.processor is None:
+                raise WrongInput(
+                    f"the tool {tool} answered with {_a(kind)}, but the model of the policy reads text only"
+                )
+            if items and not self.tokens:
+                raise WrongInput(
+                    f"the tool {tool} answered with {_a(kind)}: {type(self.processor).__name__} is not supported here, "
+                    "only the processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-4V are"
+                )
+            limit, count = self.limits[kind], len(so_far.get(kind, ())) + len(earlier[kind]) + len(items)
+            if items and limit is not None and count > limit:
+                raise MediaError(
+                    f"the tool {tool} answered with {_a(kind)}, and a conversation may have at most {limit} {kind}s"
+                )
+        patch_size = getattr(getattr(self.processor, "image_processor", None), "patch_size", None) or 14
+        try:
+            images = [process_image(image, image_patch_size=patch_size) for image in given["image"]]
+            videos = [
+                (frames.numpy(), metadata)
+                for frames, metadata in (load_video(each, image_patch_size=patch_size) for each in given["video"])
+            ]
+        except MissingVideoSupportError as error:
+            raise WrongInput(f"the tool {tool} answered with a video: {error}") from error
+        except MediaError as error:
+            kind = "video" if given["video"] and not given["image"] else "image"
+            raise MediaError(f"the tool {tool} answered with {_a(kind)}: {error}") from error
+        return Shown(images, videos)
+
+
+def _a(kind: str) -> str:
+    return f"a{'n' if kind == 'image' else ''} {kind}"
+
+
+def _count(limit: Any) -> int | None:
+    """Return a limit of the engine, which may be a number or options with one."""
+    found = limit.get("count") if isinstance(limit, Mapping) else limit
+    return None if found is None else int(found)
