@@ -1,11 +1,19 @@
-"""Turns that end soon and call a tool each, since a model with random weights neither ends nor calls."""
+"""Turns that end soon and call tools, since a model with random weights neither ends nor calls; and a tool with films."""
 
+import json
+import random
 from collections.abc import Sequence
 from typing import Any
+
+from PIL import Image
 
 from verl.experimental.agent_loop import AgentLoopOutput, register
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.base_tool import BaseTool, Executed
+from verl.tools.schemas import ToolResponse
+
+SIDE = 112
 
 
 @ToolParser.register("always_calls")
@@ -15,6 +23,33 @@ class AlwaysCalls(ToolParser):
     def parse(self, text: str, tools: Sequence[Any] = ()) -> tuple[str, list[FunctionCall]]:
         """Return no text and the call."""
         return "", [FunctionCall("calculator", '{"expression": "6*7"}')]
+
+
+@ToolParser.register("always_looks")
+class AlwaysLooks(ToolParser):
+    """Finds calls in most texts: of one or two regions of an image of ``SIDE`` pixels, or of a film."""
+
+    def parse(self, text: str, tools: Sequence[Any] = ()) -> tuple[str, list[FunctionCall]]:
+        """Return no text, and calls that depend on it."""
+        draw = random.Random(text)
+        names = [tool["function"]["name"] for tool in tools]
+        calls = []
+        for _ in range(draw.choice((0, 1, 1, 2))):
+            x, y = (draw.randint(0, SIDE - 28) for _ in range(2))
+            box = [x, y, draw.randint(x + 28, SIDE), draw.randint(y + 28, SIDE)]
+            name = draw.choice(names)
+            calls.append(FunctionCall(name, json.dumps({} if name == "film" else {"bbox_2d": box})))
+        return "", calls
+
+
+class Film(BaseTool):
+    """Answers with a film of four frames."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+        """Return the film."""
+        frames = [Image.new("RGB", (56, 56), (60 * number, 90, 0)) for number in range(4)]
+        film = {"video": frames, "sample_fps": 2.0, "min_pixels": 56 * 56, "max_pixels": 56 * 56}
+        return ToolResponse(text="A film.", video=[film]), None, {}
 
 
 @register("short_turns")

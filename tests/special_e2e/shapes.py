@@ -79,8 +79,15 @@ def shuffled(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {"images": image, "data_source": "shuffled_shapes"} for row, image in zip(table, images, strict=True)]
 
 
-def write(folder: Path, train: int = 1024, test: int = 128, supervised: int = 2048) -> None:
-    """Write ``train``, ``test``, ``shuffled`` and ``sft`` as parquet files."""
+def with_tool(row: dict[str, Any], side: int) -> dict[str, Any]:
+    """Return a row whose image ``image_zoom_in_tool`` may cut, in a size of ``side`` pixels."""
+    image = {**row["images"][0], "resized_height": side, "resized_width": side}
+    kwargs = {"tools_kwargs": {"image_zoom_in_tool": {"create_kwargs": {"image": image}}}}
+    return {**row, "extra_info": row["extra_info"] | kwargs}
+
+
+def write(folder: Path, train: int = 1024, test: int = 128, supervised: int = 2048, side: int = 0) -> None:
+    """Write ``train``, ``test``, ``shuffled`` and ``sft`` as parquet files; with ``side``, for a tool that zooms."""
     import datasets
 
     tested = rows(test, 1)
@@ -89,7 +96,10 @@ def write(folder: Path, train: int = 1024, test: int = 128, supervised: int = 20
         | {"images": row["images"]}
         for row in rows(supervised, 2)
     ]
-    tables = {"train": rows(train, 0), "test": tested, "shuffled": shuffled(tested), "sft": taught}
+    asked = [rows(train, 0), tested, shuffled(tested)]
+    if side:
+        asked = [[with_tool(row, side) for row in table] for table in asked]
+    tables = dict(zip(("train", "test", "shuffled"), asked, strict=True)) | {"sft": taught}
     for name, table in tables.items():
         datasets.Dataset.from_list(table).to_parquet(folder / f"{name}.parquet")
 

@@ -8,11 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig
 
 from tests import metrics_page, remote_code
 
 from . import shapes
+from .always_calls import SIDE
 from .conftest import PYTHON, REPOSITORY, Run, Workspace, call
 from .features import GAP
 from .test_learning import mean
@@ -113,6 +115,82 @@ def test_images_reach_training_and_generation_alike(
         assert numbers["weight_sync/checksum_ok"] == 1
         assert all(map(math.isfinite, numbers.values()))
     assert put <= run.steps[2]["multi_modal/bytes_fetched"] <= WORKERS * put
+
+
+LOOKS = {
+    "tools": [
+        {"class_name": "verl.tools.image_zoom_in_tool.ImageZoomInTool", "config": {"type": "native", "num_workers": 2}},
+        {
+            "class_name": "tests.special_e2e.always_calls.Film",
+            "config": {"type": "native"},
+            "tool_schema": {"type": "function", "function": {"name": "film", "description": "Shows a film."}},
+        },
+    ]
+}
+TENSOR_PARALLEL = {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
+TWO_SERVERS = {
+    "actor_rollout_ref.hybrid_engine": False,
+    "actor_rollout_ref.rollout.nnodes": 1,
+    "actor_rollout_ref.rollout.n_gpus_per_node": 2,
+    "ray_kwargs.ray_init.num_cpus": 4,
+}
+SERVED = {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.agent.num_workers": 1}
+LAYOUTS = ENGINES | {"tensor parallel": TENSOR_PARALLEL, "two servers": TWO_SERVERS}
+LOOKING = [
+    pytest.param(kind, engine, tools, marks=pytest.mark.full)
+    for kind, engine, tools in (
+        ("qwen2_5_vl", "two servers", 1),
+        ("qwen2_5_vl", "tensor parallel", 2),
+        ("qwen2_5_vl", "megatron tp", 2),
+        ("qwen2_5_vl", "megatron pp", 1),
+        ("qwen3_vl", "fsdp", 2),
+        ("glm4v", "fsdp", 2),
+        ("qwen3_vl", "two servers", 2),
+        ("qwen3_vl_moe", "megatron tp", 1),
+    )
+]
+
+
+@pytest.mark.parametrize(("kind", "engine", "tools"), [("qwen2_5_vl", "fsdp", 1), *LOOKING])
+def test_images_and_films_of_tools_are_trained(
+    workspace: Workspace, tmp_path: Path, kind: str, engine: str, tools: int
+) -> None:
+    """The log-probabilities of engine and trainer agree over whole trajectories with images, and films, in later turns.
+
+    Args: ``tools`` is how many of ``LOOKS`` the model has.
+    """
+    if "megatron" in engine:
+        pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    (tmp_path / "tools.yaml").write_text(yaml.dump({"tools": LOOKS["tools"][:tools]}))
+    shapes.write(tmp_path, train=16, test=4, supervised=4, side=SIDE)
+    chosen = (
+        overrides(tmp_path, tiny(tmp_path, kind, 128), 2, prompts=4, samples=4) | LETTERS | LAYOUTS[engine] | SERVED
+    )
+    turns = {"enable": True, "format": "always_looks", "tool_config_path": tmp_path / "tools.yaml"}
+    turns |= {"max_assistant_turns": 4, "max_parallel_calls": 2}
+    chosen |= {f"actor_rollout_ref.rollout.multi_turn.{name}": value for name, value in turns.items()}
+    chosen |= {
+        "actor_rollout_ref.model.external_lib": "tests.special_e2e.always_calls",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "short_turns",
+        "actor_rollout_ref.rollout.limit_images": 5,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1024,
+        "data.max_response_length": 512,
+        "data.return_multi_modal_inputs": False,
+        "trainer.rollout_data_dir": tmp_path / "dumps",
+        "trainer.val_before_train": False,
+    }
+    run = workspace.train(f"looks_{kind}_{engine.replace(' ', '_')}", chosen)
+    seen: set[str] = set()
+    for step in (1, 2):
+        numbers = run.steps[step]
+        assert numbers[GAP] < 1e-4 and numbers["training/rollout_log_prob_diff_mean"] < 1e-5
+        assert numbers["actor/grad_norm"] > 0
+        assert numbers["weight_sync/checksum_ok"] == 1
+        rows = [json.loads(line) for line in (tmp_path / "dumps" / f"{step}.jsonl").read_text().splitlines()]
+        seen |= {call["name"] for row in rows for turn in row["turns"] for call in turn.get("calls", [])}
+        assert numbers["tool_calls/count"] > 8 and numbers["num_turns/max"] > 5
+    assert len(seen) == tools
 
 
 @pytest.mark.full
