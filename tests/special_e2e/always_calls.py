@@ -1,4 +1,4 @@
-"""Turns that end soon and call tools, since a model with random weights neither ends nor calls; and a tool with films."""
+"""Turns that end soon and call tools, since a model with random weights does neither; and a tool that shows films."""
 
 import json
 import random

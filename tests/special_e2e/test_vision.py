@@ -117,16 +117,14 @@ def test_images_reach_training_and_generation_alike(
     assert put <= run.steps[2]["multi_modal/bytes_fetched"] <= WORKERS * put
 
 
-LOOKS = {
-    "tools": [
-        {"class_name": "verl.tools.image_zoom_in_tool.ImageZoomInTool", "config": {"type": "native", "num_workers": 2}},
-        {
-            "class_name": "tests.special_e2e.always_calls.Film",
-            "config": {"type": "native"},
-            "tool_schema": {"type": "function", "function": {"name": "film", "description": "Shows a film."}},
-        },
-    ]
-}
+LOOKS = [
+    {"class_name": "verl.tools.image_zoom_in_tool.ImageZoomInTool", "config": {"type": "native", "num_workers": 2}},
+    {
+        "class_name": "tests.special_e2e.always_calls.Film",
+        "config": {"type": "native"},
+        "tool_schema": {"type": "function", "function": {"name": "film", "description": "Shows a film."}},
+    },
+]
 TENSOR_PARALLEL = {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
 TWO_SERVERS = {
     "actor_rollout_ref.hybrid_engine": False,
@@ -161,7 +159,7 @@ def test_images_and_films_of_tools_are_trained(
     """
     if "megatron" in engine:
         pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-    (tmp_path / "tools.yaml").write_text(yaml.dump({"tools": LOOKS["tools"][:tools]}))
+    (tmp_path / "tools.yaml").write_text(yaml.dump({"tools": LOOKS[:tools]}))
     shapes.write(tmp_path, train=16, test=4, supervised=4, side=SIDE)
     chosen = (
         overrides(tmp_path, tiny(tmp_path, kind, 128), 2, prompts=4, samples=4) | LETTERS | LAYOUTS[engine] | SERVED
