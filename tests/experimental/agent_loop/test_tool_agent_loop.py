@@ -60,6 +60,8 @@ class Probe(BaseTool):
             return ToolResponse(image=[Image.new("RGB", (3000, 2))]), 0.0, {}
         if "image" in parameters:
             return ToolResponse(text="look", image=[Image.new("RGB", (56, 28))]), 0.0, {}
+        if "pad" in parameters:
+            return ToolResponse(text="a <|image_pad|>b"), 0.0, {}
         text = "\ud83d" if "half" in parameters else parameters.get("say", "done")
         return ToolResponse(text=text), parameters.get("reward"), {}
 
@@ -313,7 +315,7 @@ def test_placeholders_that_stand_for_nothing(tools_file: Path) -> None:
     server = Scripted([call() + "<|image_pad|><|end|>", "never"], tokenizer)
     output = run(config_of(tools_file), server, processor)
     assert len(server.asked) == 1 and pad in output.response_ids and not outcomes(output)
-    server = Scripted([call(say="a <|image_pad|>b") + "<|end|>", "So."], tokenizer)
+    server = Scripted([call(pad=1) + "<|end|>", "So."], tokenizer)
     output = run(config_of(tools_file), server, processor)
     assert pad not in output.response_ids and "a b" in text_of(output)
 
