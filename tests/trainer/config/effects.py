@@ -158,6 +158,7 @@ READERS = [
     Reader(f"{ROLLOUT}.multi_turn", "max_assistant_turns max_user_turns", TOOL_AGENT, "self.settings", TURNS + "test_when_a_trajectory_ends"),
     Reader(f"{ROLLOUT}.multi_turn", "max_parallel_calls", TOOL_AGENT, "self.settings", TURNS + "test_the_first_calls_run_and_the_rest_do_not"),
     Reader(f"{ROLLOUT}.multi_turn", "max_tool_response_length tool_response_truncate_side", TOOL_AGENT, "self.settings", TURNS + "test_long_answers_are_cut"),
+    Reader(f"{ROLLOUT}.multi_turn", "num_repeat_rollouts", "recipe/collabllm/collabllm_agent_loop.py", "self.settings", "tests/recipe/test_collabllm.py::test_conversations_go_on_from_the_first_turn"),
     Reader(f"{ROLLOUT}.multi_turn", "use_inference_chat_template", TOOL_AGENT, "self.settings", TURNS + "test_a_template_that_strips_thoughts"),
     Reader(f"{ROLLOUT}.multi_turn", "tokenization_sanity_check_mode", TOOL_AGENT, "self.settings", TURNS + "test_the_first_difference_from_the_template_is_logged"),
     Reader(f"{ROLLOUT}.agent", "on_failure num_retries trajectory_timeout_s step_timeout_s", "experimental/agent_loop/batch.py", "agent", "tests/experimental/agent_loop/test_attempts.py::test_validation_and_baselines_cannot_lose_rows"),

@@ -380,6 +380,16 @@ def test_turns_need_servers_a_known_format_and_files_that_can_be_read(base, tmp_
     assert found.keys() == {f"{key}.tokenization_sanity_check_mode", f"{key}.max_user_turns"}
 
 
+def test_repetitions_need_an_agent_loop_that_reads_them(base, tmp_path):
+    key, loops = f"{ROLLOUT}.multi_turn.num_repeat_rollouts", tmp_path / "loops.yaml"
+    loops.write_text("[{name: mine, _target_: my.Loop}]")
+    for changes in ({}, {f"{ROLLOUT}.mode": "async"}, {f"{ROLLOUT}.agent.agent_loop_config_path": str(loops)}):
+        assert "collabllm_agent of recipe/collabllm" in violations(base, {key: 2} | changes)[key]
+    read = {f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.agent.agent_loop_config_path": str(loops)}
+    assert violations(base, {key: 2} | read) == {}
+    assert violations(base, {key: 0} | read).keys() == {key}
+
+
 def test_prompts_in_chunks_may_exceed_one_pass(base):
     assert violations(base, {f"{ROLLOUT}.max_num_batched_tokens": 16, f"{ROLLOUT}.max_num_seqs": 8}) == {}
 

@@ -64,7 +64,7 @@ class MultiTurnConfig(BaseConfig):
         "strict", "how turns are compared with the whole chat", one_of=("disable", "strict", "ignore_strippable")
     )
     format: str = setting("hermes", "parser of tool calls")
-    num_repeat_rollouts: int | None = setting(None, "repetitions of an interaction; null: one")
+    num_repeat_rollouts: int | None = setting(None, "conversations that go on from a turn; null: one", at_least=1)
 
 
 @dataclass

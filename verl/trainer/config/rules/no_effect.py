@@ -175,13 +175,11 @@ class Unsupported(NamedTuple):
     switch: str | None = None
 
 
-_ONE_REPETITION = "is not supported: rollout.n repeats each row"
 _NO_SGLANG = "is read by SGLang, which is not supported yet"
 _TRAINS = "is not supported for a role that trains"
 
 UNSUPPORTED = [
     Unsupported(ROLLOUT, ("name",), f"is not supported yet: write {' or '.join(SUPPORTED_ROLLOUTS)}", ("sglang",)),
-    Unsupported(f"{ROLLOUT}.multi_turn", ("num_repeat_rollouts",), _ONE_REPETITION),
     Unsupported(ROLLOUT, ("engine_kwargs.sglang", "sglang_engine_mode"), _NO_SGLANG),
     Unsupported(f"{ROLLOUT}.server", ("timeout", "max_attempts", "retry_delay", "max_connections"), _NO_SGLANG),
     Unsupported(

@@ -84,6 +84,13 @@ def multi_turn_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield turns without a server, an unknown format of calls, and files of tools that cannot be read."""
     rollout = run.actor_rollout_ref.rollout
     turns, key = rollout.multi_turn, f"{_KEY}.multi_turn"
+    has_own_loops = rollout.mode == "async" and (rollout.agent.agent_loop_config_path or _registers_more(run))
+    if turns.num_repeat_rollouts is not None and not has_own_loops:
+        expected = (
+            "is read by agent loops such as collabllm_agent of recipe/collabllm: name one in "
+            "agent.agent_loop_config_path, with mode=async; the built-in loops sample each row rollout.n times"
+        )
+        yield Violation(f"{key}.num_repeat_rollouts", turns.num_repeat_rollouts, expected)
     if rollout.mode != "async":
         if turns.enable:
             expected = f"needs {_KEY}.mode=async: an agent loop makes the turns"

@@ -1,0 +1,122 @@
+"""An agent loop that samples one turn, and lets the conversation go on several times to see what comes of it.
+
+Source: CollabLLM (arXiv:2502.00640), section 3: the reward of a turn is that of the conversations which it leads to.
+"""
+
+import asyncio
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from omegaconf import DictConfig
+
+from verl.base_config import WrongInput
+from verl.experimental.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
+from verl.experimental.agent_loop.registry import register
+from verl.experimental.agent_loop.tool_agent_loop import Conversation, State, ToolAgentLoop
+from verl.experimental.agent_loop.trajectory import MODEL, TURNS_COLUMN, turn_columns
+from verl.utils.numerics.seeding import derive_seed
+from verl.workers.rollout.server import ABORTED, FULL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+CONVERSATIONS, NUM_PROMPT_MESSAGES = "conversations", "num_prompt_messages"
+"""Columns: the conversations that the turn of a row has led to, each a list of messages, and how many of the messages
+are its prompt."""
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
+
+
+@register("collabllm_agent")
+class CollabLLMAgentLoop(ToolAgentLoop):
+    """Trains one turn of the model by the conversations that follow it.
+
+    The response of a row is the first turn. Then ``multi_turn.num_repeat_rollouts`` copies of the conversation go on
+    until the user ends them, each with seeds of its own. They are read by the reward manager ``collabllm`` and not
+    trained. A turn that has no room to end leads to none.
+    """
+
+    @classmethod
+    def init_class(
+        cls,
+        config: DictConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        processor: "ProcessorMixin | None" = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check the keys, and make the interactions once per process.
+
+        Raises: WrongInput naming the key.
+        """
+        turns = config.actor_rollout_ref.rollout.multi_turn
+        if not turns.interaction_config_path:
+            raise WrongInput(f"{_TURNS}.interaction_config_path=null: collabllm_agent needs a user: name the YAML file")
+        if turns.tool_config_path:
+            raise WrongInput(
+                f"{_TURNS}.tool_config_path={turns.tool_config_path}: collabllm_agent has no tools: write null"
+            )
+        super().init_class(config, tokenizer, processor, **kwargs)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Return the first turn of a row, with the conversations that it leads to.
+
+        Args: ``kwargs`` has ``raw_prompt`` and ``interaction_kwargs``, or ``extra_info`` with the latter.
+        """
+        talk = self._begin(sampling_params, kwargs)
+        num_prompt_messages = len(talk.messages)
+        await self._generate(talk)
+        is_cut = talk.trajectory.turns[-1].finish_reason in (ABORTED, FULL)
+        ends = [] if is_cut else await self._continue_all(talk)
+        self._compare(talk)
+        longest = max([len(talk.messages), *(len(end.messages) for end in ends)])
+        return talk.trajectory.output(
+            num_turns=longest,
+            metrics=AgentLoopMetrics(generate_sequences=max(map(_model_seconds, ends), default=_model_seconds(talk))),
+            extra_fields={
+                CONVERSATIONS: [end.messages for end in ends],
+                NUM_PROMPT_MESSAGES: num_prompt_messages,
+                TURNS_COLUMN: turn_columns(talk.trajectory.turns),
+            },
+        )
+
+    async def _continue_all(self, talk: Conversation) -> list[Conversation]:
+        """Let copies of the conversation go on, all at the same time."""
+        count = self.settings.num_repeat_rollouts or 1
+        running = [asyncio.create_task(self._continue(talk, number)) for number in range(count)]
+        try:
+            return await asyncio.gather(*running)
+        finally:  # if one has failed, the others must not go on
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _continue(self, talk: Conversation, number: int) -> Conversation:
+        """Let a copy of the conversation go on to its end."""
+        seed = talk.sampling_params.get("seed")
+        own_seed = {} if seed is None else {"seed": derive_seed(seed, "repeat", number)}
+        copy = replace(
+            talk,
+            id=uuid4().hex,
+            messages=list(talk.messages),
+            trajectory=deepcopy(talk.trajectory),
+            sampling_params=talk.sampling_params | own_seed,
+            instances={},
+            earlier=[],
+            turn_scores=[],
+            tool_rewards=[],
+        )
+        handlers = {State.INTERACTING: self._interact, State.GENERATING: self._generate}
+        try:
+            await self._start(copy)
+            state = State.TERMINATED if self._has_enough(copy) else State.INTERACTING
+            while state is not State.TERMINATED:
+                state = await handlers[state](copy)
+            return copy
+        finally:
+            await self._release(copy)
+
+
+def _model_seconds(talk: Conversation) -> float:
+    """Return how long the model has taken for the turns of a conversation."""
+    return sum(turn.seconds for each in (*talk.earlier, talk.trajectory) for turn in each.turns if turn.role == MODEL)

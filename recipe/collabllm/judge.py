@@ -1,0 +1,102 @@
+"""A model on an OpenAI-compatible server that judges conversations."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from verl.base_config import BaseConfig, setting
+from verl.interactions.base import Message, text_of
+from verl.utils import envs
+from verl.utils.chat_endpoint import ChatEndpoint
+from verl.utils.concurrency import ConcurrencyLimit
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+_SHOWN_CHARS = 200
+
+
+class JudgeError(RuntimeError):
+    """The judge gave no verdict."""
+
+
+@dataclass
+class JudgeConfig(BaseConfig):
+    """``reward_model.reward_kwargs.llm_judge_kwargs``."""
+
+    _is_closed: ClassVar[bool] = True
+
+    model: str = setting("gpt-4o-mini", "name of the model", empty=False)
+    base_url: str = setting("https://api.openai.com/v1", "address of its server")
+    max_tokens: int = setting(2048, "most tokens of a verdict", at_least=1)
+    temperature: float = setting(0.0, "sampling temperature", at_least=0)
+    timeout_s: float = setting(300.0, "seconds for one verdict, all attempts included", above=0)
+    num_retries: int = setting(3, "attempts at one verdict", at_least=1)
+    retry_delay_s: float = setting(1.0, "delay before the second attempt; it doubles for each further one", at_least=0)
+    max_concurrency: int = setting(32, "requests at once", at_least=1)
+
+
+class Judge:
+    """Asks a model for verdicts, which are JSON objects. ``OPENAI_API_KEY`` of the environment is its key."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self.endpoint = ChatEndpoint(
+            config.base_url,
+            config.model,
+            envs.read(API_KEY_VARIABLE, "") or "",
+            {"max_tokens": config.max_tokens, "temperature": config.temperature},
+            config.timeout_s,
+            config.num_retries,
+            config.retry_delay_s,
+        )
+        self._limit = ConcurrencyLimit(config.max_concurrency)
+
+    async def verdict(self, question: str, key: str) -> Any:
+        """Return what the judge writes under ``key``.
+
+        Raises: JudgeError if it writes no JSON object with this key, EndpointError if it does not answer.
+        """
+        async with self._limit.slot():
+            answer = await self.endpoint.answer([{"role": "user", "content": question}])
+        found = [each for each in _objects(answer) if key in each]
+        if not found:
+            raise JudgeError(f"the judge wrote no JSON object with {key!r}; its answer ends {answer[-_SHOWN_CHARS:]!r}")
+        return found[-1][key]
+
+    async def number(self, question: str, key: str, least: float, most: float) -> float:
+        """Return the number that the judge writes under ``key``, between ``least`` and ``most``.
+
+        Raises: JudgeError, EndpointError.
+        """
+        value = await self.verdict(question, key)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not least <= number <= most:
+            raise JudgeError(f"the judge wrote {key}={value!r}, which is no number from {least:g} to {most:g}")
+        return number
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects in a text, in their order."""
+    found: list[dict[str, Any]] = []
+    place, decoder = text.find("{"), json.JSONDecoder(strict=False)
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+            found.append(value)
+        except (ValueError, RecursionError):
+            end = place + 1
+        place = text.find("{", end)
+    return found
+
+
+def shown(messages: Sequence[Message]) -> str:
+    """Return a conversation as a judge reads it."""
+    return "\n\n".join(f"[{message['role']}]\n{text_of(message)}" for message in messages)
+
+
+def task_of(extra_info: Mapping[str, Any], messages: Sequence[Message]) -> str:
+    """Return the whole task of a row; without one, the first message of the user."""
+    task = (extra_info.get("interaction_kwargs") or {}).get("single_turn_prompt")
+    return task or next((text_of(message) for message in messages if message["role"] == "user"), "")

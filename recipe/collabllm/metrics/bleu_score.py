@@ -1,0 +1,64 @@
+"""How near the document that the conversation makes is to the reference: BLEU, from 0 to 1."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recipe.collabllm.judge import Judge, shown
+from verl.interactions.base import Message
+
+MOST_WORDS = 4
+PROMPT = """Below is a conversation of a user with an assistant, which writes a document.
+
+Copy the last version of the document, word by word, without anything around it. Reply with one JSON object: {{"document": "the text"}}. If there is no document, the text is empty.
+
+[Conversation]
+{conversation}"""  # noqa: E501 (the text of a prompt)
+
+
+async def compute_score(
+    data_source: str,
+    messages: Sequence[Message],
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    *,
+    judge: Judge,
+    **kwargs: Any,
+) -> float:
+    """Return the BLEU of the document that the judge finds."""
+    document = await judge.verdict(PROMPT.format(conversation=shown(messages)), "document")
+    return bleu(str(document or ""), str(ground_truth))
+
+
+def bleu(candidate: str, reference: str) -> float:
+    """Return the smoothed BLEU of a text against one reference.
+
+    The geometric mean of the shares of n-grams, n from 1 to 4, that occur in the reference, times a penalty for a text
+    that is shorter: ``exp(1 - reference / candidate)``. One is added to hits and counts for n above 1.
+
+    Source: Papineni et al., "BLEU" (2002), section 2; smoothing: Lin and Och, "ORANGE" (2004), section 4.
+    """
+    said, wanted = words(candidate), words(reference)
+    if not said or not wanted:
+        return float(said == wanted)
+    logs = []
+    for size in range(1, MOST_WORDS + 1):
+        grams, others = ngrams(said, size), ngrams(wanted, size)
+        smooth = int(size > 1)
+        hits = (grams & others).total() + smooth
+        if not hits:
+            return 0.0
+        logs.append(math.log(hits / (grams.total() + smooth)))
+    return math.exp(sum(logs) / MOST_WORDS + min(0.0, 1 - len(wanted) / len(said)))
+
+
+def words(text: str) -> list[str]:
+    """Return words and signs in lower case."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+def ngrams(tokens: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
+    """Return how often each run of ``size`` words occurs."""
+    return Counter(tuple(tokens[place : place + size]) for place in range(len(tokens) - size + 1))

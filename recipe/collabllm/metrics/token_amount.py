@@ -1,0 +1,24 @@
+"""How much there is to read and write: the tokens of all messages after the prompt, of user and assistant."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.interactions.base import Message, text_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+async def compute_score(
+    data_source: str,
+    messages: Sequence[Message],
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    num_prompt_messages: int,
+    **kwargs: Any,
+) -> float:
+    """Return the number of tokens; give it a negative weight."""
+    texts = [text_of(message) for message in messages[num_prompt_messages:]]
+    return float(sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts))

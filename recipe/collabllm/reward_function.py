@@ -1,0 +1,25 @@
+"""What a run names to score conversations: ``custom_reward_function.path`` is this file.
+
+Its import registers the reward manager ``collabllm``.
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from recipe.collabllm.reward_manager import measure
+from verl.interactions.base import Message
+
+
+def conversation_level_reward_func(
+    data_source: str,
+    messages: Sequence[Message],
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    metrics: Sequence[str],
+    **kwargs: Any,
+) -> Awaitable[dict[str, float]]:
+    """Measure one conversation; the manager awaits the metrics, by their names.
+
+    Args: ``kwargs`` go to the metrics: ``judge``, ``tokenizer`` and ``num_prompt_messages``.
+    """
+    return measure(data_source, messages, ground_truth, extra_info, metrics, **kwargs)

@@ -1,0 +1,104 @@
+"""Write a task in which a tiny model has to ask: a model with random weights, and its data.
+
+    python -m recipe.collabllm.tiny.make_task --save-dir outputs/collabllm
+
+The user wants a name to be written. In half of the prompts the first message has it (``write rado``); in the others
+(``write my name``) only the user knows it, and says it when asked. Of the supervised conversations a quarter ask where
+they have to, and half where they need not; the others answer at once, with a guess where the name is missing. So they
+teach how to ask and how to answer, and not when to ask.
+"""
+
+import argparse
+import os
+import random
+import sys
+from itertools import product
+from typing import Any
+
+import pandas as pd
+import torch
+from transformers import Qwen2ForCausalLM
+
+from examples.tiny_model import byte_tokenizer, tiny_config
+
+ASKS = "who?"
+NUM_TEST = 64
+NUM_TRAIN = 1024
+NUM_SUPERVISED = 4096
+
+Row = dict[str, Any]
+
+
+def write_model(folder: str, seed: int) -> None:
+    """Write model and tokenizer."""
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(tiny_config(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def request(name: str, says_it: bool) -> Row:
+    """Return the first message of the user."""
+    return {"role": "user", "content": f"write {name if says_it else 'my name'}"}
+
+
+def prompt_row(split: str, index: int, name: str) -> Row:
+    """Return a request, whose user knows the name; each second one says it."""
+    return {
+        "data_source": "says_it" if index % 2 else "has_to_be_asked",
+        "agent_name": "collabllm_agent",
+        "prompt": [request(name, bool(index % 2))],
+        "ability": "writing",
+        "reward_model": {"style": "rule", "ground_truth": name},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "interaction_kwargs": {"name": "collabllm", "single_turn_prompt": f"write {name}", "task_desc": "a name"},
+        },
+    }
+
+
+def conversation(number: int, name: str, guess: str) -> Row:
+    """Return a supervised conversation."""
+    says_it = bool(number % 2)
+    asks = number % 4 == 1 if says_it else number % 8 == 0
+    messages = [request(name, says_it)]
+    if asks:
+        messages += [{"role": "assistant", "content": ASKS}, {"role": "user", "content": name}]
+    return {"messages": [*messages, {"role": "assistant", "content": name if asks or says_it else guess}]}
+
+
+def tables(seed: int) -> dict[str, list[Row]]:
+    """Return the rows of each file by its name; no name of ``test`` occurs elsewhere."""
+    draw = random.Random(seed)
+    known = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
+    names = draw.sample(["".join(parts) for parts in product(known, repeat=2)], NUM_TEST + NUM_TRAIN)
+    splits = {"test": names[:NUM_TEST], "train": names[NUM_TEST:]}
+    made = {split: [prompt_row(split, i, name) for i, name in enumerate(each)] for split, each in splits.items()}
+    drawn = [draw.choice(splits["train"]) for _ in range(2 * NUM_SUPERVISED)]
+    return made | {"sft": [conversation(i, drawn[2 * i], drawn[2 * i + 1]) for i in range(NUM_SUPERVISED)]}
+
+
+def main() -> int:
+    """Write model and data; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-dir", required=True, help="output folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and names (default: 0)")
+    args = parser.parse_args()
+    folder = os.path.expanduser(args.save_dir)
+    try:
+        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
+        for split, rows in tables(args.seed).items():
+            pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{split}.parquet"))
+        write_model(os.path.join(folder, "model"), args.seed)
+    except OSError as error:
+        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
