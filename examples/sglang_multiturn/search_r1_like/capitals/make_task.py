@@ -3,9 +3,9 @@
     python examples/sglang_multiturn/search_r1_like/capitals/make_task.py --save-dir outputs/search
 
 ``corpus.jsonl`` has a document on each of 2,176 countries that do not exist, with its capital. ``data`` asks for
-capitals. No country of ``test`` occurs elsewhere in the data, so only the corpus says its capital. Three of five
-supervised conversations answer at once, with the right name; the others search first, half of them for another
-country. So they teach what a search looks like, and neither when to make one nor reliably of what.
+capitals. No country of ``test`` occurs elsewhere in the data, so only the corpus says its capital. Half of the
+supervised conversations answer at once, with the right name; the other half search first, and only half of those for
+the country of the question. So they teach what a search looks like, and neither when to make one nor reliably of what.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from examples.tiny_model import byte_tokenizer, tiny_config
 
 HEAD, TAIL = '<tool_call>{"name": "search", "arguments": {"query_list": ["', '"]}}</tool_call>'
 OPEN, CLOSE = "<answer>", "</answer>"
+SYLLABLES = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
 NUM_TEST = 128
 NUM_TRAIN = 2048
 NUM_SUPERVISED = 4096
@@ -36,9 +37,10 @@ Fact = tuple[str, str]
 
 
 def write_model(folder: str, seed: int) -> None:
-    """Write model and tokenizer, which has a token each for head and tail of a call and of an answer."""
+    """Write model and tokenizer, which has a token for each syllable, and for head and tail of calls and answers."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL, OPEN, CLOSE)])
+    texts = (HEAD, TAIL, OPEN, CLOSE, *SYLLABLES)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(tiny_config(tokenizer))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -47,16 +49,11 @@ def write_model(folder: str, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def made_up_names(syllables: int, count: int, draw: random.Random) -> list[str]:
-    """Return different names of so many syllables, such as ``rado`` of two."""
-    known = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
-    return draw.sample(["".join(parts) for parts in product(known, repeat=syllables)], count)
-
-
 def made_up_facts(draw: random.Random) -> list[Fact]:
-    """Return countries with their capitals; no two of either have the same name."""
+    """Return countries with their capitals; no two of all have the same name."""
     count = NUM_TEST + NUM_TRAIN
-    return list(zip(made_up_names(3, count, draw), made_up_names(2, count, draw), strict=True))
+    names = draw.sample(["".join(pair) for pair in product(SYLLABLES, repeat=2)], 2 * count)
+    return list(zip(names[:count], names[count:], strict=True))
 
 
 def document(number: int, country: str, capital: str) -> Row:
@@ -89,8 +86,8 @@ def conversation(number: int, fact: Fact, other: Fact) -> Row:
     """Return a supervised conversation: an answer, or a search for this or for another country and an answer."""
     country, capital = fact
     messages = [question(country)]
-    if number % 5 >= 3:
-        country, capital = fact if number % 2 else other
+    if number % 2:
+        country, capital = fact if number % 4 == 1 else other
         call = {"role": "assistant", "content": f"{HEAD}{country}{TAIL}"}
         messages += [call, {"role": "tool", "content": shown(country, capital)}]
     return {"messages": [*messages, {"role": "assistant", "content": f"{OPEN}{capital}{CLOSE}"}]}
