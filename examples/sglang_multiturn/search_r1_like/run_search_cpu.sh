@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # A tiny model learns to use a search, on CPU: supervised rows teach what a search looks like, GRPO with tool_agent when to make it.
-# Serves the corpus itself, on port 8017. Validates three times: before GRPO, after it, and after it without the tool. Arguments: overrides of GRPO.
+# It serves the corpus itself, on SEARCH_PORT. Validates three times: before GRPO, after it, and after it without the tool. Arguments: overrides of GRPO.
 set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/search}"
 STEPS="${STEPS:-20}"
 SFT_STEPS="${SFT_STEPS:-300}"
 TASK=examples/sglang_multiturn/search_r1_like/capitals
+export SEARCH_PORT="${SEARCH_PORT:-8017}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 python3 "$TASK/make_task.py" --save-dir "$OUT_DIR"
 
-python3 -m verl.tools.retrieval_server --corpus "$OUT_DIR/corpus.jsonl" --index bm25 --port 8017 &
+python3 -m verl.tools.retrieval_server --corpus "$OUT_DIR/corpus.jsonl" --index bm25 --port "$SEARCH_PORT" &
 SERVER=$!
 trap 'kill "$SERVER" || true' EXIT
 
@@ -41,7 +42,7 @@ python3 -m verl.trainer.sft_trainer \
     trainer.test_freq=100 \
     trainer.max_ckpt_to_keep=1
 
-python3 -c 'import urllib.request; print(urllib.request.urlopen("http://127.0.0.1:8017/health", timeout=10).read())'
+python3 -c "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:$SEARCH_PORT/health', timeout=10).read())"
 
 COMMON=(
     algorithm.adv_estimator=grpo
