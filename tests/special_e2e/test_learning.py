@@ -76,14 +76,25 @@ def test_the_example_learns_on_megatron_core(warmed_up, verification_page, tmp_p
     learn(script, algorithm, overrides, tmp_path, verification_page, layout, **sizes, **warmed_up)
 
 
-def test_a_calculator_is_learnt(verification_page, tmp_path):
+TOOLS = {
+    "calculator": ("run_calculator_cpu.sh", "products", {}),
+    "search": ("search_r1_like/run_search_cpu.sh", "lockers", {"SEARCH_PORT": "8617"}),
+}
+"""Tool -> script below examples/sglang_multiturn, data source, and environment."""
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_is_learnt(verification_page, tmp_path, tool):
     """Supervised rows teach the form of a call; reinforcement teaches to make it; without the tool the model fails."""
-    call(["bash", "examples/sglang_multiturn/run_calculator_cpu.sh"], OUT_DIR=tmp_path)
+    script, source, env = TOOLS[tool]
+    if tool == "search":
+        pytest.importorskip("bm25s", reason="the extra tools is not installed")
+    call(["bash", f"examples/sglang_multiturn/{script}"], OUT_DIR=tmp_path, **env)
     trained, without = (Run(0, "", 0.0, tmp_path / name) for name in ("grpo", "without_tool"))
-    name, last = "val-core/products/reward/mean@1", max(trained.steps)
+    name, last = f"val-core/{source}/reward/mean@1", max(trained.steps)
     before, after, alone = trained.steps[0][name], trained.steps[last][name], without.steps[0][name]
     gap = max(trained.steps[step][GAP] for step in range(1, last + 1))
-    row = ["GRPO with a calculator", str(last), f"{before:.2f}", f"{after:.2f}", "", "", f"{gap:.1e}"]
+    row = [f"GRPO with a {tool}", str(last), f"{before:.2f}", f"{after:.2f}", "", "", f"{gap:.1e}"]
     record(verification_page, "## Learning", row)
     assert before <= 0.4 and after >= 0.9 and alone <= 0.3
     assert gap < 1e-4

@@ -1,11 +1,11 @@
 """Write a task that a tiny model can only solve with a search: a model with random weights, its data, and a corpus.
 
-    python examples/sglang_multiturn/search_r1_like/capitals/make_task.py --save-dir outputs/search
+    python examples/sglang_multiturn/search_r1_like/lockers/make_task.py --save-dir outputs/search
 
-``corpus.jsonl`` has a document on each of 2,176 countries that do not exist, with its capital. ``data`` asks for
-capitals. No country of ``test`` occurs elsewhere in the data, so only the corpus says its capital. Half of the
-supervised conversations answer at once, with the right name; the other half search first, and only half of those for
-the country of the question. So they teach what a search looks like, and neither when to make one nor reliably of what.
+``corpus.jsonl`` has a document on each of 2,176 lockers, with its code of three digits. ``data`` asks for codes. No
+locker of ``test`` occurs elsewhere in the data, so only the corpus says its code. Half of the supervised conversations
+answer at once, with the right code; the other half search first, and only half of those for the locker of the
+question. So they teach what a search looks like, and neither when to make one nor reliably of what.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import json
 import os
 import random
 import sys
-from itertools import product
 from typing import Any
 
 import pandas as pd
@@ -25,7 +24,6 @@ from examples.tiny_model import byte_tokenizer, tiny_config
 
 HEAD, TAIL = '<tool_call>{"name": "search", "arguments": {"query_list": ["', '"]}}</tool_call>'
 OPEN, CLOSE = "<answer>", "</answer>"
-SYLLABLES = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
 NUM_TEST = 128
 NUM_TRAIN = 2048
 NUM_SUPERVISED = 4096
@@ -33,14 +31,13 @@ NUM_SUPERVISED_TEST = 64
 
 Row = dict[str, Any]
 Fact = tuple[str, str]
-"""A country and its capital."""
+"""A locker and its code."""
 
 
 def write_model(folder: str, seed: int) -> None:
-    """Write model and tokenizer, which has a token for each syllable, and for head and tail of calls and answers."""
+    """Write model and tokenizer, which has a token each for head and tail of calls and answers."""
     tokenizer = byte_tokenizer()
-    texts = (HEAD, TAIL, OPEN, CLOSE, *SYLLABLES)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL, OPEN, CLOSE)])
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(tiny_config(tokenizer))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -50,47 +47,46 @@ def write_model(folder: str, seed: int) -> None:
 
 
 def made_up_facts(draw: random.Random) -> list[Fact]:
-    """Return countries with their capitals; no two of all have the same name."""
-    count = NUM_TEST + NUM_TRAIN
-    names = draw.sample(["".join(pair) for pair in product(SYLLABLES, repeat=2)], 2 * count)
-    return list(zip(names[:count], names[count:], strict=True))
+    """Return lockers with their codes."""
+    lockers = draw.sample(range(1000, 10000), NUM_TEST + NUM_TRAIN)
+    return [(str(locker), str(draw.randrange(100, 1000))) for locker in lockers]
 
 
-def document(number: int, country: str, capital: str) -> Row:
-    """Return what the corpus says about a country."""
-    return {"id": str(number), "contents": f"{country}\nThe capital is {capital}."}
+def document(number: int, locker: str, code: str) -> Row:
+    """Return what the corpus says about a locker."""
+    return {"id": str(number), "contents": f"Locker {locker}\nThe code is {code}."}
 
 
-def shown(country: str, capital: str) -> str:
+def shown(locker: str, code: str) -> str:
     """Return the answer of ``SearchTool`` to a query that finds one document."""
-    return json.dumps({"result": f"Doc 1 (Title: {country})\nThe capital is {capital}.\n"})
+    return json.dumps({"result": f"Doc 1 (Title: Locker {locker})\nThe code is {code}.\n"})
 
 
-def question(country: str) -> Row:
-    """Return the message that asks for a capital."""
-    return {"role": "user", "content": f"capital of {country}?"}
+def question(locker: str) -> Row:
+    """Return the message that asks for a code."""
+    return {"role": "user", "content": f"code of locker {locker}?"}
 
 
-def prompt_row(split: str, index: int, country: str, capital: str) -> Row:
+def prompt_row(split: str, index: int, locker: str, code: str) -> Row:
     """Return a question with its ground truth."""
     return {
-        "data_source": "capitals",
-        "prompt": [question(country)],
+        "data_source": "lockers",
+        "prompt": [question(locker)],
         "ability": "fact-reasoning",
-        "reward_model": {"style": "rule", "ground_truth": {"target": [capital]}},
+        "reward_model": {"style": "rule", "ground_truth": {"target": [code]}},
         "extra_info": {"split": split, "index": index},
     }
 
 
 def conversation(number: int, fact: Fact, other: Fact) -> Row:
-    """Return a supervised conversation: an answer, or a search for this or for another country and an answer."""
-    country, capital = fact
-    messages = [question(country)]
+    """Return a supervised conversation: an answer, or a search for this or for another locker and an answer."""
+    locker, code = fact
+    messages = [question(locker)]
     if number % 2:
-        country, capital = fact if number % 4 == 1 else other
-        call = {"role": "assistant", "content": f"{HEAD}{country}{TAIL}"}
-        messages += [call, {"role": "tool", "content": shown(country, capital)}]
-    return {"messages": [*messages, {"role": "assistant", "content": f"{OPEN}{capital}{CLOSE}"}]}
+        locker, code = fact if number % 4 == 1 else other
+        call = {"role": "assistant", "content": f"{HEAD}{locker}{TAIL}"}
+        messages += [call, {"role": "tool", "content": shown(locker, code)}]
+    return {"messages": [*messages, {"role": "assistant", "content": f"{OPEN}{code}{CLOSE}"}]}
 
 
 def tables(seed: int) -> tuple[list[Row], dict[str, list[Row]]]:
@@ -110,7 +106,7 @@ def main() -> int:
     """Write model, data and corpus; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and names (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and codes (default: 0)")
     args = parser.parse_args()
     folder = os.path.expanduser(args.save_dir)
     corpus, rows_of_file = tables(args.seed)
