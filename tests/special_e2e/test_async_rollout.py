@@ -7,7 +7,9 @@ import time
 import pytest
 
 from tests.metrics_page import unknown
+from tests.utils.observe.test_timeline import check_nesting
 from verl.utils.observe.record import read_entries
+from verl.utils.observe.timeline import timelines_of
 
 from . import shapes, test_vision
 from .features import GAP
@@ -98,6 +100,39 @@ def test_a_run_with_tools(workspace, tmp_path):
         assert all(call["text"] == "42" for call in calls)
         assert metrics["tokens/tool"] > 0 and metrics["critic/score/max"] >= 0
     assert not unknown(set(run.steps[2]))
+    check_timeline(run, rows)
+
+
+def check_timeline(run, rows):
+    """The timeline of the last step has each phase, trajectory, turn, tool call and request, nested and in time."""
+    (path,) = timelines_of(run.folder)
+    trace = json.loads(path.read_text())
+    check_nesting(trace)
+    names = {each["pid"]: each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "process_name"}
+    spans = [each | {"process": names[each["pid"]]} for each in trace["traceEvents"] if each["ph"] == "X"]
+    assert {"trainer", "actor_rollout rank 0", "agent loops 0", "tool calculator"} < set(names.values())
+    (step,) = [each for each in spans if each["name"] == "step"]
+    of_trainer = [each["name"] for each in spans if each["process"] == "trainer"]
+    assert {"step", "gen", "reward", "adv", "update_actor", "testing"} <= set(of_trainer)
+    of_worker = {each["name"] for each in spans if each["process"] == "actor_rollout rank 0"}
+    assert {"sync_weights", "wake_and_sync", "update_actor"} <= of_worker
+    loops = [each for each in spans if each["process"] == "agent loops 0" and "-train-" in each["args"]["group"]]
+    by_category = {name: [each for each in loops if each["cat"] == name] for name in ("trajectory", "turn", "tool")}
+    assert len({each["args"]["group"] for each in by_category["trajectory"]}) == len(rows)
+    assert all(each["args"]["outcome"] == "ok" for each in by_category["trajectory"])
+    turns = [turn for row in rows for turn in row["turns"]]
+    assert len(by_category["turn"]) == sum(turn["role"] == "assistant" for turn in turns)
+    assert len(by_category["tool"]) == sum(len(turn.get("calls", [])) for turn in turns)
+    gen = max((each for each in spans if each["name"] == "gen"), key=lambda each: each["ts"])  # the first one syncs
+    for inner, outer in [(gen, step), *((each, gen) for each in loops)]:  # one host: one clock, but for the rounding
+        assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.01
+    served = [each for each in spans if each["cat"] == "request" and "-train-" in each["args"]["group"]]
+    for turn in by_category["turn"]:
+        parts = {each["name"]: each for each in served if each["args"]["request"] == turn["args"]["request"]}
+        queue, sample = parts["queue"], parts["sample"]
+        assert turn["ts"] <= queue["ts"] + 0.01 and sample["dur"] > 0
+        assert sample["ts"] + sample["dur"] <= turn["ts"] + turn["dur"] + 0.01
+    assert "timeline/step_2.json" in (run.folder / "report.html").read_text()
 
 
 def phases_of(entry):

@@ -223,6 +223,7 @@ READERS = [
     Reader("trainer", "log_val_generations validation_data_dir", "trainer/ppo/ray_trainer.py", "options", STATE + "test_dumps_are_in_the_order_in_which_rows_were_asked_for"),
     Reader("trainer", "project_name experiment_name", "trainer/run/output.py", "options", "tests/utils/observe/test_tracking.py::test_file_holds_one_object_per_step"),
     Reader("trainer", "logger", "trainer/config/run_config.py", "self", "tests/utils/observe/test_tracking.py::test_file_holds_one_object_per_step"),
+    Reader("trainer", "timeline_steps", "trainer/ppo/ray_trainer.py", "options", "tests/special_e2e/test_async_rollout.py::test_a_run_with_tools"),
     Reader("trainer", "record_samples record_digests", "trainer/ppo/ray_trainer.py", "options", "tests/trainer/ppo/test_step_record.py::test_details_of_a_step"),
     Reader("trainer", "prometheus", "trainer/run/output.py", "options", "tests/trainer/run/test_prometheus.py::test_gauges_by_name_and_tags"),
     Reader(f"{ROLLOUT}.trace", "backend token2text", "trainer/ppo/ray_trainer.py", "trace", "tests/utils/observe/test_rollout_trace.py::test_every_response_becomes_a_trace"),

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from verl.experimental.agent_loop.batch import places_of, sample_numbers
 from verl.experimental.agent_loop.rows import joined
 from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
+from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine
 from verl.workers.rollout.base import DROPPED_COLUMN
 from verl.workers.rollout.replica import RolloutReplica
@@ -58,6 +60,7 @@ class AgentLoopManager:
         self.worker_group = worker_group
         self.rm_wg = rm_wg
         self._attempts: list[AttemptLine] = []
+        self._timeline: list[timeline.Part] = []
         self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         if not hasattr(self, "rollout_replica_class"):
             self.rollout_replica_class = replica_class_of(self.rollout_config)
@@ -142,6 +145,11 @@ class AgentLoopManager:
         attempts, self._attempts = self._attempts, []
         return attempts
 
+    def take_timeline(self) -> list[timeline.Part]:
+        """Return what the actors have recorded since the last call of this method, of batches that asked for it."""
+        parts, self._timeline = self._timeline, []
+        return parts
+
     def _run_loops(self, prompts: DataProto) -> DataProto:
         handles = [replica.server_handle for replica in self.rollout_replicas]
         if handles != self.server_handles:  # a replica has replaced its server
@@ -156,9 +164,12 @@ class AgentLoopManager:
             first += size
         outputs: list[DataProto] = self.worker_group.wait_for_callers(callers, refs, "generate_sequences")
         lists: dict[str, list[Any]] = {"seconds": [], "attempts": []}
-        for output in outputs:
-            for name, values in lists.items():
-                values += output.meta_info.pop(name)
+        for (name, _), output in zip(callers, outputs, strict=True):
+            part = output.meta_info.pop(timeline.RECORDED, None)
+            if part is not None:
+                self._timeline.append(replace(part, process=f"agent loops {self._names.index(name)}"))
+            for key, values in lists.items():
+                values += output.meta_info.pop(key)
         extras = sorted({name for output in outputs for name in output.meta_info.pop("reward_extra_keys", ())})
         whole = joined(outputs)
         if extras:

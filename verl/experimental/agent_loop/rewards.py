@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.experimental.agent_loop.spans import activity
 from verl.protocol import DataProto
 from verl.workers.rewards.loading import load_reward_manager, reward_kwargs
 from verl.workers.rewards.managers import AbstractRewardManager, DAPORewardManager, NaiveRewardManager
@@ -53,7 +54,9 @@ class TrajectoryScorer:
         """
         if all(output.reward_score is not None for output in outputs):
             return
-        value, extras = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, row)
+        with activity("score", "reward", {}) as ended:
+            value, extras = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, row)
+            ended({"score": value} | extras)
         for output in outputs:
             if output.reward_score is None:
                 output.reward_score = value

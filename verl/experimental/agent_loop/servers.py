@@ -5,6 +5,7 @@ import copy
 import itertools
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError
 
 from verl.experimental.agent_loop.attempts import Attempt
+from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
 from verl.workers.rollout.server import SamplingParams, ServerError, TokenOutput
 
@@ -48,6 +50,11 @@ class _Server:
     gone: str | None = None
     waiting: "set[asyncio.Future[TokenOutput]]" = field(default_factory=set)
     watch: "asyncio.Task[None] | None" = None
+
+    @property
+    def short_name(self) -> str:
+        """The name without the id of the actor."""
+        return self.name.partition(" (")[0]
 
 
 class AsyncLLMServerManager:
@@ -130,7 +137,8 @@ class AsyncLLMServerManager:
             if attempt is not None:
                 attempt.servers.append(server.name)
             try:
-                return await self._ask(server, request, size)
+                with timeline.grouped(attempt.id if attempt is not None else ""):
+                    return await self._timed(server, request, size)
             except (ServerError, RayActorError) as error:
                 self._take_out(server, f"{type(error).__name__}: {error}")
                 lost += 1
@@ -141,6 +149,16 @@ class AsyncLLMServerManager:
                     ) from error
 
     # ---- one request
+
+    async def _timed(self, server: _Server, request: dict[str, Any], size: int) -> TokenOutput:
+        """Ask a server, and record when and for how long."""
+        begin, prompt_tokens = time.monotonic(), len(request["prompt_ids"])
+        with timeline.span("generate", "turn", request=request["request_id"], prompt_tokens=prompt_tokens) as shown:
+            output = await self._ask(server, request, size)
+            shown.update(tokens=len(output.token_ids), cached=output.num_cached_tokens, end=output.finish_reason)
+            shown.update(server=server.short_name, queue_s=output.queue_s, sample_s=output.sample_s)
+        timeline.add_request(server.short_name, begin, output.queue_s, output.sample_s, request=request["request_id"])
+        return output
 
     async def _ask(self, server: _Server, request: dict[str, Any], size: int) -> TokenOutput:
         answer = asyncio.ensure_future(server.handle.generate.remote(**request))

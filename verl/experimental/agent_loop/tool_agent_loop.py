@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from verl.base_config import WrongInput, one_line
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
+from verl.experimental.agent_loop.spans import activity
 from verl.experimental.agent_loop.tool_media import MediaRules, Shown
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, ToolCall, Trajectory, turn_columns, turn_seed
@@ -249,7 +250,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _process_tools(self, talk: Conversation) -> State:
         """Run the calls of the last turn, all at the same time."""
         started = time.perf_counter()
-        running = [asyncio.create_task(self._call(talk, call)) for call in talk.calls]
+        running = [asyncio.create_task(self._recorded_call(talk, call)) for call in talk.calls]
         try:
             results = await asyncio.gather(*running)
         finally:  # if one has ended the trajectory, the others must not go on
@@ -275,6 +276,14 @@ class ToolAgentLoop(AgentLoopBase):
                 talk.tool_rewards.append(float(result.reward))
         talk.user_turns += 1
         return self._add(talk, "tool", messages, seconds, made, shown=shown)
+
+    async def _recorded_call(self, talk: Conversation, call: FunctionCall) -> CallResult:
+        known = f"tool {call.name}" if call.name in self.parts.tools else None
+        with activity(call.name, "tool", {"arguments": call.arguments}, on=known) as ended:
+            result = await self._call(talk, call)
+            shown = {"outcome": str(result.outcome), "reward": result.reward, "text": result.response.text}
+            ended(shown)
+        return result
 
     async def _call(self, talk: Conversation, call: FunctionCall) -> CallResult:
         tool = self.parts.tools.get(call.name)
@@ -307,9 +316,11 @@ class ToolAgentLoop(AgentLoopBase):
         """Let the user answer the last turn."""
         assert talk.interaction is not None
         started = time.perf_counter()
-        ends, text, score, _ = await talk.interaction.generate_response(
-            talk.id, [dict(message) for message in talk.messages], **talk.interaction_kwargs
-        )
+        with activity("user", "user", {"interaction": talk.interaction_kwargs.get("name")}) as ended:
+            ends, text, score, _ = await talk.interaction.generate_response(
+                talk.id, [dict(message) for message in talk.messages], **talk.interaction_kwargs
+            )
+            ended({"text": text, "score": score, "ends": ends})
         text = self.parts.media.plain(text or "")
         seconds = time.perf_counter() - started
         talk.user_turns += 1

@@ -15,9 +15,11 @@ from verl.experimental.agent_loop.registry import build_agent_loop, check_names,
 from verl.experimental.agent_loop.rewards import SCORED_HERE, SCORING_COLUMNS, TrajectoryScorer
 from verl.experimental.agent_loop.rows import last_segment, rows_of
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
+from verl.experimental.agent_loop.spans import trajectory_span
 from verl.protocol import DataProto, tensors_of
 from verl.utils.import_utils import import_external_libs
-from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr
+from verl.utils.observe import timeline
+from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.vision.multi_modal import resolve
 from verl.workers.rollout.base import is_greedy, sampling_values
 
@@ -50,7 +52,9 @@ class AgentLoopWorkerBase:
         if agent.agent_loop_config_path:
             register_all(read_agent_loops(os.path.expanduser(agent.agent_loop_config_path)))
         trainer, trace = config.trainer, self.rollout_config.trace
-        RolloutTraceConfig.init(trainer.project_name, trainer.experiment_name, trace.backend, trace.token2text)
+        RolloutTraceConfig.init(
+            trainer.project_name, trainer.experiment_name, trace.backend, trace.token2text, self.tokenizer.decode
+        )
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Return a trajectory for each row; see ``rows_of``.
@@ -74,13 +78,19 @@ class AgentLoopWorkerBase:
         greedy = meta.get("do_sample") is False  # a baseline; rollout.do_sample=false is training
         policy = Policy.of(self.rollout_config, meta, greedy)
         run = BatchOfAttempts(tasks, policy, kind_of(meta, greedy), meta.get("global_steps"))
-        outputs = await run.results()
+        if meta.get(timeline.RECORDED):
+            timeline.start()
+        try:
+            outputs = await run.results()
+        finally:
+            part = timeline.take("agent loops")
         result = self._as_rows(outputs, batch)
         for name in SCORING_COLUMNS:  # the trainer keeps them
             result.non_tensor_batch.pop(name, None)
         result.meta_info["reward_extra_keys"] = sorted(self.scorer.extra_keys & result.non_tensor_batch.keys())
         result.meta_info["seconds"] = [output.metrics.model_dump() for output in outputs if output is not None]
         result.meta_info["attempts"] = [attempt.line() for attempt in run.attempts]
+        result.meta_info[timeline.RECORDED] = part
         return result
 
     def set_servers(self, server_handles: Sequence[Actor]) -> None:
@@ -95,7 +105,7 @@ class AgentLoopWorkerBase:
         step, validate = meta.get("global_steps"), bool(meta.get("validate", False))
 
         async def run(attempt: Attempt) -> AgentLoopOutput:
-            with rollout_trace_attr(sample_index=place.row, step=step, name="agent_loop", validate=validate):
+            with trajectory_span(attempt, place, step, validate) as ended:
                 loop = build_agent_loop(
                     name,
                     self.config,
@@ -104,8 +114,9 @@ class AgentLoopWorkerBase:
                     processor=self.processor,
                 )
                 output = last_segment(await loop.run(dict(sampling_params), **self._row(batch, index)))
-            if meta.get(SCORED_HERE):
-                await self.scorer.add_score([output], self._as_rows([output], batch[index : index + 1], False))
+                if meta.get(SCORED_HERE):
+                    await self.scorer.add_score([output], self._as_rows([output], batch[index : index + 1], False))
+                ended(output)
             return output
 
         return run

@@ -3,13 +3,14 @@
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypedDict, TypeVar, cast
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.utils.faults import fault_point
+from verl.utils.observe import timeline
 from verl.utils.py_functional import DynamicEnum
 from verl.utils.ray_utils import parallel_put
 
@@ -485,12 +486,16 @@ def _offer_fault(method: str, args: Args) -> None:
 
 
 @contextmanager
-def _counted(method: str, args: Args) -> Iterator[None]:
-    """Add the seconds of a call to ``seconds_by_call`` of the worker, which is the first argument."""
+def _counted(method: str, args: Args, is_direct: bool = False) -> Iterator[None]:
+    """Add the seconds of a call to ``seconds_by_call`` of the worker, which is the first argument.
+
+    Calls of the driver are on the timeline; direct calls are not, since there may be thousands at the same time.
+    """
     start = time.perf_counter()
     _offer_fault(method, args)
     try:
-        yield
+        with nullcontext() if is_direct else timeline.span(method, "call"):
+            yield
     finally:
         counts: dict[str, float] | None = getattr(args[0], "seconds_by_call", None) if args else None
         if counts is not None:
@@ -514,19 +519,21 @@ def register(
     _check_execute_mode(execute_mode)
     attrs: MethodAttrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
 
+    is_direct = dispatch_mode is Dispatch.DIRECT_ROLLOUT_METHOD
+
     def decorate(func: Callable[P, T]) -> Callable[P, T]:
         method: Callable[..., Any] = func
 
         @wraps(func)
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _received(args, kwargs, materialize_futures)
-            with _counted(func.__name__, args):
+            with _counted(func.__name__, args, is_direct):
                 return method(*args, **kwargs)
 
         @wraps(func)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _received(args, kwargs, materialize_futures)
-            with _counted(func.__name__, args):
+            with _counted(func.__name__, args, is_direct):
                 return await method(*args, **kwargs)
 
         wrapper: Any = call_async if inspect.iscoroutinefunction(func) else call

@@ -45,6 +45,7 @@ class TrainerConfig(BaseConfig):
     validation_data_dir: str | None = setting(None, "folder for the responses of each validation")
     record_samples: int = setting(6, "responses of each step that the record keeps", at_least=0)
     record_digests: bool = setting(True, "keep digests of batch, weights and random state")
+    timeline_steps: list[int] | None = setting([2], "training steps with a timeline; null: none")
     report: bool = setting(True, "write report.html at the end")
     prometheus: bool = setting(False, "export metrics for Prometheus")
     live_view: str = setting("auto", "view on a terminal", one_of=("auto", "table", "bar", "lines", "off"))
@@ -76,8 +77,11 @@ class TrainerConfig(BaseConfig):
     wandb_proxy: str | None = setting(None, "HTTPS proxy for wandb")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown trackers."""
+        """Yield unknown trackers, and steps that are none."""
         yield from tracker_rules(self.logger)
+        steps = self.timeline_steps or ()
+        if any(isinstance(step, bool) or not isinstance(step, int) or step < 1 for step in steps):
+            yield Violation("timeline_steps", self.timeline_steps, "must be null or a list of steps, each 1 or more")
 
     @property
     def world_size(self) -> int:

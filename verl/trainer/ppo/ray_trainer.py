@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn
 from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.state import Metrics, RunState, Timing
+from verl.trainer.ppo.timelines import Timelines
 from verl.trainer.ppo.utils import Role as Role  # forks import it from here
 from verl.trainer.ppo.utils import need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import choose_samples, collect_samples, repeat_prompts, summarise
@@ -48,6 +50,7 @@ from verl.utils.flops_counter import image_lengths
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
+from verl.utils.observe.timeline import RECORDED, Part, is_recording
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
@@ -120,6 +123,7 @@ class RayPPOTrainer:
         )  # agent loops write masks and prompts themselves
         self.state = RunState(seed=run.trainer.seed)
         self.step_record = StepRecord(digests=False, num_samples=0)
+        self.timelines = Timelines((), Path())
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
     async_rollout_mode = False
@@ -251,6 +255,8 @@ class RayPPOTrainer:
     def rollout_wg_generate(self, requests: DataProto) -> DataProto:
         """Generate by agent loops or on the worker group; both sync the weights first if the engine is behind."""
         generator = self.async_rollout_manager or self.actor_rollout_wg
+        if self.async_rollout_manager is not None and is_recording():
+            requests.meta_info[RECORDED] = True
         try:
             output: DataProto = generator.generate_sequences(requests)
         finally:  # what failed is in the account too
@@ -292,6 +298,7 @@ class RayPPOTrainer:
                 metrics: Metrics = {}
                 timing: Timing = {}
                 self._profile_from_here(timing)
+                self.timelines.begin(self.state.step, self.worker_groups())
                 with marked_timer("step", timing):
                     with self._timed("gen", timing):
                         self.sync_weights()
@@ -321,6 +328,7 @@ class RayPPOTrainer:
         algorithm = self.run_config.algorithm
         veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
         self.step_record = StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
+        self.timelines = Timelines(options.timeline_steps, self.output.folder)
         if rollout.skip_rollout:
             RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
@@ -700,10 +708,16 @@ class RayPPOTrainer:
         trace_batch(batch, tensors_of(batch)["token_level_scores"].sum(-1), state.step, self.tokenizer)
         details = self.step_record.finish(batch, metrics)
         self.output.log(metrics, state.step, details, finished=True)
+        self.timelines.finish(state.step, self._recorded())
         profiler = self.run_config.global_profiler
         profiling.dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
         if not state.is_last_step and hasattr(self.train_dataset, "on_batch_end"):
             self.train_dataset.on_batch_end(batch=batch)
+
+    def _recorded(self) -> list[Part]:
+        """Return what workers and agent loops have recorded for the timeline of the step."""
+        take = getattr(self.async_rollout_manager, "take_timeline", None)
+        return [*self.step_record.parts, *(take() if take is not None else ())]
 
     def _end_early(self, reason: loaders.EndOfDataError) -> None:
         """Validate and save the last full step, if the data end before the planned number of steps.

@@ -24,10 +24,11 @@ from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.metric_utils import without_dropped
 from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
-from verl.trainer.run.output import RankReport, take_digests
+from verl.trainer.run.output import RankReport, take_digests, take_parts
 from verl.utils.observe.digest import column_digest, tensor_digest
 from verl.utils.observe.record import Details, SampleCall, SampleTurn
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
+from verl.utils.observe.timeline import Part
 from verl.utils.observe.tracking import plain
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class StepRecord:
         tokenizer: decodes the samples; may be None if there are none.
         veto_threshold: ratio of trainer to rollout below which a token vetoes its response; None if nothing does.
         seconds: time spent on the record of the current step.
+        parts: what the workers recorded of the last step, for its timeline.
     """
 
     digests: bool
@@ -63,6 +65,7 @@ class StepRecord:
     tokenizer: PreTrainedTokenizerBase | None = None
     veto_threshold: float | None = None
     seconds: float = field(init=False, default=0.0)
+    parts: list[Part] = field(init=False, default_factory=list)
     _phases: dict[str, dict[str, str]] = field(init=False, default_factory=dict)
     _seen: dict[str, Tensor] = field(init=False, default_factory=dict)
     _asked: dict[str, tuple[RayWorkerGroup, list[ray.ObjectRef[RankReport]]]] = field(init=False, default_factory=dict)
@@ -118,6 +121,7 @@ class StepRecord:
             assert self.tokenizer is not None
             details["samples"] = sample_rows(batch, self.tokenizer, self.num_samples, self.veto_threshold)
         workers = {name: group.wait(reports, "report_step") for name, (group, reports) in self._asked.items()}
+        self.parts = take_parts(workers)
         if self.digests:
             details["phases"] = self._phases | take_digests(workers)
         driver = {"rank": 0, "seconds": {}, "memory": {"host_gb": psutil.Process().memory_info().rss / 1024**3}}
@@ -318,9 +322,12 @@ def trace_batch(
 ) -> None:
     """Send a trace of every response of a scored batch to ``rollout.trace.backend``; ``scores`` is (B,).
 
-    A backend that fails does not end the run: the rest of the batch is left out, with a warning.
+    A backend that fails does not end the run: the rest of the batch is left out, with a warning. Agent loops that score
+    their trajectories trace them turn by turn, so this does nothing for their batches.
     """
     if RolloutTraceConfig.get_backend() is None:
+        return
+    if "__num_turns__" in batch.non_tensor_batch and "rm_scores" in tensors_of(batch).keys():
         return
     num_traced: dict[Hashable, int] = {}
     try:

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
@@ -16,6 +17,7 @@ from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
 from verl.utils.observe.record import Details, RunRecord, WorkerReport
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
+from verl.utils.observe.timeline import Part
 from verl.utils.observe.tracking import Trackers, Tracking, ValidationGenerationsLogger
 from verl.utils.report.page import write_report
 
@@ -178,9 +180,20 @@ class Digests(TypedDict):
 
 
 class RankReport(WorkerReport):
-    """A rank's report, with its digests if requested."""
+    """A rank's report, with its digests if requested, and what its process recorded for a timeline."""
 
     digests: NotRequired[Digests]
+    timeline: NotRequired[Part]
+
+
+def take_parts(workers: Mapping[str, Sequence[RankReport]]) -> list[Part]:
+    """Move what the processes recorded out of the reports of all ranks, named by group and rank."""
+    parts = []
+    for group, reports in workers.items():
+        for report in reports:
+            if (part := report.pop("timeline", None)) is not None:
+                parts.append(replace(part, process=f"{group} {part.process}"))
+    return parts
 
 
 def take_digests(workers: Mapping[str, Sequence[RankReport]]) -> dict[str, dict[str, str]]:

@@ -1,11 +1,13 @@
 """Trace trajectories in MLflow or Weave (``actor_rollout_ref.rollout.trace``).
 
 ``RolloutTraceConfig.init`` chooses the backend of a process. ``rollout_trace_attr`` opens the trace of one trajectory.
-Functions decorated with ``rollout_trace_op`` become its spans. Without a backend, each costs one attribute lookup.
+Functions decorated with ``rollout_trace_op`` become its spans, and so do blocks in ``rollout_trace_span``. Without a
+backend, each costs one attribute lookup.
 """
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
@@ -23,6 +25,11 @@ Values = dict[str, Any]
 Keep = Callable[[Any], None]
 """Takes the result of a span."""
 
+Decode = Callable[[list[int]], str]
+"""Turns token ids into text."""
+
+_TEXTS = {"prompt_ids": "prompt_text", "response_ids": "response_text", "token_ids": "text"}
+"""Token ids in arguments and results of spans, and where ``token2text`` puts their text."""
 _is_traced: ContextVar[bool] = ContextVar("is_traced", default=False)
 
 
@@ -31,17 +38,26 @@ class RolloutTraceConfig:
 
     _backend: "_Mlflow | _Weave | None" = None
     _token2text = False
+    _decode: Decode | None = None
 
     @classmethod
-    def init(cls, project_name: str, experiment_name: str, backend: str | None, token2text: bool = False) -> None:
+    def init(
+        cls,
+        project_name: str,
+        experiment_name: str,
+        backend: str | None,
+        token2text: bool = False,
+        decode: Decode | None = None,
+    ) -> None:
         """Start to send traces to a project of the backend; None sends none.
 
+        Args: ``decode`` lets ``token2text`` add texts to all spans with token ids.
         Raises: ValueError for an unknown backend, ImportError if its package is not installed.
         """
         if backend not in (None, *BACKENDS):
             raise ValueError(f"rollout.trace.backend={backend!r} must be null or one of {', '.join(BACKENDS)}")
         cls.finish()
-        cls._token2text = token2text
+        cls._token2text, cls._decode = token2text, decode
         if backend is not None:
             cls._backend = (_Mlflow if backend == "mlflow" else _Weave)(project_name, experiment_name)
 
@@ -64,7 +80,13 @@ class RolloutTraceConfig:
     def reset(cls) -> None:
         """Forget the backend and its options, without flushing: a test starts from here."""
         cls._backend = None
-        cls._token2text = False
+        cls._token2text, cls._decode = False, None
+
+    @classmethod
+    def flush(cls) -> None:
+        """Wait until the backend has the traces so far."""
+        if cls._backend is not None:
+            cls._backend.flush()
 
     @classmethod
     def finish(cls) -> None:
@@ -104,16 +126,48 @@ def rollout_trace_op(func: Callable[P, T]) -> Callable[P, T]:
     signature = inspect.signature(func)
 
     def span(*args: Any, **kwargs: Any) -> AbstractContextManager[Keep]:
-        backend = RolloutTraceConfig._backend
-        if backend is None or not _is_traced.get():
-            return nullcontext(lambda result: None)
+        if RolloutTraceConfig._backend is None or not _is_traced.get():
+            return nullcontext(_ignore)
         inputs = dict(signature.bind(*args, **kwargs).arguments)
         inputs.pop("self", None)
-        return backend.span(func.__qualname__, inputs)
+        return rollout_trace_span(func.__qualname__, inputs)
 
     from verl.utils.py_functional import run_in_context  # imports numpy, and the launching process reads BACKENDS only
 
     return run_in_context(func, span)
+
+
+@contextmanager
+def rollout_trace_span(name: str, inputs: Values) -> Iterator[Keep]:
+    """Record the enclosed code as a span of the open trace; yields a function that takes its result."""
+    backend = RolloutTraceConfig._backend
+    if backend is None or not _is_traced.get():
+        yield _ignore
+        return
+    with backend.span(name, _shown(inputs)) as keep:
+        yield lambda result: keep(_shown(result))
+
+
+def _ignore(result: Any) -> None:
+    """Take the result of a span that is not recorded."""
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as traces hold it: of plain types, with the texts of tokens, and images by their kind only."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _shown({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        shown = {str(name): _shown(part) for name, part in value.items()}
+        if RolloutTraceConfig._token2text and RolloutTraceConfig._decode is not None:
+            texts = {_TEXTS[name]: shown[name] for name in shown.keys() & _TEXTS.keys() if shown[name] is not None}
+            shown |= {name: RolloutTraceConfig._decode(ids) for name, ids in texts.items()}
+        return shown
+    if isinstance(value, list | tuple):
+        return [_shown(part) for part in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    item = getattr(value, "item", None) if getattr(value, "ndim", None) == 0 else None
+    return item() if callable(item) else f"<{type(value).__name__}>"
 
 
 # ---- backends

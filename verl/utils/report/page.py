@@ -1,12 +1,15 @@
 """Write the report of a run: one self-contained HTML file."""
 
+import os
 import secrets
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from jinja2 import Template
 
 from verl.utils.observe.record import Sample, read_shaped, record_of
+from verl.utils.observe.timeline import timelines_of
 from verl.utils.report.flags import MIN_STEPS, Entries, find_flags, keys_of, points_of
 from verl.utils.report.panels import NOTES, WHY_ABSENT, css_variables, draw_panels, expected_panels, is_supervised
 
@@ -34,13 +37,15 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     target = target / REPORT_NAME if target.is_dir() else target
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.tmp")
-    unfinished.write_text(render(entries, source.absolute().parent.name), encoding="utf-8", errors="replace")
+    folder = source.absolute().parent
+    links = [os.path.relpath(path, target.absolute().parent) for path in timelines_of(folder)]
+    unfinished.write_text(render(entries, folder.name, links), encoding="utf-8", errors="replace")
     unfinished.replace(target)
     return target
 
 
-def render(entries: Entries, name: str) -> str:
-    """Return the HTML of the report; the template escapes all text of the run."""
+def render(entries: Entries, name: str, timelines: Sequence[str] = ()) -> str:
+    """Return the HTML of the report; the template escapes all text of the run. ``timelines`` are links to files."""
     flags = find_flags(entries)
     pictures = draw_panels(entries, flags)
     missing = [panel for panel in expected_panels(entries) if panel.name not in pictures]
@@ -63,6 +68,7 @@ def render(entries: Entries, name: str) -> str:
         kinds=sorted({sample["kind"] for rows in samples.values() for sample in rows}),
         conversations=any("turns" in sample for rows in samples.values() for sample in rows),
         supervised=is_supervised(entries),
+        timelines=timelines,
         worker_step=worker_step,
         workers=workers,
         metrics=_metrics(entries),

@@ -16,6 +16,7 @@ from verl.utils.flops_counter import FlopsCounter
 from verl.utils.megatron.ranks import place_of
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import seed_process
+from verl.utils.observe import timeline
 from verl.utils.observe.digest import random_state_digest, weights_digest
 from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.profiler.profile import DistProfiler, RoleProfilers
@@ -39,7 +40,7 @@ AnyTrainedConfig = FSDPActorConfig | McoreActorConfig | FSDPCriticConfig | Mcore
 EngineRoleConfig = FSDPActorConfig | McoreActorConfig | FSDPRefConfig | McoreRefConfig
 RoleConfig = AnyTrainedConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig
 
-_NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step")
+_NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step", "start_timeline")
 
 
 class EngineWorker(Worker, DistProfilerExtension):
@@ -138,13 +139,19 @@ class EngineWorker(Worker, DistProfilerExtension):
         self.flops_counters[id(engine)] = counter
         return engine
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_timeline(self) -> None:
+        """Record what this process does until the next ``report_step``, for the timeline of the step."""
+        timeline.start()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def report_step(self, digests: bool) -> dict[str, Any]:
         """Return what the record of the run keeps of this rank since the last report.
 
         ``seconds`` are those in each method that the driver has called. They include waiting for other ranks, except
         in ``generation``. ``memory`` is that of this process in GiB, and ``generation`` describes the last one. With
-        ``digests`` there are digests of the weights and of the random state.
+        ``digests`` there are digests of the weights and of the random state. ``timeline`` holds what the process did
+        since ``start_timeline``; of several workers in a process, the first one reports it.
         """
         calls = self.seconds_by_call
         self.seconds_by_call = {}
@@ -152,6 +159,8 @@ class EngineWorker(Worker, DistProfilerExtension):
         report = {"rank": self.rank, "seconds": seconds, "memory": memory_in_use()}
         if generation := self._last_generation():
             report["generation"] = generation
+        if (part := timeline.take(f"rank {self.rank}")) is not None:
+            report["timeline"] = part
         if digests:
             report["digests"] = {"random_state": random_state_digest()} | self._digest_of_weights()
         return report

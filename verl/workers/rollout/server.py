@@ -27,6 +27,8 @@ class TokenOutput:
         versions: (version of the weights, number of tokens that they sampled), in the order of the tokens.
         num_cached_tokens: tokens of the prompt whose keys and values were in the cache.
         expanded_prompt_ids: the prompt as the engine saw it, (P,), with all tokens of its images; None for text.
+        queue_s: how long the request waited in the server before the engine began with it.
+        sample_s: how long the engine then took.
     """
 
     token_ids: list[int]
@@ -35,6 +37,8 @@ class TokenOutput:
     versions: list[tuple[int, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
     expanded_prompt_ids: list[int] | None = None
+    queue_s: float = field(default=0.0, compare=False)
+    sample_s: float = field(default=0.0, compare=False)
 
     @property
     def weight_versions(self) -> list[int]:

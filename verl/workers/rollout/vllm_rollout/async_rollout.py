@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,13 @@ from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.faults import fault_point
 from verl.workers.rollout.server import SamplingParams, ServerError, TokenOutput
-from verl.workers.rollout.vllm_rollout.engine_loop import EngineLoop, NotStartedError
+from verl.workers.rollout.vllm_rollout.engine_loop import Ended, EngineLoop, NotStartedError
 from verl.workers.rollout.vllm_rollout.requests import RequestForm, not_started, refusals, token_output
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from vllm import RequestOutput
 
     from verl.workers.config import HFModelConfig, RolloutConfig
 
@@ -75,8 +75,9 @@ class vLLMAsyncRollout(vLLMRollout):
             self._check_usable()
         params = self._form.params(sampling_params, len(prompt_ids))
         waiting = asyncio.get_running_loop()
-        answer: asyncio.Future[RequestOutput | BaseException] = waiting.create_future()
+        answer: asyncio.Future[Ended | BaseException] = waiting.create_future()
         key = f"{request_id}#{next(self._serial)}"
+        arrived = time.monotonic()
         self._keys.setdefault(request_id, set()).add(key)
         try:
             self._loop.submit(key, request, params, _deliver_to(waiting, answer))
@@ -94,7 +95,7 @@ class vLLMAsyncRollout(vLLMRollout):
             raise WrongInput(f"request {request_id}: {output}") from output
         if isinstance(output, BaseException):
             raise output
-        return token_output(output, request, params)
+        return token_output(output.output, request, params, arrived, output.started)
 
     async def abort(self, request_id: str) -> bool:
         """End the requests of this id: their callers get the tokens so far."""
@@ -167,15 +168,15 @@ def _engine_group(config: "RolloutConfig") -> "ProcessGroup | None":
 
 
 def _deliver_to(
-    waiting: asyncio.AbstractEventLoop, answer: "asyncio.Future[RequestOutput | BaseException]"
-) -> "Callable[[RequestOutput | BaseException], None]":
+    waiting: asyncio.AbstractEventLoop, answer: "asyncio.Future[Ended | BaseException]"
+) -> "Callable[[Ended | BaseException], None]":
     """Return a function for other threads that gives a value to a future, unless its caller has gone."""
 
-    def settle(value: "RequestOutput | BaseException") -> None:
+    def settle(value: "Ended | BaseException") -> None:
         if not answer.done():
             answer.set_result(value)
 
-    def deliver(value: "RequestOutput | BaseException") -> None:
+    def deliver(value: "Ended | BaseException") -> None:
         if not waiting.is_closed():
             waiting.call_soon_threadsafe(settle, value)
 

@@ -7,6 +7,7 @@ group, the leader, sends what it handles before a step to the others, which do t
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,10 +24,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from vllm import LLM, RequestOutput, SamplingParams
 
-Deliver = Callable[["RequestOutput | BaseException"], None]
-"""Takes the output of a request, or the error that ended it; called on the thread of the engine."""
-
 _POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The output of a request, and when the engine began with it, in monotonic seconds."""
+
+    output: "RequestOutput"
+    started: float
+
+
+Deliver = Callable[[Ended | BaseException], None]
+"""Takes the output of a request, or the error that ended it; called on the thread of the engine."""
 
 
 class NotStartedError(Exception):
@@ -74,11 +84,12 @@ _Event = _Add | _Abort | _Switch | _Stop | _Ask
 
 @dataclass
 class _Open:
-    """A request in the engine, and the engine's own id of it."""
+    """A request in the engine, the engine's own id of it, and when it left the engine's queue."""
 
     own_id: str
     key: str
     deliver: Deliver | None
+    started: float | None = None
 
 
 class _LastOutput:
@@ -114,6 +125,7 @@ class EngineLoop:
         self._states = self._engine.output_processor.request_states
         self._open: dict[str, _Open] = {}  # by the number that vLLM's outputs carry
         self._numbers: dict[str, str] = {}  # by the key of the request
+        self._queued: list[_Open] = []  # those in the engine that it may not have begun
         self._held: list[_Add] = []  # requests that came while the engine was paused
         self._paused = False
         self._is_owned = False  # by the thread that has paused the engine; on other ranks it may lag behind the leader
@@ -295,6 +307,8 @@ class EngineLoop:
             return
         number = self._states[own_id].external_req_id
         self._open[number] = _Open(own_id, event.key, event.deliver)
+        if self._is_leader:
+            self._queued.append(self._open[number])
         self._numbers[event.key] = number
 
     def _abort(self, key: str) -> None:
@@ -318,8 +332,11 @@ class EngineLoop:
             self._paused = False
 
     def _step(self) -> None:
+        began = time.monotonic()
         outputs = self._engine.step()
         self.steps += 1
+        if self._queued and self._is_leader:
+            self._note_starts(began)
         if not self._entered:
             self._between()
             self._entered = True
@@ -327,11 +344,20 @@ class EngineLoop:
             if output.finished:
                 self._deliver(output.request_id, output)
 
+    def _note_starts(self, began: float) -> None:
+        """Note which requests the last step has taken out of the engine's queue."""
+        core: Any = self._engine.engine_core
+        waiting = {request.request_id for request in core.engine_core.scheduler.waiting}
+        for each in self._queued:
+            if each.own_id not in waiting:
+                each.started = began
+        self._queued = [each for each in self._queued if each.started is None]
+
     def _deliver(self, number: str, output: Any) -> None:
         ended = self._open.pop(number)
         del self._numbers[ended.key]
         if ended.deliver is not None:
-            ended.deliver(output)
+            ended.deliver(Ended(output, time.monotonic() if ended.started is None else ended.started))
 
     def _fail(self, error: BaseException) -> None:
         """Give every caller that waits an error."""

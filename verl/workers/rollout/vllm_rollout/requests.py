@@ -1,5 +1,6 @@
 """Single requests to a vLLM engine and their results, the same for the engine of a worker and for a server."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +118,18 @@ def not_started(params: "EngineParams") -> TokenOutput:
     return TokenOutput([], [] if params.logprobs is not None else None, "abort")
 
 
-def token_output(output: "RequestOutput", request: Request, params: "EngineParams") -> TokenOutput:
-    """Return the result of a request that the engine has ended."""
+def token_output(
+    output: "RequestOutput", request: Request, params: "EngineParams", arrived: float, started: float
+) -> TokenOutput:
+    """Return the result of a request that the engine has ended just now.
+
+    Args: ``arrived`` and ``started`` are when the server and the engine got it, in monotonic seconds. The engine knows
+        better when it began, if ``rollout.disable_log_stats`` is false.
+    """
     sample = output.outputs[0]
+    ended, stats = time.monotonic(), output.metrics
+    if stats is not None and stats.scheduled_ts:
+        started = max(arrived, ended - (stats.last_token_ts - stats.scheduled_ts))
     spans = sample.weight_versions or []
     return TokenOutput(
         token_ids=list(sample.token_ids),
@@ -128,6 +138,8 @@ def token_output(output: "RequestOutput", request: Request, params: "EngineParam
         versions=[(int(span.version), span.end - span.start) for span in spans],
         num_cached_tokens=output.num_cached_tokens or 0,
         expanded_prompt_ids=list(output.prompt_token_ids or []) if "multi_modal_data" in request else None,
+        queue_s=started - arrived,
+        sample_s=ended - started,
     )
 
 

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +41,8 @@ class _Open:
     """A request that the server has not answered; ``key`` is its id in the engine."""
 
     key: str
+    arrived: float = field(default_factory=time.monotonic)
+    started_at: float = 0.0
     started: bool = False
     aborted: bool = False
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -217,11 +220,11 @@ class vLLMServer:
                 del self._open[request_id]
         if output.outputs[0].finish_reason == ABORTED and not entry.aborted:  # as vLLM answers when it is told to end
             raise self._end("its engine has ended a request that nobody aborted")
-        return token_output(output, request, params)
+        return token_output(output, request, params, entry.arrived, entry.started_at)
 
     async def _run(self, entry: _Open, request: Request, params: "EngineParams") -> "RequestOutput":
         await self._gate.wait()
-        entry.started = True
+        entry.started, entry.started_at = True, time.monotonic()
         if not self._is_reborn:  # a fault fires once
             fault_point("generate", rank=self.replica_rank, step=self._step)
         last = None
