@@ -132,7 +132,6 @@ def check_timeline(run, rows):
         queue, sample = parts["queue"], parts["sample"]
         assert turn["ts"] <= queue["ts"] + 0.01 and sample["dur"] > 0
         assert sample["ts"] + sample["dur"] <= turn["ts"] + turn["dur"] + 0.01
-    assert "timeline/step_2.json" in (run.folder / "report.html").read_text()
 
 
 def phases_of(entry):

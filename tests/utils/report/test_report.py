@@ -57,6 +57,17 @@ def test_every_picture_is_there_with_axes_and_units(page, records):
     assert "stale weights, step 12" in re.search(r'<figure id="mismatch">.*?</figure>', page, re.DOTALL).group()
 
 
+def test_timelines_of_the_run_have_links(tmp_path, records):
+    records.write(tmp_path, records.healthy())
+    (tmp_path / "timeline").mkdir()
+    for step in (10, 2):
+        (tmp_path / "timeline" / f"step_{step}.json").write_text("{}")
+    links = [link for link in Page(write_report(tmp_path).read_text()).links if "timeline" in link]
+    assert links == ["timeline/step_2.json", "timeline/step_10.json"]
+    other = write_report(tmp_path, tmp_path.parent / "elsewhere.html")
+    assert f"{tmp_path.name}/timeline/step_2.json" in Page(other.read_text()).links
+
+
 def test_a_trajectory_has_its_turns_and_the_link_to_them(page, records):
     (name,) = re.findall(r'href="#(trajectory-[^"]+)">3 turns, 1 tool calls</a>', page)
     assert name == f"trajectory-{max(records.healthy())}-2"

@@ -168,6 +168,7 @@ def test_requests_wait_while_the_weights_change(server: Server, rollout: Any, mo
         given_up = asyncio.create_task(ask(server, prompts, 2))
         while (await server.health())["waiting"] < 2:
             await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
         assert await server.abort("request 2")
         tiny.disturb(model, 0.3, seed=9)
         server.load(model, version + 1)
@@ -184,6 +185,7 @@ def test_requests_wait_while_the_weights_change(server: Server, rollout: Any, mo
     assert running.token_ids[:old] == before.token_ids[:old]
     assert waiting.weight_versions == [version + 1] * len(waiting.token_ids)
     assert given_up == TokenOutput([], [], "abort")
+    assert waiting.queue_s > 0.1 and waiting.sample_s > 0
     tiny.load_all(rollout, model, version + 1)
     asyncio.run(rollout.resume(["weights", "kv_cache"]))
     expected = rollout.generate_sequences(prompts[1:2])

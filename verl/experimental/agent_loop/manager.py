@@ -1,5 +1,6 @@
 """The driver's side of agent loops: the servers, the actors that run the loops, and a batch through both."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.base_config import omega_conf_to_dataclass
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 
 Actor = Any  # Ray's actor handles have no static type
 
+logger = logging.getLogger(__name__)
+
+_FLUSH_TIMEOUT_S = 600.0
 _ACTIVITIES = ("generate_sequences", "tool_calls")
 
 
@@ -144,6 +149,15 @@ class AgentLoopManager:
         """Return the account of all attempts since the last call of this method."""
         attempts, self._attempts = self._attempts, []
         return attempts
+
+    def flush_traces(self) -> None:
+        """Wait until the actors have sent their traces to ``rollout.trace.backend``; what fails is lost."""
+        if self.rollout_config.trace.backend is None:
+            return
+        try:
+            ray.get([worker.flush_traces.remote() for worker in self.agent_loop_workers], timeout=_FLUSH_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            logger.warning("rollout.trace: some traces were not sent: %s: %s", type(error).__name__, error)
 
     def take_timeline(self) -> list[timeline.Part]:
         """Return what the actors have recorded since the last call of this method, of batches that asked for it."""

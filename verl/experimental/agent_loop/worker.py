@@ -1,5 +1,7 @@
 """The actor that runs the agent loops of a part of a batch, all at the same time."""
 
+import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from verl.experimental.agent_loop.rows import last_segment, rows_of
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.spans import trajectory_span
 from verl.protocol import DataProto, tensors_of
+from verl.utils import envs
 from verl.utils.import_utils import import_external_libs
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
@@ -26,7 +29,12 @@ from verl.workers.rollout.base import is_greedy, sampling_values
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
+logger = logging.getLogger(__name__)
+
 Actor = Any  # Ray's actor handles have no static type
+
+_MOST_TRACES = 100_000
+"""Entries of MLflow's queue in an agent loop worker."""
 
 
 class AgentLoopWorkerBase:
@@ -52,6 +60,9 @@ class AgentLoopWorkerBase:
         if agent.agent_loop_config_path:
             register_all(read_agent_loops(os.path.expanduser(agent.agent_loop_config_path)))
         trainer, trace = config.trainer, self.rollout_config.trace
+        # MLflow waits when its queue is full, and all trajectories with it: let it hold those of a batch.
+        envs.write_default({"MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE": str(_MOST_TRACES)})
+        self._flush: asyncio.Future[None] | None = None
         RolloutTraceConfig.init(
             trainer.project_name, trainer.experiment_name, trace.backend, trace.token2text, self.tokenizer.decode
         )
@@ -84,6 +95,7 @@ class AgentLoopWorkerBase:
             outputs = await run.results()
         finally:
             part = timeline.take("agent loops")
+        self._send_traces()
         result = self._as_rows(outputs, batch)
         for name in SCORING_COLUMNS:  # the trainer keeps them
             result.non_tensor_batch.pop(name, None)
@@ -92,6 +104,19 @@ class AgentLoopWorkerBase:
         result.meta_info["attempts"] = [attempt.line() for attempt in run.attempts]
         result.meta_info[timeline.RECORDED] = part
         return result
+
+    def _send_traces(self) -> None:
+        """Let a thread wait until the traces so far are sent, if none does."""
+        if RolloutTraceConfig.get_backend() is not None and (self._flush is None or self._flush.done()):
+            self._flush = asyncio.get_running_loop().run_in_executor(None, _flush_traces)
+
+    async def flush_traces(self) -> None:
+        """Wait until all traces are sent; the process may end then."""
+        if self._flush is not None:
+            await self._flush
+        self._send_traces()
+        if self._flush is not None:
+            await self._flush
 
     def set_servers(self, server_handles: Sequence[Actor]) -> None:
         """Use these rollout servers from now on."""
@@ -143,6 +168,13 @@ class AgentLoopWorkerBase:
         if is_greedy(batch, self.rollout_config) or "sampling_seed" not in tensors.keys():
             return [dict(shared) for _ in range(len(batch))]
         return [shared | {"seed": seed} for seed in tensors["sampling_seed"].tolist()]
+
+
+def _flush_traces() -> None:
+    try:
+        RolloutTraceConfig.flush()
+    except Exception as error:  # each library raises its own
+        logger.warning("rollout.trace: some traces were not sent: %s: %s", type(error).__name__, error)
 
 
 class AgentLoopWorker(AgentLoopWorkerBase):

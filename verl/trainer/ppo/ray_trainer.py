@@ -344,6 +344,9 @@ class RayPPOTrainer:
             raise
         finally:
             profiling.end_profiling(self.state)
+            flush_traces = getattr(self.async_rollout_manager, "flush_traces", None)
+            if flush_traces is not None:  # a manager of a fork need not have it
+                flush_traces()
             self.output.close(finished)
 
     def _training_rows(self) -> Iterator[Rows]:
