@@ -1,6 +1,7 @@
 """Interactions: their files, the built-in ones, a user played by a server, and environments."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,24 @@ class NumberedGuessing(Guessing):
         return [1, 2], 0.0, False, False, {}
 
 
+class SlowGuessing(Guessing):
+    """Steps only when it may."""
+
+    may_step = threading.Event()
+
+    def step(self, action: Any) -> Any:
+        self.may_step.wait()
+        assert not self.closed
+        return super().step(action)
+
+
+class Exiting(Guessing):
+    """Ends its process, if it can."""
+
+    def step(self, action: Any) -> Any:
+        raise (SystemExit if action == "exit" else StopIteration)(3)
+
+
 def environment(factory: str = "Guessing", **config: Any) -> EnvironmentInteraction:
     return EnvironmentInteraction({"name": "env", "factory": f"{__name__}.{factory}", **config})
 
@@ -284,6 +303,34 @@ def test_a_cut_episode_ends_the_conversation_and_stays_ended() -> None:
     turns = play(environment(arguments={"tries": 1}), ["3", "7"], seed=7)
     assert turns[0] == (True, "Larger.", -0.1, {"steps": 1, "truncated": True, "left": 0})
     assert turns[1] == (True, "", 0.0, {"steps": 1})
+
+
+def test_an_environment_that_hangs_costs_only_its_episode() -> None:
+    """Its place is free at once, and it is closed when its step ends at last."""
+    slow, quick = environment("SlowGuessing", num_workers=1), [assistant("3")]
+
+    async def run() -> None:
+        name = await slow.start_interaction()
+        hanging = Guessing.made[-1]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(slow.generate_response(name, quick), 0.05)
+        other = await asyncio.wait_for(slow.start_interaction(), 5)  # the only place is free
+        await asyncio.wait_for(slow.finalize_interaction(name), 5)
+        assert not hanging.closed
+        SlowGuessing.may_step.set()
+        while not hanging.closed:
+            await asyncio.sleep(0.001)
+        assert (await slow.generate_response(other, quick))[1] == "Smaller."
+        await slow.finalize_interaction(other)
+        assert Guessing.made[-1].closed
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("action, error", [("exit", r"exit\(3\)"), ("stop", r"StopIteration\(3\)")])
+def test_an_environment_that_ends_its_thread_fails(action: str, error: str) -> None:
+    with pytest.raises(RuntimeError, match=error):
+        play(environment("Exiting"), [action])
 
 
 def test_a_row_of_another_environment_is_refused() -> None:

@@ -4,18 +4,18 @@ Nothing of gymnasium is imported. An environment has ``reset(seed=..., options=.
 facts, and ``step(action)``, which returns observation, reward, terminated, truncated and facts; it may have ``close``.
 """
 
-import asyncio
 import functools
 import importlib
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from verl.base_config import BaseConfig, Violation, WrongInput, one_line, setting
 from verl.interactions.base import Answered, BaseInteraction, Message, last_text
 from verl.utils.class_files import read_options
+from verl.utils.concurrency import ConcurrencyLimit, in_thread
 
 WANTED = "write the dotted name of a class or function that makes an environment, such as gymnasium.make"
 NO_ACTION = "There is no valid action in your message."
@@ -62,10 +62,45 @@ class EnvironmentFault(RuntimeError):
 
 @dataclass
 class _Episode:
-    environment: Any
+    """An environment and what has happened in it.
+
+    At most one thread works in the environment. If the episode is closed meanwhile, that thread closes the environment
+    once it is done, since environments need not bear two threads.
+    """
+
+    environment: Any = None
     total: float = 0.0
     steps: int = 0
     ended: bool = False
+    is_busy: bool = False
+    is_closed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def work(self, call: Callable[[], Any]) -> Any:
+        """Call something that uses the environment."""
+        with self.lock:
+            self.is_busy = True
+        try:
+            return call()
+        finally:
+            with self.lock:
+                self.is_busy = False
+                closes = self.is_closed
+            if closes:
+                self._close()
+
+    def close(self) -> None:
+        """Close the environment now, or after the call that is under way."""
+        with self.lock:
+            self.is_closed = True
+            closes = not self.is_busy
+        if closes:
+            self._close()
+
+    def _close(self) -> None:
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            close()
 
 
 class EnvironmentInteraction(BaseInteraction):
@@ -81,7 +116,7 @@ class EnvironmentInteraction(BaseInteraction):
         self._make = functools.partial(load_factory(self.options.factory), **self.options.arguments)
         pattern = self.options.action_pattern
         self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
-        self._pool = ThreadPoolExecutor(self.options.num_workers, thread_name_prefix=f"environment-{self.name}")
+        self._limit = ConcurrencyLimit(self.options.num_workers)
         self._episodes: dict[str, _Episode] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
@@ -89,8 +124,14 @@ class EnvironmentInteraction(BaseInteraction):
 
         Raises: WrongInput if its first observation is not ``observation``, which the prompt of the row has.
         """
-        environment = await self._run(self._make)
-        text = await self._run(functools.partial(reset_text, environment, kwargs.get("seed"), kwargs.get("options")))
+        instance_id = await super().start_interaction(instance_id)
+        episode = self._episodes[instance_id] = _Episode()
+
+        def begin() -> str:
+            episode.environment = self._make()
+            return reset_text(episode.environment, kwargs.get("seed"), kwargs.get("options"))
+
+        text = await self._run(functools.partial(episode.work, begin))
         expected = kwargs.get("observation")
         if expected is not None and text != expected:
             raise WrongInput(
@@ -98,8 +139,6 @@ class EnvironmentInteraction(BaseInteraction):
                 f"{one_line(text)!r}, but interaction_kwargs.observation is {one_line(str(expected))!r}: "
                 "make the rows anew with this environment"
             )
-        instance_id = await super().start_interaction(instance_id)
-        self._episodes[instance_id] = _Episode(environment)
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
@@ -112,7 +151,8 @@ class EnvironmentInteraction(BaseInteraction):
             reward = self.options.no_action_reward
             episode.total += reward
             return False, self.options.no_action, reward, {"steps": episode.steps}
-        stepped = await self._run(functools.partial(episode.environment.step, action))
+        step = functools.partial(episode.environment.step, action)
+        stepped = await self._run(functools.partial(episode.work, step))
         if not isinstance(stepped, tuple) or len(stepped) != 5:
             raise EnvironmentFault(
                 f"{type(episode.environment).__name__}.step returned {one_line(str(stepped))}: "
@@ -130,14 +170,15 @@ class EnvironmentInteraction(BaseInteraction):
         return self._episodes[instance_id].total
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Close the environment."""
+        """Close the environment, once a step that is under way has ended."""
         episode = self._episodes.pop(instance_id, None)
-        close = getattr(episode and episode.environment, "close", None)
-        if close is not None:
-            await self._run(close)
+        if episode is not None:
+            await self._run(episode.close)
 
     async def _run(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        """Call something in a thread; if the caller is cancelled, its place is free again though the thread goes on."""
+        async with self._limit.slot():
+            return await in_thread(work, f"environment-{self.name}")
 
     def _action(self, message: str) -> Any:
         """Return the action in a message; None if there is none."""

@@ -1,15 +1,48 @@
 """Limits for asynchronous work: how much runs at once, and how often something starts."""
 
 import asyncio
+import functools
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from verl.utils.sandbox.permits import FilePermits
 
+T = TypeVar("T")
+
 _LOOK_EVERY_S = 0.02
+
+
+async def in_thread(function: Callable[[], T], name: str = "work") -> T:
+    """Return what a function returns, called in a thread of its own.
+
+    Thousands may wait at the same time, and one that never returns keeps neither the process alive nor a place in a
+    pool. If the caller is cancelled, the function goes on and nobody learns of its result.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(settler: Callable[[], None]) -> None:
+        if not answer.done():  # else the caller has been cancelled
+            settler()
+
+    def call() -> None:
+        try:
+            value = function()
+            settler = functools.partial(answer.set_result, value)
+        except Exception as error:  # the caller raises it, on its event loop
+            stops = isinstance(error, StopIteration)  # which a future does not take
+            settler = functools.partial(answer.set_exception, RuntimeError(repr(error)) if stops else error)
+        except SystemExit as error:  # it would end the thread only, and the caller would wait for ever
+            settler = functools.partial(answer.set_exception, RuntimeError(f"it has called exit({error.code!r})"))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, settler)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return await answer
 
 
 class ConcurrencyLimit:

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import json
 import math
-import threading
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from verl.experimental.agent_loop.endpoint.server import Endpoint, Limits
 from verl.experimental.agent_loop.endpoint.session import CLIENT_SAMPLING, Policy, Session, Templates
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_columns
+from verl.utils.concurrency import in_thread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +106,7 @@ class EndpointAgentLoop(AgentLoopBase):
             if inspect.iscoroutinefunction(act):
                 reward = await act(base_url, api_key, row)
             else:
-                reward = await _in_thread(lambda: act(base_url, api_key, row))
+                reward = await in_thread(lambda: act(base_url, api_key, row))
         except Exception:
             if session.fault is not None:
                 raise session.fault from None
@@ -132,35 +132,6 @@ def _options(config: DictConfig) -> str:
 def _templates(tokenizer: "PreTrainedTokenizerBase", options: str) -> Templates:
     """Return the chat formats of this process, whose proofs all trajectories share."""
     return Templates(tokenizer, json.loads(options))
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, called in a thread of its own.
-
-    Thousands of agents may wait at the same time, and one that never ends must not keep the process alive.
-    """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: Exception | None) -> None:
-        if answer.done():  # its trajectory has been cancelled
-            return
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
-
-    def call() -> None:
-        value, raised = None, None
-        try:
-            value = function()
-        except Exception as error:  # the caller raises it, on its event loop
-            raised = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, raised)
-
-    threading.Thread(target=call, name="agent", daemon=True).start()
-    return await answer
 
 
 @dataclass
