@@ -193,6 +193,37 @@ def test_the_end_of_a_trajectory_ends_its_requests() -> None:
     asyncio.run(whole())
 
 
+def test_the_end_of_a_trajectory_ends_a_request_that_still_arrives() -> None:
+    async def whole() -> None:
+        loop, server = build(lambda prompt: "hi")
+        policy: Any = loop._policy
+        endpoint = Endpoint()
+        await endpoint.start()
+        began, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> Any:
+            yield b'{"messages": '
+            began.set()
+            await goes_on.wait()
+            yield json.dumps(HELLO["messages"]).encode() + b"}"
+
+        async with aiohttp.ClientSession() as client:
+            with endpoint.opened(Session(policy, SAMPLING)) as access:
+                headers = {"Authorization": f"Bearer {access.api_key}"}
+                waiting = asyncio.create_task(
+                    client.post(f"{access.base_url}/chat/completions", data=slowly(), headers=headers)
+                )
+                await began.wait()
+                await asyncio.sleep(0.05)  # the request has reached its handler
+            goes_on.set()
+            with pytest.raises(aiohttp.ClientError):
+                await waiting
+            assert not server.asked
+        await endpoint.close()
+
+    asyncio.run(whole())
+
+
 def test_requests_without_a_trajectory() -> None:
     """Each is a conversation of its own, which samples as it says."""
 

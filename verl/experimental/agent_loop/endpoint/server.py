@@ -148,17 +148,17 @@ class Endpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # as the openai package says it
-        with _noted(session):
+        with _noted(session), self._underway(session):
             asked = parse_chat(await self._body(request))
-            answer = await self._limited(session, session.chat(asked, is_retry))
+            answer = await self._limited(session.chat(asked, is_retry))
         body = chat_body(answer, asked.options, session.policy.model, session.policy.tokenizer)
         return await _send(request, asked, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        with _noted(session):
+        with _noted(session), self._underway(session):
             asked = parse_completion(await self._body(request))
-            answer = await self._limited(session, session.complete(asked))
+            answer = await self._limited(session.complete(asked))
         body = completion_body(answer, asked.options, session.policy.model, session.policy.tokenizer)
         return await _send(request, asked, body)
 
@@ -204,20 +204,26 @@ class Endpoint:
             limit = self._limits.body_bytes
             raise RequestError(f"the body is larger than {limit} bytes", status=413) from error
 
-    async def _limited(self, session: Session, answer: Awaitable[Answer]) -> Answer:
-        """Wait for an answer, at most for the time limit, and not longer than its trajectory is served."""
+    @contextmanager
+    def _underway(self, session: Session) -> Iterator[None]:
+        """End the request of this task when its trajectory ends, also while its body arrives."""
         tasks = self._sessions.get(session.name, ("", None, set()))[2]
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
+        try:
+            yield
+        finally:
+            tasks.discard(task)
+
+    async def _limited(self, answer: Awaitable[Answer]) -> Answer:
+        """Wait for an answer, at most for the time limit."""
         try:
             async with asyncio.timeout(self._limits.answer_s):
                 return await answer
         except TimeoutError as error:
             limit = self._limits.answer_s
             raise RequestError(f"the rollout servers gave no answer within {limit:g} s", status=504) from error
-        finally:
-            tasks.discard(task)
 
 
 @contextmanager
