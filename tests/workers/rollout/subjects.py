@@ -21,6 +21,7 @@ class HybridServer:
     """The engine in this process."""
 
     gone = "no more memory"
+    tolerance = 0.0
 
     def __init__(self, rollout: Any) -> None:
         self.rollout = rollout
@@ -90,6 +91,7 @@ class StandaloneServer:
     """The actor of a replica, with the trainer's side of its weights."""
 
     gone = "rollout server vllm_server_0_0: its engine has died"
+    tolerance = 0.0  # of log-probabilities
 
     def __init__(self, model: Any, folder: Path, by_memory: bool | None = None, **changes: Any) -> None:
         from verl.workers.rollout.replica import get_rollout_replica_class
@@ -98,6 +100,8 @@ class StandaloneServer:
         model.save_pretrained(folder)
         config = tiny.rollout_config("vllm", mode="async", max_model_len=64, **changes)
         model_config = HFModelConfig(path=str(folder), load_tokenizer=False)
+        if config.tensor_model_parallel_size > 1:
+            self.tolerance = 1e-5  # the two halves of a sum are rounded before they are added, in fp32
         self.replica = get_rollout_replica_class("vllm")(0, config, model_config)
         self.replica.init_standalone(waits_for_weights=True)
         self.place = self.replica.wait_until_ready()

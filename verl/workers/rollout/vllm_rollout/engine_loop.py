@@ -134,6 +134,8 @@ class EngineLoop:
         self._burst = ExitStack()
         self._in_burst = self._entered = False
         self._error: BaseException | None = None
+        self._closing = threading.Lock()  # nothing may arrive between the last look into the inbox and the end
+        self._is_closed = False
         self.steps = 0
         device = get_torch_device()
         index = device.current_device()
@@ -147,8 +149,7 @@ class EngineLoop:
 
         Raises: ServerError if the engine is gone.
         """
-        self._check_alive()
-        self._inbox.put(_Add(key, request, params, deliver))
+        self._put(_Add(key, request, params, deliver))
 
     def abort(self, key: str) -> None:
         """End a request, if it has not ended."""
@@ -156,8 +157,7 @@ class EngineLoop:
 
     def ask(self, answer: Callable[[], Any]) -> None:
         """Call a function between two steps."""
-        self._check_alive()
-        self._inbox.put(_Ask(answer))
+        self._put(_Ask(answer))
 
     @property
     def load(self) -> tuple[int, int]:
@@ -201,10 +201,16 @@ class EngineLoop:
             self._inbox.put(_Stop())
         self._thread.join()
 
+    def _put(self, event: _Event) -> None:
+        """Hand an event to the thread, unless that reads no more."""
+        with self._closing:
+            self._check_alive()
+            self._inbox.put(event)
+
     def _check_alive(self) -> None:
         if self._error is not None:
             raise ServerError(f"the rollout engine has failed: {self._error!r}") from self._error
-        if not self._thread.is_alive():
+        if self._is_closed:
             raise ServerError("the rollout engine has been stopped")
 
     # ---- the thread
@@ -216,10 +222,9 @@ class EngineLoop:
                 pass
             self._fail(ServerError("the rollout engine has been stopped"))
         except BaseException as error:  # nobody may wait for ever
-            self._error = error
             failed = ServerError(f"the rollout engine has failed: {error!r}")
             failed.__cause__ = error
-            self._fail(failed)
+            self._fail(failed, error)
         finally:
             self._end_burst()
 
@@ -359,8 +364,10 @@ class EngineLoop:
         if ended.deliver is not None:
             ended.deliver(Ended(output, time.monotonic() if ended.started is None else ended.started))
 
-    def _fail(self, error: BaseException) -> None:
-        """Give every caller that waits an error."""
+    def _fail(self, error: BaseException, cause: BaseException | None = None) -> None:
+        """Take nothing more, and give every caller that waits an error."""
+        with self._closing:
+            self._error, self._is_closed = cause, True
         waiting = [ended.deliver for ended in self._open.values()]
         waiting += [event.deliver for event in self._held]
         while not self._inbox.empty():

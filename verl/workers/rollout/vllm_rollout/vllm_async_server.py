@@ -340,11 +340,13 @@ class vLLMServer:
         await self._ask(engine.reset_prefix_cache(reset_running_requests=True), "an empty cache")
         await self._ask(engine.reset_encoder_cache(), "an empty cache")  # outputs of the old vision tower
         await self._ask(engine.reset_mm_cache(), "an empty cache")
-        received: list[dict[str, Any]] = await self._ask(engine.collective_rpc("verl_received"), "checksums", timeout_s)
+        # AsyncLLM.collective_rpc returns what the workers of the first data-parallel engine say, and no others.
+        asked = engine.engine_core.call_utility_all_async("collective_rpc", "verl_received", None, (), None)
+        received = [each for workers in await self._ask(asked, "checksums", timeout_s) for each in workers]
         if any(other["checksums"] != received[0]["checksums"] for other in received[1:]):
             raise RuntimeError(f"rollout server {self.name}: the workers of its engine got different weights")
         self._version, self._usable = version, True
-        return received[0]
+        return dict(received[0])
 
     async def abort_update(self) -> None:
         """Abort the update; the server stays paused, and needs a whole one."""

@@ -183,7 +183,8 @@ class vLLMRollout(BaseRollout):
         Raises: RuntimeError naming tensors that did not arrive; the engine then rejects requests.
         """
         self._weights.finish()
-        self._llm.reset_prefix_cache()
+        # Requests that are under way compute their keys and values again, with the new weights.
+        self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.engine_core.reset_encoder_cache()  # outputs of the old vision tower
         self._llm.reset_mm_cache()  # images of the last batch, which seldom appear again
         super().finish_update(version)
