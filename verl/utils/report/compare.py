@@ -10,7 +10,9 @@ from verl.utils.observe.record import Entry, read_entries, record_of
 
 T = TypeVar("T")
 
-VOLATILE = ("timing_s/", "time/", "timing_per_token_ms/", "perf/", "weight_sync/", "train/mfu", "train/time")
+VOLATILE = (
+    "timing_s/", "time/", "timing_per_token_ms/", "tool_time/", "perf/", "weight_sync/", "train/mfu", "train/time",
+)  # fmt: skip
 """Prefixes of time and memory metrics, in which two equal runs may differ."""
 VALIDATION = ("val-", "val/")
 RANDOM_STATE = "random state"
