@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 
 from tests.workers.rollout import tiny
 from verl.base_config import WrongInput
-from verl.experimental.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop import AgentLoopOutput, batch
 from verl.experimental.agent_loop.attempts import (
     Attempt,
+    AttemptOverError,
     TrajectoryError,
     TrajectoryInputError,
     attempt_metrics,
@@ -150,12 +152,53 @@ def test_deadlines() -> None:
     assert outputs[0] is not None and outputs[1] is None
     assert [attempt.outcome for attempt in batch.attempts] == ["ok", "dropped"]
     with pytest.raises(
-        TrajectoryError, match="3-train-p0-1-0: TimeoutError: rollout.agent.step_timeout_s=0.05 is over"
+        TrajectoryError, match="3-train-p0-1-0: DeadlineError: rollout.agent.step_timeout_s=0.05 is over"
     ):
         run(Policy("retry", 1, step_timeout_s=0.05), good, hangs)
     with pytest.raises(TrajectoryError, match="RequestTimeoutError") as error:
         run(Policy(), fails(1, RequestTimeoutError("server 3 has not answered")))
     assert error.value.attempts[0]["outcome"] == "timeout"
+
+
+def test_a_loop_that_swallows_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch ends at its deadlines all the same, names the loop, and gives it no more tokens."""
+    monkeypatch.setattr(batch, "END_S", 0.05)
+    refused: list[str] = []
+
+    async def stays(attempt: Attempt) -> AgentLoopOutput:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            with pytest.raises(AttemptOverError) as error:
+                attempt.next_turn({})
+            refused.append(str(error.value))
+        await asyncio.sleep(30)  # until the end of the event loop, which cancels it again
+        raise AssertionError("nobody has ended this attempt")
+
+    async def late(attempt: Attempt) -> AgentLoopOutput:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+        return output_of(9)  # of which nobody knows whether it is whole
+
+    left = "agent loop loop goes on although it was cancelled, and is left behind"
+    for policy, key in (
+        (Policy("drop", 0, step_timeout_s=0.05), "step"),
+        (Policy("drop", 0, trajectory_timeout_s=0.05), "trajectory"),
+    ):
+        started = time.monotonic()
+        outputs, attempts = run(policy, good, stays, late)
+        assert time.monotonic() - started < 5
+        assert [output is None for output in outputs] == [False, True, True]
+        reason = f"timeout: rollout.agent.{key}_timeout_s=0.05 is over"
+        assert [attempt.reason for attempt in attempts.attempts] == [None, f"{reason}; {left}", reason]
+    with pytest.raises(TrajectoryError, match=f"row 0 .* DeadlineError: rollout.agent.step_timeout_s=0.05 .*{left}"):
+        run(Policy("retry", 3, step_timeout_s=0.05), stays)
+    assert set(refused) == {
+        "attempt 3-train-p0-1-0 has ended: agent loop loop must not ask for more tokens",
+        "attempt 3-train-p0-0-0 has ended: agent loop loop must not ask for more tokens",
+    }
 
 
 def test_over_sampling_gives_up_the_last_ones() -> None:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from verl.experimental.agent_loop import servers
 from verl.experimental.agent_loop.attempts import Attempt
-from verl.experimental.agent_loop.servers import AsyncLLMServerManager, RequestTimeoutError
+from verl.experimental.agent_loop.servers import AsyncLLMServerManager, RequestAbortedError, RequestTimeoutError
 from verl.workers.rollout.server import ServerError, TokenOutput
 
 
@@ -35,7 +35,7 @@ class FakeServer:
         if self.state == "dead":
             raise ServerError("the engine has ended")
         await asyncio.sleep(60 if self.state in ("silent", "slow") else self.delay_s)
-        return TokenOutput(request["prompt_ids"][::-1])
+        return TokenOutput(request["prompt_ids"][::-1], finish_reason="abort" if self.state == "cuts" else "stop")
 
     async def _abort(self, request_id: str) -> bool:
         self.aborted.append(request_id)
@@ -102,6 +102,8 @@ def test_a_server_that_is_gone_loses_its_requests_to_others(state: str, monkeypa
         outputs = await asyncio.gather(*(ask(manager.of(attempt), "chat", 4) for attempt in attempts))
         assert [output.token_ids for output in outputs] == [[3, 2, 1, 0]] * 8
         assert len(good.asked) == 8 and bad.asked
+        given_up = [request["request_id"] for request in bad.asked]
+        assert sorted(bad.aborted) == (given_up if state == "silent" else [])  # it would compute them when it goes on
         used = Counter(len(attempt.servers) for attempt in attempts)
         assert used[2] == len(bad.asked) and used[1] == 8 - len(bad.asked)
         await manager.revive()
@@ -147,6 +149,17 @@ def test_a_request_has_a_deadline_and_a_cancelled_one_is_aborted() -> None:
         await asyncio.sleep(0)
         assert slow.aborted[1:] == ["chat/0"]
         assert manager._servers[0].tokens == 0 and manager._servers[0].watch is None
+
+    asyncio.run(run())
+
+
+def test_a_response_that_a_server_has_cut_is_a_failure() -> None:
+    async def run() -> None:
+        server = FakeServer(state="cuts")
+        manager = manager_of(server)
+        with pytest.raises(RequestAbortedError, match=r"chat/0: rollout server 0 of 1 aborted it after 10 tokens"):
+            await ask(manager, "chat")
+        assert manager._servers[0].gone is None
 
     asyncio.run(run())
 

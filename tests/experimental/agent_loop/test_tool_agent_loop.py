@@ -18,6 +18,7 @@ from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
 from verl.experimental.agent_loop.tool_agent_loop import InteractionNameError, ToolAgentLoop
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_seed
+from verl.interactions.base import BaseInteraction
 from verl.tools.base_tool import BaseTool
 from verl.tools.calls import ToolError
 from verl.tools.schemas import ToolResponse
@@ -343,3 +344,26 @@ def test_a_conversation_with_a_user(tmp_path: Path) -> None:
     assert text_of(output).count("<|user|>") == 2
     with pytest.raises(InteractionNameError, match="interaction_kwargs.name=None: .* has gsm8k"):
         run(config, Scripted([]))
+
+
+class Silent(BaseInteraction):
+    """Never says anything, or never begins."""
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        if self.config.get("when") == "start":
+            await asyncio.Event().wait()
+        return await super().start_interaction(instance_id)
+
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("when, method", [("start", "start_interaction"), ("later", "generate_response")])
+def test_a_user_who_says_nothing_fails_the_trajectory(when: str, method: str, tmp_path: Path) -> None:
+    path = tmp_path / "interaction.yaml"
+    node = {"name": "silent", "class_name": f"{__name__}.Silent", "config": {"when": when}}
+    path.write_text(yaml.dump({"interaction": [node]}))
+    config = config_of(None, **{"multi_turn.interaction_config_path": path, "agent.tool_timeout_s": 0.05})
+    message = f"{method} of the interaction silent has not answered within rollout.agent.tool_timeout_s=0.05"
+    with pytest.raises(TimeoutError, match=message):
+        run(config, Scripted(["hello<|end|>"]), interaction_kwargs={"name": "silent"})

@@ -20,6 +20,7 @@ from examples.tiny_model import CHAT_TEMPLATE
 from tests.workers.rollout import tiny
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorkerBase, register
 from verl.experimental.agent_loop.attempts import TrajectoryError
+from verl.experimental.agent_loop.base import AgentLoopInputError
 from verl.experimental.agent_loop.registry import UnknownAgentLoopError, read_agent_loops
 from verl.experimental.agent_loop.rows import rows_of
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -167,6 +168,23 @@ def test_loops_of_a_file(engine: Any, tmp_path: Path) -> None:
     again = asyncio.run(worker.generate_sequences(asked))
     turns = again.non_tensor_batch["sampled"]
     assert all(again.batch["responses"][row, first] == 9 for row, (first, _) in enumerate(turns))
+
+
+def test_a_loop_that_cannot_be_built_ends_the_run(engine: Any, tmp_path: Path) -> None:
+    """Whatever the policy says: it is wrong for every row. Loops of rows are built before their first row."""
+    tools = tmp_path / "tools.yaml"
+    tools.write_text(yaml.dump({"tools": [{"class_name": "no.such.Tool", "config": {"type": "native"}}]}))
+    loops = tmp_path / "loops.yaml"
+    loops.write_text(yaml.dump([{"name": "bad", "_target_": f"{__name__}.Twice", "added": 9}]))
+    turns, agent = {"tool_config_path": tools}, {"on_failure": "drop", "agent_loop_config_path": loops}
+    worker = build_worker(engine, multi_turn=turns, default_agent_loop="tool_agent", **agent)
+    with pytest.raises(AgentLoopInputError, match=r"agent loop tool_agent cannot be built: .*no\.such\.Tool"):
+        asyncio.run(worker.prepare())
+    asked = requests()
+    asked.non_tensor_batch["agent_name"] = np.array(["single_turn_agent", "bad"] * 4, dtype=object)
+    with pytest.raises(AgentLoopInputError, match="agent loop bad cannot be built: .*not iterable"):
+        asyncio.run(worker.generate_sequences(asked))
+    assert worker.server_manager._servers[0].handle.count == 0
 
 
 def test_unknown_loops_and_failing_loops_are_named(engine: Any) -> None:

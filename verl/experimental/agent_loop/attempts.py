@@ -29,6 +29,14 @@ class TrajectoryInputError(TrajectoryError, WrongInput):
     """An agent loop refused something that the user gave."""
 
 
+class DeadlineError(TimeoutError):
+    """An attempt has not ended before its deadline, or that of the step; the message names the key."""
+
+
+class AttemptOverError(RuntimeError):
+    """An agent loop asks for tokens after its attempt has ended."""
+
+
 @dataclass
 class Attempt:
     """One try at a trajectory.
@@ -42,6 +50,8 @@ class Attempt:
         turns: requests so far.
         outcome: ``ok``, ``error``, ``timeout``, ``cancelled``, ``replaced`` or ``dropped``; None while it runs.
         reason: why it ended, unless it is ``ok``.
+        is_cancelled: whether its loop has been told to end.
+        is_left: whether its loop goes on all the same, and nobody waits for it any more.
     """
 
     id: str
@@ -55,12 +65,18 @@ class Attempt:
     turns: int = 0
     outcome: str | None = None
     reason: str | None = None
+    is_cancelled: bool = False
+    is_left: bool = False
 
     def next_turn(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of the next request: the seed of the row becomes that of the turn.
 
         A loop that sends other seeds keeps them.
+
+        Raises: AttemptOverError if the attempt has ended.
         """
+        if self.is_cancelled or self.outcome is not None:
+            raise AttemptOverError(f"attempt {self.id} has ended: agent loop {self.loop} must not ask for more tokens")
         turn, self.turns = self.turns, self.turns + 1
         changed = dict(params)
         if turn and self.seed is not None and params.get("seed") == self.seed:
@@ -69,6 +85,8 @@ class Attempt:
 
     def finish(self, outcome: str, reason: str | None = None) -> None:
         """End the attempt, once."""
+        if self.is_left:
+            reason = f"{reason}; agent loop {self.loop} goes on although it was cancelled, and is left behind"
         if self.outcome is None:
             self.outcome, self.reason, self.end = outcome, reason, time.time()
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from omegaconf import DictConfig
 from pydantic import BaseModel, Field
 
+from verl.base_config import WrongInput
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -102,6 +104,10 @@ class WholeConfig:
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
+
+
+class AgentLoopInputError(WrongInput):
+    """An agent loop cannot be built from what the user gave."""
 
 
 class AgentLoopBase(ABC):

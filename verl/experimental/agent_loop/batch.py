@@ -16,6 +16,7 @@ from verl.experimental.agent_loop.attempts import (
     REPLACED,
     TIMEOUT,
     Attempt,
+    DeadlineError,
     TrajectoryError,
     TrajectoryInputError,
 )
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
+
+END_S = 60.0
+"""Seconds that a cancelled agent loop gets to end its tools. One that goes on is left behind."""
 
 
 class Place(NamedTuple):
@@ -135,6 +139,8 @@ class BatchOfAttempts:
     async def results(self) -> list[AgentLoopOutput | None]:
         """Return the trajectory of each task; None for one that was given up.
 
+        It ends at the deadline of the step, or up to ``END_S`` later if a loop does not end when it is cancelled.
+
         Raises: TrajectoryError if a trajectory failed and the policy does not go on without it.
         """
         running = [asyncio.create_task(self._make(index)) for index in range(len(self._tasks))]
@@ -179,26 +185,40 @@ class BatchOfAttempts:
             attempt = self._begin(task, number)
             is_last = number == policy.num_retries
             try:
-                async with asyncio.timeout(policy.trajectory_timeout_s) as limit:
-                    output = await task.run(attempt)
+                ended = await self._attempted(task, attempt)
+            except asyncio.CancelledError:
+                self._cancelled(task, attempt)
+                raise
+            if not isinstance(ended, BaseException):
                 attempt.finish(OK)
-                return output
-            except (Exception, SystemExit, asyncio.CancelledError) as error:  # loops and tools may raise anything
-                if isinstance(error, asyncio.CancelledError) and _is_cancelled():  # else by the loop itself
-                    self._cancelled(task, attempt)
-                    raise
-                missed = isinstance(error, TimeoutError) and limit.expired()
-                reason = f"rollout.agent.trajectory_timeout_s={policy.trajectory_timeout_s} is over" if missed else ""
-                reason = reason or f"{type(error).__name__}: {error}"
-                failed = TIMEOUT if isinstance(error, TimeoutError) else ERROR
-                if is_last and policy.on_failure in ("fail", "retry"):
-                    attempt.finish(failed, reason)
-                    raise failure_of(task, attempt, error) from error
-                if is_last:
-                    failed, reason = _OUTCOMES[policy.on_failure], f"{failed}: {reason}"
+                return ended
+            missed = isinstance(ended, DeadlineError)
+            reason = str(ended) if missed else f"{type(ended).__name__}: {ended}"
+            failed = TIMEOUT if isinstance(ended, TimeoutError) else ERROR
+            if is_last and policy.on_failure in ("fail", "retry"):
                 attempt.finish(failed, reason)
-                logger.warning("attempt %s at a trajectory: %s: %s", attempt.id, attempt.outcome, attempt.reason)
+                raise failure_of(task, attempt, DeadlineError(attempt.reason) if missed else ended) from ended
+            if is_last:
+                failed, reason = _OUTCOMES[policy.on_failure], f"{failed}: {reason}"
+            attempt.finish(failed, reason)
+            logger.warning("attempt %s at a trajectory: %s: %s", attempt.id, attempt.outcome, attempt.reason)
         return None
+
+    async def _attempted(self, task: Task, attempt: Attempt) -> AgentLoopOutput | BaseException:
+        """Make one attempt, and end it at its deadline; return the trajectory or the error that ended it.
+
+        Raises: CancelledError only when the batch ends the attempt.
+        """
+        limit_s = self._policy.trajectory_timeout_s
+        work = asyncio.create_task(_result(task.run, attempt))
+        try:
+            await asyncio.wait({work}, timeout=limit_s)
+            if work.done():
+                return work.result()
+        finally:
+            if not work.done():
+                await _end(work, attempt)
+        return DeadlineError(f"rollout.agent.trajectory_timeout_s={limit_s:g} is over")
 
     def _begin(self, task: Task, number: int) -> Attempt:
         row, uid, sample = task.place
@@ -215,16 +235,35 @@ class BatchOfAttempts:
             return
         attempt.finish(outcome, reason)
         if outcome == TIMEOUT and self._failure is None:
-            self._failure = failure_of(task, attempt, TimeoutError(reason))
+            self._failure = failure_of(task, attempt, DeadlineError(attempt.reason))
 
 
 _OUTCOMES = {"drop": DROPPED, "replace": REPLACED}
 
 
-def _is_cancelled() -> bool:
-    """Whether somebody has cancelled the task that asks."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+async def _result(run: Callable[[Attempt], Awaitable[AgentLoopOutput]], attempt: Attempt) -> Any:
+    """Return the trajectory, or the error that its loop has raised; loops and tools may raise anything."""
+    try:
+        return await run(attempt)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # SystemExit would end the event loop
+        return error
+
+
+_LEFT: "set[asyncio.Task[Any]]" = set()  # the event loop holds weak references only
+
+
+async def _end(work: "asyncio.Task[Any]", attempt: Attempt) -> None:
+    """Cancel an agent loop, and wait for its end; one that swallows CancelledError is left behind."""
+    attempt.is_cancelled = True
+    work.cancel()
+    try:
+        await asyncio.wait({work}, timeout=END_S)
+    finally:
+        if not work.done():
+            attempt.is_left = True
+            logger.warning("attempt %s: agent loop %s does not end when it is cancelled", attempt.id, attempt.loop)
+            _LEFT.add(work)
+            work.add_done_callback(_LEFT.discard)
 
 
 def failure_of(task: Task, attempt: Attempt, error: BaseException) -> TrajectoryError:

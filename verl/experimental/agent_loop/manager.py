@@ -111,6 +111,17 @@ class AgentLoopManager:
             worker = self.agent_loop_workers_class.options(**options).remote(self.config, self.server_handles, None)
             self.agent_loop_workers.append(worker)
             self._names.append(name)
+        self._preparing = [worker.prepare.remote() for worker in self.agent_loop_workers]
+
+    def wait_until_ready(self) -> None:
+        """Wait until the workers have read what agent loops need, such as the files of tools.
+
+        Raises: WorkerInputError naming the loop that cannot be built.
+        """
+        if self._preparing:
+            callers = list(zip(self._names, self.agent_loop_workers, strict=True))
+            self.worker_group.wait_for_callers(callers, self._preparing, "prepare")
+            self._preparing = []
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Return a trajectory for each row, in their order; see ``AgentLoopWorkerBase.generate_sequences``.
@@ -118,6 +129,7 @@ class AgentLoopManager:
         The workers share the rows as evenly as they can. The engines have the current weights, and are asleep before
         and afterwards.
         """
+        self.wait_until_ready()
         self.wake_up(prompts.meta_info.get("global_steps"))
         started = time.perf_counter()
         attempts: list[AttemptLine] = []

@@ -81,12 +81,16 @@ def check_names(names: Sequence[str]) -> None:
 def build_agent_loop(name: str, config: DictConfig, **parts: Any) -> "AgentLoopBase":
     """Return a new instance of a loop; ``parts`` are the other arguments of ``AgentLoopBase``.
 
-    Raises: UnknownAgentLoopError for a name that no loop has.
+    Raises: UnknownAgentLoopError for a name that no loop has; the error of its constructor.
     """
     import hydra
+    from hydra.errors import InstantiationException
 
     from verl.experimental.agent_loop.base import WholeConfig
 
     check_names([name])
-    loop: AgentLoopBase = hydra.utils.instantiate(_REGISTRY[name], trainer_config=WholeConfig(config), **parts)
+    try:
+        loop: AgentLoopBase = hydra.utils.instantiate(_REGISTRY[name], trainer_config=WholeConfig(config), **parts)
+    except InstantiationException as error:
+        raise error.__cause__ or error from None  # Hydra hides the constructor's error in one of its own
     return loop

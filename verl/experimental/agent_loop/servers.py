@@ -8,6 +8,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from ray.exceptions import RayActorError
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
-from verl.workers.rollout.server import SamplingParams, ServerError, TokenOutput
+from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,10 @@ MOST_LOST = 5
 
 class RequestTimeoutError(TimeoutError):
     """A server lives, and did not answer a request before its deadline; the message names both."""
+
+
+class RequestAbortedError(RuntimeError):
+    """A server has ended a request before its response was whole, though nobody here has told it to."""
 
 
 @dataclass(eq=False)
@@ -116,7 +121,8 @@ class AsyncLLMServerManager:
         The seed of a row becomes that of the turn. Cancelling the call aborts the request.
 
         Args: ``request_id`` is that of the conversation, the same in each of its turns.
-        Raises: RequestTimeoutError after ``rollout.agent.turn_timeout_s``; ServerError when no server is left.
+        Raises: RequestTimeoutError after ``rollout.agent.turn_timeout_s``; ServerError when no server is left;
+            RequestAbortedError for a response that a server has cut: it is not what the model would have said.
         """
         attempt = self._attempt
         conversation, params = request_id, dict(sampling_params)
@@ -138,7 +144,13 @@ class AsyncLLMServerManager:
                 attempt.servers.append(server.name)
             try:
                 with timeline.grouped(attempt.id if attempt is not None else ""):
-                    return await self._timed(server, request, size)
+                    output = await self._timed(server, request, size)
+                if output.finish_reason == ABORTED:
+                    raise RequestAbortedError(
+                        f"request {request['request_id']}: {server.name} aborted it after {len(output.token_ids)} "
+                        "tokens, and no agent loop has given it up"
+                    )
+                return output
             except (ServerError, RayActorError) as error:
                 self._take_out(server, f"{type(error).__name__}: {error}")
                 lost += 1
@@ -162,6 +174,7 @@ class AsyncLLMServerManager:
 
     async def _ask(self, server: _Server, request: dict[str, Any], size: int) -> TokenOutput:
         answer = asyncio.ensure_future(server.handle.generate.remote(**request))
+        is_answered = False
         server.tokens += size
         server.waiting.add(answer)
         if server.watch is None or server.watch.done():
@@ -175,12 +188,13 @@ class AsyncLLMServerManager:
                 )
             if answer.cancelled():  # by _take_out
                 raise ServerError(server.gone or f"{server.name} cancelled the request")
+            is_answered = True
             output: TokenOutput = answer.result()
             return output
         finally:
             server.tokens -= size
             server.waiting.discard(answer)
-            if not answer.done():
+            if not is_answered:  # a server that is only slow would go on with it
                 answer.cancel()
                 _abort(server, request["request_id"])
             if not server.waiting and server.watch is not None:
@@ -263,16 +277,19 @@ async def _illness(server: _Server, limit_s: float) -> str | None:
 
 
 def _abort(server: _Server, request_id: str) -> None:
-    """End a request for which nobody waits, without an answer."""
-    if server.gone is None and hasattr(server.handle, "abort"):
-        ended = server.handle.abort.remote(request_id)
-        if asyncio.iscoroutine(ended):  # a server of this process, not a Ray actor
-            task = asyncio.ensure_future(ended)
-            _ABORTS.add(task)
-            task.add_done_callback(_ABORTS.discard)
+    """End a request for which nobody waits; a server that hangs is told when it goes on, a dead one not at all."""
+    if hasattr(server.handle, "abort"):
+        task = asyncio.create_task(_aborted(server, request_id))
+        _ABORTS.add(task)
+        task.add_done_callback(_ABORTS.discard)
 
 
-_ABORTS: "set[asyncio.Future[Any]]" = set()  # the event loop holds weak references only
+async def _aborted(server: _Server, request_id: str) -> None:
+    with suppress(Exception):  # the server may be gone, and with it the request
+        await server.handle.abort.remote(request_id)
+
+
+_ABORTS: "set[asyncio.Task[None]]" = set()  # the event loop holds weak references only
 
 
 def _identity(handle: Actor) -> str | int:

@@ -5,11 +5,11 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from omegaconf import DictConfig
 
@@ -26,7 +26,7 @@ from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.utils.chat import ChatFormat, Difference, Restarted, whole_differences
 from verl.utils.dataset.vision_utils import MediaError
-from verl.workers.rollout.server import ABORTED, FULL
+from verl.workers.rollout.server import FULL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+T = TypeVar("T")
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 _SHOWN_ERROR_CHARS = 500
 _END_TIMEOUT_S = 30.0
@@ -45,6 +46,10 @@ _END_TIMEOUT_S = 30.0
 
 class InteractionNameError(WrongInput):
     """A row does not say which interaction it belongs to, or names one that does not exist."""
+
+
+class InteractionTimeoutError(TimeoutError):
+    """An interaction has not answered before its deadline; the message names it."""
 
 
 class State(Enum):
@@ -209,7 +214,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _start(self, talk: Conversation) -> State:
         if talk.interaction is not None:
-            await talk.interaction.start_interaction(talk.id, **talk.interaction_kwargs)
+            start = talk.interaction.start_interaction
+            await self._in_time(talk.interaction, "start_interaction", start(talk.id, **talk.interaction_kwargs))
         return State.GENERATING
 
     async def _generate(self, talk: Conversation) -> State:
@@ -230,7 +236,7 @@ class ToolAgentLoop(AgentLoopBase):
         text = self.parts.parser.text_of(output.token_ids)
         said = ""
         calls: list[FunctionCall] = []
-        cut = output.finish_reason in (ABORTED, FULL) or trajectory.room <= 0
+        cut = output.finish_reason == FULL or trajectory.room <= 0
         # The engine would take a placeholder that the model has sampled for that of the next image.
         cut = cut or not self.parts.media.tokens.isdisjoint(output.token_ids)
         if self.parts.tools and not cut:
@@ -316,10 +322,10 @@ class ToolAgentLoop(AgentLoopBase):
         """Let the user answer the last turn."""
         assert talk.interaction is not None
         started = time.perf_counter()
+        messages = [dict(message) for message in talk.messages]
         with activity("user", "user", {"interaction": talk.interaction_kwargs.get("name")}) as ended:
-            ends, text, score, _ = await talk.interaction.generate_response(
-                talk.id, [dict(message) for message in talk.messages], **talk.interaction_kwargs
-            )
+            answer = talk.interaction.generate_response(talk.id, messages, **talk.interaction_kwargs)
+            ends, text, score, _ = await self._in_time(talk.interaction, "generate_response", answer)
             ended({"text": text, "score": score, "ends": ends})
         text = self.parts.media.plain(text or "")
         seconds = time.perf_counter() - started
@@ -330,6 +336,22 @@ class ToolAgentLoop(AgentLoopBase):
             talk.trajectory.add("user", [], seconds, text=text)
             return State.TERMINATED
         return self._add(talk, "user", [{"role": "user", "content": text}], seconds, text=text)
+
+    async def _in_time(self, interaction: "BaseInteraction", method: str, answer: Awaitable[T]) -> T:
+        """Wait for the answer of a method of an interaction.
+
+        Raises: InteractionTimeoutError at its deadline: without its user a conversation cannot go on.
+        """
+        try:
+            async with asyncio.timeout(self.tool_timeout_s) as limit:
+                return await answer
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise InteractionTimeoutError(
+                f"{method} of the interaction {interaction.name} has not answered within "
+                f"rollout.agent.tool_timeout_s={self.tool_timeout_s:g}"
+            ) from None
 
     # ---- what a turn adds
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.attempts import Attempt
-from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopInputError, AgentLoopOutput
 from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.later_images import WholeTrajectories
 from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
@@ -59,6 +59,7 @@ class AgentLoopWorkerBase:
         agent = self.rollout_config.agent
         if agent.agent_loop_config_path:
             register_all(read_agent_loops(os.path.expanduser(agent.agent_loop_config_path)))
+        self._prepared: set[str] = set()
         trainer, trace = config.trainer, self.rollout_config.trace
         # MLflow waits when its queue is full, and all trajectories with it: let it hold those of a batch.
         envs.write_default({"MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE": str(_MOST_TRACES)})
@@ -66,6 +67,25 @@ class AgentLoopWorkerBase:
         RolloutTraceConfig.init(
             trainer.project_name, trainer.experiment_name, trace.backend, trace.token2text, self.tokenizer.decode
         )
+
+    async def prepare(self, names: Sequence[str] | None = None) -> None:
+        """Build each of these loops once, by default the loop of rows without ``agent_name``.
+
+        What goes wrong here, a file of tools for instance, is wrong for every trajectory, and so is not left to
+        ``rollout.agent.on_failure``.
+
+        Raises: AgentLoopInputError naming the loop.
+        """
+        for name in dict.fromkeys([self.rollout_config.default_loop] if names is None else names):
+            if name in self._prepared:
+                continue
+            try:
+                self._build(name, self.server_manager)
+            except Exception as error:  # classes of users may raise anything
+                raise AgentLoopInputError(
+                    f"agent loop {name} cannot be built: {type(error).__name__}: {error}"
+                ) from error
+            self._prepared.add(name)
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Return a trajectory for each row; see ``rows_of``.
@@ -78,6 +98,7 @@ class AgentLoopWorkerBase:
         """
         names = list(batch.non_tensor_batch.get("agent_name", [self.rollout_config.default_loop] * len(batch)))
         check_names(names)
+        await self.prepare(names)
         await self.server_manager.revive()
         params = self._sampling_params(batch)
         places = places_of(batch)
@@ -131,13 +152,7 @@ class AgentLoopWorkerBase:
 
         async def run(attempt: Attempt) -> AgentLoopOutput:
             with trajectory_span(attempt, place, step, validate) as ended:
-                loop = build_agent_loop(
-                    name,
-                    self.config,
-                    server_manager=self.server_manager.of(attempt),
-                    tokenizer=self.tokenizer,
-                    processor=self.processor,
-                )
+                loop = self._build(name, self.server_manager.of(attempt))
                 output = last_segment(await loop.run(dict(sampling_params), **self._row(batch, index)))
                 if meta.get(SCORED_HERE):
                     await self.scorer.add_score([output], self._as_rows([output], batch[index : index + 1], False))
@@ -145,6 +160,11 @@ class AgentLoopWorkerBase:
             return output
 
         return run
+
+    def _build(self, name: str, server_manager: AsyncLLMServerManager) -> AgentLoopBase:
+        return build_agent_loop(
+            name, self.config, server_manager=server_manager, tokenizer=self.tokenizer, processor=self.processor
+        )
 
     def _as_rows(self, outputs: Sequence[AgentLoopOutput | None], batch: DataProto, trained: bool = True) -> DataProto:
         """Return trajectories as rows; those that are not trained lack the inputs of images."""

@@ -228,6 +228,10 @@ class RayPPOTrainer:
                 with phase(f"init_model of {name}", step=0):
                     groups[name].init_model()
                 CLOCK.mark(f"init_{name}")
+        wait_until_ready = getattr(self.async_rollout_manager, "wait_until_ready", None)
+        if wait_until_ready is not None:  # a manager of a fork need not have it
+            with phase("init_agent_loops", step=0):
+                wait_until_ready()
 
     def _take_over_changes(self) -> None:
         """Read the configuration again, because a fork may have written to ``config`` since."""

@@ -16,10 +16,11 @@ from verl.experimental.agent_loop.endpoint.requests import (
     RequestError,
 )
 from verl.experimental.agent_loop.endpoint.stops import cut_at_stop
+from verl.experimental.agent_loop.servers import RequestAbortedError
 from verl.experimental.agent_loop.trajectory import ToolCall, Trajectory, turn_seed
 from verl.utils.chat import ChatFormat, ChatFormatError
 from verl.utils.numerics.seeding import derive_seed
-from verl.workers.rollout.server import ABORTED, ServerError, TokenOutput
+from verl.workers.rollout.server import ServerError, TokenOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -298,21 +299,20 @@ class Session:
 
     async def _generate(self, segment: Segment[Any], prompt_ids: list[int], params: dict[str, Any]) -> TokenOutput:
         try:
-            output = await self.policy.server_manager.generate(
+            return await self.policy.server_manager.generate(
                 f"{self.name}-{segment.number}", prompt_ids=prompt_ids, sampling_params=params
             )
         except ServerError as error:
             self.fault = error
             raise
+        except RequestAbortedError as error:
+            self.fault = error
+            raise RequestError(one_line(str(error), 500), status=503) from error
         except TimeoutError as error:
             self.fault = error
             raise RequestError(one_line(str(error), 500), status=504) from error
         except ValueError as error:  # the engine refuses the request
             raise RequestError(one_line(str(error), 500)) from error
-        if output.finish_reason == ABORTED:
-            self.fault = ServerError("the rollout server aborted the request")
-            raise self.fault
-        return output
 
     def _params(self, segment: Segment[Any], options: Options) -> dict[str, Any]:
         """Return how to sample the next turn of a segment.
