@@ -163,11 +163,14 @@ def draw_seeds_by_counter() -> None:
     def forward(
         self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        if len(generators) < logits.shape[0] or self.use_fp64_gumbel:
+        if self.use_fp64_gumbel:
             plain = {row: torch.Generator().manual_seed(stream.draw()) for row, stream in generators.items()}
             return forward_cpu(self, logits, plain, k, p)
         logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p).to(torch.float32)
-        seeds = torch.tensor([generators[row].draw() for row in range(logits.shape[0])], dtype=torch.long)
+        rows = logits.shape[0]
+        seeds = torch.randint(0, 2**31, (rows,)) if len(generators) < rows else torch.empty(rows, dtype=torch.long)
+        for row, stream in generators.items():  # greedy requests have none, and do not change those of others
+            seeds[row] = stream.draw()
         processed = {"processed_logits": lambda: logits, "processed_logprobs": lambda: logits.log_softmax(dim=-1)}
         wanted = processed[self.logprobs_mode]() if self.logprobs_mode in processed else None
         return torch.ops._C.fused_gumbel_argmax(logits, seeds), wanted
