@@ -3,6 +3,10 @@
 A loss over a micro-batch is a *sum* and the *unit* by which the whole mini-batch divides it. An engine adds the sums of
 all micro-batches of all data-parallel ranks and divides once, by the count of that unit in the global mini-batch. So
 neither the micro-batch size nor the number of ranks changes a loss, a gradient or a metric.
+
+A trajectory may be several rows. ``SHARE_COLUMN`` then says for each row which share of the sampled tokens of its
+trajectory it holds. The sequence is the trajectory: its rows count as their shares, and its mean over tokens is that
+over the tokens of all its rows. So a trajectory gives the same loss in several rows as in one.
 """
 
 from dataclasses import dataclass
@@ -14,6 +18,8 @@ from torch import Tensor
 from verl.algos.names import LOSS_AGG_MODES, LOSS_AGG_UNIT, Unit
 
 UNITS: tuple[str, ...] = get_args(Unit)
+SHARE_COLUMN = "trajectory_share"
+"""The tensor (B,) of a batch with the shares of its rows; without it every row is a whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +41,34 @@ class Extreme:
 Metric = Sum | Extreme
 
 
-def count_units(mask: Tensor) -> Tensor:
+def count_units(mask: Tensor, shares: Tensor | None = None) -> Tensor:
     """Count the units of a (B, T) mask in the order of ``UNITS``: a float64 tensor (3,).
 
-    A row without a token only fills the batch, and is no sequence.
+    A row without a token only fills the batch, and is no sequence. ``shares`` are those of the rows (B,).
     """
     lengths = mask.sum(-1)
     counts = torch.ones(len(UNITS), dtype=torch.float64, device=mask.device)
     counts[0] = mask.sum()
-    counts[1] = (lengths > 0).sum()
+    counts[1] = _num_sequences(lengths, shares)
     return counts
 
 
-def unit_count(lengths: Tensor, unit: Unit) -> Tensor:
-    """Count a unit in rows of (B,) lengths, at least one: a 0-dim float64 tensor.
+def unit_count(lengths: Tensor, unit: Unit, shares: Tensor | None = None) -> Tensor:
+    """Count a unit in rows of (B,) lengths, one if there is none: a 0-dim float64 tensor.
 
     A mean is a sum divided by this. A row without a token is no sequence.
     """
     if unit == "token":
         return lengths.sum(dtype=torch.float64).clamp(min=1)
     if unit == "sequence":
-        return (lengths > 0).sum(dtype=torch.float64).clamp(min=1)
+        count = _num_sequences(lengths, shares)
+        return torch.where(count > 0, count, 1.0)
     return torch.ones((), dtype=torch.float64, device=lengths.device)
+
+
+def _num_sequences(lengths: Tensor, shares: Tensor | None) -> Tensor:
+    with_tokens = lengths > 0
+    return (with_tokens if shares is None else with_tokens * shares).sum(dtype=torch.float64)
 
 
 def sum_of_mean(mean: Tensor, mask: Tensor, unit: Unit) -> Sum:
@@ -77,40 +89,65 @@ def agg_unit(loss_agg_mode: str) -> Unit:
     return LOSS_AGG_UNIT[loss_agg_mode]
 
 
-def row_weights(lengths: Tensor, loss_agg_mode: str, length: int) -> Tensor:
+def row_weights(lengths: Tensor, loss_agg_mode: str, length: int, shares: Tensor | None = None) -> Tensor:
     """Return the weight of the sum of each row, (B,) float64, from the number of its tokens.
 
-    ``length`` is the constant of ``seq-mean-token-sum-norm``.
+    ``length`` is the constant of ``seq-mean-token-sum-norm``. A row with a share of its trajectory's tokens has
+    ``lengths / shares`` of them in all.
 
     Raises: ValueError for an unknown mode.
     """
     agg_unit(loss_agg_mode)
     if loss_agg_mode == "seq-mean-token-mean":
-        return 1.0 / lengths.double().clamp(min=1)
+        return (1.0 if shares is None else shares.double()) / lengths.double().clamp(min=1)
     weight = 1.0 / length if loss_agg_mode == "seq-mean-token-sum-norm" else 1.0
     return torch.full_like(lengths, weight, dtype=torch.float64)
 
 
-def agg_sum(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Sum:
+def agg_sum(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    length: int | None = None,
+    shares: Tensor | None = None,
+) -> Sum:
     """Sum a (B, T) matrix so that dividing by the count of the unit gives the aggregated loss.
 
     Plain form: ``((loss_mat * loss_mask).sum(-1) * row_weights(...)).sum()``.
 
-    ``length`` is the constant of ``seq-mean-token-sum-norm``; it defaults to the width of the mask.
+    ``length`` is the constant of ``seq-mean-token-sum-norm``; it defaults to the width of the mask. ``shares`` (B,) are
+    those of the rows in their trajectories.
     """
     masked = torch.where(loss_mask.bool(), loss_mat, 0.0)
     if loss_mask.is_floating_point():  # a mask may hold weights
         masked = masked * loss_mask
-    weights = row_weights(loss_mask.sum(-1), loss_agg_mode, length or loss_mask.shape[-1])
+    weights = row_weights(loss_mask.sum(-1), loss_agg_mode, length or loss_mask.shape[-1], shares)
     return Sum((masked.sum(-1) * weights.to(masked.dtype)).sum(), agg_unit(loss_agg_mode))
 
 
-def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, length: int | None = None) -> Tensor:
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    length: int | None = None,
+    shares: Tensor | None = None,
+) -> Tensor:
     """Aggregate a (B, T) matrix into the loss of a batch that is not split further.
 
     Raises: ValueError for an unknown mode.
     Source: Dr. GRPO (arXiv:2503.20783) section 3.2 for the constant norm, DAPO (arXiv:2503.14476) section 3.3 for the
     token mean.
     """
-    part = agg_sum(loss_mat, loss_mask, loss_agg_mode, length)
-    return part.total / unit_count(loss_mask.sum(-1), part.unit).to(part.total.dtype)
+    part = agg_sum(loss_mat, loss_mask, loss_agg_mode, length, shares)
+    return part.total / unit_count(loss_mask.sum(-1), part.unit, shares).to(part.total.dtype)
+
+
+def rows_by_share(shares: Tensor | None, loss_agg_mode: str) -> list[tuple[float, Tensor]] | None:
+    """Return the rows of each share, (share, (n,) rows), for losses that can only return means over the rows they get.
+
+    The sum of such a loss over some rows, times their share, is their part of the loss. None if all rows count alike:
+    the mode takes no mean over the tokens of a sequence, or every row is a whole sequence.
+    """
+    if shares is None or loss_agg_mode != "seq-mean-token-mean" or bool((shares == 1).all()):
+        return None
+    return [(float(share), (shares == share).nonzero().squeeze(-1)) for share in shares.unique()]

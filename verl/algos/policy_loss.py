@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
-from verl.algos.aggregate import Sum, agg_unit, row_weights, sum_of_mean, unit_count
+from verl.algos.aggregate import Sum, agg_unit, row_weights, rows_by_share, sum_of_mean, unit_count
 from verl.algos.names import POLICY_LOSSES
 from verl.base_config import WrongInput
 from verl.utils.numerics.seeding import GOLDEN, MIX_FACTOR, mix
@@ -230,16 +230,36 @@ def get_token_selector(name: str) -> TokenSelector | None:
     return _entry(name).selector
 
 
-def policy_loss_sums(name: str, inputs: LossInputs, length: int | None = None) -> PolicyLossSums:
+def policy_loss_sums(
+    name: str, inputs: LossInputs, length: int | None = None, shares: Tensor | None = None
+) -> PolicyLossSums:
     """Compute the named loss over a micro-batch (B, T) as sums: mean x count.
 
     A loss that a user registered can only divide by the counts of the tensors that it is given. The losses of this
     module take the same way, so that all losses have one way to the engine. To hand their sums over directly would save
     two roundings, and change the numbers of every run with several mini-batches by 1e-7 of their value.
 
-    Args: ``length`` replaces the width of the mask as the constant of ``seq-mean-token-sum-norm``.
+    Args: ``length`` replaces the width of the mask as the constant of ``seq-mean-token-sum-norm``; ``shares`` (B,) are
+        those of the rows in their trajectories.
     Raises: ValueError for an unknown name.
     """
+    parts = rows_by_share(shares, effective_loss_agg_mode(name, inputs.loss_agg_mode))
+    if parts is None:
+        return _sums(name, inputs, length)
+    found = [(share, _sums(name, _of_rows(inputs, rows), length)) for share, rows in parts]
+    loss = torch.stack([sums.loss.total * share for share, sums in found]).sum()
+    statistics = [torch.stack([sums.clipped, sums.kl, sums.clipped_low]) for _, sums in found]
+    counted = torch.stack(statistics).sum(0).unbind()
+    return PolicyLossSums(Sum(loss, found[0][1].loss.unit), *counted)
+
+
+def _of_rows(inputs: LossInputs, rows: Tensor) -> LossInputs:
+    """Return the inputs of some rows."""
+    tensors = {name: value[rows] for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(inputs, **tensors)
+
+
+def _sums(name: str, inputs: LossInputs, length: int | None) -> PolicyLossSums:
     loss_fn: Callable[..., PolicyLossOutput] = get_policy_loss_fn(name)
     # Only losses with a selector have the parameter ``selection``.
     arguments = {key: value for key, value in vars(inputs).items() if key != "selection" or value is not None}

@@ -1,10 +1,12 @@
 """From global batch sizes in prompts to what one rank cuts."""
 
 import pytest
+import torch
 
+from verl.protocol import DataProto
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.passes import PassSpec
-from verl.workers.roles.batching import per_rank_micro_batch, per_rank_mini_batch, training_spec
+from verl.workers.roles.batching import per_rank_micro_batch, per_rank_mini_batch, rows_of_step, training_spec
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,13 @@ def test_the_established_keys_make_a_spec() -> None:
     assert PassSpec.from_meta({"calculate_full_kl": True}).full_kl
     with pytest.raises(ValueError, match="max_token_len_per_gpu of 1 or more, got None"):
         PassSpec.from_meta({"use_dynamic_bsz": True})
+
+
+def test_more_rows_make_the_same_number_of_optimizer_steps() -> None:
+    """16 trajectories on 2 ranks, 4 of them in a step of a rank: 2 steps, whatever the number of rows."""
+    batch = DataProto.from_dict({"x": torch.zeros(8)})
+    assert rows_of_step(batch, 4, 2) == 4
+    batch = DataProto.from_dict({"x": torch.zeros(14)}, meta_info={"num_trajectories": 16})
+    assert rows_of_step(batch, 4, 2) == 7
+    with pytest.raises(ValueError, match="13 rows of 16 trajectories do not divide into 2 mini-batches"):
+        rows_of_step(batch[:13], 4, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import UNITS, Extreme, agg_loss, count_units
+from verl.algos.aggregate import SHARE_COLUMN, UNITS, Extreme, agg_loss, count_units
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.protocol import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig
@@ -47,11 +47,19 @@ def numbers() -> dict[str, Tensor]:
 OUTPUTS = {"log_probs": "log_probs", "entropy": "entropy", "values": "vpreds"}
 
 
-def run(loss_fn: Any, config: Any, split: list[list[int]], names: list[str], outputs: list[str]) -> dict[str, Any]:
+def run(
+    loss_fn: Any,
+    config: Any,
+    split: list[list[int]],
+    names: list[str],
+    outputs: list[str],
+    data: dict[str, Tensor] | None = None,
+) -> dict[str, Any]:
     """Do what an engine does: add the sums of the parts, and divide by the units of the whole."""
-    data = numbers()
+    data = numbers() if data is None else data
     leaves = {name: data[OUTPUTS[name]].clone().requires_grad_() for name in outputs}
-    units = dict(zip(UNITS, count_units(data["response_mask"]).clamp(min=1).tolist(), strict=True))
+    counts = count_units(data["response_mask"], data.get(SHARE_COLUMN))
+    units = dict(zip(UNITS, counts.clamp(min=1).tolist(), strict=True))
     loss, metrics, counted = torch.zeros((), dtype=torch.float64), {}, set()
     for rows in split:
         part = DataProto.from_dict(tensors={name: data[name][rows] for name in ["response_mask", *names]})
@@ -252,3 +260,58 @@ def test_the_kl_term_with_nan_outside_the_mask(loss_type: str) -> None:
     assert metrics["actor/kl_loss"].total.item() == pytest.approx(value.sum().item())
     torch.testing.assert_close(leaf.grad[mask], slope)
     assert not leaf.grad[~mask].any()
+
+
+PIECES = [(0, 0, 2), (0, 2, 5), (1, 0, 1), (2, 0, 3), (3, 0, 0), (4, 0, 1), (4, 1, 2), (4, 2, 4), (5, 0, 2)]
+"""(row, first, last) of the tokens of each segment: two trajectories have several."""
+
+
+def in_segments() -> dict[str, Tensor]:
+    """Return the numbers with each segment in a row of its own."""
+    cut = {}
+    for name, column in numbers().items():
+        cut[name] = torch.full((len(PIECES), WIDTH), math.nan if column.is_floating_point() else 0, dtype=column.dtype)
+        for row, (source, first, last) in enumerate(PIECES):
+            cut[name][row, : last - first] = column[source, first:last]
+    return cut | {SHARE_COLUMN: torch.tensor([(end - at) / max(LENGTHS[row], 1) for row, at, end in PIECES])}
+
+
+@pytest.mark.parametrize("split", [[list(range(9))], [[4], [0, 7, 2], [1, 3], [8, 5, 6]]])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss_mode", ["vanilla", "sapo", "of the user", "value"])
+def test_a_trajectory_of_several_rows_gives_what_it_gives_in_one(
+    loss_mode: str, mode: str, split: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, metrics and the gradient of each token; losses whose ratio is that of a sequence take each row as one."""
+
+    def of_the_user(old: Tensor, new: Tensor, advantages: Tensor, mask: Tensor, agg: str, *_: Any) -> Any:
+        return agg_loss(-new * advantages.exp(), mask, agg), *torch.zeros(3)
+
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "of the user", lambda **given: of_the_user(*given.values()))
+    config: Any = FSDPCriticConfig(ppo_micro_batch_size_per_gpu=1, loss_agg_mode=mode)
+    loss_fn, names, outputs = value_loss, ["values", "returns"], ["values"]
+    if loss_mode != "value":
+        options = {"entropy_coeff": 0.3, "use_kl_loss": True, "kl_loss_coef": 0.2, "kl_loss_type": "k3"}
+        config = actor(loss_agg_mode=mode, policy_loss=PolicyLossConfig(loss_mode=loss_mode), **options)
+        loss_fn, outputs = ppo_loss, ["log_probs", "entropy"]
+        names = ["old_log_probs", "advantages", "ref_log_prob"]
+    whole = run(loss_fn, config, SPLITS[0], names, outputs)
+    found = run(loss_fn, config, split, [*names, SHARE_COLUMN], outputs, in_segments())
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)  # shares are fp32 here
+    assert found["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
+    for name in outputs:
+        for row, (source, first, last) in enumerate(PIECES):
+            gradient = found["gradients"][name][row, : last - first]
+            torch.testing.assert_close(gradient, whole["gradients"][name][source, first:last], rtol=1e-6, atol=1e-9)
+
+
+def test_rows_without_shares_are_counted_as_before() -> None:
+    """Shares of 1 change no bit."""
+    names = ["old_log_probs", "advantages"]
+    shares = {SHARE_COLUMN: torch.ones(ROWS, dtype=torch.float64)}
+    for loss_mode in ("vanilla", "gspo", "geo_mean"):
+        config = actor(loss_agg_mode="seq-mean-token-mean", policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+        plain = run(ppo_loss, config, SPLITS[2], names, ["log_probs"])
+        found = run(ppo_loss, config, SPLITS[2], [*names, SHARE_COLUMN], ["log_probs"], numbers() | shares)
+        assert found["loss"] == plain["loss"]
+        assert torch.equal(found["gradients"]["log_probs"], plain["gradients"]["log_probs"])

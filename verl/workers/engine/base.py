@@ -203,7 +203,7 @@ class BaseEngine(ABC):
         """
         spec = spec or PassSpec.from_meta(data.meta_info)
         micro_batches = self._split(data, spec)
-        units, rounds = passes.agree(passes.response_mask_of(data), len(micro_batches), self.shares)
+        units, rounds = passes.agree(data, len(micro_batches), self.shares)
         metrics = passes.MetricSums()
 
         def loss_of(output: ModelOutput, micro_batch: MicroBatch) -> Tensor:

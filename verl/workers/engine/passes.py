@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from verl.algos.aggregate import UNITS, Extreme, Metric, Sum, count_units
+from verl.algos.aggregate import SHARE_COLUMN, UNITS, Extreme, Metric, Sum, count_units
 from verl.protocol import DataProto, tensors_of
 from verl.utils.device import get_device_name
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
@@ -307,13 +307,18 @@ def gather_rows(row: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
     return torch.stack(rows).to(row.device)
 
 
-def agree(mask: Tensor | None, num_micro_batches: int, shares: Shares) -> tuple[dict[str, float], int]:
-    """Return the count of every unit in the global mini-batch, and the largest number of micro-batches of a rank."""
-    counts = count_units(mask) if mask is not None else torch.zeros(len(UNITS), dtype=torch.float64)
+def agree(data: DataProto | None, num_micro_batches: int, shares: Shares) -> tuple[dict[str, float], int]:
+    """Return the count of every unit in the global mini-batch, and the largest number of micro-batches of a rank.
+
+    Args: ``data`` are the rows of this rank; None if nothing is to be counted.
+    """
+    counts = torch.zeros(len(UNITS), dtype=torch.float64)
+    if data is not None:
+        counts = count_units(response_mask_of(data), tensors_of(data).get(SHARE_COLUMN, None))
     row = torch.cat([counts.cpu(), torch.tensor([num_micro_batches], dtype=torch.float64)])
     rows = gather_rows(row, shares.size, shares.group)
     total = rows[:, :-1].sum(0) / shares.copies  # ranks that share sequences counted the same rows
-    units = {unit: max(float(count), 1.0) for unit, count in zip(UNITS, total, strict=True)}
+    units = {unit: float(count) or 1.0 for unit, count in zip(UNITS, total, strict=True)}
     return units | {"constant": 1.0}, int(rows[:, -1].max())
 
 

@@ -29,7 +29,7 @@ from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.base import LossFn
 from verl.workers.engine.passes import PassSpec
 from verl.workers.roles.accounting import INFERENCE, accounted, memory_in_use
-from verl.workers.roles.batching import BatchInfo, mini_batches_of
+from verl.workers.roles.batching import BatchInfo, mini_batches_of, rows_of_step
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -219,7 +219,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         step = BatchInfo.of(data).step
         fault = partial(fault_point, f"update_{role}", rank=self.rank, step=step)
         spec = dataclasses.replace(spec, after_first_forward=fault)
-        rows = self.rows_per_step
+        rows = rows_of_step(data, self.rows_per_step, self.engine.get_data_parallel_size())
         metrics: dict[str, Any] = {}
         steps = []
         with self.accounted(metrics, role, data, config.ppo_epochs), self.engine.train_mode():

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Self
 
 from verl.base_config import WrongInput
 from verl.protocol import OLD_LOG_PROBS_VERSION, tensors_of
+from verl.utils.tensordict_utils import BatchError
 from verl.workers.engine.passes import PassSpec
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.workers.config import ActorConfig, CriticConfig
+
+
+NUM_TRAJECTORIES = "num_trajectories"
+"""Key of ``meta_info``, see ``BatchInfo``."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class BatchInfo:
         token_counts: tokens of every row of the global batch.
         image_lengths: patches of every image of the global batch.
         without_adapter: infer with the base model of a LoRA policy.
+        num_trajectories: trajectories of the global batch, if some have several rows.
         old_log_probs_version: the version of the weights that computed ``old_log_probs``.
     """
 
@@ -33,6 +39,7 @@ class BatchInfo:
     token_counts: Sequence[int] = ()
     image_lengths: Sequence[int] = ()
     without_adapter: bool = False
+    num_trajectories: int | None = None
     old_log_probs_version: int | None = None
 
     @classmethod
@@ -44,6 +51,7 @@ class BatchInfo:
             token_counts=meta.get("global_token_num") or (),
             image_lengths=meta.get("images_seqlens", ()),
             without_adapter=bool(meta.get("is_lora", False)),
+            num_trajectories=meta.get(NUM_TRAJECTORIES),
             old_log_probs_version=meta.get(OLD_LOG_PROBS_VERSION),
         )
 
@@ -54,6 +62,22 @@ def mini_batches_of(
     """Return the mini-batches of all epochs, of ``rows`` each, shuffled by the seed of the node plus the step."""
     seed = step + (config.data_loader_seed or 0)
     return data.make_iterator(rows, config.ppo_epochs, seed, dataloader_kwargs={"shuffle": config.shuffle})
+
+
+def rows_of_step(data: "DataProto", rows_per_step: int, dp_size: int) -> int:
+    """Return the rows of this rank in one optimizer step.
+
+    Args: ``rows_per_step`` are those of a batch with one row per trajectory. If some have several, a pass over the
+        batch takes as many steps as it would with one row each.
+    Raises: ValueError, which is also an AssertionError, when the rows do not divide by that.
+    """
+    trajectories = BatchInfo.of(data).num_trajectories
+    if trajectories is None:
+        return rows_per_step
+    steps = max(1, trajectories // (rows_per_step * dp_size))
+    if len(data) % steps:
+        raise BatchError(f"{len(data)} rows of {trajectories} trajectories do not divide into {steps} mini-batches")
+    return len(data) // steps
 
 
 def per_rank_mini_batch(key: str, mini_batch_size: int, rollout_n: int, dp_size: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import Extreme, Metric, Sum, agg_sum, agg_unit, sum_of_mean
+from verl.algos.aggregate import SHARE_COLUMN, Extreme, Metric, Sum, agg_sum, agg_unit, rows_by_share, sum_of_mean
 from verl.algos.kl import kl_penalty
 from verl.algos.mismatch import gap_sum_metrics
 from verl.algos.policy_loss import LossInputs, Whole, get_token_selector, policy_loss_sums, token_keys
@@ -94,6 +94,7 @@ def ppo_loss(
     on_policy = old_log_probs is None
     loss_mode = config.policy_loss.loss_mode
     length = config.loss_scale_factor
+    shares = batch.get(SHARE_COLUMN, None)
     inputs = LossInputs(
         old_log_prob=log_probs.detach() if old_log_probs is None else old_log_probs,
         log_prob=log_probs,
@@ -104,7 +105,7 @@ def ppo_loss(
         rollout_is_weights=batch.get("rollout_is_weights", None),
         selection=_selection(loss_mode, batch),
     )
-    policy = policy_loss_sums(loss_mode, inputs, length)
+    policy = policy_loss_sums(loss_mode, inputs, length, shares)
     terms = [policy.loss]
     metrics: dict[str, Metric] = {
         "actor/pg_loss": policy.loss,
@@ -113,13 +114,14 @@ def ppo_loss(
         "actor/pg_clipfrac_lower": Sum(policy.clipped_low, "token"),
     }
     if "entropy" in model_output:
-        entropy = agg_sum(model_output["entropy"], mask, config.loss_agg_mode, length)
+        entropy = agg_sum(model_output["entropy"], mask, config.loss_agg_mode, length, shares)
         if config.entropy_coeff:
             terms.append(Sum(-config.entropy_coeff * entropy.total, entropy.unit))
         if on_policy:
             metrics["actor/entropy"] = entropy
     if config.use_kl_loss:
-        kl = agg_sum(_kl_to_reference(config.kl_loss_type, model_output, batch), mask, config.loss_agg_mode, length)
+        divergence = _kl_to_reference(config.kl_loss_type, model_output, batch)
+        kl = agg_sum(divergence, mask, config.loss_agg_mode, length, shares)
         terms.append(Sum(config.kl_loss_coef * kl.total, kl.unit))
         metrics["actor/kl_loss"] = kl
         coefficient = torch.tensor(config.kl_loss_coef, dtype=torch.float64, device=log_probs.device)
@@ -139,10 +141,17 @@ def value_loss(
     batch = tensors_of(data)
     mask = batch["response_mask"]
     values = model_output["values"]
-    mean, clip_fraction = compute_value_loss(
-        values, batch["returns"], batch["values"], mask, config.cliprange_value, config.loss_agg_mode
-    )
-    loss = sum_of_mean(mean, mask, agg_unit(config.loss_agg_mode))
+    mode = config.loss_agg_mode
+    columns = (values, batch["returns"], batch["values"], mask)
+    mean, clip_fraction = compute_value_loss(*columns, config.cliprange_value, mode)
+    loss = sum_of_mean(mean, mask, agg_unit(mode))
+    if parts := rows_by_share(batch.get(SHARE_COLUMN, None), mode):
+        means = [
+            (share, rows, compute_value_loss(*(each[rows] for each in columns), config.cliprange_value, mode)[0])
+            for share, rows in parts
+        ]
+        totals = [share * sum_of_mean(part, mask[rows], loss.unit).total for share, rows, part in means]
+        loss = Sum(torch.stack(totals).sum(), loss.unit)
     if loss.unit == "constant" and config.loss_scale_factor is not None:  # the mean divides by the width of the mask
         loss = Sum(loss.total * (mask.shape[-1] / config.loss_scale_factor), "constant")
     predicted = torch.where(mask.bool(), values.detach(), 0.0).sum()

@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.forward import Forward
 from verl.workers.engine.passes import PassSpec, temperature_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.roles.base import engine_config_of, list_metrics
-from verl.workers.roles.batching import mini_batches_of, policy_update_spec, training_spec
+from verl.workers.roles.batching import mini_batches_of, policy_update_spec, rows_of_step, training_spec
 from verl.workers.roles.losses import ppo_loss, select_tokens, value_loss
 from verl.workers.roles.reward_model import at_last_token, last_values
 
@@ -74,7 +74,7 @@ class BasePPOActor(Generic[ActorConfigT]):
         config = self.config
         steps: list[dict[str, float]] = []
         loss_fn = partial(ppo_loss, config)
-        per_pass = len(data) // config.ppo_mini_batch_size if isinstance(data, DataProto) else 1
+        per_pass = len(data) // self._rows_of_step(data) if isinstance(data, DataProto) else 1
         mini_batches = self.make_minibatch_iterator(data) if isinstance(data, DataProto) else data
         with self.engine.train_mode():
             for at, each in enumerate(mini_batches):
@@ -89,7 +89,10 @@ class BasePPOActor(Generic[ActorConfigT]):
         Raises: ValueError when ``meta_info`` lacks ``temperature``, or the rows do not divide into mini-batches.
         """
         temperature_of(data)
-        return mini_batches_of(data, self.config, self.config.ppo_mini_batch_size)
+        return mini_batches_of(data, self.config, self._rows_of_step(data))
+
+    def _rows_of_step(self, data: DataProto) -> int:
+        return rows_of_step(data, self.config.ppo_mini_batch_size, self.engine.get_data_parallel_size())
 
 
 class DataParallelPPOActor(BasePPOActor["FSDPActorConfig"]):
@@ -234,7 +237,8 @@ class BasePPOCritic(Generic[CriticConfigT]):
         """
         config = self.config
         loss_fn = partial(value_loss, config)
-        mini_batches = mini_batches_of(data, config, config.ppo_mini_batch_size)
+        rows = rows_of_step(data, config.ppo_mini_batch_size, self.engine.get_data_parallel_size())
+        mini_batches = mini_batches_of(data, config, rows)
         with self.engine.train_mode():
             steps = [self.engine.train_batch(each, loss_fn, training_spec(config)) for each in mini_batches]
         return list_metrics(steps, prefix="critic/")
