@@ -14,6 +14,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
+from verl.trainer.ppo.segments import without_segments
 from verl.utils.metric import reduce_metrics
 
 
@@ -81,6 +82,10 @@ class RayPRIMETrainer(RayPPOTrainer):
         return batch.select_idxs(rows.flatten())
 
     # ---- the reward model and the advantages
+
+    def split_segments(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Train the last segment of a trajectory."""
+        return without_segments(batch, "PRIME's reward model judges whole responses")
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Compute what the step reads, with the old log-probabilities if the policy is the reference."""

@@ -8,6 +8,7 @@ from recipe.spin.dp_actor import CHOSEN
 from verl.base_config import WrongInput, build_node
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing, for_model, without_metrics
+from verl.trainer.ppo.segments import without_segments
 
 
 class RaySPINTrainer(RayPPOTrainer):
@@ -31,6 +32,10 @@ class RaySPINTrainer(RayPPOTrainer):
     def fit_dpo(self) -> None:
         """Train until the last step; the established name of ``fit``."""
         self.fit()
+
+    def split_segments(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Train the last segment of a trajectory."""
+        return without_segments(batch, "SPIN compares whole responses in pairs")
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Compute the log-probabilities of the policy and of the reference."""

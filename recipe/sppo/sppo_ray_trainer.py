@@ -10,7 +10,8 @@ from recipe.sppo.config import SPPOAlgoConfig
 from recipe.sppo.dp_actor import SEQ_REWARDS, at_each_token
 from verl.base_config import build_node
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
+from verl.trainer.ppo.segments import without_segments
 
 
 class RaySPPOTrainer(RayPPOTrainer):
@@ -22,6 +23,10 @@ class RaySPPOTrainer(RayPPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.beta = build_node(self.config.algorithm, SPPOAlgoConfig).sppo_eta
+
+    def split_segments(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Train the last segment of a trajectory."""
+        return without_segments(batch, "SPPO's loss is one of whole responses")
 
     def add_advantages(self, batch: DataProto) -> DataProto:
         """Add ``seq_level_rewards`` (B,), and the same at each token as advantages."""

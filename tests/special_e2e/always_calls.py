@@ -1,8 +1,12 @@
-"""Turns that end soon and call tools, since a model with random weights does neither; and a tool that shows films."""
+"""Turns that end soon and call tools, since a model with random weights does neither; and a tool that shows films.
+
+Some trajectories come in several segments.
+"""
 
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
@@ -10,6 +14,7 @@ from PIL import Image
 from verl.experimental.agent_loop import AgentLoopOutput, register
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_columns
 from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.schemas import ToolResponse
 
@@ -52,10 +57,41 @@ class Film(BaseTool):
         return ToolResponse(text="A film.", video=[film]), None, {}
 
 
-@register("short_turns")
-class ShortTurns(ToolAgentLoop):
+@register("whole_turns")
+class WholeTurns(ToolAgentLoop):
     """Ends a turn at every third token or so."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Return the trajectory of a row."""
         return await super().run({**sampling_params, "stop_token_ids": list(range(90))}, **kwargs)
+
+
+@register("short_turns")
+class ShortTurns(WholeTurns):
+    """Cuts every other trajectory into a segment for each turn of the model."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Return the trajectory of a row."""
+        output = await super().run(sampling_params, **kwargs)
+        assert isinstance(output, AgentLoopOutput)
+        return in_segments(output) if kwargs["extra_info"]["index"] % 2 else output
+
+
+def in_segments(whole: AgentLoopOutput) -> list[AgentLoopOutput]:
+    """Cut a trajectory before each later turn of the model: what came before becomes the prompt."""
+    starts = [turn.start for turn in whole.turns if turn.role == "assistant"]
+    segments = []
+    for first, last in zip(starts, [*starts[1:], len(whole.response_ids)], strict=True):
+        turns = [replace(turn, start=turn.start - first, end=turn.end - first) for turn in whole.turns]
+        turns = [turn for turn in turns if turn.start >= 0 and turn.end <= last - first]
+        assert whole.response_logprobs is not None
+        update = {
+            "prompt_ids": [*whole.prompt_ids, *whole.response_ids[:first]],
+            "response_ids": whole.response_ids[first:last],
+            "response_mask": whole.response_mask[first:last],
+            "response_logprobs": whole.response_logprobs[first:last],
+            "turns": turns,
+            "extra_fields": whole.extra_fields | {TURNS_COLUMN: turn_columns(turns)},
+        }
+        segments.append(whole.model_copy(update=update))
+    return segments

@@ -79,22 +79,13 @@ def test_prompts_with_images(workspace, tmp_path):
 
 
 def test_a_run_with_tools(workspace, tmp_path):
-    """Training reads the sampled tokens of all turns; dumps and metrics show the calls."""
-    tools = tmp_path / "tools.yaml"
-    tools.write_text("tools: [{class_name: verl.tools.calculator_tool.CalculatorTool, config: {type: native}}]")
-    turns = {"enable": True, "format": "always_calls", "tool_config_path": tools, "max_assistant_turns": 2}
-    changes = ASYNC | SHORT | {f"actor_rollout_ref.rollout.multi_turn.{name}": value for name, value in turns.items()}
-    changes |= {
-        "actor_rollout_ref.model.external_lib": "tests.special_e2e.always_calls",
-        "actor_rollout_ref.rollout.agent.default_agent_loop": "short_turns",
-        "data.max_response_length": 64,
-        "trainer.rollout_data_dir": tmp_path / "dumps",
-    }
-    run = workspace.train("tools", changes)
+    """Training reads the sampled tokens of all turns and segments; dumps and metrics show the calls."""
+    run = workspace.train("tools", short_turns(tmp_path) | {"trainer.rollout_data_dir": tmp_path / "dumps"})
     for step in (1, 2):
         metrics = run.steps[step]
         assert metrics[GAP] < 1e-4
         rows = [json.loads(line) for line in (tmp_path / "dumps" / f"{step}.jsonl").read_text().splitlines()]
+        check_segments(metrics, rows, 2)
         calls = [call for row in rows for turn in row["turns"] for call in turn.get("calls", [])]
         assert metrics["tool_calls/count"] == len(calls) > 0 and metrics["tool_calls/failed"] == 0
         assert all(call["text"] == "42" for call in calls)
@@ -132,6 +123,65 @@ def check_timeline(run, rows):
         queue, sample = parts["queue"], parts["sample"]
         assert turn["ts"] <= queue["ts"] + 0.01 and sample["dur"] > 0
         assert sample["ts"] + sample["dur"] <= turn["ts"] + turn["dur"] + 0.01
+
+
+def short_turns(folder, **turns):
+    """Let every trajectory call a tool, and every other one return a segment for each turn of the model."""
+    tools = folder / "tools.yaml"
+    tools.write_text("tools: [{class_name: verl.tools.calculator_tool.CalculatorTool, config: {type: native}}]")
+    turns = {"enable": True, "format": "always_calls", "tool_config_path": tools, "max_assistant_turns": 2} | turns
+    changes = ASYNC | SHORT | {f"actor_rollout_ref.rollout.multi_turn.{name}": value for name, value in turns.items()}
+    return changes | {
+        "actor_rollout_ref.model.external_lib": "tests.special_e2e.always_calls",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "short_turns",
+        "data.max_response_length": 64,
+    }
+
+
+def check_segments(metrics, rows, most):
+    """Each trajectory counts once, and its line of the dump shows all its segments, of which there are ``most``."""
+    assert len(rows) == 32 and metrics["num_turns/max"] == 2 * most
+    assert metrics["segments/max"] == most and 1 < metrics["segments/mean"] < most and metrics["segments/cut"] == 0
+    segments = [1 + len(row["earlier_segments"] or ()) for row in rows]
+    assert sum(segments) == metrics["segments/rows"] > 32 and {1, most} <= set(segments)
+    roles = [turn["role"] for turn in rows[segments.index(most)]["turns"]]
+    assert roles.count("segment") == most - 1 and roles.count("assistant") == most
+    assert 0 < metrics["actor/grad_norm"] < 100
+
+
+@pytest.mark.full
+def test_a_trajectory_in_segments_trains_as_in_one_row(workspace, tmp_path):
+    """On two workers with a critic: the first step has the numbers of a run whose loop does not cut trajectories."""
+    changes = short_turns(tmp_path, max_assistant_turns=3) | TWO
+    changes |= {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.gamma": 0.9,
+        "algorithm.lam": 0.8,
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+        "critic.model.path": workspace.model,
+        "critic.optim.lr": 1e-3,
+        "critic.ppo_mini_batch_size": 8,
+        "critic.ppo_micro_batch_size_per_gpu": 4,
+    }
+    whole, cut, small = (
+        workspace.train(name, changes | {"trainer.rollout_data_dir": tmp_path / name} | more)
+        for name, more in {
+            "whole": {"actor_rollout_ref.rollout.agent.default_agent_loop": "whole_turns"},
+            "cut": {},
+            "small_steps": {"actor_rollout_ref.actor.ppo_mini_batch_size": 4, "critic.ppo_mini_batch_size": 2},
+        }.items()
+    )
+    for run, name in ((cut, "cut"), (small, "small_steps")):
+        for step in (1, 2):
+            lines = (tmp_path / name / f"{step}.jsonl").read_text().splitlines()
+            check_segments(run.steps[step], [json.loads(line) for line in lines], 3)
+    compared = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/vf_loss", "critic/grad_norm")
+    compared += tuple(f"critic/{name}/mean" for name in ("score", "rewards", "advantages", "returns", "values"))
+    expected = {name: whole.steps[1][name] for name in compared}
+    # fp32: sums over other rows, and values of tokens whose context is in other batches
+    assert {name: cut.steps[1][name] for name in compared} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert small.steps[1]["critic/score/mean"] == expected["critic/score/mean"]
+    assert small.steps[1]["actor/grad_norm"] != expected["actor/grad_norm"], "two optimizer steps"
 
 
 def phases_of(entry):

@@ -169,7 +169,7 @@ def test_images_and_films_of_tools_are_trained(
     chosen |= {f"actor_rollout_ref.rollout.multi_turn.{name}": value for name, value in turns.items()}
     chosen |= {
         "actor_rollout_ref.model.external_lib": "tests.special_e2e.always_calls",
-        "actor_rollout_ref.rollout.agent.default_agent_loop": "short_turns",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "whole_turns",
         "actor_rollout_ref.rollout.limit_images": 5,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1024,

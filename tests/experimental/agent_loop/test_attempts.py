@@ -24,7 +24,7 @@ from verl.experimental.agent_loop.attempts import (
 )
 from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, places_of
 from verl.experimental.agent_loop.manager import _account_of
-from verl.experimental.agent_loop.rows import joined, last_segment, rows_of
+from verl.experimental.agent_loop.rows import joined, rows_of
 from verl.experimental.agent_loop.servers import RequestTimeoutError
 from verl.utils.observe.attempts import AttemptsRecord, read_attempts
 
@@ -297,12 +297,3 @@ def test_the_account_of_a_batch_that_ended_the_run() -> None:
         ("row2", "cancelled"),
     ]
     assert lines[1]["reason"] == "the run ends: RuntimeError: worker rank 0 raised an exception"
-
-
-def test_a_trajectory_in_segments() -> None:
-    segments = [output_of(1), output_of(2, 3)]
-    last = last_segment(segments)
-    assert last.response_ids == [2, 3] and last.extra_fields == {"segments": 2}
-    assert last_segment(segments[0]) is segments[0]
-    with pytest.raises(ValueError, match="empty list"):
-        last_segment([])

@@ -258,6 +258,11 @@ def test_a_template_that_strips_thoughts(tools_file: Path) -> None:
     assert "So." not in text_of(second) and text_of(second).startswith("<|user|>Hi<|end|><|assistant|>")
     assert server.asked[1]["prompt_ids"] == second.prompt_ids
     assert [each.num_turns for each in (first, second)] == [4, 4]
+    config.actor_rollout_ref.rollout.update(prompt_length=8, response_length=100)
+    server = Scripted(turns, tokenizer)
+    first, second = run(config, server)
+    room = min(100 - len(first.response_ids), 100 + 8 - len(second.prompt_ids))
+    assert len(second.prompt_ids) > 8 and server.asked[1]["sampling_params"]["max_tokens"] == room
 
 
 def test_the_first_difference_from_the_template_is_logged(tools_file: Path, caplog: Any) -> None:

@@ -78,11 +78,12 @@ class AgentLoopOutput(BaseModel):
         multi_modal_data: images and videos of the trajectory.
         num_later_images: how many of the images belong to the response; they are the last ones.
         num_later_videos: how many of the videos belong to the response.
-        reward_score: the score, if the loop knows it.
-        num_turns: messages of the chat, the prompt's included.
+        reward_score: the score, if the loop knows it; that of an earlier segment is a reward of its own.
+        num_turns: messages of the chat, the prompt's included, of all segments.
         metrics: seconds by activity.
         extra_fields: further columns of the batch, by name.
         turns: the turns of the response, in order, if the loop keeps them.
+        earlier: the segments before this one; whoever runs a loop that returns a list fills them in.
     """
 
     prompt_ids: list[int]
@@ -97,6 +98,7 @@ class AgentLoopOutput(BaseModel):
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = Field(default_factory=dict)
     turns: list[Turn] = Field(default_factory=list)
+    earlier: list["AgentLoopOutput"] = Field(default_factory=list)
 
 
 class WholeConfig:

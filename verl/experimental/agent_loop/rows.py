@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.later_images import LATER_INPUTS, WholeTrajectories
+from verl.experimental.agent_loop.segments import EARLIER_COLUMN, earlier_column
 from verl.protocol import DataProto, tensors_of
 from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN, DROPPED_KEYS, PaddedPrompts
@@ -24,6 +25,7 @@ def rows_of(
     response_length: int,
     pad_token_id: int,
     whole: WholeTrajectories | None = None,
+    own_inputs: bool = False,
 ) -> DataProto:
     """Return a row for each trajectory, in the order of the requests.
 
@@ -31,19 +33,20 @@ def rows_of(
 
     Args: ``requests`` holds ``input_ids``, ``attention_mask``, ``position_ids`` (B, P), left-padded, and the columns
         that are carried on. A response is cut at ``response_length``. ``whole`` allows loops to change prompts with
-        images, and to add images.
+        images, and to add images; ``own_inputs`` computes the ``multi_modal_inputs`` of all rows.
     Returns: ``prompts`` (B, P), ``responses``, ``response_mask`` (B, R), ``input_ids``, ``attention_mask``,
         ``position_ids`` (B, L), ``rollout_log_probs`` (B, R) and ``rm_scores`` (B, R) if all have them, and
         ``__num_turns__``. ``response_mask`` is 1 on exactly the sampled tokens. ``__dropped__`` says which rows have no
         trajectory, if any has none. ``LATER_INPUTS`` holds the ``multi_modal_inputs`` of rows whose prompt or images a
-        loop has changed, if there are any.
+        loop has changed, if there are any. ``EARLIER_COLUMN`` holds the segments before the row, if any has some.
     Raises: ValueError naming the row for a prompt that is longer than P, a changed prompt with images, or lists of
         different lengths, for a mask that is neither 0 nor 1, and for numbers that are not finite.
     """
     given = tensors_of(requests)
     outputs = [output or _nothing(given, row) for row, output in enumerate(given_outputs)]
     for row, output in enumerate(outputs):
-        _check(row, output)
+        for segment in (*output.earlier, output):
+            _check(row, segment)
     width = response_length
     log_probs = [output.response_logprobs for output in outputs if output.response_logprobs is not None]
     made = [output for output in given_outputs if output is not None]
@@ -64,9 +67,17 @@ def rows_of(
     for name in sorted({name for output in outputs for name in output.extra_fields}):
         carried[name] = object_array([output.extra_fields.get(name) for output in outputs])
     if whole is not None and given["position_ids"].dim() == 3:
+        changed = set(range(len(outputs))) if own_inputs else changed
         inputs = whole.complete(tensors, outputs, changed)
         if any(each is not None for each in inputs):
             carried[LATER_INPUTS] = object_array(inputs)
+    before = [(row, segment) for row, output in enumerate(outputs) for segment in output.earlier]
+    if before:
+        # Their scores are no scores of rows yet: a segment without one has that of its trajectory.
+        segments = [segment.model_copy(update={"reward_score": None}) for _, segment in before]
+        asked = requests.select_idxs([row for row, _ in before])
+        rows = rows_of(segments, asked, width, pad_token_id, whole, own_inputs=True)
+        carried[EARLIER_COLUMN] = earlier_column(outputs, rows)
     if None in given_outputs:
         carried[DROPPED_COLUMN] = np.array([output is None for output in given_outputs])
     return DataProto.from_dict(tensors=tensors, non_tensors=carried)
@@ -80,21 +91,6 @@ def _warn_of_some(field: str, present: Sequence[bool]) -> None:
             "always or never",
             *(present.count(False), len(present), field),
         )
-
-
-def last_segment(outputs: AgentLoopOutput | Sequence[AgentLoopOutput]) -> AgentLoopOutput:
-    """Return what is trained of a trajectory whose history was rewritten: its last segment.
-
-    The column ``segments`` counts them, as a metric shows.
-
-    Raises: ValueError for an empty list.
-    """
-    if isinstance(outputs, AgentLoopOutput):
-        return outputs
-    if not outputs:
-        raise ValueError("the agent loop returned an empty list: return at least one AgentLoopOutput")
-    last = outputs[-1]
-    return last.model_copy(update={"extra_fields": {"segments": len(outputs), **last.extra_fields}})
 
 
 def _nothing(given: Any, row: int) -> AgentLoopOutput:

@@ -406,11 +406,13 @@ class ToolAgentLoop(AgentLoopBase):
                 f"supported with images: write false ({new.reason})"
             )
         trajectory.add(role, [], seconds, calls, text)
-        if len(new.prompt_ids) > self.prompt_length or trajectory.room <= 0:
+        beyond = max(0, len(new.prompt_ids) - self.prompt_length)  # the row holds it at the head of its response
+        room = min(trajectory.room, self.response_length - beyond)
+        if room <= 0:
             return State.TERMINATED
         talk.messages += messages
         talk.earlier.append(trajectory)
-        talk.trajectory = Trajectory(new.prompt_ids, trajectory.room)
+        talk.trajectory = Trajectory(new.prompt_ids, room)
         return State.GENERATING
 
     def _shortened(self, text: str) -> str:

@@ -15,7 +15,8 @@ from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, T
 from verl.experimental.agent_loop.later_images import WholeTrajectories
 from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
 from verl.experimental.agent_loop.rewards import SCORED_HERE, SCORING_COLUMNS, TrajectoryScorer
-from verl.experimental.agent_loop.rows import last_segment, rows_of
+from verl.experimental.agent_loop.rows import rows_of
+from verl.experimental.agent_loop.segments import last_segment
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.spans import trajectory_span
 from verl.protocol import DataProto, tensors_of
@@ -153,10 +154,13 @@ class AgentLoopWorkerBase:
         async def run(attempt: Attempt) -> AgentLoopOutput:
             with trajectory_span(attempt, place, step, validate) as ended:
                 loop = self._build(name, self.server_manager.of(attempt))
-                output = last_segment(await loop.run(dict(sampling_params), **self._row(batch, index)))
+                outputs = await loop.run(dict(sampling_params), **self._row(batch, index))
+                width = tensors_of(batch)["input_ids"].shape[1]
+                output = last_segment(outputs, width, self.rollout_config.response_length)
                 if meta.get(SCORED_HERE):
-                    await self.scorer.add_score([output], self._as_rows([output], batch[index : index + 1], False))
-                ended(output)
+                    last = output.model_copy(update={"earlier": []})
+                    await self.scorer.add_score([output], self._as_rows([last], batch[index : index + 1], False))
+                ended([*output.earlier, output])
             return output
 
         return run

@@ -4,26 +4,62 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.experimental.agent_loop.segments import EARLIER_COLUMN
 from verl.experimental.agent_loop.trajectory import MODEL, TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 
 Conversation = list[dict[str, Any]]
 """The turns after the prompt: role, text, number of tokens, seconds, and tool calls."""
+_READ = ("prompts", "responses", "attention_mask")
 _BY_ROLE = {MODEL: "model", "tool": "tool", "user": "user"}
 
 
 def conversations(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[Conversation | None] | None:
-    """Return the conversation of each row, None where the loop keeps no turns; None if no row has any."""
-    if TURNS_COLUMN not in batch.non_tensor_batch:
+    """Return the conversation of each row, None where the loop keeps no turns; None if no row has any.
+
+    That of a trajectory of several segments has all of them; a turn ``segment`` shows the prompt of each further one.
+    """
+    columns = batch.non_tensor_batch
+    if TURNS_COLUMN not in columns and EARLIER_COLUMN not in columns:
         return None
-    responses = tensors_of(batch)["responses"]
-    column = batch.non_tensor_batch[TURNS_COLUMN]
-    return [
-        None if turns is None else [_shown(turn, responses[row].tolist(), tokenizer) for turn in turns]
-        for row, turns in enumerate(column)
-    ]
+    tensors = tensors_of(batch)
+    found: list[Conversation | None] = []
+    for row, before in enumerate(columns.get(EARLIER_COLUMN, [None] * len(batch))):
+        turns = columns[TURNS_COLUMN][row] if TURNS_COLUMN in columns else None
+        own = None if turns is None else [_shown(turn, tensors["responses"][row].tolist(), tokenizer) for turn in turns]
+        if before is None:
+            found.append(own)
+            continue
+        segments = _parts(before["tensors"], before["columns"].get(TURNS_COLUMN), tokenizer)
+        last = {name: tensors[name][row : row + 1] for name in _READ}
+        segments += _parts(last, [turns], tokenizer)
+        talk = list(segments[0][1])
+        for prompt, later in segments[1:]:
+            talk += [prompt, *later]
+        found.append(talk)
+    return found
+
+
+def _parts(
+    tensors: Mapping[str, Tensor], turns: Sequence[Any] | None, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[dict[str, Any], Conversation]]:
+    """Return the prompt of each segment as a turn, and its conversation."""
+    found = []
+    width = tensors["prompts"].shape[1]
+    for row, attended in enumerate(tensors["attention_mask"].bool()):
+        prompt = tensors["prompts"][row][attended[:width]].tolist()
+        response = tensors["responses"][row].tolist()
+        size = int(attended[width:].sum())
+        known = None if turns is None else turns[row]
+        if known is None:  # the loop keeps no turns
+            known = [{"role": MODEL, "start": 0, "end": size, "text": None, "calls": [], "seconds": 0.0}]
+        text = tokenizer.decode(prompt, skip_special_tokens=True)
+        start = {"role": "segment", "text": text, "tokens": len(prompt), "seconds": 0.0}
+        found.append((start, [_shown(turn, response, tokenizer) for turn in known]))
+    return found
 
 
 def _shown(turn: Mapping[str, Any], response: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

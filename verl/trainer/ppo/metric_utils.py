@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.conversations import turn_metrics
+from verl.trainer.ppo.segments import Joined, per_trajectory
 from verl.utils.metric import reduce_metrics as reduce_metrics
 from verl.workers.rollout.base import DROPPED_COLUMN
 
@@ -47,14 +48,16 @@ def _summary(name: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def _length_summary(name: str, lengths: Tensor, limit: int) -> dict[str, float]:
-    return {**_summary(name, lengths), f"{name}/clip_ratio": (lengths == limit).float().mean().item()}
+def _length_summary(name: str, lengths: Tensor, is_full: Tensor) -> dict[str, float]:
+    return {**_summary(name, lengths), f"{name}/clip_ratio": is_full.float().mean().item()}
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
     Scores and rewards leave out aborted responses, which have no token. Rows without a trajectory are left out of all.
+    A trajectory of several rows counts once: it has their tokens together, and is as long as allowed if one of them is.
+    Prompts are those of all rows.
 
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """
@@ -63,20 +66,26 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     info = _compute_response_info(batch)
     prompt_length, response_length = info["prompt_length"], info["response_length"]
     response_limit = tensors["responses"].shape[-1]
+    is_full = response_length == response_limit
+    scores, rewards = tensors["token_level_scores"], tensors["token_level_rewards"]
+    if whole := Joined.of(batch):
+        response_length, is_full = whole.total(response_length), whole.total(is_full.float()) > 0
+        scores, rewards = whole.rewards(scores), whole.rewards(rewards)
     finished = response_length > 0
     mask = tensors["response_mask"].bool()
     if not finished.any() or not mask.any():
         raise ValueError(f"all {len(response_length)} responses of this step are empty: there is nothing to learn from")
 
+    prompt_limit = tensors["attention_mask"].shape[-1] - response_limit
     metrics = {
-        **_summary("critic/score", tensors["token_level_scores"].sum(-1)[finished]),
-        **_summary("critic/rewards", tensors["token_level_rewards"].sum(-1)[finished]),
+        **_summary("critic/score", scores.sum(-1)[finished]),
+        **_summary("critic/rewards", rewards.sum(-1)[finished]),
         **_summary("critic/advantages", tensors["advantages"][mask]),
         **_summary("critic/returns", tensors["returns"][mask]),
-        **_length_summary("response_length", response_length, response_limit),
-        **_length_summary("response_length_non_aborted", response_length[finished], response_limit),
+        **_length_summary("response_length", response_length, is_full),
+        **_length_summary("response_length_non_aborted", response_length[finished], is_full[finished]),
         "response/aborted_ratio": (~finished).float().mean().item(),
-        **_length_summary("prompt_length", prompt_length, tensors["attention_mask"].shape[-1] - response_limit),
+        **_length_summary("prompt_length", prompt_length, prompt_length == prompt_limit),
     }
     if use_critic:
         values = tensors["values"][mask]
@@ -84,12 +93,18 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         unexplained = (returns - values).var() / (returns.var() + 1e-5) if len(returns) > 1 else torch.tensor(0.0)
         metrics |= _summary("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
-    metrics |= failure_metrics("reward", batch.non_tensor_batch.get("reward_failure"))
-    counted = {"__num_turns__": "num_turns", "tool_call_counts": "tool_call_counts", "segments": "segments"}
+    columns = per_trajectory(batch).non_tensor_batch
+    metrics |= failure_metrics("reward", columns.get("reward_failure"))
+    counted = {"__num_turns__": "num_turns", "tool_call_counts": "tool_call_counts"}
     for column, name in counted.items():
-        counts = [float(count) for count in batch.non_tensor_batch.get(column, ()) if count is not None]
+        counts = [float(count) for count in columns.get(column, ()) if count is not None]
         if counts:
             metrics |= _summary(name, torch.tensor(counts, dtype=torch.float64))
+    if "segments" in columns:  # only loops that may return several say how many
+        segments = [1.0 if count is None else float(count) for count in columns["segments"]]
+        metrics |= _summary("segments", torch.tensor(segments, dtype=torch.float64))
+    if "cut_segments" in columns:
+        metrics["segments/cut"] = float(sum(count or 0 for count in columns["cut_segments"]))
     return metrics | turn_metrics(batch)
 
 

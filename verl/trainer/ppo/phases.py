@@ -40,6 +40,7 @@ PHASES: dict[str, Phase] = {
         "rollout_log_probs sampling_seed reward_baselines rm_scores",
     ),
     "score": _phase(_SEQUENCE, "", "rm_scores"),
+    "segments": _phase(_SEQUENCE, "", "trajectory_share token_level_scores rm_scores acc"),
     "infer": _phase(_SEQUENCE, "", "old_log_probs ref_log_prob values"),
     "shape": _phase(
         _SEQUENCE + " uid",

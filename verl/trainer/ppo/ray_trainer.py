@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.algos.aggregate import agg_loss
+from verl.algos.aggregate import SHARE_COLUMN, agg_loss
 from verl.algos.kl import get_kl_controller
 from verl.algos.mismatch import calculate_debug_metrics
 from verl.algos.names import AdvantageEstimator
@@ -23,6 +23,7 @@ from verl.base_config import WrongInput
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, metric_utils, profiling, spares
 from verl.trainer.ppo.checkpoint import Checkpoints
@@ -36,6 +37,17 @@ from verl.trainer.ppo.records import StepRecord, dump_generations, scored_column
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
 from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn
 from verl.trainer.ppo.rollout_skip import RolloutSkip
+from verl.trainer.ppo.segments import (
+    SEGMENTS_COLUMN,
+    TRAJECTORY_COLUMN,
+    arrange,
+    balance_metrics,
+    has_segments,
+    per_trajectory,
+    placed,
+    segment_rows,
+    without_segments,
+)
 from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.timelines import Timelines
@@ -55,6 +67,7 @@ from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.vision.multi_modal import count_shared_bytes, replace_inputs, share
+from verl.workers.roles.batching import NUM_TRAJECTORIES
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop import AgentLoopManager
@@ -307,6 +320,8 @@ class RayPPOTrainer:
                     with self._timed("gen", timing):
                         self.sync_weights()
                     batch = self.collect(rows, metrics, timing)
+                    if has_segments(batch):
+                        batch = self._checked("segments", batch, self.split_segments, metrics, timing)
                     batch = self._checked("infer", batch, self.infer, metrics, timing)
                     batch = self._checked("shape", batch, self.shape, metrics, timing)
                     batch = self._checked("update", batch, self.update, metrics, timing)
@@ -485,6 +500,42 @@ class RayPPOTrainer:
             self.state.pending_reward = self._new_reward().start(batch, metrics)
         return batch
 
+    def split_segments(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Make a row of each segment of a trajectory whose agent loop has rewritten its history.
+
+        The scores are there before, since reward functions see one row of each trajectory. A recipe whose loss is that
+        of whole responses returns ``without_segments(batch, reason)``.
+        """
+        run = self.run_config
+        if run.algorithm.use_pf_ppo:
+            return without_segments(batch, "algorithm.use_pf_ppo draws whole responses")
+        with self._timed("reward", timing):
+            self._add_scores(batch, metrics)
+        if len(self.state.row_order) == len(batch):  # else a fork has cut the batch
+            batch.reorder(torch.tensor(self.state.row_order))  # so that the rows do not depend on the ranks
+        num_trajectories = len(batch)
+        rows = segment_rows(batch)
+        check_rollout(rows, rows, self.state.step, single_turn=False)
+        lengths = tensors_of(rows)["attention_mask"].sum(-1).tolist()
+        ranks = max(1, self.actor_rollout_wg.world_size // workers_of_a_shard(run.actor_rollout_ref.actor))
+        steps = math.lcm(*self._steps_of_a_pass(num_trajectories))
+        divisor = steps * math.lcm(ranks, *(group.world_size for group in self.worker_groups().values()))
+        trajectories = rows.non_tensor_batch[TRAJECTORY_COLUMN].tolist()
+        layout = arrange(trajectories, lengths, steps, ranks, divisor, run.trainer.balance_batch)
+        batch, self.state.row_order = placed(rows, layout)
+        metrics.update(balance_metrics(lengths, layout))
+        metrics["segments/rows"] = len(rows)
+        metrics["segments/filling_rows"] = len(batch) - len(rows)
+        batch.meta_info[NUM_TRAJECTORIES] = num_trajectories
+        return self._describe(batch)
+
+    def _steps_of_a_pass(self, num_trajectories: int) -> list[int]:
+        """Return for each role that trains in how many mini-batches it cuts a batch."""
+        run = self.run_config
+        roles = [run.actor_rollout_ref.actor] if run.critic is None else [run.actor_rollout_ref.actor, run.critic]
+        rows = run.actor_rollout_ref.rollout.n
+        return [max(1, num_trajectories // (role.ppo_mini_batch_size * rows)) for role in roles]
+
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Compute only the log-probabilities and values that the rest of the step reads."""
         run = self.run_config
@@ -570,6 +621,10 @@ class RayPPOTrainer:
         self.state.row_order = list(range(len(batch)))
         if self.run_config.trainer.balance_batch:
             self._balance_batch(batch, metrics)
+        return self._describe(batch)
+
+    def _describe(self, batch: DataProto) -> DataProto:
+        """Say in ``meta_info`` what workers count."""
         batch.meta_info["global_steps"] = self.state.step
         batch.meta_info["global_token_num"] = tensors_of(batch)["attention_mask"].sum(-1).tolist()
         batch.meta_info["images_seqlens"] = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
@@ -640,7 +695,8 @@ class RayPPOTrainer:
         entropies = tensors_of(output).pop("entropys")
         assert isinstance(entropies, torch.Tensor)
         mask = tensors_of(batch)["response_mask"]
-        entropy = agg_loss(entropies, mask, actor.loss_agg_mode, length=actor.loss_scale_factor)
+        shares = tensors_of(batch).get(SHARE_COLUMN, None)
+        entropy = agg_loss(entropies, mask, actor.loss_agg_mode, length=actor.loss_scale_factor, shares=shares)
         metrics["actor/entropy"] = entropy.item()
         batch = batch.union(output)
         if "rollout_log_probs" in tensors_of(batch).keys():
@@ -671,6 +727,8 @@ class RayPPOTrainer:
     def _dump(self, batch: DataProto, timing: Timing) -> None:
         folder = self.run_config.trainer.rollout_data_dir
         if folder:
+            if SEGMENTS_COLUMN in batch.non_tensor_batch:  # one line for each trajectory
+                batch = per_trajectory(batch.select_idxs(self.state.row_order))
             extras = {name: list(batch.non_tensor_batch[name]) for name in self.state.extra_columns}
             self._log_rollout_data(batch, extras, timing, folder)
 
@@ -709,17 +767,18 @@ class RayPPOTrainer:
         metrics.update(metric_utils.compute_throughput_metrics(batch, timing, workers))
         CLOCK.mark("first_step")
         metrics.update(CLOCK.report())
+        trajectories = per_trajectory(batch)
         sampler = self.train_dataloader.sampler
         if hasattr(sampler, "update"):
-            sampler.update(batch=batch)
-        trace_batch(batch, tensors_of(batch)["token_level_scores"].sum(-1), state.step, self.tokenizer)
+            sampler.update(batch=trajectories)
+        trace_batch(trajectories, tensors_of(trajectories)["token_level_scores"].sum(-1), state.step, self.tokenizer)
         details = self.step_record.finish(batch, metrics)
         self.output.log(metrics, state.step, details, finished=True)
         self.timelines.finish(state.step, self._recorded())
         profiler = self.run_config.global_profiler
         profiling.dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
         if not state.is_last_step and hasattr(self.train_dataset, "on_batch_end"):
-            self.train_dataset.on_batch_end(batch=batch)
+            self.train_dataset.on_batch_end(batch=trajectories)
 
     def _recorded(self) -> list[Part]:
         """Return what workers and agent loops have recorded for the timeline of the step."""

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.experimental.agent_loop.segments import EarlierSegments
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.metric_utils import without_dropped
+from verl.trainer.ppo.segments import earlier_segments, per_trajectory
 from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests, take_parts
@@ -117,6 +119,7 @@ class StepRecord:
         started = time.perf_counter()
         batch = without_dropped(batch)
         details: dict[str, Any] = {"response_length": length_histogram(batch)}
+        batch = per_trajectory(batch)
         if self.num_samples:  # while the workers report
             assert self.tokenizer is not None
             details["samples"] = sample_rows(batch, self.tokenizer, self.num_samples, self.veto_threshold)
@@ -158,6 +161,7 @@ def sample_rows(
     lengths = compute_response_mask(batch).sum(-1).tolist()
     truths = ground_truths(batch)
     extras = batch.non_tensor_batch
+    before = list(earlier_segments(batch))
     samples = []
     for row, prompt, response, talk in zip(rows, prompts, responses, turns, strict=True):
         sample: dict[str, Any] = {
@@ -165,7 +169,7 @@ def sample_rows(
             "prompt": shortened(prompt),
             "response": shortened(readable(talk) if talk and len(talk) > 1 else response),
             "score": scores[row].item(),
-            "tokens": lengths[row],
+            "tokens": lengths[row] + _earlier_tokens(before[row]),
             "truth": _short(truths[row]),
         }
         for column in ("uid", "data_source", "reward_failure"):
@@ -175,6 +179,14 @@ def sample_rows(
             sample["turns"] = _sample_turns(talk)
         samples.append(sample)
     return samples
+
+
+def _earlier_tokens(segments: EarlierSegments | None) -> int:
+    """Count the tokens of the responses of earlier segments."""
+    if segments is None:
+        return 0
+    tensors = segments["tensors"]
+    return int(tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum())
 
 
 def _sample_turns(talk: Conversation) -> list[SampleTurn]:
@@ -305,6 +317,9 @@ def scored_columns(
     turns = conversations(batch, tokenizer)
     if turns is not None:
         kept.setdefault("turns", ordered(turns))
+    before = earlier_texts(batch, tokenizer)
+    if before is not None:
+        kept.setdefault("earlier_segments", ordered(before))
     return {
         "inputs": ordered(tokenizer.batch_decode(tensors["prompts"], skip_special_tokens=True)),
         "outputs": ordered(tokenizer.batch_decode(tensors["responses"], skip_special_tokens=True)),
@@ -312,6 +327,20 @@ def scored_columns(
         "scores": ordered(tensors["token_level_scores"].sum(-1).tolist()),
         "reward_extra_infos_dict": kept,
     }
+
+
+def earlier_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[list[dict[str, str]] | None] | None:
+    """Return prompt and response of each earlier segment of the rows; None if no row has any."""
+    found = [None if each is None else _texts(each, tokenizer) for each in earlier_segments(batch)]
+    return None if all(each is None for each in found) else found
+
+
+def _texts(segments: EarlierSegments, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    names = {"input": "prompts", "output": "responses"}
+    texts = {
+        key: tokenizer.batch_decode(segments["tensors"][name], skip_special_tokens=True) for key, name in names.items()
+    }
+    return [{"input": before, "output": after} for before, after in zip(texts["input"], texts["output"], strict=True)]
 
 
 # ---- traces

@@ -10,6 +10,7 @@ from verl.algos.mismatch import compute_rollout_importance_weights
 from verl.algos.names import AdvantageEstimator
 from verl.base_config import Tree, WrongInput
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo.segments import Joined
 from verl.utils.torch_functional import masked_mean
 
 
@@ -35,6 +36,8 @@ def apply_kl_penalty(
     kl = torch.where(mask.bool(), kl, 0.0)  # padding may hold any number, also infinity
     beta = kl_ctrl.value
     tensors["token_level_rewards"] = tensors["token_level_scores"] - beta * kl
+    if whole := Joined.of(data):
+        kl, mask = whole.join(kl), whole.join(mask)
     used = mask.any(-1)  # rows without a token only fill the batch
     current = masked_mean(kl, mask=mask, axis=-1)[used].mean().item() if used.any() else 0.0
     kl_ctrl.update(current_kl=current, n_steps=int(used.sum()))
@@ -58,10 +61,13 @@ def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataPr
                 "set actor_rollout_ref.rollout.calculate_log_probs=true, or algorithm.rollout_is=false"
             )
         return batch, {}
+    whole = Joined.of(batch)
+    columns = [tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask")]
+    old_log_probs, rollout_log_probs, mask = columns if whole is None else map(whole.join, columns)
     weights, metrics = compute_rollout_importance_weights(
-        old_log_prob=tensors["old_log_probs"],
-        rollout_log_prob=tensors["rollout_log_probs"],
-        response_mask=tensors["response_mask"],
+        old_log_prob=old_log_probs,
+        rollout_log_prob=rollout_log_probs,
+        response_mask=mask,
         rollout_is_level=algorithm.rollout_is_level,
         rollout_is_mode=algorithm.rollout_is_mode,
         rollout_is_threshold=algorithm.rollout_is_threshold,
@@ -71,6 +77,9 @@ def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataPr
     if not algorithm.rollout_is:
         return batch, metrics
     assert weights is not None
+    if whole is not None:
+        split = whole.split(tensors_of(weights)["rollout_is_weights"])
+        weights = DataProto.from_dict(tensors={"rollout_is_weights": split})
     return batch.union(weights), metrics
 
 
@@ -86,7 +95,8 @@ def compute_advantage(
 ) -> DataProto:
     """Add ``advantages`` and ``returns`` (B, R) by a registered estimator.
 
-    The estimator gets the values that it has parameters for, see ``verl.algos.advantage``.
+    The estimator gets the values that it has parameters for, see ``verl.algos.advantage``. A trajectory of several rows
+    is one long row to it, so each counts once, and values and rewards of its segments follow each other.
 
     Args:
         gamma: discount; None takes the config's, else 1. The same for ``lam``.
@@ -100,17 +110,26 @@ def compute_advantage(
         batch["response_mask"] = compute_response_mask(data)
     columns = {name: batch[name] for name in ("values", "reward_baselines") if name in batch.keys()}
     groups = {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}
+    rewards, mask = batch["token_level_rewards"], batch["response_mask"]
+    whole = Joined.of(data)
+    if whole is not None:
+        rewards, mask = whole.rewards(rewards), whole.join(mask)
+        columns = {name: whole.join(each) if each.dim() == 2 else each[whole.last] for name, each in columns.items()}
+        groups = {name: uids[whole.last.numpy()] for name, uids in groups.items()}
     discounts = {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
-    batch["advantages"], batch["returns"] = estimate_advantages(
+    advantages, returns = estimate_advantages(
         adv_estimator,
-        token_level_rewards=batch["token_level_rewards"],
-        response_mask=batch["response_mask"],
+        token_level_rewards=rewards,
+        response_mask=mask,
         config=config,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         **columns,
         **groups,
         **discounts,
     )
+    if whole is not None:
+        advantages, returns = whole.split(advantages), whole.split(returns)
+    batch["advantages"], batch["returns"] = advantages, returns
     if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo"):
         options = AlgoConfig().pf_ppo | dict(config.get("pf_ppo") or {})
         data = compute_pf_ppo_reweight_data(data, options["reweight_method"], options["weight_pow"], generator)

@@ -14,7 +14,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics, without_dropped
-from verl.trainer.ppo.records import ground_truths, trace_batch
+from verl.trainer.ppo.records import earlier_texts, ground_truths, trace_batch
 from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
 from verl.workers.rewards.scoring import FAILURE_COLUMN
@@ -32,6 +32,7 @@ class ValidationSamples:
     sources: list[str] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     conversations: list[Conversation | None] = field(default_factory=list)
+    earlier: list[list[dict[str, str]] | None] = field(default_factory=list)
     extras: ExtraColumns = field(default_factory=lambda: defaultdict(list))
 
     def add(
@@ -51,6 +52,7 @@ class ValidationSamples:
         if "__num_turns__" in batch.non_tensor_batch:
             self.turns += [int(turns) for turns in batch.non_tensor_batch["__num_turns__"]]
         self.conversations += conversations(batch, tokenizer) or [None] * len(scores)
+        self.earlier += earlier_texts(batch, tokenizer) or [None] * len(scores)
 
     @property
     def shown(self) -> list[str]:
@@ -64,6 +66,8 @@ class ValidationSamples:
         columns = dict(self.extras)
         if any(self.conversations):
             columns.setdefault("turns", self.conversations)
+        if any(self.earlier):
+            columns.setdefault("earlier_segments", self.earlier)
         return columns
 
 

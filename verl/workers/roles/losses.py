@@ -142,15 +142,19 @@ def value_loss(
     mask = batch["response_mask"]
     values = model_output["values"]
     mode = config.loss_agg_mode
+
+    def means(*columns: Tensor) -> tuple[Tensor, Tensor]:
+        predictions, returns, old, kept = columns
+        return compute_value_loss(predictions, returns, old, kept, config.cliprange_value, mode)
+
     columns = (values, batch["returns"], batch["values"], mask)
-    mean, clip_fraction = compute_value_loss(*columns, config.cliprange_value, mode)
+    mean, clip_fraction = means(*columns)
     loss = sum_of_mean(mean, mask, agg_unit(mode))
     if parts := rows_by_share(batch.get(SHARE_COLUMN, None), mode):
-        means = [
-            (share, rows, compute_value_loss(*(each[rows] for each in columns), config.cliprange_value, mode)[0])
+        totals = [
+            share * sum_of_mean(means(*(column[rows] for column in columns))[0], mask[rows], loss.unit).total
             for share, rows in parts
         ]
-        totals = [share * sum_of_mean(part, mask[rows], loss.unit).total for share, rows, part in means]
         loss = Sum(torch.stack(totals).sum(), loss.unit)
     if loss.unit == "constant" and config.loss_scale_factor is not None:  # the mean divides by the width of the mask
         loss = Sum(loss.total * (mask.shape[-1] / config.loss_scale_factor), "constant")

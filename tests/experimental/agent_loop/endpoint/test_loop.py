@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from verl.experimental.agent_loop.endpoint.loop import NoTurnError
-from verl.experimental.agent_loop.rows import last_segment
+from verl.experimental.agent_loop.segments import last_segment
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.workers.rollout.server import ServerError
 
@@ -124,7 +124,7 @@ def test_what_the_model_sampled_is_never_encoded_again() -> None:
 
 
 def test_a_changed_history_starts_a_segment() -> None:
-    """Each request continues the conversation that it repeats; the last segment is the trajectory."""
+    """Each request continues the conversation that it repeats; a row of the last segment holds the others."""
 
     async def agent(base_url: str, api_key: str) -> float:
         async with client(base_url, api_key) as model:
@@ -141,7 +141,10 @@ def test_a_changed_history_starts_a_segment() -> None:
         return 1.0
 
     output, server = run(last_word, agent)
-    assert output.extra_fields["segments"] == 2
+    assert output.extra_fields["segments"] == 2 and output.reward_score == 1.0 and output.num_turns == 7
+    (before,) = output.earlier
+    assert before.prompt_ids == ids("<|user|>one<|end|><|assistant|>") and before.reward_score is None
+    assert before.response_ids == ids("re:one<|end|><|user|>three<|end|><|assistant|>re:three<|end|>")
     assert output.prompt_ids == ids(
         "<|user|>one<|end|><|assistant|>something else<|end|><|user|>two<|end|><|assistant|>"
     )
@@ -149,6 +152,28 @@ def test_a_changed_history_starts_a_segment() -> None:
     assert len({params["seed"] for _, _, params in server.asked}) == 4
     third = server.asked[2][1]
     assert third == ids("<|user|>one<|end|><|assistant|>re:one<|end|><|user|>three<|end|><|assistant|>")
+
+
+def test_a_later_segment_may_start_with_a_longer_prompt() -> None:
+    """What its prompt has beyond that of a row is taken from the room of its answers."""
+
+    async def agent(base_url: str, api_key: str) -> float:
+        async with client(base_url, api_key) as model:
+            for length in (2, 50, 80):
+                try:
+                    await model.chat.completions.create(model="any", messages=[user("x" * length)])
+                except openai.BadRequestError as error:
+                    assert length == 80 and "a later segment of a trajectory has room for 70" in str(error)
+        return 1.0
+
+    output, server = run(lambda _: "yes", agent, prompt_length=30, response_length=40)
+    assert [params["max_tokens"] for _, _, params in server.asked] == [40, 70 - 53]
+    asked = server.asked[1][1]
+    assert output.extra_fields["segments"] == 2 and len(output.earlier) == 1 and output.prompt_ids == asked
+    first, last = output.earlier[0], last_segment([output.earlier[0], output], 30, 40)
+    assert len(first.prompt_ids) == 5 and last.prompt_ids == asked[:30]
+    assert last.response_ids == asked[30:] + ids("yes<|end|>") and last.response_mask == [0] * 23 + [1] * 4
+    assert last.extra_fields["cut_segments"] == 0
 
 
 def test_parallel_requests_are_segments_of_their_own() -> None:

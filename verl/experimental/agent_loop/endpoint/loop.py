@@ -94,10 +94,12 @@ class EndpointAgentLoop(AgentLoopBase):
         if not segments:
             reason = f"{session.refused}" if session.refused else "it asked the endpoint for nothing"
             raise NoTurnError(f"{type(self).__name__}.act has ended without an answer of the model: {reason}")
+        num_turns = 1 + sum(len(segment.trajectory.turns) for segment in segments)
         outputs = []
         for segment in segments:
             extra = {"segments": len(segments), TURNS_COLUMN: turn_columns(segment.trajectory.turns)}
-            outputs.append(segment.trajectory.output(reward_score=reward, extra_fields=extra))
+            outputs.append(segment.trajectory.output(num_turns=num_turns, extra_fields=extra))
+        outputs[-1].reward_score = reward  # that of the whole trajectory
         return outputs if len(outputs) > 1 else outputs[0]
 
     async def _acted(self, session: Session, base_url: str, api_key: str, row: dict[str, Any]) -> float | None:

@@ -236,14 +236,23 @@ class Session:
 
     def _start(self, history: Said, prompt_ids: list[int]) -> Segment[Said]:
         limit = self.policy.prompt_length
-        if len(prompt_ids) > limit:
+        beyond = max(0, len(prompt_ids) - limit)
+        room = self.policy.response_length - beyond
+        if beyond and not self.segments:
             self.is_full = True
             raise RequestError(
                 f"the prompt has {len(prompt_ids)} tokens, and a trajectory starts with at most {limit} "
                 "(data.max_prompt_length)",
                 code=FULL,
             )
-        segment = Segment(self._started, history, Trajectory(prompt_ids, self.policy.response_length))
+        if room <= 0:
+            self.is_full = True
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, and a later segment of a trajectory has room for "
+                f"{limit + self.policy.response_length} (data.max_prompt_length + data.max_response_length)",
+                code=FULL,
+            )
+        segment = Segment(self._started, history, Trajectory(prompt_ids, room))
         self._started += 1
         return segment
 
