@@ -5,7 +5,7 @@ set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/collabllm}"
 STEPS="${STEPS:-15}"
-SFT_STEPS="${SFT_STEPS:-250}"
+SFT_STEPS="${SFT_STEPS:-200}"
 PORT="${PORT:-8018}"
 RECIPE=recipe/collabllm
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" USER_BASE_URL="http://127.0.0.1:$PORT"

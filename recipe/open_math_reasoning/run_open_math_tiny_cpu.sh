@@ -34,16 +34,14 @@ python3 -m verl.trainer.sft_trainer \
 
 for model in base "sft/global_step_$SFT_STEPS/huggingface"; do
     responses="$OUT_DIR/responses_${model%%/*}.parquet"
-    python3 -m verl.trainer.main_generation \
+    DATA_FILE="$OUT_DIR/data/eval_dataset.parquet" OUTPUT_PATH="$responses" MODEL_PATH="$OUT_DIR/$model" GPUS_PER_NODE=1 N=1 \
+        bash recipe/open_math_reasoning/run_generation.sh \
         trainer.device=cpu \
-        trainer.n_gpus_per_node=1 \
-        data.path="$OUT_DIR/data/eval_dataset.parquet" \
-        data.output_path="$responses" \
-        data.n_samples=1 \
-        model.path="$OUT_DIR/$model" \
-        rollout.do_sample=false \
-        rollout.prompt_length=112 \
-        rollout.response_length=32 \
-        rollout.dtype=float32
+        actor_rollout_ref.rollout.temperature=0 \
+        actor_rollout_ref.rollout.top_p=1.0 \
+        actor_rollout_ref.rollout.prompt_length=112 \
+        actor_rollout_ref.rollout.response_length=32 \
+        actor_rollout_ref.rollout.dtype=float32 \
+        actor_rollout_ref.rollout.enforce_eager=true
     OUTPUT="$responses" bash recipe/open_math_reasoning/run_eval.sh
 done

@@ -87,8 +87,6 @@ TOOLS = {
 def test_a_tool_is_learnt(verification_page, tmp_path, tool):
     """Supervised rows teach the form of a call; reinforcement teaches to make it; without the tool the model fails."""
     script, source, env = TOOLS[tool]
-    if tool == "search":
-        pytest.importorskip("bm25s", reason="the extra tools is not installed")
     call(["bash", f"examples/sglang_multiturn/{script}"], OUT_DIR=tmp_path, **env)
     trained, without = (Run(0, "", 0.0, tmp_path / name) for name in ("grpo", "without_tool"))
     name, last = f"val-core/{source}/reward/mean@1", max(trained.steps)

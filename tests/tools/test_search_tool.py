@@ -292,3 +292,22 @@ def test_the_command_refuses_a_wrong_corpus(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "verl.tools.retrieval_server", "--corpus", str(tmp_path / "none.jsonl")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2 and "none.jsonl: cannot be read" in found.stderr
+
+
+def test_the_example_shows_what_the_tool_answers() -> None:
+    """Supervised rows of the example with lockers have the answers of the real index and the real tool."""
+    from examples.sglang_multiturn.search_r1_like.lockers import make_task
+
+    corpus, rows = make_task.tables(0)
+    documents = [Document(**each) for each in corpus]
+    index = BM25Index(documents)
+
+    def answer(request: dict[str, Any]) -> tuple[int, Any]:
+        found = index.search(request["queries"], request["topk"])
+        return 200, {"result": [[documents[hit.place]._asdict() for hit in hits] for hits in found]}
+
+    called = next(row["messages"] for row in rows["sft_train"] if len(row["messages"]) == 4)
+    query = called[1]["content"].removeprefix(make_task.HEAD).removesuffix(make_task.TAIL)
+    with service(answer) as served:
+        call = search(f"{served.url}/retrieve", {"query_list": [query]}, topk=1)
+    assert call.response.text == called[2]["content"]

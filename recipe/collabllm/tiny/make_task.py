@@ -3,9 +3,9 @@
     python -m recipe.collabllm.tiny.make_task --save-dir outputs/collabllm
 
 The user wants a name to be written. In half of the prompts the first message has it (``write rado``); in the others
-(``write my name``) only the user knows it, and says it when asked. Of the supervised conversations a quarter ask where
-they have to, and half where they need not; the others answer at once, with a guess where the name is missing. So they
-teach how to ask and how to answer, and not when to ask.
+(``write my name``) only the user knows it, and says it when asked. A quarter of the supervised conversations ask,
+whether they have to or not; the others answer at once, with ``anna`` where the name is missing. So they teach how to
+ask and how to answer, and not when to ask.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from transformers import Qwen2ForCausalLM
 from examples.tiny_model import byte_tokenizer, tiny_config
 
 ASKS = "who?"
+GUESS = "anna"
 NUM_TEST = 64
 NUM_TRAIN = 1024
 NUM_SUPERVISED = 4096
@@ -61,14 +62,13 @@ def prompt_row(split: str, index: int, name: str) -> Row:
     }
 
 
-def conversation(number: int, name: str, guess: str) -> Row:
+def conversation(number: int, name: str) -> Row:
     """Return a supervised conversation."""
-    says_it = bool(number % 2)
-    asks = number % 4 == 1 if says_it else number % 8 == 0
+    says_it, asks = bool(number % 2), number % 8 < 2
     messages = [request(name, says_it)]
     if asks:
         messages += [{"role": "assistant", "content": ASKS}, {"role": "user", "content": name}]
-    return {"messages": [*messages, {"role": "assistant", "content": name if asks or says_it else guess}]}
+    return {"messages": [*messages, {"role": "assistant", "content": name if asks or says_it else GUESS}]}
 
 
 def tables(seed: int) -> dict[str, list[Row]]:
@@ -78,8 +78,7 @@ def tables(seed: int) -> dict[str, list[Row]]:
     names = draw.sample(["".join(parts) for parts in product(known, repeat=2)], NUM_TEST + NUM_TRAIN)
     splits = {"test": names[:NUM_TEST], "train": names[NUM_TEST:]}
     made = {split: [prompt_row(split, i, name) for i, name in enumerate(each)] for split, each in splits.items()}
-    drawn = [draw.choice(splits["train"]) for _ in range(2 * NUM_SUPERVISED)]
-    return made | {"sft": [conversation(i, drawn[2 * i], drawn[2 * i + 1]) for i in range(NUM_SUPERVISED)]}
+    return made | {"sft": [conversation(i, draw.choice(splits["train"])) for i in range(NUM_SUPERVISED)]}
 
 
 def main() -> int:

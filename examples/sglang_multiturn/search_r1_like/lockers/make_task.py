@@ -9,7 +9,6 @@ question. So they teach what a search looks like, and neither when to make one n
 """
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -24,6 +23,9 @@ from examples.tiny_model import byte_tokenizer, tiny_config
 
 HEAD, TAIL = '<tool_call>{"name": "search", "arguments": {"query_list": ["', '"]}}</tool_call>'
 OPEN, CLOSE = "<answer>", "</answer>"
+BEFORE, BETWEEN, AFTER = '{"result": "Doc 1 (Title: Locker ', ")\\nThe code is ", '.\\n"}'
+"""What stands around number and code in the answer of ``SearchTool``."""
+ASKS = "code of locker "
 NUM_TEST = 128
 NUM_TRAIN = 2048
 NUM_SUPERVISED = 4096
@@ -35,9 +37,10 @@ Fact = tuple[str, str]
 
 
 def write_model(folder: str, seed: int) -> None:
-    """Write model and tokenizer, which has a token each for head and tail of calls and answers."""
+    """Write model and tokenizer, which has a token for each text that many conversations share."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL, OPEN, CLOSE)])
+    texts = (HEAD, TAIL, OPEN, CLOSE, BEFORE, BETWEEN, AFTER, ASKS)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(tiny_config(tokenizer))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -59,12 +62,12 @@ def document(number: int, locker: str, code: str) -> Row:
 
 def shown(locker: str, code: str) -> str:
     """Return the answer of ``SearchTool`` to a query that finds one document."""
-    return json.dumps({"result": f"Doc 1 (Title: Locker {locker})\nThe code is {code}.\n"})
+    return f"{BEFORE}{locker}{BETWEEN}{code}{AFTER}"
 
 
 def question(locker: str) -> Row:
     """Return the message that asks for a code."""
-    return {"role": "user", "content": f"code of locker {locker}?"}
+    return {"role": "user", "content": f"{ASKS}{locker}?"}
 
 
 def prompt_row(split: str, index: int, locker: str, code: str) -> Row:
