@@ -3,9 +3,9 @@
     python examples/sglang_multiturn/search_r1_like/lockers/make_task.py --save-dir outputs/search
 
 ``corpus.jsonl`` has a document on each of 2,176 lockers, with its code of three digits. ``data`` asks for codes. No
-locker of ``test`` occurs elsewhere in the data, so only the corpus says its code. Half of the supervised conversations
-answer at once, with the right code; the other half search first, and only half of those for the locker of the
-question. So they teach what a search looks like, and neither when to make one nor reliably of what.
+locker of ``test`` occurs elsewhere in the data, so only the corpus says its code. Three of five supervised
+conversations answer at once, with the right code; the other two search first, a quarter of those for another locker
+than that of the question. So they teach what a search looks like, and neither when to make one nor reliably of what.
 """
 
 import argparse
@@ -85,8 +85,8 @@ def conversation(number: int, fact: Fact, other: Fact) -> Row:
     """Return a supervised conversation: an answer, or a search for this or for another locker and an answer."""
     locker, code = fact
     messages = [question(locker)]
-    if number % 2:
-        locker, code = fact if number % 4 == 1 else other
+    if number % 5 < 2:
+        locker, code = other if number % 10 == 6 else fact
         call = {"role": "assistant", "content": f"{HEAD}{locker}{TAIL}"}
         messages += [call, {"role": "tool", "content": shown(locker, code)}]
     return {"messages": [*messages, {"role": "assistant", "content": f"{OPEN}{code}{CLOSE}"}]}
