@@ -52,6 +52,7 @@ class ImageZoomInTool(BaseTool):
         self._limit = ConcurrencyLimit(self.options.num_workers, shared, "image zoom")
         self._pool = ThreadPoolExecutor(self.options.num_workers, thread_name_prefix="zoom")
         self._images: dict[str, Image] = {}
+        self._shown: dict[str, int] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return what the model is told about the tool."""
@@ -103,11 +104,17 @@ class ImageZoomInTool(BaseTool):
         label = parameters.get("label")
         named = f" with label {label}" if label else ""
         text = f"Zoomed in on the image to the region {list(box)}{named}."
+        self._shown[instance_id] = self._shown.get(instance_id, 0) + 1
         return ToolResponse(text=text, image=[shown]), 0.0, {"success": True}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Return how many regions were shown, for scorers that reward looking."""
+        return float(self._shown.get(instance_id, 0))
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the image."""
         self._images.pop(instance_id, None)
+        self._shown.pop(instance_id, None)
 
     async def _run(self, work: Any) -> Any:
         async with self._limit.slot(), asyncio.timeout(self.options.timeout):

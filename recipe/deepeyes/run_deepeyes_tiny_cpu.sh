@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# A tiny model learns where to look, on CPU: supervised rows teach what a zoom looks like, GRPO with tool_agent when and where to zoom.
+# The judge compares letters (exact_judge.py); LLM_AS_A_JUDGE_BASE names another one. Arguments: overrides of GRPO.
+set -euxo pipefail
+
+OUT_DIR="${OUT_DIR:-outputs/deepeyes}"
+STEPS="${STEPS:-20}"
+SFT_STEPS="${SFT_STEPS:-200}"
+JUDGE_PORT="${JUDGE_PORT:-18901}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+python3 -m recipe.deepeyes.textures --save-dir "$OUT_DIR"
+
+python3 -m verl.trainer.sft_trainer \
+    "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
+    "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
+    data.train_batch_size=32 \
+    data.use_dynamic_bsz=true \
+    data.max_token_len_per_gpu=4096 \
+    data.max_length=128 \
+    "model.path='$OUT_DIR/model'" \
+    model.use_remove_padding=true \
+    model.enable_gradient_checkpointing=false \
+    engine.model_dtype=fp32 \
+    optim.lr=2e-3 \
+    optim.lr_scheduler_type=cosine \
+    optim.lr_warmup_steps_ratio=0.1 \
+    checkpoint.save_contents='[hf_model]' \
+    trainer.device=cpu \
+    trainer.logger='[]' \
+    trainer.project_name=deepeyes \
+    trainer.experiment_name=sft \
+    "trainer.default_local_dir='$OUT_DIR/sft'" \
+    trainer.total_epochs=100 \
+    trainer.total_training_steps="$SFT_STEPS" \
+    trainer.save_freq=1000 \
+    trainer.test_freq=100 \
+    trainer.max_ckpt_to_keep=1
+
+if [ -z "${LLM_AS_A_JUDGE_BASE:-}" ]; then
+    export LLM_AS_A_JUDGE_BASE="http://127.0.0.1:$JUDGE_PORT/v1"
+    python3 -m recipe.deepeyes.exact_judge --port "$JUDGE_PORT" &
+    trap "kill $!" EXIT
+fi
+
+python3 -m verl.trainer.main_ppo \
+    --config-path="$PWD/recipe/deepeyes/configs" \
+    --config-name=deepeyes_multiturn_grpo \
+    algorithm.adv_estimator=grpo \
+    "data.train_files='$OUT_DIR/data/train.parquet'" \
+    "data.val_files='$OUT_DIR/data/test.parquet'" \
+    data.train_batch_size=16 \
+    data.max_prompt_length=32 \
+    data.max_response_length=128 \
+    data.dataloader_num_workers=0 \
+    data.custom_cls.path=recipe/deepeyes/textures.py \
+    data.custom_cls.name=TextureDataset \
+    "actor_rollout_ref.model.path='$(echo "$OUT_DIR"/sft/global_step_*/huggingface)'" \
+    actor_rollout_ref.model.custom_chat_template=null \
+    actor_rollout_ref.model.use_remove_padding=true \
+    actor_rollout_ref.model.enable_gradient_checkpointing=false \
+    actor_rollout_ref.actor.optim.lr=5e-4 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.use_dynamic_bsz=true \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
+    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
+    actor_rollout_ref.rollout.dtype=float32 \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.limit_images=3 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.enforce_eager=true \
+    actor_rollout_ref.rollout.calculate_log_probs=true \
+    actor_rollout_ref.rollout.agent.num_workers=1 \
+    actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \
+    actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=disable \
+    trainer.device=cpu \
+    trainer.n_gpus_per_node=1 \
+    trainer.logger='[]' \
+    trainer.project_name=deepeyes \
+    trainer.experiment_name=grpo \
+    "trainer.default_local_dir='$OUT_DIR/grpo'" \
+    "trainer.validation_data_dir='$OUT_DIR/grpo/validation'" \
+    trainer.total_epochs=1000 \
+    trainer.total_training_steps="$STEPS" \
+    trainer.test_freq=10 \
+    trainer.save_freq=-1 \
+    "$@"

@@ -1,0 +1,170 @@
+"""Write a task that a tiny model can only solve by zooming in: a model with random weights, and its data.
+
+    python3 -m recipe.deepeyes.textures --save-dir outputs/deepeyes
+
+Each picture has four quarters with lines too fine for the small copy that the prompt shows: there all are grey. The
+question names a quarter, and the answer is its texture. Half of the supervised conversations guess at once; the other
+half zoom in first, and only half of those on the right quarter. So they teach the form of a call and how to read a
+texture, and neither when to look nor where.
+"""
+
+import argparse
+import io
+import os
+import random
+import sys
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken
+
+from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
+from recipe.deepeyes.deepeyes import CustomRLHFDataset
+
+DATA_SOURCE = "textures"
+KIND = "qwen2_5_vl"
+HEAD, TAIL = '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [', "]}}</tool_call>"
+ANSWER, END = "<answer>", "</answer>"
+QUARTER = 56
+"""Pixels of a side of a quarter."""
+SMALL = 56
+"""Pixels of a side of the copy in the prompt."""
+PLACES = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}
+TEXTURES = "HVCP"
+"""Horizontal lines, vertical lines, a check, plain."""
+SIZES = {"train": 1024, "test": 128, "sft_train": 4096, "sft_test": 64}
+
+Row = dict[str, Any]
+
+
+class TextureDataset(CustomRLHFDataset):
+    """The data set of the recipe without a system prompt, which would be most of a prompt here."""
+
+    system = ""
+
+
+def texture(letter: str, rng: random.Random) -> np.ndarray:
+    """Return a quarter (QUARTER, QUARTER) of some brightness and contrast, which fades out towards its sides.
+
+    Lines are one pixel wide, and a smaller copy has their mean; the mean is the same for all textures.
+    """
+    rows, columns = np.indices((QUARTER, QUARTER))
+    sign = {"H": rows, "V": columns, "C": rows + columns}.get(letter)
+    level, contrast = rng.randint(110, 145), rng.randint(70, 110)
+    if sign is None:
+        return np.full((QUARTER, QUARTER), float(level))
+    fade = np.sin(np.pi * (np.arange(QUARTER) + 0.5) / QUARTER) ** 2
+    return level + contrast * fade[:, None] * fade * (1 - 2 * (sign % 2))
+
+
+def draw(letters: str, rng: random.Random) -> Image.Image:
+    """Return a picture with a texture for each of ``PLACES``."""
+    grey = np.zeros((2 * QUARTER, 2 * QUARTER))
+    for letter, (x, y) in zip(letters, PLACES.values(), strict=True):
+        grey[y * QUARTER : (y + 1) * QUARTER, x * QUARTER : (x + 1) * QUARTER] = texture(letter, rng)
+    return Image.fromarray(np.rint(grey).astype(np.uint8)).convert("RGB")
+
+
+def box_of(place: str) -> list[int]:
+    """Return the region of a quarter."""
+    x, y = (QUARTER * index for index in PLACES[place])
+    return [x, y, x + QUARTER, y + QUARTER]
+
+
+def as_png(image: Image.Image) -> bytes:
+    """Return the bytes of a file."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def small(picture: Image.Image) -> Row:
+    """Return the copy of a picture that the prompt shows."""
+    return {"bytes": as_png(picture), "resized_height": SMALL, "resized_width": SMALL}
+
+
+def prompt_row(split: str, index: int, rng: random.Random) -> Row:
+    """Return a question with its ground truth, and the picture for the tool."""
+    letters = "".join(rng.choice(TEXTURES) for _ in PLACES)
+    place = rng.choice(list(PLACES))
+    picture = draw(letters, rng)
+    kwargs = {"image_zoom_in_tool": {"create_kwargs": {"image": {"bytes": as_png(picture)}}}}
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"<image>{place}"}],
+        "images": [small(picture)],
+        "ability": "perception",
+        "reward_model": {"style": "rule", "ground_truth": letters[list(PLACES).index(place)]},
+        "extra_info": {"split": split, "index": index, "question": f"texture, {place}", "tools_kwargs": kwargs},
+    }
+
+
+def conversation(number: int, rng: random.Random) -> Row:
+    """Return a supervised conversation: a guess, or a look at this or another quarter and its texture."""
+    letters = "".join(rng.choice(TEXTURES) for _ in PLACES)
+    place = rng.choice(list(PLACES))
+    picture = draw(letters, rng)
+    said = rng.choice(TEXTURES)
+    images = [small(picture)]
+    messages = [{"role": "user", "content": f"<image>{place}"}]
+    if number % 2:
+        looked = place if number % 4 == 1 else rng.choice(list(PLACES))
+        box = box_of(looked)
+        said = letters[list(PLACES).index(looked)]
+        sides = {"resized_height": QUARTER, "resized_width": QUARTER}
+        images.append({"bytes": as_png(picture.crop((box[0], box[1], box[2], box[3]))), **sides})
+        messages += [
+            {"role": "assistant", "content": f"{HEAD}{', '.join(map(str, box))}{TAIL}"},
+            {"role": "tool", "content": f"<image>Zoomed in on the image to the region {box}."},
+        ]
+    return {"messages": [*messages, {"role": "assistant", "content": f"{ANSWER}{said}{END}"}], "images": images}
+
+
+def write_model(folder: str, seed: int) -> None:
+    """Write model and processor; its tokenizer has a token each for the ends of a call and of an answer."""
+    tokenizer = vision_tokenizer(KIND)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL, ANSWER, END)])
+    torch.manual_seed(seed)
+    config = tiny_vl_config(KIND, tokenizer, hidden_size=64)
+    model = getattr(transformers, f"{VL_KINDS[KIND]}ForConditionalGeneration")(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    vl_processor(KIND, tokenizer).save_pretrained(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def tables(seed: int) -> dict[str, list[Row]]:
+    """Return the rows of each file by its name."""
+    made = {}
+    for number, (split, size) in enumerate(SIZES.items()):
+        rng = random.Random(10 * seed + number)
+        is_talk = split.startswith("sft")
+        made[split] = [conversation(i, rng) if is_talk else prompt_row(split, i, rng) for i in range(size)]
+    return made
+
+
+def main() -> int:
+    """Write model and data; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save-dir", required=True, help="output folder")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: 0)")
+    args = parser.parse_args()
+    folder = os.path.expanduser(args.save_dir)
+    try:
+        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
+        for name, rows in tables(args.seed).items():
+            datasets.Dataset.from_list(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
+        write_model(os.path.join(folder, "model"), args.seed)
+    except OSError as error:
+        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
