@@ -40,7 +40,7 @@ python3 -m verl.trainer.sft_trainer \
 if [ -z "${LLM_AS_A_JUDGE_BASE:-}" ]; then
     export LLM_AS_A_JUDGE_BASE="http://127.0.0.1:$JUDGE_PORT/v1"
     python3 -m recipe.deepeyes.exact_judge --port "$JUDGE_PORT" &
-    trap "kill $!" EXIT
+    trap "kill $! || true" EXIT
 fi
 
 python3 -m verl.trainer.main_ppo \
@@ -66,7 +66,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
     actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.limit_images=3 \
+    +actor_rollout_ref.rollout.limit_images=3 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.enforce_eager=true \
     actor_rollout_ref.rollout.calculate_log_probs=true \
