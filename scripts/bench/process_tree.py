@@ -45,14 +45,18 @@ class ProcessTree:
                 sums[name] = sums.get(name, 0.0) + sum(process.cpu_times()[:4])  # own and reaped, user and system
         return sums
 
-    def note_memory(self) -> None:
-        """Keep the highest sums of resident memory: RSS counts a shared page in every process, PSS once."""
+    def note_memory(self) -> int:
+        """Keep the highest sums of resident memory: RSS counts a shared page in every process, PSS once.
+
+        Returns: the current PSS.
+        """
         rss = pss = 0
         for process in self._alive():
             with suppress(*_GONE):
                 rss += process.memory_info().rss
                 pss += _proportional(process.pid)
         self.peak_rss, self.peak_pss = max(self.peak_rss, rss), max(self.peak_pss, pss)
+        return pss
 
 
 def _proportional(pid: int) -> int:
@@ -77,13 +81,14 @@ def run_measured(
 ) -> dict[str, Any]:
     """Run a command that appends a line to ``progress`` after each step, and measure at every line.
 
-    Returns: ``marks``, a list of (seconds, {process: CPU seconds}) with one entry per line, and the peaks of memory.
+    Returns: ``marks``, a list of (seconds, {process: CPU seconds}) with one entry per line, ``pss_at_marks``, and the
+        peaks of memory.
     Raises: RuntimeError with the end of the log when the command fails or takes longer than ``timeout_s``.
     """
     started = time.monotonic()
     with log.open("w") as out:
         child = subprocess.Popen(command, env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
-        tree, marks, memory_at = ProcessTree(child.pid), [], 0.0
+        tree, marks, pss, memory_at = ProcessTree(child.pid), [], [], 0.0
         try:
             while child.poll() is None:
                 now = time.monotonic()
@@ -91,6 +96,7 @@ def run_measured(
                     raise RuntimeError(f"no end after {timeout_s} s: {command}\n{_tail(log)}")
                 if progress.exists() and progress.read_bytes().count(b"\n") > len(marks):  # a line may come in pieces
                     marks.append((now - started, tree.cpu_seconds()))
+                    pss.append(tree.note_memory())
                 elif now > memory_at:
                     memory_at = now + _MEMORY_EVERY_S
                     tree.note_memory()
@@ -101,7 +107,7 @@ def run_measured(
                 child.wait(timeout=60)
     if child.returncode:
         raise RuntimeError(f"exit {child.returncode}: {command}\n{_tail(log)}")
-    return {"marks": marks, "peak_rss": tree.peak_rss, "peak_pss": tree.peak_pss}
+    return {"marks": marks, "pss_at_marks": pss, "peak_rss": tree.peak_rss, "peak_pss": tree.peak_pss}
 
 
 def _tail(log: Path) -> str:
