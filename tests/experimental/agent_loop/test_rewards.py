@@ -1,6 +1,7 @@
 """Trajectories that are scored one by one, where they are made, have the scores of a batch."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,12 @@ def batch_of(*texts: str) -> DataProto:
 
 
 def scored_apart(config: DictConfig, batch: DataProto) -> DataProto:
-    """Score row by row, and put the scores into the batch as agent loops do."""
-    scorer = TrajectoryScorer(config, TOKENIZER)
+    """Score the first row, then those that have ended meanwhile, and put the scores into the batch as loops do."""
+    scorer = TrajectoryScorer(config, TOKENIZER, lambda outputs, requests: requests)
     outputs = [AgentLoopOutput(prompt_ids=[], response_ids=[], response_mask=[]) for _ in range(len(batch))]
 
     async def run() -> None:
-        await asyncio.gather(*(scorer.add_score([each], batch[row : row + 1]) for row, each in enumerate(outputs)))
+        await asyncio.gather(*(scorer.add_score([each], batch, row) for row, each in enumerate(outputs)))
 
     asyncio.run(run())
     scored = batch.select()
@@ -111,12 +112,12 @@ def test_samples_are_shown_as_if_the_trainer_had_scored(config: DictConfig, capl
 
 
 def test_a_score_of_the_loop_is_kept_and_segments_share_one(config: DictConfig) -> None:
-    scorer = TrajectoryScorer(config, TOKENIZER)
+    scorer = TrajectoryScorer(config, TOKENIZER, lambda outputs, requests: requests)
     outputs = [AgentLoopOutput(prompt_ids=[], response_ids=[], response_mask=[]) for _ in range(2)]
-    asyncio.run(scorer.add_score(outputs, batch_of("word")))
+    asyncio.run(scorer.add_score(outputs, batch_of("word"), 0))
     assert [output.reward_score for output in outputs] == [1.0, 1.0] and outputs[0].extra_fields["acc"] is True
     known = AgentLoopOutput(prompt_ids=[], response_ids=[], response_mask=[], reward_score=0.25)
-    asyncio.run(scorer.add_score([known], batch_of("word")))
+    asyncio.run(scorer.add_score([known], batch_of("word"), 0))
     assert known.reward_score == 0.25 and not known.extra_fields
 
 
@@ -127,3 +128,27 @@ def test_which_managers_score_one_by_one(config: DictConfig, tmp_path: Path) -> 
     assert not scores_one_by_one(lambda data: None)
     prime = load_reward_manager(config_of(tmp_path, "reward_model.reward_manager=prime"), TOKENIZER, num_examine=0)
     assert not scores_one_by_one(prime)
+
+
+def test_trajectories_that_wait_are_scored_together_and_one_that_is_wrong_costs_itself(config: DictConfig) -> None:
+    sizes = []
+
+    def rows_of(outputs: Sequence[AgentLoopOutput], requests: DataProto) -> DataProto:
+        sizes.append(len(outputs))
+        if any(output.prompt_ids for output in outputs):
+            raise ValueError("its prompt is too long")
+        return requests
+
+    scorer = TrajectoryScorer(config, TOKENIZER, rows_of)
+    batch = batch_of("word", "a", "longer", "word")
+    prompts = [[], [], [1], []]
+    outputs = [AgentLoopOutput(prompt_ids=ids, response_ids=[], response_mask=[]) for ids in prompts]
+
+    async def run() -> list[BaseException | None]:
+        calls = [scorer.add_score([output], batch, row) for row, output in enumerate(outputs)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    errors = asyncio.run(run())
+    assert [type(error) for error in errors] == [type(None), type(None), ValueError, type(None)]
+    assert [output.reward_score for output in outputs] == [1.0, 0.25, None, 1.0]
+    assert sizes == [4, 1, 1, 1, 1]

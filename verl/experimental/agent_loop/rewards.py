@@ -1,9 +1,9 @@
 """Rewards where trajectories are made: one is scored as soon as it ends, while others still grow."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -31,31 +31,55 @@ def scores_one_by_one(reward_fn: Any) -> bool:
     return type(reward_fn) in _ONE_BY_ONE and reward_fn.is_of_config
 
 
+RowsOf = Callable[[Sequence[AgentLoopOutput], DataProto], DataProto]
+"""Makes the rows of trajectories, given those of their requests."""
+_Scored = tuple[float, dict[str, Any]]
+"""The score of a trajectory, and what the scorer says beyond it."""
+
+
+@dataclass
+class _Waiting:
+    """A trajectory that is to be scored, and its request: a row of a batch."""
+
+    output: AgentLoopOutput
+    batch: DataProto
+    index: int
+    answer: "asyncio.Future[_Scored]"
+
+
 class TrajectoryScorer:
     """The reward manager of a process; it is made at the first trajectory.
 
-    The limits of ``reward_model.scoring`` hold for each response. What share of a batch may fail is for the trainer to
-    judge, who sees the batch.
+    Trajectories that end while others are scored are scored together afterwards, which costs far less than one after
+    the other. The limits of ``reward_model.scoring`` hold for each response. What share of a batch may fail is for the
+    trainer to judge, who sees the batch.
 
     Attributes: ``extra_keys`` are the names of all that the scorer has returned besides scores.
     """
 
-    def __init__(self, config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: DictConfig, tokenizer: PreTrainedTokenizerBase, rows_of: RowsOf) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._rows_of = rows_of
         self.extra_keys: set[str] = set()
         self._manager: AbstractRewardManager | None = None
         self._thread = ThreadPoolExecutor(1, "scorer")  # a manager has one process, and counts what it has logged
+        self._waiting: list[_Waiting] = []
+        self._scoring: asyncio.Task[None] | None = None
 
-    async def add_score(self, outputs: Sequence[AgentLoopOutput], row: DataProto) -> None:
+    async def add_score(self, outputs: Sequence[AgentLoopOutput], batch: DataProto, index: int) -> None:
         """Score a trajectory by its last segment; all its segments get the score, and what the scorer says beyond it.
 
-        Args: ``row`` is the last segment as a row of a batch, with ``SCORING_COLUMNS``.
+        Args: ``batch`` holds the request of the trajectory in row ``index``, with ``SCORING_COLUMNS``.
         """
         if all(output.reward_score is not None for output in outputs):
             return
         with activity("score", "reward", {}) as ended:
-            value, extras = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, row)
+            waiting = _Waiting(outputs[-1], batch, index, asyncio.get_running_loop().create_future())
+            self._waiting.append(waiting)
+            if self._scoring is None or self._scoring.done():
+                self._scoring = asyncio.create_task(self._score_waiting())
+            value, extras = await waiting.answer
             ended({"score": value} | extras)
         for output in outputs:
             if output.reward_score is None:
@@ -63,13 +87,40 @@ class TrajectoryScorer:
             output.extra_fields |= extras
         self.extra_keys |= extras.keys()
 
-    def _score(self, row: DataProto) -> tuple[float, dict[str, Any]]:
+    async def _score_waiting(self) -> None:
+        while self._waiting:
+            first = self._waiting[0].batch
+            together = [each for each in self._waiting if each.batch is first]
+            self._waiting = [each for each in self._waiting if each.batch is not first]
+            await self._answer([each for each in together if not each.answer.done()])  # else it was cancelled
+
+    async def _answer(self, together: Sequence[_Waiting]) -> None:
+        try:
+            scored = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, together)
+        except Exception as error:
+            if len(together) > 1:  # one of them may be the reason
+                for each in together:
+                    await self._answer([each])
+            elif together and not together[0].answer.done():
+                together[0].answer.set_exception(error)
+            return
+        for each, score in zip(together, scored, strict=True):
+            if not each.answer.done():
+                each.answer.set_result(score)
+
+    def _score(self, together: Sequence[_Waiting]) -> list[_Scored]:
+        if not together:
+            return []
         if self._manager is None:
             config = self._config
             manager = load_reward_manager(config, self._tokenizer, num_examine=0, **reward_kwargs(config))
             manager.limits = replace(manager.limits, max_failed_ratio=1.0)
             self._manager = manager
-        samples, scores = self._manager.score_samples(row, self._manager.score)
-        [value] = self._manager.rewards(samples, scores)
-        [score] = scores
-        return value, score.extras | {FAILURE_COLUMN: score.failure.kind if score.failure else None}
+        requests = together[0].batch.select_idxs([each.index for each in together])
+        rows = self._rows_of([each.output.model_copy(update={"earlier": []}) for each in together], requests)
+        samples, scores = self._manager.score_samples(rows, self._manager.score)
+        values = self._manager.rewards(samples, scores)
+        return [
+            (value, score.extras | {FAILURE_COLUMN: score.failure.kind if score.failure else None})
+            for value, score in zip(values, scores, strict=True)
+        ]

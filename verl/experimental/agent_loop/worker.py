@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -54,7 +55,7 @@ class AgentLoopWorkerBase:
         self.tokenizer = self.model_config.tokenizer
         self.processor = self.model_config.processor
         self.server_manager = AsyncLLMServerManager(config, server_handles)
-        self.scorer = TrajectoryScorer(config, self.tokenizer)
+        self.scorer = TrajectoryScorer(config, self.tokenizer, partial(self._as_rows, trained=False))
         kwargs = config.data.get("mm_processor_kwargs") or {}
         self.whole = WholeTrajectories(self.processor, kwargs) if self.processor is not None else None
         agent = self.rollout_config.agent
@@ -158,8 +159,7 @@ class AgentLoopWorkerBase:
                 width = tensors_of(batch)["input_ids"].shape[1]
                 output = last_segment(outputs, width, self.rollout_config.response_length)
                 if meta.get(SCORED_HERE):
-                    last = output.model_copy(update={"earlier": []})
-                    await self.scorer.add_score([output], self._as_rows([last], batch[index : index + 1], False))
+                    await self.scorer.add_score([output], batch, index)
                 ended([*output.earlier, output])
             return output
 
