@@ -1,6 +1,7 @@
 """The names of agent loops. Nothing here imports torch, so that the checks before the start can read them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
@@ -89,8 +90,20 @@ def build_agent_loop(name: str, config: DictConfig, **parts: Any) -> "AgentLoopB
     from verl.experimental.agent_loop.base import WholeConfig
 
     check_names([name])
+    node = _REGISTRY[name]
+    whole = WholeConfig(config)
+    if len(node) == 1:  # a class without arguments of its own, for which Hydra would merge configurations
+        alone: AgentLoopBase = _class_at(node["_target_"])(trainer_config=whole, **parts)
+        return alone
     try:
-        loop: AgentLoopBase = hydra.utils.instantiate(_REGISTRY[name], trainer_config=WholeConfig(config), **parts)
+        loop: AgentLoopBase = hydra.utils.instantiate(node, trainer_config=whole, **parts)
     except InstantiationException as error:
         raise error.__cause__ or error from None  # Hydra hides the constructor's error in one of its own
     return loop
+
+
+@cache
+def _class_at(path: str) -> Any:
+    import hydra
+
+    return hydra.utils.get_object(path)
