@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 _POLL_S = 1.0
+_GATHER_S, _GATHER_AT_MOST_S = 0.002, 0.2
+"""How long an idle engine waits for another request after one, and for all of a burst."""
 
 
 @dataclass(frozen=True)
@@ -247,20 +249,33 @@ class EngineLoop:
             box: list[Any] = [None]
             torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
             return box[0]
-        idle = self._paused or not self._open
-        events = [self._inbox.get()] if idle else []
-        while True:
-            try:
-                events.append(self._inbox.get_nowait())
-            except queue.Empty:
-                break
-        events, paused = self._in_order(events)
+        events, paused = self._in_order(self._received())
         steps = not paused and (bool(self._open) or any(isinstance(event, _Add) for event in events))
         shared = [event for event in events if not isinstance(event, _Ask)]
         if self._group is not None and (shared or steps):
             plain = [_Add(e.key, e.request, e.params) if isinstance(e, _Add) else e for e in shared]
             torch.distributed.broadcast_object_list([(plain, steps)], group=self._group, group_src=0)
         return events, steps
+
+    def _received(self) -> list[_Event]:
+        """Return what is in the inbox; an idle engine waits for an event, and for the requests that follow at once.
+
+        A batch arrives request by request, and a step with only the first of them would hold up all the others.
+        """
+        events: list[_Event] = []
+        if self._paused or not self._open:
+            events.append(self._inbox.get())
+            until = time.monotonic() + _GATHER_AT_MOST_S
+            while isinstance(events[-1], _Add) and not self._paused and time.monotonic() < until:
+                try:
+                    events.append(self._inbox.get(timeout=_GATHER_S))
+                except queue.Empty:
+                    break
+        while True:
+            try:
+                events.append(self._inbox.get_nowait())
+            except queue.Empty:
+                return events
 
     def _in_order(self, events: Sequence[_Event]) -> tuple[list[_Event], bool]:
         """Hold back requests while the engine is paused; return the events to handle, and whether it is paused then."""
