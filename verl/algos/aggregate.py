@@ -150,4 +150,4 @@ def rows_by_share(shares: Tensor | None, loss_agg_mode: str) -> list[tuple[float
     """
     if shares is None or loss_agg_mode != "seq-mean-token-mean" or bool((shares == 1).all()):
         return None
-    return [(float(share), (shares == share).nonzero().squeeze(-1)) for share in shares.unique()]
+    return [(share, (shares == share).nonzero().squeeze(-1)) for share in sorted(set(shares.tolist()))]

@@ -12,7 +12,7 @@ worker the sums of any registered loss, also of one that a user registered.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -255,7 +255,7 @@ def policy_loss_sums(
 
 def _of_rows(inputs: LossInputs, rows: Tensor) -> LossInputs:
     """Return the inputs of some rows."""
-    tensors = {name: value[rows] for name, value in vars(inputs).items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {name: value[rows] for name, value in vars(inputs).items() if isinstance(value, Tensor)}
     return dataclasses.replace(inputs, **tensors)
 
 
