@@ -79,6 +79,7 @@ def tracked_text_files() -> list[Path]:
                 "verl/experimental/agent_loop/endpoint/history.py",  # the date of an answer
                 "verl/trainer/run/clock.py",  # moments of several processes
                 "verl/utils/checkpoint/files.py",  # compared with an expiry that the platform announces
+                "verl/utils/observe/timeline.py",  # moments of several hosts
                 "verl/utils/faults.py",  # read by a test in another process
                 "verl/utils/vllm/patch.py",  # compared with times of files
             },
