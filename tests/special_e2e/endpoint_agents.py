@@ -9,11 +9,15 @@ from verl.experimental.agent_loop.endpoint import EndpointAgentLoop
 
 
 class AskTwice(EndpointAgentLoop):
-    """Asks, tells the model to go on, and gives the score of the last answer if ``scores`` says so."""
+    """Asks, tells the model to go on, and gives the score of the last answer if ``scores`` says so.
 
-    def __init__(self, *args: Any, scores: bool = True, **kwargs: Any) -> None:
+    With ``forgets`` the model does not see its first answer again, which starts a segment.
+    """
+
+    def __init__(self, *args: Any, scores: bool = True, forgets: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.scores = scores
+        self.forgets = forgets
 
     async def act(self, base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
         async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -21,5 +25,6 @@ class AskTwice(EndpointAgentLoop):
             for _ in range(2):
                 answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
                 text = answer.choices[0].message.content or ""
-                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+                said = "..." if self.forgets else text
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
         return compute_score("letters", text, "") if self.scores else None

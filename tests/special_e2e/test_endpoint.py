@@ -12,7 +12,13 @@ def test_an_openai_client_trains(workspace, tmp_path):
     loops = tmp_path / "loops.yaml"
     agents = "tests.special_e2e.endpoint_agents.AskTwice"
     loops.write_text(
-        yaml.dump([{"name": "own", "_target_": agents}, {"name": "judged", "_target_": agents, "scores": False}])
+        yaml.dump(
+            [
+                {"name": "own", "_target_": agents},
+                {"name": "judged", "_target_": agents, "scores": False},
+                {"name": "forgets", "_target_": agents, "forgets": True},
+            ]
+        )
     )
     changes = {
         "actor_rollout_ref.rollout.mode": "async",
@@ -37,3 +43,11 @@ def test_an_openai_client_trains(workspace, tmp_path):
         "endpoint-judged", changes | {"actor_rollout_ref.rollout.agent.default_agent_loop": "judged"}
     )
     assert judged.steps[2]["critic/score/mean"] > 0
+    forgets = workspace.train(
+        "endpoint-forgets", changes | {"actor_rollout_ref.rollout.agent.default_agent_loop": "forgets"}
+    )
+    for step in (1, 2):  # both answers of each of the 32 samples are trained
+        numbers = forgets.numbers(step)
+        assert numbers["segments/min"] == 2 and numbers["segments/rows"] == 64 and numbers["num_turns/mean"] == 3
+        assert numbers["training/rollout_probs_diff_max"] < 1e-4 and numbers["actor/grad_norm"] > 0
+        assert numbers["critic/score/max"] > 0

@@ -267,6 +267,23 @@ def test_rows_that_fill_a_batch_have_one_token_and_no_weight() -> None:
     assert joined.total(torch.ones(len(rows))).tolist() == [3, 1, 1, 2]
 
 
+def test_a_trajectory_that_failed_stays_outside() -> None:
+    """The second sample of prompt a has no trajectory: the first has nothing to compare with."""
+    batch, whole = carried(), whole_batch()
+    for part in (batch, whole):
+        part.batch["response_mask"][1] = 0
+        part.batch["attention_mask"][1, PROMPT:] = 0
+        part.non_tensor_batch["__dropped__"] = np.array([False, True, False, False])
+    rows = segment_rows(batch)
+    for part in (rows, whole):
+        part.batch["token_level_rewards"] = part.batch["token_level_scores"]
+        compute_advantage(part, "rloo")
+    assert torch.equal(rows.batch["advantages"], cut(whole.batch["advantages"]))
+    assert not rows.batch["advantages"][:4].any() and rows.batch["advantages"][4:].any()
+    rows.batch["values"] = rows.batch["advantages"]
+    assert compute_data_metrics(rows)["response_length/mean"] == pytest.approx((9 + 2 + 7) / 3)
+
+
 # ---- the trainer
 
 

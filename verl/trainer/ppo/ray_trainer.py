@@ -523,7 +523,8 @@ class RayPPOTrainer:
         trajectories = rows.non_tensor_batch[TRAJECTORY_COLUMN].tolist()
         layout = arrange(trajectories, lengths, steps, ranks, divisor, run.trainer.balance_batch)
         batch, self.state.row_order = placed(rows, layout)
-        metrics.update(balance_metrics(lengths, layout))
+        if run.trainer.balance_batch:
+            metrics.update(balance_metrics(lengths, layout))
         metrics["segments/rows"] = len(rows)
         metrics["segments/filling_rows"] = len(batch) - len(rows)
         batch.meta_info[NUM_TRAJECTORIES] = num_trajectories
