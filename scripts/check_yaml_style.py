@@ -10,6 +10,7 @@ from pathlib import Path
 
 KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w\-.]+):(?P<rest>.*)$")
 INLINE_COMMENT = re.compile(r"\s#")
+LIST_OF_CLASSES = re.compile(r"^(tools|interaction):", re.MULTILINE)
 QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
@@ -36,12 +37,13 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
 
 
 def yaml_files(paths: list[Path]) -> Iterator[Path]:
-    """Yield the YAML files under the given paths, except generated ones."""
+    """Yield the YAML files under the given paths, except generated ones, and lists of tools and interactions."""
     for path in paths:
         found = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
-        yield from (
-            file for file in found if not file.name.startswith("_generated") and file.name != "runtime_env.yaml"
-        )
+        for file in found:
+            is_config = not file.name.startswith("_generated") and file.name != "runtime_env.yaml"
+            if is_config and not LIST_OF_CLASSES.search(file.read_text(encoding="utf-8")):
+                yield file
 
 
 def main(arguments: list[str]) -> int:
