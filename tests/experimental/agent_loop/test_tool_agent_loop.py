@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
-from verl.base_config import omega_conf_to_dataclass
+from verl.base_config import WrongInput, omega_conf_to_dataclass
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
 from verl.experimental.agent_loop.tool_agent_loop import InteractionNameError, ToolAgentLoop
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_seed
@@ -265,6 +265,35 @@ def test_a_template_that_strips_thoughts(tools_file: Path) -> None:
     assert len(second.prompt_ids) > 8 and server.asked[1]["sampling_params"]["max_tokens"] == room
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_images_of_a_rewritten_history(tools_file: Path, drops: bool) -> None:
+    """The new segment has all images in its prompt; a template that drops one is refused."""
+    template = VISION_CHAT_TEMPLATE.replace(
+        "{{ message['content'] }}",
+        "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}",
+    )
+    if drops:
+        template = template.replace("part['type'] == 'image'", "part['type'] == 'image' and message['role'] == 'user'")
+    tokenizer, processor, pad = of_a_model_that_sees(template)
+    config = config_of(tools_file, **{"multi_turn.use_inference_chat_template": True})
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
+    row = {"raw_prompt": asked, "multi_modal_data": {"image": [Image.new("RGB", (56, 56))]}}
+
+    def expand(request: dict[str, Any]) -> list[int]:
+        counts = iter([image.width * image.height // 28**2 for image in request["multi_modal_data"]["image"]])
+        return [each for token in request["prompt_ids"] for each in [token] * (next(counts) if token == pad else 1)]
+
+    server = Scripted([f"<think>So.</think>{call(image=1)}<|end|>", "Yes.<|end|>"], tokenizer, expand)
+    if drops:
+        with pytest.raises(WrongInput, match="use_inference_chat_template=true: .* now shows 1 of the 2 images"):
+            run(config, server, processor, **row)
+        return
+    first, second = run(config, server, processor, **row)
+    assert first.prompt_ids.count(pad) == 4 and len(first.multi_modal_data["image"]) == 1
+    assert second.prompt_ids.count(pad) == 4 + 6 and len(second.multi_modal_data["image"]) == 2
+    assert sampled(second) == "Yes.<|end|>" and "So." not in TOKENIZER.decode(second.prompt_ids)
+
+
 def test_the_first_difference_from_the_template_is_logged(tools_file: Path, caplog: Any) -> None:
     config = config_of(tools_file)
     for _ in range(2):  # the byte template writes no tool calls: the whole chat lacks them
@@ -329,9 +358,9 @@ def test_placeholders_that_stand_for_nothing(tools_file: Path) -> None:
 ONE = itertools.repeat(1)
 
 
-def of_a_model_that_sees() -> tuple[Any, Any, int]:
+def of_a_model_that_sees(template: str = VISION_CHAT_TEMPLATE) -> tuple[Any, Any, int]:
     """Return tokenizer, processor and the token of an image."""
-    tokenizer = byte_tokenizer(VISION_CHAT_TEMPLATE, SPECIAL_TOKENS + VISION_TOKENS)
+    tokenizer = byte_tokenizer(template, SPECIAL_TOKENS + VISION_TOKENS)
     processor = vl_processor("qwen2_5_vl", tokenizer)
     return tokenizer, processor, tokenizer.convert_tokens_to_ids("<|image_pad|>")
 

@@ -371,7 +371,14 @@ class ToolAgentLoop(AgentLoopBase):
         options: dict[str, Any] = {"stopped": stopped, "keep_history": not self.settings.use_inference_chat_template}
         grown = chat.after_turn(talk.messages, messages, **options)
         if isinstance(grown, Restarted):
-            return self._restart(talk, role, messages, grown, seconds, calls, text)
+            media = self.parts.media.joined(trajectory.multi_modal_data, shown)
+            self.parts.media.check_shown(grown.prompt_ids, media, f"{_KEY}.use_inference_chat_template=true")
+            seen = chat.after_turn(
+                talk.messages, messages, images=media.get("image", ()), videos=media.get("video", ()), **options
+            )
+            assert isinstance(seen, Restarted)
+            sizes = (grown.prompt_ids, len(seen.prompt_ids))
+            return self._restart(talk, role, messages, *sizes, media, seconds, calls, text)
         seen_ids = grown.token_ids
         if shown:
             expanded = chat.after_turn(talk.messages, messages, images=shown.images, videos=shown.videos, **options)
@@ -393,26 +400,26 @@ class ToolAgentLoop(AgentLoopBase):
         talk: Conversation,
         role: str,
         messages: list[Message],
-        new: Restarted,
+        prompt_ids: list[int],
+        seen_size: int,
+        media: Mapping[str, list[Any]],
         seconds: float,
         calls: Sequence[ToolCall],
         text: str | None,
     ) -> State:
-        """Go on with a new prompt, since the chat template shows earlier turns differently now."""
+        """Go on with a new prompt, since the chat template shows earlier turns differently now.
+
+        Args: ``seen_size`` is how many tokens the engine makes of ``prompt_ids`` with ``media``.
+        """
         trajectory = talk.trajectory
-        if trajectory.multi_modal_data:
-            raise WrongInput(
-                f"{_KEY}.use_inference_chat_template=true: the chat template rewrites earlier turns, which is not "
-                f"supported with images: write false ({new.reason})"
-            )
         trajectory.add(role, [], seconds, calls, text)
-        beyond = max(0, len(new.prompt_ids) - self.prompt_length)  # the row holds it at the head of its response
+        beyond = max(0, seen_size - self.prompt_length)  # the row holds it at the head of its response
         room = min(trajectory.room, self.response_length - beyond)
         if room <= 0:
             return State.TERMINATED
         talk.messages += messages
         talk.earlier.append(trajectory)
-        talk.trajectory = Trajectory(new.prompt_ids, room)
+        talk.trajectory = Trajectory(prompt_ids, room, media)
         return State.GENERATING
 
     def _shortened(self, text: str) -> str:

@@ -73,6 +73,28 @@ class MediaRules:
             text = text.replace(token, "")
         return text.encode(errors="replace").decode()  # halves of surrogate pairs
 
+    def joined(self, so_far: Mapping[str, Sequence[Any]], new: Shown | None) -> dict[str, list[Any]]:
+        """Return the images and videos of a conversation with new ones, as ``multi_modal_data``."""
+        more = {"image": new.images, "video": new.videos} if new else {}
+        media = {kind: [*so_far.get(kind, ()), *more.get(kind, ())] for kind in ("image", "video")}
+        return {kind: items for kind, items in media.items() if items}
+
+    def check_shown(self, prompt_ids: Sequence[int], media: Mapping[str, Sequence[Any]], key: str) -> None:
+        """Check that a prompt which a chat template has written anew has a place for each image and video.
+
+        Raises: WrongInput naming ``key``.
+        """
+        if not media:
+            return
+        processor: Any = self.processor
+        for kind, token in (("image", processor.image_token), ("video", processor.video_token)):
+            found = list(prompt_ids).count(processor.tokenizer.convert_tokens_to_ids(token))
+            if found != len(media.get(kind, ())):
+                raise WrongInput(
+                    f"{key}: the chat template now shows {found} of the {len(media.get(kind, ()))} {kind}s of a "
+                    "conversation: write false"
+                )
+
     def loaded(self, tool: str, answer: ToolResponse, so_far: Mapping[str, Sequence[Any]], others: Shown) -> Shown:
         """Load the images and videos of an answer, in the sizes that the model takes.
 
