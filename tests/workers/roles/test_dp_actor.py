@@ -11,6 +11,8 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from tests.ranks import spawn_ranks
 from tests.workers.engine import cases, real_losses
+from verl.algos.aggregate import SHARE_COLUMN
+from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.actor import BasePPOActor, DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPCriticModelCfg, FSDPEngineConfig
@@ -208,3 +210,58 @@ def test_two_ranks_equal_one(folder: Path) -> None:
         for name, value in metrics.items():
             assert values[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
         assert_same_step(before, weights, dict(module.named_parameters()))
+
+
+def trajectories(pieces: list[list[int]], prompt: int) -> DataProto:
+    """Return trajectories of 3 + 6, 3 + 4, 3 + 5 and 3 + 6 tokens, cut into pieces whose prompt is all before them.
+
+    Args: ``pieces`` are (trajectory, first, last) of the tokens of a response; ``prompt`` is the width of prompts.
+    """
+    generator = torch.Generator().manual_seed(4)
+    sizes, width = [6, 4, 5, 6], 6
+    tokens = torch.randint(3, cases.VOCAB, (4, 3 + width), generator=generator)
+    numbers = {
+        name: torch.randn(4, width, generator=generator) for name in ("advantages", "old_log_probs", "ref_log_prob")
+    }
+    ids = torch.zeros(len(pieces), prompt + width, dtype=torch.int64)
+    attended, mask = torch.zeros_like(ids), torch.zeros(len(pieces), width, dtype=torch.int64)
+    columns = {name: torch.zeros(len(pieces), width) for name in numbers}
+    shares = torch.zeros(len(pieces), dtype=torch.float64)
+    for row, (trajectory, first, last) in enumerate(pieces):
+        start = prompt - 3 - first
+        ids[row, start : prompt + last - first] = tokens[trajectory, : 3 + last]
+        attended[row, start : prompt + last - first if last > first else start + 1] = 1
+        mask[row, : last - first] = 1
+        shares[row] = (last - first) / sizes[trajectory]
+        for name, values in numbers.items():
+            scale = 0.3 if name == "advantages" else 0.1
+            columns[name][row, : last - first] = values[trajectory, first:last] * scale - (name != "advantages") * 3
+    tensors = {"input_ids": ids, "attention_mask": attended, "position_ids": (attended.cumsum(-1) - 1).clamp(min=0)}
+    tensors |= {"responses": ids[:, prompt:], "response_mask": mask, SHARE_COLUMN: shares} | columns
+    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "num_trajectories": 4})
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])
+@pytest.mark.parametrize("cut", ["packed, by tokens", "padded"])
+def test_segments_train_as_whole_trajectories(folder: Path, mode: str, cut: str) -> None:
+    """Two mini-batches of two trajectories, in one row each and in segments; one row fills the second mini-batch."""
+    whole = trajectories([[0, 0, 6], [1, 0, 4], [2, 0, 5], [3, 0, 6]], 3)
+    pieces = [[0, 0, 2], [0, 2, 3], [0, 3, 6], [1, 0, 4], [2, 0, 1], [2, 1, 5], [3, 0, 6], [0, 0, 0]]
+    found = []
+    for batch in (whole, trajectories(pieces, 6)):
+        module = plain(folder)
+        built = actor(
+            module,
+            adamw(module),
+            **({"use_remove_padding": False} | CUTS[cut] | {"ppo_max_token_len_per_gpu": 24}),
+            ppo_mini_batch_size=2,
+            loss_agg_mode=mode,
+        )
+        found.append(built.update_policy(batch))
+    expected, got = found
+    assert len(expected["actor/pg_loss"]) == len(got["actor/pg_loss"]) == 2
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "actor/ppo_kl"):
+        assert got[name][0] == pytest.approx(expected[name][0], rel=1e-5, abs=1e-6), name  # sums in another order
+        # AdamW has moved a weight whose gradient is about zero by up to its learning rate.
+        assert got[name][1] == pytest.approx(expected[name][1], rel=1e-3, abs=1e-4), name
+    assert expected["actor/grad_norm"][0] > 1e-2
