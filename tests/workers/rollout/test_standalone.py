@@ -13,6 +13,7 @@ import torch
 from tests.workers.rollout import tiny
 from verl.base_config import WrongInput
 from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig
+from verl.workers.rollout.replica import NoAddressError
 from verl.workers.rollout.standalone import replica_class_of
 from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store, read_shared
 
@@ -103,6 +104,9 @@ def test_placements_that_are_refused() -> None:
         replica.init_standalone()
     with pytest.raises(WrongInput, match="call init_hybrid .* or init_standalone"):
         replica.init_colocated(None)  # type: ignore[arg-type]
+    assert not hasattr(replica, "server_address")
+    with pytest.raises(NoAddressError, match="main_generation_server"):
+        _ = replica.server_address
     with pytest.raises(RuntimeError, match="does not serve yet"):
         _ = replica.server_handle
 

@@ -40,6 +40,10 @@ class UnknownReplicaError(ValueError, AssertionError):
     """No class of replicas has this name."""
 
 
+class NoAddressError(WrongInput, AttributeError):
+    """A rollout server has no HTTP address of its own."""
+
+
 class ServerPool(RayResourcePool):
     """The devices of one server, which is one process with all of them."""
 
@@ -122,6 +126,17 @@ class RolloutReplica(ABC):
         raise WrongInput(
             "rollout servers do not share the devices of another pool in processes of their own: call init_hybrid "
             "(actor_rollout_ref.hybrid_engine=true) or init_standalone (actor_rollout_ref.hybrid_engine=false)"
+        )
+
+    @property
+    def server_address(self) -> str:
+        """Refuse: a server answers calls of its actor, and one endpoint speaks HTTP for all servers.
+
+        Raises: NoAddressError.
+        """
+        raise NoAddressError(
+            "rollout servers have no server_address: call server_handle.generate.remote(...); for the OpenAI API over "
+            "HTTP derive an agent loop from EndpointAgentLoop, or use verl.trainer.main_generation_server"
         )
 
     @abstractmethod
