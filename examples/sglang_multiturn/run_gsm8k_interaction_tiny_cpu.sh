@@ -37,7 +37,7 @@ python3 -m verl.trainer.sft_trainer \
     trainer.test_freq=100 \
     trainer.max_ckpt_to_keep=1
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo --config-path=examples/sglang_multiturn/config --config-name=gsm8k_multiturn_grpo_w_interaction \
     algorithm.adv_estimator=grpo \
     "data.train_files='$OUT_DIR/data/train.parquet'" \
     "data.val_files='$OUT_DIR/data/test.parquet'" \
@@ -53,15 +53,12 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
     actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.mode=async \
     actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=16 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.enforce_eager=true \
     actor_rollout_ref.rollout.calculate_log_probs=true \
     actor_rollout_ref.rollout.agent.num_workers=1 \
-    actor_rollout_ref.rollout.multi_turn.enable=true \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2 \
     actor_rollout_ref.rollout.multi_turn.interaction_config_path=examples/sglang_multiturn/config/interaction_config/gsm8k_interaction_config.yaml \
     trainer.device=cpu \

@@ -96,6 +96,9 @@ def devices_of(text: str) -> str:
     else:
         workers = value_of(text, "trainer.n_gpus_per_node", "1" if "sft_trainer" in text else "8")
         nodes = value_of(text, "trainer.nnodes", "1")
+    servers = value_of(text, "actor_rollout_ref.rollout.n_gpus_per_node", "0")
+    if int(servers):  # those that the servers have for themselves
+        workers = str(int(workers) + int(servers))
     name = {"cuda": "GPU", "npu": "Ascend device", "cpu": "CPU worker"}[kind]
     count = workers if nodes == "1" else f"{nodes} x {workers}"
     return f"{count} {name}" + ("" if count == "1" else "s")

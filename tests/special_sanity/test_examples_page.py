@@ -49,6 +49,8 @@ def test_rows_by_hand():
         "2 CPU workers",
         "ran: accuracy 0.36, after 40 steps 0.96 (`examples/split_placement/README.md`)",
     )
+    turns = folder / "sglang_multiturn"
+    assert describe(turns / "run_qwen2.5-3b_gsm8k_multiturn_4xgpu_server.sh")[2] == "4 GPUs"  # 2 train, 2 generate
     assert describe(folder / "sft/run_tiny_vl_cpu.sh")[3] == "composed"
     assert describe(folder / "grpo_trainer/run_tiny_cpu.sh")[3].endswith("0.99 ([algo/baseline.md](algo/baseline.md))")
     assert describe(ROOT / "recipe/dapo/run_dapo_qwen2.5_32b_npu.sh")[2] == "2 x 16 Ascend devices"
