@@ -120,6 +120,16 @@ def test_tasks_with_a_warm_up_learn(tmp_path, script, run, metric, gain):
     assert after > before + gain
 
 
+@pytest.mark.timeout(1800)
+def test_running_code_is_learnt(tmp_path):
+    """Supervised rows teach the form of a call, reinforcement to make it; without the tool the trained model fails."""
+    call(["bash", "recipe/retool/run_retool_tiny_cpu.sh"], OUT_DIR=tmp_path)
+    trained, without = (Run(0, "", 0.0, tmp_path / name).steps for name in ("grpo", "without_tool"))
+    accuracy, last = "val-core/powers/acc/mean@1", max(trained)
+    assert trained[0][accuracy] <= 0.4 and trained[last][accuracy] >= 0.9 and without[0][accuracy] <= 0.1
+    assert trained[last]["tool_calls/count"] > trained[1]["tool_calls/count"]
+
+
 def scores_printed(script: str, folder: Path, timeout_s: float = 800) -> list[dict[str, float]]:
     """Run a script that ends with an evaluation, and return the scores that it prints."""
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
