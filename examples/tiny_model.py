@@ -7,11 +7,12 @@ python examples/tiny_model.py --save-dir ~/models/tiny-qwen2.5-vl --kind qwen2_5
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
     PretrainedConfig,
@@ -91,10 +92,16 @@ def tiny_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_
     )
 
 
-def make_tiny_model(save_dir: str, hidden_size: int = 128, num_layers: int = 2, seed: int = 0) -> str:
-    """Write model and tokenizer to a folder that ``from_pretrained`` loads; return the folder."""
+def make_tiny_model(
+    save_dir: str, hidden_size: int = 128, num_layers: int = 2, seed: int = 0, words: Sequence[str] = ()
+) -> str:
+    """Write model and tokenizer to a folder that ``from_pretrained`` loads; return the folder.
+
+    Args: ``words`` are texts with a token each, such as the fixed parts of a tool call.
+    """
     save_dir = os.path.expanduser(save_dir)
     tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in words])
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(tiny_config(tokenizer, hidden_size, num_layers))
     _save(model, tokenizer, save_dir)
@@ -202,10 +209,11 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32 (default: 128)")
     parser.add_argument("--num-layers", type=int, default=2, help="number of layers (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    parser.add_argument("--words", nargs="*", default=[], help="texts that get a token each (qwen2)")
     args = parser.parse_args()
     sizes = (args.hidden_size, args.num_layers, args.seed)
     if args.kind == "qwen2":
-        path = make_tiny_model(args.save_dir, *sizes)
+        path = make_tiny_model(args.save_dir, *sizes, args.words)
     else:
         path = make_tiny_vl_model(args.save_dir, args.kind, *sizes)
     print(f"wrote a {args.kind} model with hidden size {args.hidden_size} and {args.num_layers} layers to {path}")

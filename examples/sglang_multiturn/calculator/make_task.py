@@ -13,16 +13,13 @@ import argparse
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pandas as pd
-import torch
-from tokenizers import AddedToken
-from transformers import Qwen2ForCausalLM
 
-from examples.tiny_model import byte_tokenizer, tiny_config
+from examples.tiny_model import make_tiny_model
 
 HEAD, TAIL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 LEAST = 32
@@ -32,18 +29,6 @@ NUM_SUPERVISED_TEST = 64
 
 Row = dict[str, Any]
 Pair = tuple[int, int]
-
-
-def write_model(folder: str, seed: int, words: Sequence[str] = (HEAD, TAIL)) -> None:
-    """Write model and tokenizer, which has a token for each of ``words``."""
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in words])
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(tiny_config(tokenizer))
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def question(x: int, y: int) -> Row:
@@ -101,7 +86,7 @@ def main() -> int:
         os.makedirs(os.path.join(folder, "data"), exist_ok=True)
         for name, rows in tables(args.seed).items():
             pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
-        write_model(os.path.join(folder, "model"), args.seed)
+        make_tiny_model(os.path.join(folder, "model"), seed=args.seed, words=(HEAD, TAIL))
     except OSError as error:
         sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
         return 2

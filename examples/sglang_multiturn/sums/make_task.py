@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from examples.data_preprocess.gsm8k import solve, synthetic_tables
-from examples.sglang_multiturn.calculator.make_task import write_model
+from examples.tiny_model import make_tiny_model
 from verl.interactions.gsm8k_interaction import WRONG
 from verl.utils.reward_score import gsm8k
 
@@ -60,7 +60,7 @@ def main() -> int:
         os.makedirs(os.path.join(folder, "data"), exist_ok=True)
         for name, rows in tables(args.seed).items():
             pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
-        write_model(os.path.join(folder, "model"), args.seed, [WRONG])
+        make_tiny_model(os.path.join(folder, "model"), seed=args.seed, words=[WRONG])
     except OSError as error:
         sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
         return 2

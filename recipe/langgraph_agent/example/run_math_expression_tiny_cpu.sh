@@ -5,20 +5,23 @@ set -euxo pipefail
 OUT_DIR="${OUT_DIR:-outputs/langgraph_agent}"
 WORKERS="${WORKERS:-1}"
 SFT_STEPS="${SFT_STEPS:-300}"
+WORDS=($'<tool_call>\n{"name": "calculate", "arguments": {"a": ' ', "b": ' ', "operand": "' $'"}}\n</tool_call>')  # a token each
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
-    python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir "$OUT_DIR/data" --largest 9 --short --sft_size 400 --test_size 64
-    python3 examples/tiny_model.py --save-dir "$OUT_DIR/base" --seed 1
+    python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir "$OUT_DIR/data" --largest 9 --short --sft_size 4096 --test_size 64
+    python3 examples/tiny_model.py --save-dir "$OUT_DIR/base" --seed 1 --words "${WORDS[@]}"
     python3 -m verl.trainer.sft_trainer \
         data.train_files="$OUT_DIR/data/sft.parquet" \
-        data.train_batch_size=32 \
-        data.max_length=192 \
+        data.train_batch_size=64 \
+        data.max_length=64 \
         data.max_token_len_per_gpu=8192 \
         model.path="$OUT_DIR/base" \
         model.use_remove_padding=true \
         model.enable_gradient_checkpointing=false \
         engine.model_dtype=fp32 \
-        optim.lr=2e-3 \
+        optim.lr=3e-3 \
+        optim.lr_scheduler_type=cosine \
+        optim.lr_warmup_steps_ratio=0.1 \
         checkpoint.save_contents='[hf_model]' \
         trainer.device=cpu \
         trainer.logger='[]' \
@@ -35,16 +38,16 @@ python3 -m verl.trainer.main_ppo \
     data.train_files="$OUT_DIR/data/train.parquet" \
     data.val_files="$OUT_DIR/data/test.parquet" \
     data.train_batch_size=16 \
-    data.max_prompt_length=32 \
-    data.max_response_length=192 \
+    data.max_prompt_length=16 \
+    data.max_response_length=48 \
     data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface" \
     actor_rollout_ref.model.use_remove_padding=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
-    actor_rollout_ref.actor.optim.lr=1e-4 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=8 \
+    actor_rollout_ref.actor.optim.lr=3e-4 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
     actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.mode=async \

@@ -2,8 +2,8 @@
 
     python -m recipe.retool.powers.make_task --save-dir outputs/retool
 
-``data`` asks for the rest of a power: ``48^39`` means 48**39 % 97. ``model`` is that of the calculator example, whose
-tokenizer has a token each for the head and the tail of a call. Half of the supervised conversations answer at once,
+``data`` asks for the rest of a power: ``48^39`` means 48**39 % 97. ``model`` is that of ``examples/tiny_model.py``,
+with a token each for the head and the tail of a call. Half of the supervised conversations answer at once,
 with the right number; the other half run code first, and only half of those with the numbers of the question. So they
 teach the form of a call, and neither when to make one nor reliably of what.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 import pandas as pd
 
-from examples.sglang_multiturn.calculator.make_task import Pair, tables, write_model
+from examples.sglang_multiturn.calculator.make_task import Pair, tables
+from examples.tiny_model import make_tiny_model
 from recipe.retool.retool import INSTRUCTION
 
 HEAD, TAIL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(', ')"}}</tool_call>'
@@ -67,7 +68,7 @@ def main() -> int:
         os.makedirs(os.path.join(folder, "data"), exist_ok=True)
         for name, rows in tables(args.seed, prompt_row, conversation).items():
             pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
-        write_model(os.path.join(folder, "model"), args.seed, (HEAD, TAIL))
+        make_tiny_model(os.path.join(folder, "model"), seed=args.seed, words=(HEAD, TAIL))
     except OSError as error:
         sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
         return 2
