@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A tiny model learns sums, on CPU, from a user who says whether an answer is right: supervised rows teach the form of a second attempt, GRPO the rest.
+# GRPO of a tiny model on sums, on CPU, with a user who says whether an answer is right: supervised rows teach the form of a second attempt, GRPO the rest.
 # Arguments: overrides of GRPO.
 set -euxo pipefail
 
@@ -9,33 +9,34 @@ SFT_STEPS="${SFT_STEPS:-200}"
 TASK=examples/sglang_multiturn/sums
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-python3 "$TASK/make_task.py" --save-dir "$OUT_DIR"
-
-python3 -m verl.trainer.sft_trainer \
-    "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
-    "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
-    data.train_batch_size=64 \
-    data.use_dynamic_bsz=true \
-    data.max_token_len_per_gpu=8192 \
-    data.max_length=96 \
-    "model.path='$OUT_DIR/model'" \
-    model.use_remove_padding=true \
-    model.enable_gradient_checkpointing=false \
-    engine.model_dtype=fp32 \
-    optim.lr=3e-3 \
-    optim.lr_scheduler_type=cosine \
-    optim.lr_warmup_steps_ratio=0.1 \
-    checkpoint.save_contents='[hf_model]' \
-    trainer.device=cpu \
-    trainer.logger='[]' \
-    trainer.project_name=gsm8k_interaction \
-    trainer.experiment_name=sft \
-    "trainer.default_local_dir='$OUT_DIR/sft'" \
-    trainer.total_epochs=100 \
-    trainer.total_training_steps="$SFT_STEPS" \
-    trainer.save_freq=1000 \
-    trainer.test_freq=100 \
-    trainer.max_ckpt_to_keep=1
+if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
+    python3 "$TASK/make_task.py" --save-dir "$OUT_DIR"
+    python3 -m verl.trainer.sft_trainer \
+        "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
+        "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
+        data.train_batch_size=64 \
+        data.use_dynamic_bsz=true \
+        data.max_token_len_per_gpu=8192 \
+        data.max_length=96 \
+        "model.path='$OUT_DIR/model'" \
+        model.use_remove_padding=true \
+        model.enable_gradient_checkpointing=false \
+        engine.model_dtype=fp32 \
+        optim.lr=3e-3 \
+        optim.lr_scheduler_type=cosine \
+        optim.lr_warmup_steps_ratio=0.1 \
+        checkpoint.save_contents='[hf_model]' \
+        trainer.device=cpu \
+        trainer.logger='[]' \
+        trainer.project_name=gsm8k_interaction \
+        trainer.experiment_name=sft \
+        "trainer.default_local_dir='$OUT_DIR/sft'" \
+        trainer.total_epochs=100 \
+        trainer.total_training_steps="$SFT_STEPS" \
+        trainer.save_freq=1000 \
+        trainer.test_freq=100 \
+        trainer.max_ckpt_to_keep=1
+fi
 
 python3 -m verl.trainer.main_ppo --config-path=examples/sglang_multiturn/config --config-name=gsm8k_multiturn_grpo_w_interaction \
     algorithm.adv_estimator=grpo \
@@ -48,7 +49,7 @@ python3 -m verl.trainer.main_ppo --config-path=examples/sglang_multiturn/config 
     "actor_rollout_ref.model.path='$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface'" \
     actor_rollout_ref.model.use_remove_padding=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
-    actor_rollout_ref.actor.optim.lr=3e-4 \
+    actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \

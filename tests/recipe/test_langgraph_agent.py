@@ -1,8 +1,10 @@
 """The recipe langgraph_agent, with the real ``langgraph`` and a server that says what a test wants."""
 
 import asyncio
+import json
 from typing import Any
 
+import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
@@ -10,6 +12,7 @@ from tests.experimental.agent_loop.endpoint.agents import CONFIG, SAMPLING, TOKE
 from tests.experimental.agent_loop.token_server import TokenServer
 from verl.experimental.agent_loop import AsyncLLMServerManager
 from verl.experimental.agent_loop.base import WholeConfig
+from verl.experimental.agent_loop.tool_parser import get_tool_parser
 
 pytest.importorskip("langgraph")
 pytestmark = pytest.mark.timeout(120)
@@ -98,3 +101,23 @@ def test_the_model_and_its_output() -> None:
     assert output.response_ids == ids("hell") and output.response_mask == [1] * 4 and output.num_turns == 2
     with pytest.raises(ValueError, match="no message comes from a ChatModel"):
         convert_to_agent_output([HumanMessage("hi"), AIMessage("hello")], response_length=4)
+
+
+def test_rows_of_the_example(tmp_path, monkeypatch):
+    """The supervised conversations call the tool with the numbers of the question, or answer at once."""
+    from recipe.langgraph_agent.example import create_dataset
+
+    options = ["--local_save_dir", str(tmp_path), "--largest", "9", "--short", "--direct", "0.5"]
+    monkeypatch.setattr("sys.argv", ["create_dataset.py", *options, "--train_size", "4", "--test_size", "4"])
+    create_dataset.main()
+    talks = list(pd.read_parquet(tmp_path / "sft.parquet")["messages"])
+    calling = [talk for talk in talks if len(talk) == 4]
+    assert len(talks) == 1000 and 400 < len(calling) < 600 and {len(talk) for talk in talks} == {2, 4}
+    parser = get_tool_parser("hermes", TOKENIZER)
+    for talk in calling[:50]:
+        a, operand, b = talk[0]["content"].removesuffix("=").split()
+        (found,) = parser.parse(talk[1]["content"])[1]
+        assert json.loads(found.arguments) == {"a": int(a), "b": int(b), "operand": operand}
+        assert talk[3]["content"] == f"\\boxed{{{talk[2]['content']}}}"
+    row = pd.read_parquet(tmp_path / "train.parquet").iloc[0]
+    assert row["agent_name"] == "math_expression" and row["reward_model"]["style"] == "rule"

@@ -7,6 +7,7 @@ import random
 import pandas as pd
 import pytest
 from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 
 from examples.tiny_model import byte_tokenizer
 from recipe.retool.powers import make_task
@@ -187,7 +188,12 @@ def test_the_tiny_task(tmp_path, monkeypatch):
     asked = {name: pd.read_parquet(tmp_path / "data" / f"{name}.parquet") for name in ("train", "test", "sft_train")}
     questions = {name: {row[0]["content"] for row in asked[name]["prompt"]} for name in ("train", "test")}
     assert not questions["train"] & questions["test"] and len(questions["test"]) == 128
-    parser = get_tool_parser("hermes", byte_tokenizer())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert [len(tokenizer.encode(text, add_special_tokens=False)) for text in (make_task.HEAD, make_task.TAIL)] == [
+        1,
+        1,
+    ]
+    parser = get_tool_parser("hermes", tokenizer)
     called = right = 0
     for talk in asked["sft_train"]["messages"][:200]:
         question = talk[0]["content"].removesuffix(INSTRUCTION)

@@ -67,6 +67,7 @@ RAN = {
     ),
     "recipe/prime/run_prime_tiny_cpu.sh": Ran("accuracy 0.36, after 40 steps 0.98", "recipe/prime/README.md"),
     "recipe/r1/run_r1_tiny_cpu.sh": Ran("176 prompts, score 0.0 of random weights", "recipe/r1/README.md"),
+    "recipe/retool/run_retool_tiny_cpu.sh": Ran("accuracy 0.04, after 20 steps 1.00", "recipe/retool/README.md"),
     "recipe/spin/run_spin_tiny_cpu.sh": Ran("accuracy 0.35, after 30 steps 0.98", "recipe/spin/README.md"),
     "recipe/sppo/run_sppo_tiny_cpu.sh": Ran("accuracy 0.35, after 30 steps 1.00", "recipe/sppo/README.md"),
 }

@@ -37,16 +37,16 @@ def row(number: int, question: str, a: int, b: int, operand: str) -> dict[str, A
     }
 
 
-def conversation(question: str, a: int, b: int, operand: str) -> list[dict[str, str]]:
-    """Return the messages of a solution, its call as the parser ``hermes`` reads it."""
+def conversation(question: str, a: int, b: int, operand: str, calls: bool = True) -> list[dict[str, str]]:
+    """Return the messages of a solution: with a call, as the parser ``hermes`` reads it, or with the answer alone."""
     call = json.dumps({"name": "calculate", "arguments": {"a": a, "b": b, "operand": operand}})
     result = str(calculate.func(a, b, operand))
-    return [
-        {"role": "user", "content": question.format(expression=f"{a} {operand} {b}")},
+    asked = {"role": "user", "content": question.format(expression=f"{a} {operand} {b}")}
+    steps = [
         {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
         {"role": "tool", "content": result},
-        {"role": "assistant", "content": f"\\boxed{{{result}}}"},
     ]
+    return [asked, *(steps if calls else []), {"role": "assistant", "content": f"\\boxed{{{result}}}"}]
 
 
 def main() -> None:
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--test_size", type=int, default=500)
     parser.add_argument("--sft_size", type=int, default=1000)
     parser.add_argument("--largest", type=int, default=100, help="the largest number in an expression")
+    parser.add_argument("--direct", type=float, default=0.0, help="share of conversations that answer without a call")
     parser.add_argument("--short", action="store_true", help="write only the expression, for tiny models")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -67,7 +68,10 @@ def main() -> None:
     for name, size in (("train", options.train_size), ("test", options.test_size)):
         rows = [row(number, question, *expression(draw, options.largest)) for number in range(size)]
         datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
-    talks = [{"messages": conversation(question, *expression(draw, options.largest))} for _ in range(options.sft_size)]
+    talks = [
+        {"messages": conversation(question, *expression(draw, options.largest), draw.random() >= options.direct)}
+        for _ in range(options.sft_size)
+    ]
     datasets.Dataset.from_list(talks).to_parquet(folder / "sft.parquet")
 
 
