@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from tests.workers.rollout import tiny
@@ -92,6 +94,9 @@ def test_classes_of_the_user(tmp_path: Path) -> None:
     assert chosen("Replica").__name__ == "Replica"
     with_server = chosen("Server")
     assert issubclass(with_server, usual) and with_server.server_class.__name__ == "Server"
+    pickled = ray.cloudpickle.dumps(with_server.server_class)
+    del sys.modules[with_server.server_class.__module__]  # as in the process of the server
+    assert ray.cloudpickle.loads(pickled).__name__ == "Server"
     with pytest.raises(WrongInput, match="name=Other: is neither a RolloutReplica nor a server"):
         chosen("Other")
 

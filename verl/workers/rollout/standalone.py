@@ -1,6 +1,7 @@
 """The standalone servers of a run: start, death, replacement, and current weights."""
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ def replica_class_of(config: "RolloutConfig") -> type[RolloutReplica]:
     if custom.path is None:
         return found
     chosen = load_extern_type(custom.path, custom.name)
+    module = sys.modules.get(getattr(chosen, "__module__", ""))
+    if module is not None and not custom.path.startswith("pkg://"):  # Ray's processes cannot import a file by its name
+        ray.cloudpickle.register_pickle_by_value(module)
     if isinstance(chosen, type) and issubclass(chosen, RolloutReplica):
         return chosen
     if not all(callable(getattr(chosen, verb, None)) for verb in ("generate", "abort", "health", "ready")):
