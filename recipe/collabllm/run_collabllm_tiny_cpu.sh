@@ -4,7 +4,7 @@
 set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/collabllm}"
-STEPS="${STEPS:-15}"
+STEPS="${STEPS:-10}"
 SFT_STEPS="${SFT_STEPS:-200}"
 PORT="${PORT:-8018}"
 RECIPE=recipe/collabllm
@@ -69,6 +69,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.multi_turn.enable=true \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \
     actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=2 \
+    actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=disable \
     actor_rollout_ref.rollout.multi_turn.interaction_config_path="$RECIPE/config/collabllm_interaction_config.yaml" \
     reward_model.reward_manager=collabllm \
     +reward_model.reward_kwargs.metric_weights.accuracy=1 \

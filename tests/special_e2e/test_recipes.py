@@ -130,6 +130,17 @@ def test_running_code_is_learnt(tmp_path):
     assert trained[last]["tool_calls/count"] > trained[1]["tool_calls/count"]
 
 
+@pytest.mark.timeout(1200)
+def test_a_model_learns_when_to_ask_its_user(tmp_path):
+    """From 0.46 over both kinds of requests: it asks where it has to, and only there, since each token costs 0.01."""
+    asking = re.compile(r"val-core/has_to_be_asked/reward/mean@1")
+    script = "collabllm/run_collabllm_tiny_cpu.sh"
+    before, after = learn(script, tmp_path, run="grpo", metric=asking, PORT="8618")
+    assert before < 0.1 and after > 0.8
+    steps = Run(0, "", 0.0, tmp_path / "grpo").steps
+    assert steps[max(steps)]["val-core/says_it/reward/mean@1"] > 0.9
+
+
 def scores_printed(script: str, folder: Path, timeout_s: float = 800) -> list[dict[str, float]]:
     """Run a script that ends with an evaluation, and return the scores that it prints."""
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}

@@ -58,6 +58,7 @@ RAN = {
     "recipe/char_count/run_char_count_tiny_cpu.sh": Ran(
         "accuracy 0.26, after 40 steps 0.37", "recipe/char_count/README.md"
     ),
+    "recipe/collabllm/run_collabllm_tiny_cpu.sh": Ran("reward 0.46, after 6 steps 0.92", "recipe/collabllm/README.md"),
     "recipe/dapo/run_dapo_tiny_cpu.sh": Ran("accuracy 0.30, after 30 steps 1.00", "recipe/dapo/README.md"),
     "recipe/entropy/run_entropy_tiny_cpu.sh": Ran("accuracy 0.35, after 40 steps 1.00", "docs/algo/baseline.md"),
     "recipe/gspo/run_gspo_tiny_cpu.sh": Ran("accuracy 0.35, after 25 steps 0.98", "recipe/gspo/README.md"),
