@@ -3,9 +3,11 @@
 import asyncio
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
+from verl.trainer.ppo.timelines import Timelines
 from verl.utils.observe import timeline
 from verl.utils.observe.timeline import Clock, Part, Span
 
@@ -128,3 +130,24 @@ def test_the_file_is_whole_and_strict_json(tmp_path):
     read = json.loads(found[0].read_text(), parse_constant=lambda name: pytest.fail(name))
     (shown,) = [each["args"] for each in read["traceEvents"] if each["ph"] == "X"]
     assert shown["score"] == "NaN" and len(shown["text"]) < 400
+
+
+def test_only_chosen_steps_are_recorded_and_a_new_run_removes_old_files(tmp_path):
+    for step in (1, 3):
+        timeline.write_timeline(timeline.timeline_path(tmp_path, step), [], HERE, step)
+    started = []
+    groups = {"actor": SimpleNamespace(start_timeline=lambda: started.append(True)), "of a fork": SimpleNamespace()}
+    timelines = Timelines([2], tmp_path, resumed_step=1)
+    assert [path.name for path in timeline.timelines_of(tmp_path)] == ["step_1.json"]
+    for step in (1, 2, 3):
+        timelines.begin(step, groups)
+        assert timeline.is_recording() == (step == 2)
+        with timeline.span("gen"):
+            pass
+        path = timelines.finish(step, [Part("actor rank 0", HERE, [Span("update", 50.0, 51.0)])])
+        assert (path is not None) == (step == 2)
+    assert started == [True]
+    names = {each["name"] for each in json.loads(timeline.timeline_path(tmp_path, 2).read_text())["traceEvents"]}
+    assert {"gen", "update"} < names
+    Timelines(None, tmp_path, resumed_step=None)
+    assert not timeline.timelines_of(tmp_path)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,7 +135,7 @@ class RayPPOTrainer:
         )  # agent loops write masks and prompts themselves
         self.state = RunState(seed=run.trainer.seed)
         self.step_record = StepRecord(digests=False, num_samples=0)
-        self.timelines = Timelines((), Path())
+        self.timelines: Timelines | None = None
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
     async_rollout_mode = False
@@ -315,7 +314,8 @@ class RayPPOTrainer:
                 metrics: Metrics = {}
                 timing: Timing = {}
                 self._profile_from_here(timing)
-                self.timelines.begin(self.state.step, self.worker_groups())
+                if self.timelines is not None:  # a fork may open its outputs by itself
+                    self.timelines.begin(self.state.step, self.worker_groups())
                 with marked_timer("step", timing):
                     with self._timed("gen", timing):
                         self.sync_weights()
@@ -347,7 +347,7 @@ class RayPPOTrainer:
         algorithm = self.run_config.algorithm
         veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
         self.step_record = StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
-        self.timelines = Timelines(options.timeline_steps, self.output.folder)
+        self.timelines = Timelines(options.timeline_steps, self.output.folder, resumed)
         if rollout.skip_rollout:
             RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
@@ -772,10 +772,13 @@ class RayPPOTrainer:
         sampler = self.train_dataloader.sampler
         if hasattr(sampler, "update"):
             sampler.update(batch=trajectories)
-        trace_batch(trajectories, tensors_of(trajectories)["token_level_scores"].sum(-1), state.step, self.tokenizer)
+        if not self._loops_score(self.reward_fn):  # else they have traced the scores, with each turn
+            scores = tensors_of(trajectories)["token_level_scores"].sum(-1)
+            trace_batch(trajectories, scores, state.step, self.tokenizer)
         details = self.step_record.finish(batch, metrics)
         self.output.log(metrics, state.step, details, finished=True)
-        self.timelines.finish(state.step, self._recorded())
+        if self.timelines is not None:
+            self.timelines.finish(state.step, self._recorded())
         profiler = self.run_config.global_profiler
         profiling.dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
         if not state.is_last_step and hasattr(self.train_dataset, "on_batch_end"):

@@ -351,12 +351,9 @@ def trace_batch(
 ) -> None:
     """Send a trace of every response of a scored batch to ``rollout.trace.backend``; ``scores`` is (B,).
 
-    A backend that fails does not end the run: the rest of the batch is left out, with a warning. Agent loops that score
-    their trajectories trace them turn by turn, so this does nothing for their batches.
+    A backend that fails does not end the run: the rest of the batch is left out, with a warning.
     """
     if RolloutTraceConfig.get_backend() is None:
-        return
-    if "__num_turns__" in batch.non_tensor_batch and "rm_scores" in tensors_of(batch).keys():
         return
     num_traced: dict[Hashable, int] = {}
     try:

@@ -108,7 +108,8 @@ def collect_samples(
             raise ValueError("validation needs a reward function: val_reward_fn of the trainer is None")
         token_scores, extras = compute_reward(batch, reward_fn)
         scores = token_scores.sum(-1)
-        trace_batch(batch, scores, step, tokenizer, validate=True)
+        if "rm_scores" not in tensors_of(batch).keys():  # of agent loops, which have traced each turn
+            trace_batch(batch, scores, step, tokenizer, validate=True)
         samples.add(batch, scores.tolist(), extras, tokenizer)
     return samples
 

@@ -186,7 +186,12 @@ def timeline_path(folder: str | Path, step: int) -> Path:
 def timelines_of(folder: str | Path) -> list[Path]:
     """Return the timelines of a run, in the order of their steps."""
     found = [path for path in Path(folder, FOLDER).glob("step_*.json") if path.stem.removeprefix("step_").isdigit()]
-    return sorted(found, key=lambda path: int(path.stem.removeprefix("step_")))
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a timeline."""
+    return int(path.stem.removeprefix("step_"))
 
 
 def write_timeline(path: Path, parts: Sequence[Part], clock: Clock, step: int) -> None:
