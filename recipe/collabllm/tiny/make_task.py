@@ -16,10 +16,8 @@ from itertools import product
 from typing import Any
 
 import pandas as pd
-import torch
-from transformers import Qwen2ForCausalLM
 
-from examples.tiny_model import byte_tokenizer, tiny_config
+from examples.tiny_model import make_tiny_model
 
 ASKS = "who?"
 GUESS = "anna"
@@ -28,17 +26,6 @@ NUM_TRAIN = 1024
 NUM_SUPERVISED = 4096
 
 Row = dict[str, Any]
-
-
-def write_model(folder: str, seed: int) -> None:
-    """Write model and tokenizer."""
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(tiny_config(tokenizer))
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def request(name: str, says_it: bool) -> Row:
@@ -92,7 +79,7 @@ def main() -> int:
         os.makedirs(os.path.join(folder, "data"), exist_ok=True)
         for split, rows in tables(args.seed).items():
             pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{split}.parquet"))
-        write_model(os.path.join(folder, "model"), args.seed)
+        make_tiny_model(os.path.join(folder, "model"), seed=args.seed)
     except OSError as error:
         sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
         return 2

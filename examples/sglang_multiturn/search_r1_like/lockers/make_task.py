@@ -15,17 +15,16 @@ import sys
 from typing import Any
 
 import pandas as pd
-import torch
-from tokenizers import AddedToken
-from transformers import Qwen2ForCausalLM
 
-from examples.tiny_model import byte_tokenizer, tiny_config
+from examples.tiny_model import make_tiny_model
 
 HEAD, TAIL = '<tool_call>{"name": "search", "arguments": {"query_list": ["', '"]}}</tool_call>'
 OPEN, CLOSE = "<answer>", "</answer>"
 BEFORE, BETWEEN, AFTER = '{"result": "Doc 1 (Title: Locker ', ")\\nThe code is ", '.\\n"}'
 """What stands around number and code in the answer of ``SearchTool``."""
 ASKS = "code of locker "
+TEXTS = (HEAD, TAIL, OPEN, CLOSE, BEFORE, BETWEEN, AFTER, ASKS)
+"""Texts that many conversations share; each is a token."""
 NUM_TEST = 128
 NUM_TRAIN = 2048
 NUM_SUPERVISED = 4096
@@ -34,19 +33,6 @@ NUM_SUPERVISED_TEST = 64
 Row = dict[str, Any]
 Fact = tuple[str, str]
 """A locker and its code."""
-
-
-def write_model(folder: str, seed: int) -> None:
-    """Write model and tokenizer, which has a token for each text that many conversations share."""
-    tokenizer = byte_tokenizer()
-    texts = (HEAD, TAIL, OPEN, CLOSE, BEFORE, BETWEEN, AFTER, ASKS)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(tiny_config(tokenizer))
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def made_up_facts(draw: random.Random) -> list[Fact]:
@@ -118,7 +104,7 @@ def main() -> int:
         pd.DataFrame(corpus).to_json(os.path.join(folder, "corpus.jsonl"), orient="records", lines=True)
         for name, rows in rows_of_file.items():
             pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
-        write_model(os.path.join(folder, "model"), args.seed)
+        make_tiny_model(os.path.join(folder, "model"), seed=args.seed, words=TEXTS)
     except OSError as error:
         sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
         return 2
