@@ -52,6 +52,9 @@ RAN = {
     "examples/sglang_multiturn/run_calculator_cpu.sh": Ran(
         "accuracy 0.14, after 20 steps 1.00", "docs/advance/multi_turn.md"
     ),
+    "examples/sglang_multiturn/search_r1_like/run_search_cpu.sh": Ran(
+        "accuracy 0.00, after 15 steps 1.00", "docs/advance/search.md"
+    ),
     "examples/split_placement/run_tiny_cpu.sh": Ran(
         "accuracy 0.36, after 40 steps 0.96", "examples/split_placement/README.md"
     ),

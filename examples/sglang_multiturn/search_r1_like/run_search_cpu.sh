@@ -4,7 +4,7 @@
 set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/search}"
-STEPS="${STEPS:-20}"
+STEPS="${STEPS:-15}"
 SFT_STEPS="${SFT_STEPS:-500}"
 TASK=examples/sglang_multiturn/search_r1_like/lockers
 export SEARCH_PORT="${SEARCH_PORT:-8017}"
@@ -86,7 +86,7 @@ python3 -m verl.trainer.main_ppo "${COMMON[@]}" \
     "trainer.default_local_dir='$OUT_DIR/grpo'" \
     "trainer.validation_data_dir='$OUT_DIR/grpo/validation'" \
     trainer.total_training_steps="$STEPS" \
-    trainer.test_freq=10 \
+    trainer.test_freq=5 \
     trainer.save_freq="$STEPS" \
     "$@"
 
