@@ -16,10 +16,9 @@ from verl.utils.dataset.preparation import RawSet, build_parser, prepare
 
 SYSTEM = "You answer questions, and find the facts that you do not know with a search engine."
 INSTRUCTION = (
-    "Answer the question. Think inside <think> and </think>, again after each thing that you learn. To search, call the "
-    "tool search with your queries: the best results come back. "
-    "Search as often as you need. Then write only the answer inside <answer> and </answer>, such as <answer> 1912 "
-    "</answer>. "
+    "Answer the question. Think inside <think> and </think>, again after each thing that you learn. To search, call "
+    "the tool search with your queries: the best results come back. Search as often as you need. Then write only the "
+    "answer inside <answer> and </answer>, such as <answer> 1912 </answer>. "
     "Question: "
 )
 CAPITALS = {"France": "Paris", "Kenya": "Nairobi", "Peru": "Lima", "Japan": "Tokyo"}
