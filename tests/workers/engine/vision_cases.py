@@ -95,6 +95,8 @@ _LAYOUTS: list[list[Any]] = [
     [2],
 ]
 _RESPONSES = [7, 1, 4, 4, 6, 2, 7, 5]
+_SHOWN_BY_A_TOOL = {0: (2, (1, 2, 4)), 2: (1, (1, 4, 2))}
+"""Row -> the first token of an image of two tokens in its response, and its grid."""
 
 
 def _row(layout: list[Any], family: str, generator: torch.Generator) -> tuple[list[int], dict[str, Tensor]]:
@@ -138,7 +140,13 @@ def rows(family: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     mask = (torch.arange(RESPONSE) < torch.tensor(_RESPONSES).unsqueeze(1)).long()
     attention = torch.cat([(prompt > 0).long(), mask], dim=1)
     mask = mask.clone()
-    mask[0, 2:4] = 0  # tokens of a tool
+    mask[4, 3:5] = 0  # text of a tool
+    for row, (first, grid) in _SHOWN_BY_A_TOOL.items():
+        response[row, first : first + 2] = IMAGE
+        mask[row, first : first + 2] = 0
+        pixels = torch.randn(8, 3 * 2 * PATCH**2, generator=generator)
+        media[row]["pixel_values"] = torch.cat([media[row]["pixel_values"], pixels])
+        media[row]["image_grid_thw"] = torch.cat([media[row]["image_grid_thw"], torch.tensor([grid])])
     ids = torch.cat([prompt, response], dim=1) * attention
     tensors = {
         "input_ids": ids,

@@ -69,6 +69,26 @@ def check_rollout(rollout: BaseRollout, model: Any, asked: DataProto, other: Dat
     assert (third[2:] - second[2:4]).abs().max() > 0.05
 
 
+def check_stray_placeholder(rollout: BaseRollout, model: Any, asked: DataProto) -> None:
+    """A placeholder without an image, as a model may have sampled in an earlier turn, is text to the engine."""
+    text = asked[:2]
+    ids = text.batch["input_ids"].clone()
+    ids[:, -3] = model.config.image_token_id
+    text.batch["input_ids"] = ids
+    mask = text.batch["attention_mask"].bool()
+    text.non_tensor_batch["raw_prompt_ids"] = object_array([ids[row][mask[row]].tolist() for row in range(2)])
+    output = rollout.generate_sequences(text)
+    for row in range(2):
+        whole = output.batch["input_ids"][row][output.batch["attention_mask"][row].bool()][None]
+        places = torch.arange(whole.shape[1]).expand(3, 1, -1)
+        with torch.no_grad():
+            logits = model(input_ids=whole, position_ids=places, attention_mask=torch.ones_like(whole)).logits[0]
+        size = int(output.batch["response_mask"][row].sum())
+        scores = torch.log_softmax(logits[-size - 1 : -1] / tiny.TEMPERATURE, dim=-1)
+        expected = scores.gather(-1, whole[0, -size:, None])[:, 0]
+        torch.testing.assert_close(output.batch["rollout_log_probs"][row, :size], expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_log_probs_of_images_and_videos(name: str, kind: str, tmp_path: Path) -> None:
     if name == "vllm":
@@ -78,6 +98,8 @@ def test_log_probs_of_images_and_videos(name: str, kind: str, tmp_path: Path) ->
     try:
         asked, other = (vision.prompts(model_config, tmp_path, seed=seed) for seed in (0, 50))
         check_rollout(rollout, model, asked, other)
+        if name == "vllm":
+            check_stray_placeholder(rollout, model, asked)
     finally:
         if name == "vllm":
             rollout.shutdown()
