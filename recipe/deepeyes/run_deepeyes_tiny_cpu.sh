@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A tiny model learns where to look, on CPU: supervised rows teach what a zoom looks like, GRPO with tool_agent when and where to zoom.
+# Zoom in to see, on CPU: supervised rows show a tiny model what a zoom looks like, GRPO with tool_agent is to teach when and where; not learnt so far
 # The judge compares letters (exact_judge.py); LLM_AS_A_JUDGE_BASE names another one. Arguments: overrides of GRPO.
 set -euxo pipefail
 

@@ -169,7 +169,7 @@ def test_the_tower_sees_once_what_rows_share(root: Path, packed: bool) -> None:
             shown[:] = [dict(row) if row else row for row in shown]
         with engine.eval_mode():
             outputs.append(engine.infer_batch(data)["log_probs"])
-    patches = [24, 0, 16 + 32, 0, 48 + 16]  # of the rows
+    patches = [24 + 8, 0, 16 + 32 + 8, 0, 48 + 16]  # of the rows
     assert seen == [sum(patches), 2 * patches[0] + 3 * patches[2] + 2 * patches[4]]
     torch.testing.assert_close(*outputs, atol=vision.ATOL, rtol=1e-5)
 
@@ -189,7 +189,7 @@ FIRST = -vision.RESPONSE
 )
 def test_tokens_that_stand_for_no_image_are_text(root: Path, family: str, token: int, column: int) -> None:
     """A tower has nothing for them; an ordinary token with the same embedding gives the same log-probabilities."""
-    folder, twin, index = root / family, 85, [0, 2]
+    folder, twin, index = root / family, 85, [5, 6]  # no tool shows an image after the token
     for packed in (True, False):
         engine = cases.build(folder, {"use_remove_padding": packed})
         with torch.no_grad():
@@ -212,10 +212,10 @@ def test_rows_and_images_that_do_not_fit_are_named(root: Path) -> None:
     data = vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", [0, 2])
     swapped = vision.batch(root / "qwen2_5_vl", "qwen2_5_vl", [0, 5])
     swapped.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
-    with engine.eval_mode(), pytest.raises(ValueError, match="15 image and video tokens, .* gives 18 features"):
+    with engine.eval_mode(), pytest.raises(ValueError, match="17 image and video tokens, .* gives 22 features"):
         engine.infer_batch(swapped)
     del data.non_tensor_batch["multi_modal_inputs"]
-    with engine.eval_mode(), pytest.raises(ValueError, match="18 image tokens, .* has no pixel_values"):
+    with engine.eval_mode(), pytest.raises(ValueError, match="22 image tokens, .* has no pixel_values"):
         engine.infer_batch(data)
 
 

@@ -221,8 +221,11 @@ def _for_reward_model(batch: DataProto) -> DataProto:
     tensors = tensors_of(batch)
     columns = batch.non_tensor_batch
     optional = ("raw_prompt", "reward_model", "multi_modal_inputs")
+    names = ["input_ids", "attention_mask", "position_ids", "responses"]
+    if "multi_modal_inputs" in columns and "response_mask" in tensors.keys():
+        names.append("response_mask")  # a tool may have shown images in the response
     return DataProto.from_dict(
-        tensors={name: tensors[name] for name in ("input_ids", "attention_mask", "position_ids", "responses")},
+        tensors={name: tensors[name] for name in names},
         non_tensors={name: columns[name] for name in optional if name in columns},
         meta_info={"global_steps": batch.meta_info.get("global_steps")},
         auto_padding=True,

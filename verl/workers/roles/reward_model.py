@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from verl.utils.model import get_generation_config
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RewardModelConfig
-from verl.workers.engine.passes import PassSpec
+from verl.workers.engine.passes import PassSpec, response_mask_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.rewards.judge import Judge
 from verl.workers.roles.base import EngineWorker
@@ -132,7 +133,7 @@ class RewardModelWorker(EngineWorker):
                 f"the batch holds token {largest}, but the reward model has {self.vocab_size} tokens: set "
                 "reward_model.model.input_tokenizer to the policy's tokenizer, which tokenizes the texts again"
             )
-        return last_values(self.engine, rows, self.spec, shown, batch["responses"].shape[1]), metrics
+        return last_values(self.engine, rows, self.spec, shown, response_mask_of(data)), metrics
 
     def _shown(self, data: DataProto, rows: dict[str, Tensor]) -> np.ndarray | None:
         """Return the images of the rows for a vision model; reduce position ids to those of text for a text model.
@@ -159,19 +160,21 @@ def last_values(
     rows: dict[str, Tensor],
     spec: PassSpec,
     shown: np.ndarray | None = None,
-    response_length: int = 0,
+    sampled: Tensor | None = None,
 ) -> Tensor:
     """Run a reward model; returns the (B,) values at the last valid token of each row.
 
     Args:
         shown: (B,) ``multi_modal_inputs`` of the rows.
-        response_length: columns of the response; the tokens in them stand for no image.
+        sampled: (B, R), 1 for each token that the policy has sampled; these stand for no image.
     """
     mask = rows["attention_mask"].bool()
     columns = torch.arange(mask.shape[1])
     last = (mask * columns).argmax(-1)
     read = (columns == last.unsqueeze(1)) & mask  # a row of padding has none
-    counted = read if shown is None else read | (mask & (columns >= mask.shape[1] - response_length))
+    counted = read
+    if shown is not None and sampled is not None:
+        counted = read | F.pad(sampled.bool(), (mask.shape[1] - sampled.shape[1], 0))
     data = DataProto.from_dict(
         tensors={**rows, "responses": rows["input_ids"], "response_mask": counted.long()},
         non_tensors={} if shown is None else {"multi_modal_inputs": shown},
