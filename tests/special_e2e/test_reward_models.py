@@ -7,6 +7,8 @@ import pandas as pd
 import pytest
 import torch
 
+from verl.utils.observe.timeline import timelines_of
+
 from .conftest import Workspace
 
 STEPS = 2
@@ -103,6 +105,27 @@ def test_a_reward_model_scores_training(workspace, model, shared):
 def test_workers_of_its_own_change_no_number(shared, apart):
     assert sorted(apart.steps) == [1]
     assert apart.numbers(1) == shared.numbers(1)
+
+
+@pytest.mark.full
+def test_its_workers_score_while_agent_loops_generate(workspace, changes):
+    """Each agent loop worker's trajectories are scored as soon as they are there; the numbers are those of a batch."""
+    served = changes | {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.agent.num_workers": 2}
+    late = workspace.train("reward-after", served | {"trainer.record_digests": True})
+    early = workspace.train("reward-meanwhile", served | OWN_POOL)
+    for step in range(1, STEPS + 1):
+        after, meanwhile = late.numbers(step), early.numbers(step)
+        assert after.keys() == meanwhile.keys()
+        for name, value in after.items():
+            if not name.startswith("perf/"):
+                # fp32: a matrix product of other rows at the same time is rounded in another order
+                assert meanwhile[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    (path,) = timelines_of(early.folder)
+    events = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+    gen = max((each for each in events if each["name"] == "gen"), key=lambda each: each["dur"])
+    scored = [each for each in events if each["name"] == "start_rm_score"]
+    inside = [each for each in scored if gen["ts"] < each["ts"] and each["ts"] + each["dur"] < gen["ts"] + gen["dur"]]
+    assert len(inside) == 2, "one call for each agent loop worker"
 
 
 def test_the_death_of_its_worker_is_named(apart):

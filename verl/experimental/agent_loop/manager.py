@@ -30,6 +30,7 @@ from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
 from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine
+from verl.workers.rewards.model_scores import SCORED_BY_MODEL, ScoresOfParts
 from verl.workers.rollout.base import DROPPED_COLUMN
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.standalone import StandaloneServers, replica_class_of
@@ -152,7 +153,9 @@ class AgentLoopManager:
         report = self.worker_group.generation_report(seconds, lengths)[0]
         of_loops = _loop_timing(output.meta_info.pop("seconds"))
         output.meta_info["timing"] = report.meta_info["timing"] | of_loops
-        output.meta_info["metrics"] = report.meta_info["metrics"] | attempt_metrics(attempts)
+        output.meta_info["metrics"] = (
+            report.meta_info["metrics"] | output.meta_info["metrics"] | attempt_metrics(attempts)
+        )
         if replaced:
             output.meta_info["replace"] = replaced
         return output
@@ -182,13 +185,18 @@ class AgentLoopManager:
             self.server_handles = handles
             ray.get([worker.set_servers.remote(handles) for worker in self.agent_loop_workers])
         parts = _split(len(prompts), len(self.agent_loop_workers))
-        callers, refs, first = [], [], 0
+        callers, refs, asked, first = [], [], [], 0
         for index, size in enumerate(parts):
             if size:
-                refs.append(self.agent_loop_workers[index].generate_sequences.remote(prompts[first : first + size]))
+                asked.append(prompts[first : first + size])
+                refs.append(self.agent_loop_workers[index].generate_sequences.remote(asked[-1]))
                 callers.append((self._names[index], self.agent_loop_workers[index]))
             first += size
+        scores = None
+        if self.rm_wg is not None and prompts.meta_info.get(SCORED_BY_MODEL):
+            scores = ScoresOfParts(self.rm_wg, refs, asked)
         outputs: list[DataProto] = self.worker_group.wait_for_callers(callers, refs, "generate_sequences")
+        metrics = {} if scores is None else scores.add_to(outputs)
         lists: dict[str, list[Any]] = {"seconds": [], "attempts": []}
         for (name, _), output in zip(callers, outputs, strict=True):
             part = output.meta_info.pop(timeline.RECORDED, None)
@@ -200,7 +208,7 @@ class AgentLoopManager:
         whole = joined(outputs)
         if extras:
             whole.meta_info["reward_extra_keys"] = extras
-        whole.meta_info |= lists
+        whole.meta_info |= lists | {"metrics": metrics}
         return whole
 
     def sync_weights(self, step: int | None = None) -> None:

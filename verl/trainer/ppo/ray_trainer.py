@@ -66,6 +66,7 @@ from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.vision.multi_modal import count_shared_bytes, replace_inputs, share
+from verl.workers.rewards.model_scores import SCORED_BY_MODEL
 from verl.workers.roles.batching import NUM_TRAJECTORIES
 
 if TYPE_CHECKING:
@@ -433,6 +434,8 @@ class RayPPOTrainer:
         prompts.meta_info["global_steps"] = self.state.step
         if self._loops_score(self.reward_fn):
             prompts.meta_info["score_trajectories"] = True
+        if self._reward_model_need_not_wait(prompts):
+            prompts.meta_info[SCORED_BY_MODEL] = True
         requests = prompts.repeat(repeat_times=num_samples, interleave=True)
         seeds = self._sampling_seeds(prompts, num_samples)
         tensors_of(requests)["sampling_seed"] = seeds
@@ -647,7 +650,7 @@ class RayPPOTrainer:
         The metrics of its scoring, except ``perf/``, get the prefix ``greedy/``.
         """
         requests = prompts.repeat(repeat_times=1)
-        requests.meta_info = {**prompts.meta_info, "do_sample": False}
+        requests.meta_info = {**prompts.meta_info, "do_sample": False, SCORED_BY_MODEL: False}
         tensors_of(requests)["sampling_seed"] = self._sampling_seeds(prompts, 1)
         with self._timed("gen_max", timing):
             greedy = batch.repeat(repeat_times=1).union(self._generate_padded(requests))
@@ -664,6 +667,20 @@ class RayPPOTrainer:
         from verl.experimental.agent_loop.rewards import scores_one_by_one
 
         return scores_one_by_one(reward_fn)
+
+    def _reward_model_need_not_wait(self, prompts: DataProto) -> bool:
+        """Whether a reward model with its own devices scores responses while agent loops generate the others.
+
+        Images of later turns are not known before the whole batch is there.
+        """
+        return (
+            self.async_rollout_mode
+            and self.use_rm
+            and self.run_config.reward_model.enable_resource_pool
+            and hasattr(self.rm_wg, "start_rm_score")  # the reward model of a recipe may be another kind of worker
+            and not self.run_config.actor_rollout_ref.rollout.skip_rollout
+            and "multi_modal_inputs" not in prompts.non_tensor_batch
+        )
 
     def _new_reward(self) -> PendingReward:
         assert self.reward_fn is not None, "training needs reward_fn"

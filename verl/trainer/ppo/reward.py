@@ -26,6 +26,7 @@ from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
 from verl.workers.rewards.loading import load_reward_manager as load_reward_manager
 from verl.workers.rewards.loading import reward_kwargs as reward_kwargs
+from verl.workers.rewards.model_scores import for_reward_model
 from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits, describe_scorer
 from verl.workers.rollout.base import DROPPED_COLUMN
 
@@ -171,7 +172,7 @@ class PendingReward:
     def start(self, batch: DataProto, metrics: dict[str, float]) -> Self:
         """Start scoring; ``take`` does the part that must wait."""
         if self.reward_model is not None and "rm_scores" not in tensors_of(batch).keys():
-            self._model_scores = self.reward_model.start_rm_score(_for_reward_model(batch))
+            self._model_scores = self.reward_model.start_rm_score(for_reward_model(batch))
             if self.own_pool:
                 return self
         self._start_rule(batch, metrics)
@@ -214,19 +215,3 @@ class PendingReward:
         # Ray's types know no arguments with a default.
         task: Any = compute_reward_async.options(num_cpus=self.num_cpus, **without_nsight())
         self._rule = task.remote(data=batch, reward_fn=self.reward_fn)
-
-
-def _for_reward_model(batch: DataProto) -> DataProto:
-    """Select the columns that the reward model reads, padded if its workers do not divide the batch."""
-    tensors = tensors_of(batch)
-    columns = batch.non_tensor_batch
-    optional = ("raw_prompt", "reward_model", "multi_modal_inputs")
-    names = ["input_ids", "attention_mask", "position_ids", "responses"]
-    if "multi_modal_inputs" in columns and "response_mask" in tensors.keys():
-        names.append("response_mask")  # a tool may have shown images in the response
-    return DataProto.from_dict(
-        tensors={name: tensors[name] for name in names},
-        non_tensors={name: columns[name] for name in optional if name in columns},
-        meta_info={"global_steps": batch.meta_info.get("global_steps")},
-        auto_padding=True,
-    )

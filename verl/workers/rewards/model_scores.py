@@ -1,0 +1,94 @@
+"""What a reward model reads of a batch, and scores of parts of a batch while the rest of it is still generated."""
+
+import contextvars
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from verl.protocol import DataProto, tensors_of
+from verl.utils.metric import reduce_metrics
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProtoFuture
+    from verl.single_controller.ray import RayWorkerGroup
+
+SCORED_BY_MODEL = "score_by_model"
+"""Meta of a batch: whether a reward model with its own devices scores each part of it as soon as it is there."""
+_COLUMNS = ("raw_prompt", "reward_model", "multi_modal_inputs")
+
+
+def for_reward_model(batch: DataProto, columns: DataProto | None = None) -> DataProto:
+    """Select what the reward model reads, padded if its workers do not divide the batch.
+
+    Args: ``columns`` has the same rows, with the columns that ``batch`` may lack.
+    """
+    tensors = tensors_of(batch)
+    known = batch.non_tensor_batch if columns is None else {**columns.non_tensor_batch, **batch.non_tensor_batch}
+    names = ["input_ids", "attention_mask", "position_ids", "responses"]
+    if "multi_modal_inputs" in known and "response_mask" in tensors.keys():
+        names.append("response_mask")  # a tool may have shown images in the response
+    return DataProto.from_dict(
+        tensors={name: tensors[name] for name in names},
+        non_tensors={name: known[name] for name in _COLUMNS if name in known},
+        meta_info={"global_steps": batch.meta_info.get("global_steps")},
+        auto_padding=True,
+    )
+
+
+class ScoresOfParts:
+    """Sends each part of a batch to the reward model when its references resolve, in a thread.
+
+    A part is always the same rows, so its scores do not depend on the order in which the parts end.
+
+    Args: ``requests`` are the rows of each part, with the columns that its answer may lack.
+    """
+
+    def __init__(
+        self, group: "RayWorkerGroup", refs: "Sequence[ray.ObjectRef[DataProto]]", requests: Sequence[DataProto]
+    ) -> None:
+        self._group = group
+        self._refs = list(refs)
+        self._requests = list(requests)
+        self._scores: dict[int, DataProtoFuture] = {}
+        self._error: BaseException | None = None
+        context = contextvars.copy_context()  # errors name the phase of the caller
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="reward-model", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        left = list(self._refs)
+        try:
+            while left:
+                (done, *_), left = ray.wait(left, num_returns=1)
+                at = self._refs.index(done)
+                part, asked = ray.get(done), self._requests[at]
+                if len(part) == len(asked):  # else rows were added, and the batch is scored as a whole
+                    part.meta_info["global_steps"] = asked.meta_info.get("global_steps")
+                    self._scores[at] = self._group.start_rm_score(for_reward_model(part, asked))
+        except Exception as error:  # of a part: who waits for the batch gets it too; of the reward model: see add_to
+            self._error = error
+
+    def add_to(self, parts: Sequence[DataProto]) -> dict[str, Any]:
+        """Add ``rm_scores`` (B, R) to the parts; return the metrics of the reward model, averaged over the rows."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if len(self._scores) < len(parts):
+            for future in self._scores.values():
+                future.get()
+            return {}
+        found: dict[str, list[tuple[int, float]]] = {}
+        for at, part in enumerate(parts):
+            output = self._scores[at].get()
+            tensors_of(part)["rm_scores"] = tensors_of(output)["rm_scores"]
+            for name, value in reduce_metrics(output.meta_info.pop("metrics", {})).items():
+                found.setdefault(name, []).append((len(part), value))
+        return {name: _mean_or_peak(name, values) for name, values in found.items()}
+
+
+def _mean_or_peak(name: str, values: Sequence[tuple[int, float]]) -> float:
+    if "/memory/" in name:
+        return max(value for _, value in values)
+    return sum(count * value for count, value in values) / sum(count for count, _ in values)
