@@ -58,3 +58,31 @@ def test_a_server_that_dies_is_replaced_and_the_step_finishes(workspace, tmp_pat
     for step in whole.steps:
         numbers = {key: value for key, value in struck.numbers(step).items() if not key.startswith("attempts/")}
         assert numbers == {key: value for key, value in whole.numbers(step).items() if not key.startswith("attempts/")}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "data_parallel_size"])
+def test_a_server_of_two_devices_gives_what_one_of_one_device_gives(workspace, size):
+    """Bit for bit, except that tensor parallelism rounds the engine's log-probabilities otherwise.
+
+    They are not trained on: with the same tokens the weights are the same.
+    """
+    two = {"actor_rollout_ref.rollout.n_gpus_per_node": 2, f"actor_rollout_ref.rollout.{size}": 2}
+    one = workspace.train("one_device", SHORT | ASYNC | APART)
+    both = workspace.train(f"two_devices_{size}", SHORT | ASYNC | APART | two)
+    same_engine = size == "data_parallel_size"
+    for step in one.steps:
+        assert _without_engine(both.numbers(step), same_engine) == _without_engine(one.numbers(step), same_engine)
+        assert both.steps[step]["training/rollout_log_prob_diff_max"] < 1e-4  # fp32 rounding of two layers
+    found = [list(map(phases_of, read_entries(run.folder / "metrics.jsonl").values())) for run in (one, both)]
+    for phases in (phases for entries in found for phases in entries if not same_engine):
+        for parts in phases.values():
+            parts.pop("rollout_log_probs", None)
+    assert found[0] == found[1]
+
+
+def _without_engine(numbers, keep):
+    """Return metrics without those of the engine's log-probabilities."""
+    return {
+        key: value for key, value in numbers.items() if keep or not key.startswith(("mismatch/", "training/rollout"))
+    }
