@@ -2,12 +2,14 @@
 
 import itertools
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.loaders import EndOfDataError
@@ -95,6 +97,7 @@ class BrokenTrainer(ray_trainer.RayPPOTrainer):
             "project_name": "p",
             "experiment_name": "e",
         }
+        trainer["timeline_steps"] = None
         node = {"global_profiler": profiler, "trainer": {**trainer, "record_digests": False, "record_samples": 0}}
         trace = {"backend": None, "token2text": False}
         node["actor_rollout_ref"] = {"rollout": {"skip_rollout": False, "trace": trace}}
@@ -116,7 +119,7 @@ class BrokenTrainer(ray_trainer.RayPPOTrainer):
     def collect(self, rows, metrics, timing):
         if self.global_steps == 3:
             raise self.error
-        return None
+        return DataProto()
 
     def _checked(self, name, batch, method, *args):
         return batch
@@ -144,6 +147,7 @@ def outputs(monkeypatch):
 
     class Output:
         tracking = SimpleNamespace(logger={})
+        folder = Path("no such folder")
 
         def __init__(self, *arguments):
             pass
