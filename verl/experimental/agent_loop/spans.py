@@ -19,7 +19,7 @@ def trajectory_span(
     attempt: Attempt, place: Place, step: int | None, validate: bool
 ) -> Iterator[Callable[[Outputs], None]]:
     """Record one attempt at a trajectory; yields a function that takes what came of it."""
-    known = {"uid": place.uid, "sample": place.sample, "attempt": attempt.id, "loop": attempt.loop}
+    known: dict[str, Any] = {"uid": place.uid, "sample": place.sample, "attempt": attempt.id, "loop": attempt.loop}
     trace = rollout_trace_attr(
         sample_index=place.uid, step=step, rollout_n=place.sample, name="agent_loop", validate=validate
     )

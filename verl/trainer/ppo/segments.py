@@ -69,7 +69,8 @@ def segment_rows(batch: DataProto) -> DataProto:
     source = [row for row, size in enumerate(sizes) for _ in range(size)]
     number = [segment for size in sizes for segment in range(size)]
     rows = batch.select_idxs(source)
-    places = [at for at, (row, segment) in enumerate(zip(source, number, strict=True)) if segment < sizes[row] - 1]
+    is_last = [segment == sizes[row] - 1 for row, segment in zip(source, number, strict=True)]
+    places = [at for at, last in enumerate(is_last) if not last]
     parts = [each for each in earlier if each is not None]
     _put_tensors(rows, parts, places)
     _put_columns(rows, parts, places)
@@ -79,7 +80,7 @@ def segment_rows(batch: DataProto) -> DataProto:
     columns[SEGMENT_COLUMN] = np.array(number)
     columns[SEGMENTS_COLUMN] = np.array([sizes[row] for row in source])
     columns[EARLIER_COLUMN] = object_array(
-        [None if at in set(places) else earlier[row] for at, row in enumerate(source)]
+        [earlier[row] if last else None for row, last in zip(source, is_last, strict=True)]
     )
     tensors = tensors_of(rows)
     tokens = tensors["response_mask"].sum(-1).double()
