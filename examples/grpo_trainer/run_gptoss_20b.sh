@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # GRPO with SGLang: gpt-oss-20b on GSM8K, one node of 8 GPUs with 80 GB.
-# SGLang is the default of this script; until it is supported, append actor_rollout_ref.rollout.name=vllm.
 # The hub of OpenAI holds the weights in MXFP4: MODEL_PATH must name a copy in bf16.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # GRPO with Megatron-Core and SGLang: Qwen2-7B-Instruct on GSM8K and MATH, one node of 8 GPUs.
-# SGLang is the default of this script; until it is supported, append actor_rollout_ref.rollout.name=vllm.
 # Data first: gsm8k.py and math_dataset.py of examples/data_preprocess, into ~/data/gsm8k and ~/data/math
 set -euxo pipefail
 

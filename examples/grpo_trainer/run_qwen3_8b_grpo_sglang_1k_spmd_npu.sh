@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with SGLang: Qwen3-8B on GSM8K, responses of up to 1,024 tokens, each sequence shared by four devices (Ulysses),
 # one node of 16 Ascend devices with 64 GB.
-# SGLang is the default of this script; until it is supported, append actor_rollout_ref.rollout.name=vllm.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # PPO with a critic and SGLang: Qwen2-7B-Instruct on GSM8K and MATH with micro-batches of a number of tokens, 8 GPUs.
-# SGLang is the default of this script; until it is supported, append actor_rollout_ref.rollout.name=vllm.
 # Data first: gsm8k.py and math_dataset.py of examples/data_preprocess, into ~/data/gsm8k and ~/data/math
 set -euxo pipefail
 

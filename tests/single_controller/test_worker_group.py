@@ -156,6 +156,15 @@ def test_methods_of_a_role_whose_name_starts_with_another(roles: dict[str, RayWo
         roles["actor"].spawn(["nobody"])
 
 
+@pytest.mark.full
+def test_a_call_comes_through_while_thousands_wait(roles: dict[str, RayWorkerGroup]) -> None:
+    """Such as those that ask for the health of a server, or abort a request."""
+    actor = roles["server"].workers[0]
+    waiting = [actor.server_hold.remote() for _ in range(2000)]
+    ray.get(actor.server_let_go.remote(), timeout=120)
+    assert all(ray.get(waiting, timeout=120))
+
+
 def test_attach_by_name(roles: dict[str, RayWorkerGroup]) -> None:
     actor = roles["actor"]
     by_name = RayWorkerGroup.from_detached(

@@ -1,5 +1,6 @@
 """Workers that the tests of the single controller run."""
 
+import asyncio
 import os
 import signal
 import time
@@ -131,7 +132,23 @@ class EchoWorker(Worker):
 
 
 class AsyncWorker(Worker):
-    """A role with a coroutine method."""
+    """A role with coroutine methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: asyncio.Event | None = None
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def hold(self) -> bool:
+        """Wait for ``let_go``."""
+        self.opened = self.opened or asyncio.Event()
+        return await self.opened.wait()
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def let_go(self) -> None:
+        """Let all go who wait."""
+        assert self.opened is not None
+        self.opened.set()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def answer(self, value: int) -> int:

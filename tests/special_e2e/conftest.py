@@ -179,13 +179,14 @@ def leftovers(session: int, patience_s: float = 90) -> list[str]:
     deadline = time.time() + patience_s
     while True:
         found = psutil.process_iter(["name", "cmdline"])
-        alive = [" ".join(p.info["cmdline"] or [p.info["name"]])[:300] for p in found if _of(p, session)]
+        alive = [" ".join(p.info["cmdline"] or [p.info["name"]])[:300] for p in found if is_of_session(p, session)]
         if not alive or time.time() > deadline:
             return alive
         time.sleep(0.2)
 
 
-def _of(process: psutil.Process, session: int) -> bool:
+def is_of_session(process: psutil.Process, session: int) -> bool:
+    """Whether a process lives and belongs to the session of a run."""
     try:
         return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):

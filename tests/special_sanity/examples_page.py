@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.special_sanity.test_examples import NPU_MEGATRON, ROOT, SCRIPTS, SGLANG, WAITING
+from tests.special_sanity.test_examples import IMAGES_FOR_SGLANG, NPU_MEGATRON, ROOT, SCRIPTS, WAITING
 
 PAGE = ROOT / "docs" / "examples.md"
 STATES = {
@@ -13,8 +13,7 @@ STATES = {
     "composed": "a test runs the script with a Python that only notes its arguments, composes the configuration, and "
     "applies the checks that a run makes before it starts. Data and local models are stand-ins. The script waits for "
     "the devices in its row; one for CPU has not been run to its end yet",
-    "waits for SGLang": "composed with `actor_rollout_ref.rollout.name=vllm`, which also runs it today. Its default is "
-    "SGLang, which is refused so far",
+    "waits for images with SGLang": "composed; a run is refused until `actor_rollout_ref.rollout.name=vllm` is added",
     "waits for Megatron-Core on Ascend": "composed for GPUs; this strategy is refused on Ascend",
     "not run": "downloads data; there was no network",
 }
@@ -52,6 +51,9 @@ RAN = {
     "examples/sglang_multiturn/run_calculator_cpu.sh": Ran(
         "accuracy 0.14, after 20 steps 1.00", "docs/advance/multi_turn.md"
     ),
+    "examples/sglang_multiturn/run_gsm8k_interaction_tiny_cpu.sh": Ran(
+        "accuracy 0.33, after 30 steps 0.92", "docs/advance/interactions.md"
+    ),
     "examples/sglang_multiturn/search_r1_like/run_search_cpu.sh": Ran(
         "accuracy 0.00, after 15 steps 1.00", "docs/advance/search.md"
     ),
@@ -63,9 +65,13 @@ RAN = {
     ),
     "recipe/collabllm/run_collabllm_tiny_cpu.sh": Ran("reward 0.46, after 6 steps 0.92", "recipe/collabllm/README.md"),
     "recipe/dapo/run_dapo_tiny_cpu.sh": Ran("accuracy 0.30, after 30 steps 1.00", "recipe/dapo/README.md"),
+    "recipe/deepeyes/run_deepeyes_tiny_cpu.sh": Ran("accuracy 0.26, after 20 steps 1.00", "recipe/deepeyes/README.md"),
     "recipe/entropy/run_entropy_tiny_cpu.sh": Ran("accuracy 0.35, after 40 steps 1.00", "docs/algo/baseline.md"),
     "recipe/gspo/run_gspo_tiny_cpu.sh": Ran("accuracy 0.35, after 25 steps 0.98", "recipe/gspo/README.md"),
     "recipe/infigui-g1/run_infigui_tiny_cpu.sh": Ran("reward 0.47, after 40 steps 0.78", "recipe/infigui-g1/README.md"),
+    "recipe/langgraph_agent/example/run_math_expression_tiny_cpu.sh": Ran(
+        "accuracy 0.01, after 20 steps 0.97", "recipe/langgraph_agent/README.md"
+    ),
     "recipe/open_math_reasoning/run_open_math_tiny_cpu.sh": Ran(
         "score 0, after 100 steps 0.625", "recipe/open_math_reasoning/README.md"
     ),
@@ -76,7 +82,7 @@ RAN = {
     "recipe/sppo/run_sppo_tiny_cpu.sh": Ran("accuracy 0.35, after 30 steps 1.00", "recipe/sppo/README.md"),
 }
 """Script for CPU -> its run. A test looks the numbers up in a line of the page."""
-WAITS = {SGLANG: "waits for SGLang", NPU_MEGATRON: "waits for Megatron-Core on Ascend"}
+WAITS = {NPU_MEGATRON: "waits for Megatron-Core on Ascend"}
 
 
 def value_of(text: str, key: str, default: str) -> str:
@@ -141,6 +147,8 @@ def state_of(script: str) -> str:
         result, page = RAN[script]
         inside = page.removeprefix("docs/")
         return f"ran: {result} (" + (f"`{page}`" if inside == page else f"[{inside}]({inside})") + ")"
+    if script in IMAGES_FOR_SGLANG:
+        return "waits for images with SGLang"
     return WAITS.get(WAITING.get(script), "composed")
 
 

@@ -1,5 +1,6 @@
 """The Python on the pages does what the pages say; that of the single controller runs in its own test."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,55 @@ def test_a_loss_and_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         code_of("workers/model_engine.md", "class MyEngine"), BaseEngine=BaseEngine, EngineRegistry=EngineRegistry
     )["MyEngine"]
     assert EngineRegistry._engines["language_model", "mine", "cpu"] is engine
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_an_agent_loop(logprobs: bool) -> None:
+    from tests.experimental.agent_loop.endpoint.agents import build
+
+    loop_class = run(code_of("advance/agent_loop.md", "class AskTwice"))["AskTwice"]
+
+    async def whole() -> Any:
+        loop, server = build(lambda prompt: "yes" if "sure" in prompt else "42", loop=loop_class)
+        chat = [{"role": "user", "content": "6*7"}]
+        return await loop.run({"temperature": 1.0, "logprobs": logprobs}, raw_prompt=chat), server
+
+    output, server = asyncio.run(whole())
+    tokenizer = server.tokenizer
+    assert tokenizer.decode(output.prompt_ids) == "<|user|>6*7<|end|><|assistant|>"
+    assert tokenizer.decode(output.response_ids) == "42<|end|>\nAre you sure?\nyes<|end|>"
+    assert output.response_mask == [1] * 3 + [0] * 15 + [1] * 4 and output.num_turns == 4
+    assert (output.response_logprobs is not None) == logprobs
+    assert [asked[2]["max_tokens"] for asked in server.asked] == [96, 96 - 3 - 15]
+
+
+def test_a_parser_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
+
+    monkeypatch.setattr(ToolParser, "_registry", dict(ToolParser._registry))
+    run(code_of("advance/multi_turn.md", "class ArrowParser"))
+    tokenizer = byte_tokenizer()
+    parser = get_tool_parser("arrow", tokenizer)
+    tokens = tokenizer.encode('Wait. -> add {"a": 1}<|end|>', add_special_tokens=False)
+    assert asyncio.run(parser.extract_tool_calls(tokens)) == ("Wait. ", [FunctionCall("add", '{"a": 1}')])
+    assert asyncio.run(parser.extract_tool_calls(tokens[:4])) == ("Wait", [])
+
+
+def test_a_turn_of_a_loop() -> None:
+    from tests.experimental.agent_loop.endpoint.agents import build
+    from verl.experimental.agent_loop.trajectory import Trajectory
+    from verl.utils.chat import ChatFormat
+
+    names = run(code_of("advance/tokens.md", "async def one_turn"), Trajectory=Trajectory)
+    made: list[Trajectory] = []
+    names["Trajectory"] = lambda *args, **kwargs: made.append(Trajectory(*args, **kwargs)) or made[0]
+
+    async def whole() -> None:
+        loop, server = build(lambda prompt: "3?")
+        chat = ChatFormat(server.tokenizer)
+        await names["one_turn"](loop, chat, [{"role": "user", "content": "1+2"}], {}, "id", 40)
+
+    asyncio.run(whole())
+    text = byte_tokenizer().decode(made[0].prompt_ids + made[0].response_ids)
+    assert text == "<|user|>1+2<|end|><|assistant|>3?<|end|><|tool|>3<|end|><|assistant|>"
+    assert made[0].response_mask == [1] * 3 + [0] * 4

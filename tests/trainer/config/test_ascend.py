@@ -73,7 +73,6 @@ def test_it_is_checked_like_any_other_device(base, machine):
             f"{MODEL}.fused_kernel_options.impl_backend",
             "needs CUDA: write torch with trainer.device=npu",
         ),
-        ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", "is not supported yet: write vllm or hf"),
         ({"global_profiler.tool": "torch_memory"}, "global_profiler.tool", "not npu, or profile with npu"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_command_ends_with_a_message_and_code_2(tmp_path):
 
     refused = run("data.gen_batch_size=4", "data.truncation=cut", "hydra.run.dir=.")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "actor_rollout_ref.rollout.name=???: is missing: write vllm or hf" in refused.stderr
+    assert "actor_rollout_ref.rollout.name=???: is missing: write vllm, sglang or hf" in refused.stderr
     assert "data.truncation=cut: must be one of error, left, right, middle" in refused.stderr
     unknown = run("trainer.n_gpus=4")
     assert unknown.returncode == 2 and "trainer.n_gpus_per_node" in unknown.stderr

@@ -17,7 +17,7 @@ from verl.trainer.config.keys import select
 from verl.trainer.config.rules.no_effect import FOLLOWS, IDLE, UNSUPPORTED
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.trainer.config.validation import validate_config
-from verl.workers.config.rollout import ROLLOUTS, SUPPORTED_ROLLOUTS
+from verl.workers.config.rollout import ROLLOUTS
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.signature import SCORER_CALLS
 from verl.workers.rollout.base import ROLLOUT_CLASSES
@@ -57,6 +57,8 @@ def test_the_small_run_is_right(base):
     assert violations(base, {"data.val_files": None, "trainer.val_before_train": False}) == {}
     assert violations(base, {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.temperature": 2.5}) == {}
     assert violations(base, {"actor_rollout_ref.ref.model": {"path": "Qwen/Qwen2.5-0.5B"}}) == {}
+    of_a_package = {f"{ROLLOUT}.mode": "async", f"{SERVERS}.path": "pkg://my.servers", f"{SERVERS}.name": "Replica"}
+    assert violations(base, of_a_package) == {}
     assert violations(base, {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.n": 5, "data.train_batch_size": 8}) == {}
 
 
@@ -103,7 +105,7 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
     ("changes", "key", "message"),
     [
         # keys that are missing or of the wrong kind
-        ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "write vllm or hf"),
+        ({f"{ROLLOUT}.name": "???"}, f"{ROLLOUT}.name", "write vllm, sglang or hf"),
         ({"data": 3}, "data", "must be a mapping"),
         ({f"{ACTOR}.optim": 3}, f"{ACTOR}.optim", "must be a mapping"),
         ({f"{ACTOR}.optim.lr": "fast"}, f"{ACTOR}.optim.lr", "must be a number"),
@@ -135,8 +137,11 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
         ({"actor_rollout_ref.hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "needs servers"),
         (SERVED | {f"{ROLLOUT}.n_gpus_per_node": 3}, f"{ROLLOUT}.n_gpus_per_node", "tensor_model_parallel_size x data_parallel_size = 2"),
         ({f"{ROLLOUT}.data_parallel_size": 2}, f"{ROLLOUT}.data_parallel_size", "with hybrid_engine=true"),
+        ({f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.agent.on_failure": "drop", "trainer.worker_call_timeout_s": 600}, f"{ROLLOUT}.agent.step_timeout_s", "else a trajectory that hangs ends the run"),
+        ({f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.agent.on_failure": "replace", f"{ROLLOUT}.agent.step_timeout_s": None}, f"{ROLLOUT}.agent.step_timeout_s", "below trainer.worker_call_timeout_s=7200"),
         (SERVED | {f"{SERVERS}.path": "servers.py"}, f"{SERVERS}.name", "write path and name"),
-        (SERVED | {f"{SERVERS}.path": "no.py", f"{SERVERS}.name": "Mine"}, f"{SERVERS}.path", "does not exist"),
+        (SERVED | {f"{SERVERS}.path": "no.py", f"{SERVERS}.name": "Mine"}, f"{SERVERS}.path", "no such file"),
+        ({f"{ROLLOUT}.mode": "async", f"{SERVERS}.path": __file__, f"{SERVERS}.name": "Mine"}, f"{SERVERS}.name", "does not define it"),
         ({"data.sampler.class_path": "pkg://x"}, "data.dataloader_num_workers", "must be 0"),
         ({"data.custom_cls.name": "Rows"}, "data.custom_cls.path", "the file that holds Rows"),
         # batch sizes
@@ -423,9 +428,11 @@ def test_a_data_set_of_the_users_own_may_read_what_ours_does_not(base, tmp_path)
 
 def test_only_unsupported_is_a_not_implemented_error(base):
     with pytest.raises(UnsupportedConfigError):
-        validate_config(changed(base, {f"{ROLLOUT}.name": "sglang"}), True, True)
+        validate_config(changed(base, {f"{ROLLOUT}.sglang_engine_mode": "server"}), True, True)
     with pytest.raises(ConfigError) as info:
-        validate_config(changed(base, {f"{ROLLOUT}.name": "sglang", "data.truncation": "cut"}), True, True)
+        validate_config(
+            changed(base, {f"{ROLLOUT}.sglang_engine_mode": "server", "data.truncation": "cut"}), True, True
+        )
     assert not isinstance(info.value, NotImplementedError)
 
 
@@ -441,7 +448,7 @@ def test_the_names_are_those_of_the_registries():
     import verl.workers.reward_manager  # noqa: F401 (its modules register themselves)
 
     assert set(SCORER_CALLS) == set(REWARD_MANAGER_REGISTRY)
-    assert {name for name, _ in ROLLOUT_CLASSES} == set(SUPPORTED_ROLLOUTS) < set(ROLLOUTS)
+    assert {name for name, _ in ROLLOUT_CLASSES} == set(ROLLOUTS)
     assert all(check_kl_penalty(name) for name in KL_ESTIMATORS)
 
 

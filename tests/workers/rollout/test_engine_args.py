@@ -9,6 +9,7 @@ import torch
 from tests.workers.rollout import tiny
 from verl.workers.rollout import build_rollout, get_rollout_class
 from verl.workers.rollout.base import check_prompt_lengths, eos_token_ids, pad_rows, prompt_token_ids, sampling_values
+from verl.workers.rollout.sglang_rollout import engine_args as sglang_args
 from verl.workers.rollout.vllm_rollout import engine_args, vllm_rollout
 
 MODEL = SimpleNamespace(
@@ -41,6 +42,46 @@ def test_arguments(model_config: Any) -> None:
     assert args["logprobs_mode"] == "processed_logprobs"
     assert None not in args.values()
     assert build(model_config, max_model_len=40)["max_model_len"] == 40
+
+
+def sglang_arguments(model_config: Any, **changes: Any) -> dict[str, Any]:
+    pytest.importorskip("sglang")
+    return sglang_args.build_engine_args(tiny.rollout_config("sglang", **changes), model_config, is_hybrid=True)
+
+
+def test_arguments_of_sglang(model_config: Any) -> None:
+    own = {"max_running_requests": 7, "stream_interval": None}
+    args = sglang_arguments(model_config, engine_kwargs={"sglang": own}, seed=5, enable_prefix_caching=False)
+    assert args["model_path"] == "/models/tiny"
+    assert args["context_length"] == tiny.PROMPT_LENGTH + tiny.RESPONSE_LENGTH + sglang_args.SPARE_TOKENS
+    assert args["max_running_requests"] == 7
+    assert args["random_seed"] == 5
+    assert args["json_model_override_args"] == '{"rope_theta": 5.0}'
+    assert args["disable_radix_cache"] and args["chunked_prefill_size"] == 40
+    assert None not in args.values()
+    assert sglang_arguments(model_config, dtype="auto")["dtype"] == "float32"  # SGLang's own auto takes fp16 for it
+    whole = sglang_arguments(model_config, enable_chunked_prefill=False)
+    assert (whole["chunked_prefill_size"], whole["max_prefill_tokens"]) == (-1, 40)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the cache of the CPU engine")
+def test_the_cache_of_sglang_does_not_take_the_memory_of_the_machine(model_config: Any) -> None:
+    args = sglang_arguments(model_config)
+    assert args["device"] == "cpu" and args["attention_backend"] == "torch_native"
+    assert args["max_total_tokens"] == 32 * (args["context_length"] + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine_kwargs": {"sglang": {"mem_fraction_statc": 1}}}, "mem_fraction_statc=1: is no argument of SGLang"),
+        ({"expert_parallel_size": 2, "data_parallel_size": 2}, "expert_parallel_size=2: must be 1 or tensor"),
+    ],
+)
+def test_a_layout_or_an_argument_that_sglang_does_not_have(changes: dict[str, Any], message: str) -> None:
+    pytest.importorskip("sglang")
+    with pytest.raises(ValueError, match=message):
+        tiny.rollout_config("sglang", **changes)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +129,7 @@ def test_the_workers_of_a_node_share_its_memory(model_config: Any, monkeypatch: 
     assert found == [1 << 28, 1 << 27]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("sglang", "sync"), ("hf", "async"), ("other", "sync")])
+@pytest.mark.parametrize(("name", "mode"), [("hf", "async"), ("other", "sync")])
 def test_unknown_rollouts(name: str, mode: str) -> None:
     with pytest.raises(ValueError, match=f"name='{name}' with mode='{mode}'"):
         get_rollout_class(name, mode)

@@ -1,4 +1,4 @@
-"""What every rollout does, held for vLLM and transformers on the same tiny model."""
+"""What every rollout does, held for vLLM, SGLang and transformers on the same tiny model."""
 
 import random
 from collections.abc import Iterator
@@ -17,11 +17,13 @@ from verl.workers.rollout.checksum import tensor_checksum
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module", params=["vllm", "hf"])
+@pytest.fixture(scope="module", params=["vllm", "sglang", "hf"])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A rollout and the model that holds its weights."""
-    if request.param == "vllm":
-        pytest.importorskip("vllm")
+    if request.param != "hf":
+        pytest.importorskip(request.param)
+    if request.param == "sglang":
+        request.getfixturevalue("ray_cluster")
     model = tiny.build_model()
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     rollout = tiny.start_rollout(request.param, model, tmp_path_factory.mktemp(request.param))
@@ -32,7 +34,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         rollout.generate_sequences(tiny.prompts_batch(1))
     tiny.load_all(rollout, model)
     yield rollout, model
-    if request.param == "vllm":
+    if request.param != "hf":
         rollout.shutdown()
 
 
@@ -115,11 +117,15 @@ def test_a_response_depends_on_its_own_seed_only(rollout: BaseRollout) -> None:
 
 
 def test_a_response_does_not_depend_on_the_others_of_its_batch(rollout: BaseRollout) -> None:
-    """Bit for bit with vLLM, whose products are on blocks; transformers pads the rows of a batch to one length."""
+    """Bit for bit with vLLM, whose products are on blocks; transformers pads the rows of a batch to one length.
+
+    With SGLang rounding depends on the parts in which a prompt is computed.
+    """
     prompts = tiny.prompts_batch(8, repeat=4)
     together = rollout.generate_sequences(prompts)
     order = np.random.default_rng(4).permutation(len(prompts))
-    tolerance = 0 if rollout.config.name == "vllm" else 1e-4  # log-probs of about 7, after two layers in fp32
+    # log-probs of about 7, after two layers in fp32
+    tolerance = {"vllm": 0, "sglang": 1e-5, "hf": 1e-4}[rollout.config.name]
     for rows in (order, order[:7], order[-1:]):
         part = rollout.generate_sequences(prompts[rows])
         assert torch.equal(part.batch["responses"], together.batch["responses"][rows])
@@ -167,7 +173,7 @@ def test_greedy_and_validation(rollout: BaseRollout, model: Any) -> None:
     torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.4}, {"repetition_penalty": 5.0}])
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.4}, {"repetition_penalty": 2.0}])
 def test_limits_of_sampling(rollout: BaseRollout, model: Any, limits: dict[str, float]) -> None:
     """Log-probabilities are of the distribution that was drawn from, held against a slow row by row reference."""
     with tiny.settings(rollout, **limits):

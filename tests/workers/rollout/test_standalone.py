@@ -5,15 +5,19 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from omegaconf import OmegaConf
 
 from tests.workers.rollout import tiny
 from verl.base_config import WrongInput
+from verl.experimental.agent_loop.attempts import Attempt
+from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig
 from verl.workers.rollout.replica import NoAddressError
 from verl.workers.rollout.standalone import replica_class_of
@@ -85,9 +89,9 @@ def test_classes_of_the_user(tmp_path: Path) -> None:
     path = tmp_path / "servers.py"
     path.write_text(SERVERS)
 
-    def chosen(name: str | None) -> Any:
+    def chosen(name: str | None, hybrid: bool = False) -> Any:
         custom = CustomAsyncServerConfig(path=str(path) if name else None, name=name)
-        return replica_class_of(tiny.rollout_config("vllm", agent=AgentLoopConfig(custom_async_server=custom)))
+        return replica_class_of(tiny.rollout_config("vllm", agent=AgentLoopConfig(custom_async_server=custom)), hybrid)
 
     usual = chosen(None)
     assert usual.__name__ == "vLLMReplica" and usual.server_class.__name__ == "vLLMServer"
@@ -99,6 +103,9 @@ def test_classes_of_the_user(tmp_path: Path) -> None:
     assert ray.cloudpickle.loads(pickled).__name__ == "Server"
     with pytest.raises(WrongInput, match="name=Other: is neither a RolloutReplica nor a server"):
         chosen("Other")
+    assert chosen("Replica", hybrid=True) is chosen("Replica")
+    with pytest.raises(WrongInput, match="name=Server: is a standalone server, and .*hybrid_engine=true starts none"):
+        chosen("Server", hybrid=True)
 
 
 def test_placements_that_are_refused() -> None:
@@ -107,8 +114,9 @@ def test_placements_that_are_refused() -> None:
     )
     with pytest.raises(WrongInput, match="of 2 devices .* does not fit a node of 1"):
         replica.init_standalone()
-    with pytest.raises(WrongInput, match="call init_hybrid .* or init_standalone"):
+    with pytest.raises(NotImplementedError, match="call init_hybrid .* or init_standalone") as refused:
         replica.init_colocated(None)  # type: ignore[arg-type]
+    assert isinstance(refused.value, WrongInput)
     assert not hasattr(replica, "server_address")
     with pytest.raises(NoAddressError, match="main_generation_server"):
         _ = replica.server_address
@@ -120,7 +128,10 @@ def test_placements_that_are_refused() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
 def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
-    """One loses its engine and one its process; afterwards both have the current weights, which come in groups."""
+    """One loses its engine and one its process; afterwards both have the current weights, which come in groups.
+
+    A request whose engine dies moves to the other server, and gets the same tokens and log-probabilities.
+    """
     import ray
 
     from verl.workers.config import HFModelConfig
@@ -136,7 +147,7 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
     sync = ServerSync(trainer, bucket_bytes=1 << 18, timeout_s=60, by_memory=False)
     prompts = tiny.prompts_batch(2)
     ids, seed = prompts.non_tensor_batch["raw_prompt_ids"][0], int(prompts.batch["sampling_seed"][0])
-    params = {"temperature": tiny.TEMPERATURE, "seed": seed, "max_tokens": 10}
+    params = {"temperature": tiny.TEMPERATURE, "seed": seed, "max_tokens": 10, "logprobs": True}
 
     def send(handles: dict[str, Any]) -> dict[str, str]:
         return sync.run(handles, None)
@@ -152,8 +163,26 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
     tiny.disturb(model, 0.3, seed=9)
     trainer.weights_version = 1
     places = [replica.wait_until_ready() for replica in servers.replicas]
-    os.kill(places[0]["engine_pids"][-1], signal.SIGKILL)
-    os.kill(places[1]["pid"], signal.SIGKILL)
+
+    async def moved() -> tuple[int, Any]:
+        """Kill the engine that has a request; return the number of its server, and the response of the other one."""
+        attempt = Attempt("1", "prompt", 0, "loop")
+        manager = AsyncLLMServerManager(OmegaConf.create({}), list(servers.handles.values())).of(attempt)
+        ask = partial(manager.generate, "conversation", prompt_ids=ids, sampling_params=params)
+        assert await ask() == first
+        home = next(number for number in (0, 1) if f"server {number} of" in attempt.servers[0])
+        os.kill(places[home]["engine_pids"][-1], signal.SIGSTOP)
+        response = asyncio.create_task(ask())
+        await asyncio.sleep(0.5)
+        assert not response.done()
+        os.kill(places[home]["engine_pids"][-1], signal.SIGKILL)
+        output = await response
+        assert len(set(attempt.servers)) == 2 and attempt.servers[0] == attempt.servers[1]
+        return home, output
+
+    home, output = asyncio.run(moved())
+    assert output == first
+    os.kill(places[1 - home]["pid"], signal.SIGKILL)
     servers.sync(send)
     first, second = answers()
     assert first == second and first.versions == [(1, len(first.token_ids))]

@@ -24,6 +24,8 @@ MIB = 1 << 20
 class Taker:
     """A rollout that takes buckets and drops them; it may look at all tensors, and hold some back."""
 
+    unverified = 0
+
     def __init__(self, looks: bool = False, pending: Callable[[str], bool] = lambda name: False) -> None:
         self.looks, self.holds = looks, pending
         self.held: list[Tensor] = []

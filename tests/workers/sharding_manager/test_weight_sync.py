@@ -69,6 +69,41 @@ def test_sync_moves_every_byte_once_and_only_when_needed(manager: FSDPVLLMShardi
     assert manager.engine.streamed == len(parameters)
 
 
+@pytest.mark.parametrize("multi_stage_wake_up", [False, True])
+def test_the_cache_wakes_after_the_sync(
+    manager: FSDPVLLMShardingManager, monkeypatch: pytest.MonkeyPatch, multi_stage_wake_up: bool
+) -> None:
+    """The buckets use memory that the cache takes later, whatever the established key says."""
+    rollout, calls = manager.rollout, []
+    resume, load, release = rollout.resume, rollout.load, rollout.release
+
+    async def resumes(tags: list[str]) -> None:
+        calls.extend(tags)
+        await resume(tags)
+
+    async def releases(tags: list[str] | None = None) -> None:
+        calls.append("release")
+        await release(tags)
+
+    def loads(bucket: list[tuple[str, torch.Tensor]]) -> None:
+        calls.append("load")
+        load(bucket)
+
+    monkeypatch.setattr(rollout, "resume", resumes)
+    monkeypatch.setattr(rollout, "load", loads)
+    monkeypatch.setattr(rollout, "release", releases)
+    with tiny.settings(rollout, multi_stage_wake_up=multi_stage_wake_up):
+        check_generation(manager)
+        check_generation(manager)
+    first, again = calls[: -len(_AGAIN)], calls[-len(_AGAIN) :]
+    assert set(first[1:-2]) == {"load"} and [first[0], *first[-2:]] == ["weights", "kv_cache", "release"]
+    assert again == _AGAIN
+
+
+_AGAIN = ["weights", "kv_cache", "release"]
+"""What a generation does with the memory if the engine has the weights."""
+
+
 def test_peak_memory_stays_below_two_buckets(manager: FSDPVLLMShardingManager) -> None:
     with manager:
         pass

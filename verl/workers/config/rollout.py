@@ -1,18 +1,21 @@
 """Generation: engine, sampling, and the parts of multi-turn rollout."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation, setting
+from verl.utils.engine_arguments import unknown_sglang_arguments
 from verl.utils.observe.rollout_trace import BACKENDS
 from verl.utils.profiler.config import ProfilerConfig
 
 ROLLOUTS = ("vllm", "sglang", "hf")
-SUPPORTED_ROLLOUTS = ("vllm", "hf")
+SERVED_ROLLOUTS = ("vllm", "sglang")
+"""Those that answer single requests."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 MAX_TEMPERATURE_VLLM = 2.0
+MAX_PENALTY_SGLANG = 2.0
 MIN_TEMPERATURE = 0.01
 """The least temperature above 0: logits divided by a lower one leave no probability but 0 and 1."""
 MOST_RESPONSES = 2**16
@@ -24,6 +27,11 @@ def cold_rules(temperature: float) -> Iterator[Violation]:
     """Yield a temperature that is neither 0 nor one to sample with."""
     if 0 < temperature < MIN_TEMPERATURE:
         yield Violation("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
+
+
+def serves(rollout: Mapping[str, Any]) -> bool:
+    """Return whether the engine of a rollout node answers single requests."""
+    return rollout["mode"] == "async" or (rollout["name"] == "sglang" and rollout["multi_turn"]["enable"])
 
 
 @dataclass
@@ -181,13 +189,18 @@ class RolloutConfig(LogProbConfig):
     layered_summon: bool = setting(False, "gather adapters layer by layer")
     limit_images: int | None = setting(None, "images per prompt")
     server: ServerConfig = field(default_factory=ServerConfig)
-    sglang_engine_mode: str = setting("local", "kept for established commands")
+    sglang_engine_mode: str = setting("local", "must be local; hybrid_engine=false starts servers")
     layer_name_map: dict[str, Any] = setting({}, "no effect: there is one implementation")
 
     @property
     def workers_per_engine(self) -> int:
         """How many workers hold one generation engine; with transformers each worker has one."""
         return 1 if self.name == "hf" else self.tensor_model_parallel_size * self.data_parallel_size
+
+    @property
+    def serves(self) -> bool:
+        """Whether the engine answers single requests; with sglang, ``multi_turn.enable`` asks for it too."""
+        return serves(self)
 
     @property
     def default_loop(self) -> str:
@@ -211,13 +224,23 @@ class RolloutConfig(LogProbConfig):
                 if value > MAX_TEMPERATURE_VLLM:  # it would refuse the first request
                     yield Violation(key, value, f"must be at most {MAX_TEMPERATURE_VLLM} with vllm")
         if self.batch_invariant and self.name == "hf":
-            yield Violation("batch_invariant", True, "is only supported by vllm: write null, or name=vllm")
+            yield Violation("batch_invariant", True, "is not supported by hf: write null, or name=vllm")
         if self.mode == "async" and self.name == "hf":
             yield Violation("mode", self.mode, "has no server with name=hf: write sync, or name=vllm")
         ranks = self.tensor_model_parallel_size * self.data_parallel_size
         if self.expert_parallel_size not in (1, ranks):
             expected = f"must be 1 or tensor_model_parallel_size x data_parallel_size = {ranks}"
             yield Violation("expert_parallel_size", self.expert_parallel_size, expected)
+        elif self.name == "sglang" and self.expert_parallel_size not in (1, self.tensor_model_parallel_size):
+            expected = f"must be 1 or tensor_model_parallel_size={self.tensor_model_parallel_size} with name=sglang"
+            yield Violation("expert_parallel_size", self.expert_parallel_size, expected)
+        if self.name == "sglang":
+            if self.repetition_penalty > MAX_PENALTY_SGLANG:
+                expected = f"must be at most {MAX_PENALTY_SGLANG} with sglang"
+                yield Violation("repetition_penalty", self.repetition_penalty, expected)
+            own = self.engine_kwargs.get("sglang") or {}
+            for name, expected in unknown_sglang_arguments(own):
+                yield Violation(f"engine_kwargs.sglang.{name}", own[name], expected)
         if self.pipeline_model_parallel_size > 1:
             expected = f"is not supported by {self.name}: write 1, and use tensor_model_parallel_size"
             yield Violation.unsupported("pipeline_model_parallel_size", self.pipeline_model_parallel_size, expected)

@@ -11,6 +11,7 @@ from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.rollout.server import SamplingParams, TokenOutput
 
 if TYPE_CHECKING:
+    from verl.workers.rollout.sglang_rollout import SGLangRollout
     from verl.workers.rollout.vllm_rollout import vLLMAsyncRollout
 
 
@@ -20,7 +21,7 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
     The workers of an engine wake up and sleep together; requests go to the first of them.
     """
 
-    rollout: "vLLMAsyncRollout"
+    rollout: "vLLMAsyncRollout | SGLangRollout"
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     async def wake_up(self, step: int | None = None) -> bool:
@@ -38,6 +39,11 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
         with simple_timer("sleep", self._sync_timing):
             await self.trainer_mode()
         return True
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def rollout_server(self) -> Any:
+        """Return the actor that answers requests, None if that is this one or on a worker that does not lead."""
+        return getattr(self.rollout, "server", None)
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     async def generate(

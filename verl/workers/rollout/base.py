@@ -37,11 +37,13 @@ NO_WEIGHTS = -1
 
 
 class BaseRollout(ABC):
-    """A generation engine that shares its process with the trainer.
+    """A generation engine on the trainer's devices.
 
     Weights arrive by ``begin_update``, one ``load`` per bucket and ``finish_update``. An update that fails half way
     leaves a mixture of old and new weights, so ``abort_update`` makes the engine reject requests until a whole update
     has succeeded.
+
+    Attributes: ``unverified`` counts the tensors of the last update that the engine could not read back by itself.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class BaseRollout(ABC):
         self.device_mesh = device_mesh
         self.seeds = RequestSeeds(config.seed)
         self.last_generation: dict[str, float] = {}
+        self.unverified = 0
         self._version = NO_WEIGHTS
         self._usable = config.load_format != "dummy"
 
@@ -311,6 +314,8 @@ def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: ty
 ROLLOUT_CLASSES: dict[tuple[str, str], str] = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",
     ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vLLMAsyncRollout",
+    ("sglang", "sync"): "verl.workers.rollout.sglang_rollout.SGLangRollout",
+    ("sglang", "async"): "verl.workers.rollout.sglang_rollout.SGLangRollout",
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
 }
 

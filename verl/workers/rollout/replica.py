@@ -44,6 +44,10 @@ class NoAddressError(WrongInput, AttributeError):
     """A rollout server has no HTTP address of its own."""
 
 
+class UnsupportedPlacementError(WrongInput, NotImplementedError):
+    """Rollout servers do not run in this place."""
+
+
 class ServerPool(RayResourcePool):
     """The devices of one server, which is one process with all of them."""
 
@@ -121,9 +125,9 @@ class RolloutReplica(ABC):
     def init_colocated(self, resource_pool: RayResourcePool) -> None:
         """Refuse: an engine shares the trainer's devices in the trainer's processes.
 
-        Raises: WrongInput.
+        Raises: UnsupportedPlacementError.
         """
-        raise WrongInput(
+        raise UnsupportedPlacementError(
             "rollout servers do not share the devices of another pool in processes of their own: call init_hybrid "
             "(actor_rollout_ref.hybrid_engine=true) or init_standalone (actor_rollout_ref.hybrid_engine=false)"
         )
@@ -143,6 +147,10 @@ class RolloutReplica(ABC):
     def launch_servers(self) -> None:
         """Make ``server_handle`` answer requests."""
 
+    def engine_started(self) -> None:
+        """Note that the workers have started their engine, which may have another ``server_handle`` than before."""
+        return
+
     def start_server(self, name: str) -> Actor:
         """Start the actor of a standalone server in its pool."""
         assert self.resource_pool is not None
@@ -155,7 +163,7 @@ class RolloutReplica(ABC):
             "resources": bundle,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
             "max_restarts": -1,
-            "max_concurrency": _MOST_CALLS,
+            "max_concurrency": MOST_CALLS,
         }
         if self.device_name == "cpu":  # else Ray gives a process as many threads as it has cores
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": envs.read("OMP_NUM_THREADS", "1")}}
@@ -184,6 +192,7 @@ class RolloutReplica(ABC):
         """
         limit_s = self.config.server.max_start_wait_time
         deadline = time.monotonic() + limit_s
+        died_at: float | None = None
         while True:
             try:
                 return ray.get(self.server_handle.ready.remote(), timeout=max(0.1, deadline - time.monotonic()))
@@ -193,8 +202,14 @@ class RolloutReplica(ABC):
                 time.sleep(_POLL_S)
             except ray.exceptions.GetTimeoutError:
                 raise self._not_started(limit_s) from None
-            except ray.exceptions.RayActorError as error:
-                raise ServerError(f"rollout server {self.server_name} has died while it started: {error}") from error
+            except ray.exceptions.RayActorError as error:  # a call right after ``restart`` may meet the ended process
+                now = time.monotonic()
+                died_at = died_at or now
+                if error.actor_init_failed or now > min(deadline, died_at + _RESTART_S):
+                    raise ServerError(
+                        f"rollout server {self.server_name} has died while it started: {error}"
+                    ) from error
+                time.sleep(_POLL_S)
 
     def _not_started(self, limit_s: float) -> ServerError:
         return ServerError(f"rollout server {self.server_name} has not started within {limit_s:g} s")
@@ -222,8 +237,10 @@ class RolloutReplica(ABC):
         await asyncio.gather(*(worker.sleep.remote() for worker in self.workers))
 
 
-_MOST_CALLS = 100_000
+MOST_CALLS = 100_000
 _POLL_S = 0.2
+_RESTART_S = 30.0
+"""How long Ray may take, on a busy machine, to hear that it has ended an actor."""
 
 
 class RolloutReplicaRegistry:
@@ -261,7 +278,14 @@ def _load_vllm() -> type[RolloutReplica]:
     return found
 
 
+def _load_sglang() -> type[RolloutReplica]:
+    module = importlib.import_module("verl.workers.rollout.sglang_rollout.sglang_server")
+    found: type[RolloutReplica] = module.SGLangReplica
+    return found
+
+
 RolloutReplicaRegistry.register("vllm", _load_vllm)
+RolloutReplicaRegistry.register("sglang", _load_sglang)
 
 
 def get_rollout_replica_class(rollout: str) -> type[RolloutReplica]:

@@ -28,12 +28,12 @@ _ATTEMPTS = 3
 _POLL_S = 2.0
 
 
-def replica_class_of(config: "RolloutConfig") -> type[RolloutReplica]:
+def replica_class_of(config: "RolloutConfig", hybrid: bool = False) -> type[RolloutReplica]:
     """Return the class of replicas: that of the engine, or the one of ``agent.custom_async_server``.
 
     The user's class is a replica, or a server that standalone replicas of the engine start.
 
-    Raises: WrongInput for a class that is neither.
+    Raises: WrongInput for a class that is neither, and for a server in a ``hybrid`` run, which starts none.
     """
     found = get_rollout_replica_class(config.name)
     custom = config.agent.custom_async_server
@@ -49,6 +49,11 @@ def replica_class_of(config: "RolloutConfig") -> type[RolloutReplica]:
         raise WrongInput(
             f"actor_rollout_ref.rollout.agent.custom_async_server.name={custom.name}: is neither a RolloutReplica nor "
             "a server with generate, abort, health and ready: derive it from vLLMReplica or vLLMServer"
+        )
+    if hybrid:
+        raise WrongInput(
+            f"actor_rollout_ref.rollout.agent.custom_async_server.name={custom.name}: is a standalone server, and "
+            "actor_rollout_ref.hybrid_engine=true starts none: write false, or derive the class from vLLMReplica"
         )
     return type(f"{found.__name__}Of{custom.name}", (found,), {"server_class": chosen})
 

@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING
 
 from verl.workers.sharding_manager.base import BaseShardingManager
+from verl.workers.sharding_manager.fsdp_sglang import FSDPSGLangShardingManager
 from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
 from verl.workers.sharding_manager.hybrid import HybridShardingManager, complete
+from verl.workers.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 from verl.workers.sharding_manager.servers import ServerSync
 from verl.workers.sharding_manager.weight_sync import WeightSyncError
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaseShardingManager",
+    "FSDPSGLangShardingManager",
     "FSDPVLLMShardingManager",
     "HybridShardingManager",
+    "MegatronSGLangShardingManager",
     "MegatronVLLMShardingManager",
     "ServerSync",
     "WeightSyncError",
@@ -29,5 +33,9 @@ def build_sharding_manager(engine: "BaseEngine | None", rollout: "BaseRollout") 
     """Return the manager of a rollout and its training engine, if it has one."""
     bucket_bytes = rollout.config.update_weights_bucket_megabytes << 20
     strategy = getattr(getattr(engine, "engine_config", None), "strategy", None)
-    kind = MegatronVLLMShardingManager if strategy == "megatron" else FSDPVLLMShardingManager
+    of_megatron: type[HybridShardingManager] = MegatronVLLMShardingManager
+    of_fsdp: type[HybridShardingManager] = FSDPVLLMShardingManager
+    if rollout.config.name == "sglang":
+        of_megatron, of_fsdp = MegatronSGLangShardingManager, FSDPSGLangShardingManager
+    kind = of_megatron if strategy == "megatron" else of_fsdp
     return kind(engine, rollout, bucket_bytes=bucket_bytes)

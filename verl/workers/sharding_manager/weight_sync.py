@@ -136,7 +136,7 @@ class WeightSync:
             "buckets": float(self._num_buckets),
             "peak_bytes": float(self._meter.peak_bytes),
             "checksum_ok": 1.0,
-            "unverified_tensors": float(self._unverified),
+            "unverified_tensors": float(self._unverified + self._rollout.unverified),
             "version": float(version),
             "seconds": time.perf_counter() - started,
         }

@@ -119,7 +119,7 @@ def head_rules(
 
 
 def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) -> Iterator[Violation]:
-    """Yield a context that is too short, and heads that do not divide over the ranks that share them."""
+    """Yield a context that is too short, heads that do not divide over the ranks that share them, and images."""
     shared = run.actor_rollout_ref
     rollout = shared.rollout
     positions = positions_of(hf_config, flat_overrides(shared.model.override_config))
@@ -133,6 +133,9 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
     if isinstance(shared.actor, FSDPActorConfig):
         ulysses = shared.actor.ulysses_sequence_parallel_size
         yield from head_rules(hf_config, f"{ACTOR}.ulysses_sequence_parallel_size", ulysses, "Ulysses ranks")
+    if rollout.name == "sglang" and "vision_config" in hf_config:
+        expected = "takes no images so far: write vllm for a vision-language model"
+        yield Violation("actor_rollout_ref.rollout.name", rollout.name, expected)
     if rollout.name != "hf":
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         yield from head_rules(hf_config, key, rollout.tensor_model_parallel_size, "tensor-parallel ranks")

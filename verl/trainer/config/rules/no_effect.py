@@ -8,7 +8,6 @@ from verl.base_config import Idle, Kind, Violation, as_yaml
 from verl.trainer.config.keys import is_under, select
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.workers.config import MultiTurnConfig, PolicyLossConfig
-from verl.workers.config.rollout import SUPPORTED_ROLLOUTS
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -51,6 +50,7 @@ _TURNS = tuple(name for name in MultiTurnConfig() if name not in ("_target_", "e
 _LOOPS = ("num_workers", "default_agent_loop", "agent_loop_config_path", "on_failure", "num_retries")
 _DEADLINES = ("turn_timeout_s", "tool_timeout_s", "trajectory_timeout_s", "step_timeout_s", "server_timeout_s")
 _ENGINE = f"{ROLLOUT}.name"
+_OTHER_ENGINES = (("vllm", "sglang"), ("sglang", "vllm"), ("hf", "vllm"), ("hf", "sglang"))
 _DEVICE = "trainer.device"
 
 
@@ -103,14 +103,15 @@ IDLE = [
     Idle(f"{ROLLOUT}.agent.on_failure", "fail", f"{ROLLOUT}.agent", ("num_retries",)),
     Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.agent.custom_async_server", ("path", "name")),
     Idle("actor_rollout_ref.hybrid_engine", True, ROLLOUT, ("nnodes", "n_gpus_per_node")),
-    Idle("actor_rollout_ref.hybrid_engine", True, f"{ROLLOUT}.server", ("max_start_wait_time", "heartbeat_timeout")),
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
     Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
     Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
     Idle(_ENGINE, "hf", ROLLOUT, ("gpu_memory_utilization", "free_cache_engine", "max_num_batched_tokens")),
     Idle(_ENGINE, "hf", ROLLOUT, ("enforce_eager", "cudagraph_capture_sizes", "layered_summon")),
     Idle(_ENGINE, "hf", ROLLOUT, ("tensor_model_parallel_size", "expert_parallel_size")),
-    Idle(_ENGINE, "hf", ROLLOUT, ("enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.vllm")),
+    Idle(_ENGINE, "hf", ROLLOUT, ("enable_chunked_prefill", "enable_prefix_caching")),
+    *(Idle(_ENGINE, name, ROLLOUT, (f"engine_kwargs.{other}",)) for name, other in _OTHER_ENGINES),
+    Idle(_ENGINE, "sglang", ROLLOUT, ("layered_summon",)),
     Idle(_ENGINE, "hf", ROLLOUT, ("disable_log_stats", "skip_tokenizer_init")),
     *(Idle(f"{ROLLOUT}.mode", mode, "data", ("return_multi_modal_inputs",)) for mode in ("sync", "async")),
     # training reads them, see loaders.complete_data_node
@@ -127,6 +128,11 @@ IDLE = [
     ),
 ]
 
+IDLE_IN_A_WORKER = Idle(
+    "actor_rollout_ref.hybrid_engine", True, f"{ROLLOUT}.server", ("max_start_wait_time", "heartbeat_timeout")
+)
+"""For an engine in the process of the trainer's worker, as that of vLLM."""
+
 _OF_AN_ENABLED_REWARD_MODEL = (f"{REWARD}.enable_", f"{REWARD}.model.")
 
 
@@ -136,8 +142,11 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
     shared = run.actor_rollout_ref
     parts = (run.data, run.trainer, run.algorithm, shared.actor, shared.rollout, run.reward_model)
     own = [entry for part in parts for entry in part._idle]
+    own += [] if shared.rollout.name == "sglang" else [IDLE_IN_A_WORKER]
     for switch, off, node, names in IDLE + own + switched:
         if select(tree, switch) != off or (node.startswith("critic") and run.critic is None):
+            continue
+        if switch == f"{ROLLOUT}.mode" and shared.rollout.serves != (off == "async"):  # the mode alone does not decide
             continue
         if not run.reward_model.enable and any(key.startswith(_OF_AN_ENABLED_REWARD_MODEL) for key in (switch, node)):
             continue
@@ -175,13 +184,13 @@ class Unsupported(NamedTuple):
     switch: str | None = None
 
 
-_NO_SGLANG = "is read by SGLang, which is not supported yet"
+_NO_HTTP = "is not supported: requests are calls of a server's actor, and rollout.agent.turn_timeout_s is their limit"
+_ONE_MODE = "is not supported: actor_rollout_ref.hybrid_engine=false starts servers on devices of their own"
 _TRAINS = "is not supported for a role that trains"
 
 UNSUPPORTED = [
-    Unsupported(ROLLOUT, ("name",), f"is not supported yet: write {' or '.join(SUPPORTED_ROLLOUTS)}", ("sglang",)),
-    Unsupported(ROLLOUT, ("engine_kwargs.sglang", "sglang_engine_mode"), _NO_SGLANG),
-    Unsupported(f"{ROLLOUT}.server", ("timeout", "max_attempts", "retry_delay", "max_connections"), _NO_SGLANG),
+    Unsupported(ROLLOUT, ("sglang_engine_mode",), _ONE_MODE),
+    Unsupported(f"{ROLLOUT}.server", ("timeout", "max_attempts", "retry_delay", "max_connections"), _NO_HTTP),
     Unsupported(
         ROLLOUT,
         ("data_parallel_size",),

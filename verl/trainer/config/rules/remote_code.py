@@ -61,9 +61,9 @@ def family_rules(run: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Viola
         return
     shared = run.actor_rollout_ref
     yield from head_option_rules(hf_config, _MODEL, shared.model.use_fused_kernels, shared.model.use_liger)
-    if shared.rollout.name == "hf":
+    if shared.rollout.name != "vllm":
         expected = f"does not run the remote code of model_type={family!r}: write vllm"
-        yield Violation("actor_rollout_ref.rollout.name", "hf", expected)
+        yield Violation("actor_rollout_ref.rollout.name", shared.rollout.name, expected)
     if family == KIMI and shared.rollout.load_format != "dummy":
         expected = "must be dummy: Kimi-VL trains with topk_method=greedy, not as in its files, and so must the rollout"
         yield Violation("actor_rollout_ref.rollout.load_format", shared.rollout.load_format, expected)

@@ -8,9 +8,10 @@ from verl.experimental.agent_loop.registry import known_names, read_agent_loops
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.interactions.utils.interaction_registry import read_interactions_file
 from verl.tools.utils.tool_registry import read_tools_file
+from verl.trainer.config.rules.files import python_file_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
-from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, RolloutConfig
+from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, SERVED_ROLLOUTS, RolloutConfig
 
 _KEY = "actor_rollout_ref.rollout"
 _NEEDED = ("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "temperature")
@@ -26,7 +27,7 @@ def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     if longest < needed:
         expected = f"must be null or at least prompt_length + response_length = {needed}"
         yield Violation(f"{_KEY}.max_model_len", longest, expected)
-    if rollout.name == "vllm":
+    if rollout.name in SERVED_ROLLOUTS:
         yield from _pass_rules(rollout, longest)
     if rollout.temperature == 0:
         expected = "must be above 0, training divides logits by it; to validate greedily set val_kwargs.do_sample=false"
@@ -45,13 +46,13 @@ def server_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     if (custom.path is None) != (custom.name is None):
         missing = "path" if custom.path is None else "name"
         yield Violation(f"{key}.{missing}", None, "is missing: write path and name, or neither")
-    elif custom.path is not None and not os.path.exists(os.path.expanduser(custom.path)):
-        yield Violation(f"{key}.path", custom.path, "does not exist: name a Python file")
+    elif custom.path is not None:
+        yield from python_file_rules(f"{key}.path", custom.path, f"{key}.name", custom.name)[0]
     if shared.hybrid_engine:
         return
     hybrid = "actor_rollout_ref.hybrid_engine"
-    if rollout.mode != "async" or rollout.name != "vllm":
-        expected = f"needs servers: write {_KEY}.mode=async and {_KEY}.name=vllm, or {hybrid}=true"
+    if not rollout.serves or rollout.name not in SERVED_ROLLOUTS:
+        expected = f"needs servers: write {_KEY}.mode=async and {_KEY}.name=vllm or sglang, or {hybrid}=true"
         yield Violation(hybrid, False, expected, others=(f"{_KEY}.mode", f"{_KEY}.name"))
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "n_gpus_per_node")
     if broken & {f"{_KEY}.{name}" for name in sizes}:
@@ -63,11 +64,16 @@ def server_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
 
 
 def agent_loop_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield a file of agent loops that cannot be read, and a default loop that nothing can have registered."""
+    """Yield deadlines that come too late, a file of loops that cannot be read, and a default loop of no class."""
     rollout = run.actor_rollout_ref.rollout
-    if rollout.mode != "async":
+    if not rollout.serves:
         return
     agent, names = rollout.agent, known_names()
+    call_s, step_s = run.trainer.worker_call_timeout_s, agent.step_timeout_s
+    if agent.on_failure in ("drop", "replace") and not (step_s and step_s < call_s):
+        expected = f"must be below trainer.worker_call_timeout_s={call_s:g} with on_failure={agent.on_failure}, else a "
+        expected += "trajectory that hangs ends the run before it is given up: lower it, or raise the other"
+        yield Violation(f"{_KEY}.agent.step_timeout_s", step_s, expected, others=("trainer.worker_call_timeout_s",))
     if agent.agent_loop_config_path:
         try:
             names += read_agent_loops(os.path.expanduser(agent.agent_loop_config_path))
@@ -84,14 +90,14 @@ def multi_turn_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield turns without a server, an unknown format of calls, and files of tools that cannot be read."""
     rollout = run.actor_rollout_ref.rollout
     turns, key = rollout.multi_turn, f"{_KEY}.multi_turn"
-    has_own_loops = rollout.mode == "async" and (rollout.agent.agent_loop_config_path or _registers_more(run))
+    has_own_loops = rollout.serves and (rollout.agent.agent_loop_config_path or _registers_more(run))
     if turns.num_repeat_rollouts is not None and not has_own_loops:
         expected = (
             "is read by agent loops such as collabllm_agent of recipe/collabllm: name one in "
             "agent.agent_loop_config_path, with mode=async; the built-in loops sample each row rollout.n times"
         )
         yield Violation(f"{key}.num_repeat_rollouts", turns.num_repeat_rollouts, expected)
-    if rollout.mode != "async":
+    if not rollout.serves:
         if turns.enable:
             expected = f"needs {_KEY}.mode=async: an agent loop makes the turns"
             yield Violation(f"{key}.enable", True, expected, others=(f"{_KEY}.mode",))
@@ -123,7 +129,7 @@ def _pass_rules(rollout: RolloutConfig, longest: int) -> Iterator[Violation]:
     if not rollout.enable_chunked_prefill and tokens < longest:
         expected = f"must be at least the {longest} tokens of the longest sequence with enable_chunked_prefill=false"
         yield Violation(key, tokens, f"{expected}: raise it, or write enable_chunked_prefill=true", others=(chunked,))
-    elif tokens < rollout.max_num_seqs:
+    elif rollout.name == "vllm" and tokens < rollout.max_num_seqs:
         expected = f"must be at least max_num_seqs={rollout.max_num_seqs}, a token for each sequence: raise it, or"
         yield Violation(key, tokens, f"{expected} lower max_num_seqs", others=(f"{_KEY}.max_num_seqs",))
 

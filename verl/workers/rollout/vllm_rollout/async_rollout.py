@@ -4,27 +4,22 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from verl.base_config import WrongInput
 from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.faults import fault_point
+from verl.workers.rollout.engine_group import engine_group
 from verl.workers.rollout.server import SamplingParams, ServerError, TokenOutput
 from verl.workers.rollout.vllm_rollout.engine_loop import Ended, EngineLoop, NotStartedError
-from verl.workers.rollout.vllm_rollout.requests import RequestForm, not_started, refusals, token_output
+from verl.workers.rollout.vllm_rollout.requests import RequestForm, refusals, token_output
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from verl.workers.config import HFModelConfig, RolloutConfig
-
-_FOR_EVER = timedelta(days=365)  # between steps the other ranks wait for the leader, all through training
 
 
 class vLLMAsyncRollout(vLLMRollout):
@@ -46,7 +41,7 @@ class vLLMAsyncRollout(vLLMRollout):
             config, model_config, engine.max_model_len, engine.get_vocab_size(), lambda: int(self.seeds.draw(1))
         )
         self._llm.llm_engine.set_weight_version(str(self.weights_version))
-        self._loop = EngineLoop(self._llm, _engine_group(config), self._offer_fault)
+        self._loop = EngineLoop(self._llm, engine_group(config.tensor_model_parallel_size), self._offer_fault)
 
     def shutdown(self) -> None:
         """End thread and engine, and all process groups of this process, including the trainer's."""
@@ -90,7 +85,7 @@ class vLLMAsyncRollout(vLLMRollout):
             if not self._keys[request_id]:
                 del self._keys[request_id]
         if isinstance(output, NotStartedError):
-            return not_started(params)
+            return self._form.not_started(params)
         if isinstance(output, refusals()):
             raise WrongInput(f"request {request_id}: {output}") from output
         if isinstance(output, BaseException):
@@ -150,21 +145,6 @@ class vLLMAsyncRollout(vLLMRollout):
         """Complete the change, drop cached prefixes and record the version; see ``vLLMRollout``."""
         super().finish_update(version)
         self._llm.llm_engine.set_weight_version(str(version))
-
-
-def _engine_group(config: "RolloutConfig") -> "ProcessGroup | None":
-    """Return a group of the ranks that share this rank's engine; collective over all ranks."""
-    size = config.tensor_model_parallel_size
-    if size == 1:
-        return None
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    mine = None
-    for first in range(0, world, size):
-        ranks = list(range(first, first + size))
-        group = torch.distributed.new_group(ranks, timeout=_FOR_EVER, backend="gloo")
-        if rank in ranks:
-            mine = group
-    return mine
 
 
 def _deliver_to(

@@ -1,15 +1,22 @@
 """Turn the rollout config into vLLM's engine arguments, with the checks that vLLM makes late or not at all."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.base_config import WrongInput
 from verl.models.transformers.vision import is_vision_config
-from verl.utils import envs
 from verl.utils.device import get_device_name
-from verl.workers.config.model import TRAINED_ROUTER, flat_overrides, positions_of
+from verl.workers.config.model import TRAINED_ROUTER, flat_overrides
+from verl.workers.rollout.engine_settings import (
+    cache_bytes_per_token,
+    check_context,
+    check_parallel_sizes,
+    check_prefill,
+    cpu_cache_tokens,
+    has_latent_cache,
+    head_size,
+)
 from verl.workers.rollout.vllm_rollout.media import media_arguments
 
 if TYPE_CHECKING:
@@ -36,10 +43,6 @@ INVARIANT_VARIABLE = "VERL_ENGINE_BATCH_INVARIANT"
 """Set for the processes of a standalone engine: whether no response depends on the others of its batch."""
 
 
-class ContextLengthError(WrongInput, AssertionError):
-    """Prompt and response do not fit into the context."""
-
-
 def build_engine_args(
     config: "RolloutConfig", model_config: "HFModelConfig", standalone: bool = False
 ) -> dict[str, Any]:
@@ -50,11 +53,7 @@ def build_engine_args(
     """
     on_cpu = get_device_name() == "cpu"
     max_model_len = check_context(config, model_config.hf_config)
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise WrongInput(
-            f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {max_model_len} and "
-            f"enable_chunked_prefill=false: write at least {max_model_len}, or enable chunked prefill"
-        )
+    check_prefill(config, max_model_len)
     if not standalone:
         check_parallel_sizes(config)
     args: dict[str, Any] = {
@@ -109,112 +108,24 @@ def _standalone_args(config: "RolloutConfig") -> dict[str, Any]:
     }
 
 
-def is_batch_invariant(config: "RolloutConfig") -> bool:
-    """Whether the log-probabilities of a request must not depend on the other requests of a step.
-
-    Raises: ValueError on a CPU if several threads share a product, whose parts then depend on the number of rows.
-    """
-    threads = torch.get_num_threads()
-    if get_device_name() != "cpu":
-        return bool(config.batch_invariant)
-    if config.batch_invariant and threads > 1:
-        raise WrongInput(
-            f"{_NODE}.batch_invariant=true: needs one thread on a CPU, and there are {threads}: set OMP_NUM_THREADS=1, "
-            "or write null"
-        )
-    if config.batch_invariant is None:
-        return config.dtype in ("float32", "float") and threads == 1
-    return config.batch_invariant
-
-
-def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int:
-    """Return the engine's context length.
-
-    Raises: ContextLengthError if prompt and response do not fit into it, or it exceeds the model's.
-    """
-    needed = config.prompt_length + config.response_length
-    length = config.context_length
-    sizes = f"{_NODE}.prompt_length + response_length = {config.prompt_length} + {config.response_length} = {needed}"
-    if length < needed:
-        raise ContextLengthError(f"{_NODE}.max_model_len={length} is below {sizes}: write at least {needed}, or null")
-    context = positions_of(hf_config.get_text_config().to_dict(), {})
-    if context is not None and length > context:
-        raise ContextLengthError(
-            f"the engine's context {length} ({_NODE}.max_model_len, or {sizes}) exceeds the model's "
-            f"max_position_embeddings={context}: shorten prompt_length or response_length, or set "
-            "actor_rollout_ref.model.override_config.rope_scaling"
-        )
-    return int(length)
-
-
-def check_parallel_sizes(config: "RolloutConfig") -> None:
-    """Raise ValueError for layouts that an engine in the worker's process does not support."""
-    if config.data_parallel_size > 1:
-        raise WrongInput(
-            f"{_NODE}.data_parallel_size={config.data_parallel_size}: write 1; there is an engine per "
-            "tensor-parallel group already, and each takes its shard of the batch"
-        )
-    if torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-        if world % config.tensor_model_parallel_size:
-            raise WrongInput(
-                f"{_NODE}.tensor_model_parallel_size={config.tensor_model_parallel_size} must divide {world} workers"
-            )
-    elif config.tensor_model_parallel_size > 1:
-        raise WrongInput(
-            f"{_NODE}.tensor_model_parallel_size={config.tensor_model_parallel_size} needs a process group: "
-            "call torch.distributed.init_process_group first"
-        )
-
-
 def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", max_model_len: int) -> int:
-    """Return the bytes of the key-value cache on a CPU: enough for ``max_num_seqs`` full sequences, within memory.
-
-    The cache may use ``gpu_memory_utilization`` of the free memory, shared by the workers of this machine.
+    """Return the bytes of the key-value cache on a CPU; see ``cpu_cache_tokens``.
 
     Raises: ValueError if the attention kernel does not support the head size, or if not even one sequence fits.
     """
-    import psutil
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    text_config = hf_config.get_text_config()
-    heads = text_config.num_attention_heads
-    kv_heads = max(1, (getattr(text_config, "num_key_value_heads", None) or heads) // config.tensor_model_parallel_size)
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    values_per_layer = 2 * kv_heads * head_dim
-    block = _CPU_BLOCK_TOKENS
-    if has_latent_cache(hf_config):
-        head_dim = text_config.kv_lora_rank + text_config.qk_rope_head_dim
-        sizes = [_LATENT_SIZE]
-        values_per_layer = head_dim
-        block = _CPU_LATENT_ATTENTION["block_size"]
-    if head_dim not in sizes:  # vLLM accepts others at start and fails later
+    is_latent, size = has_latent_cache(hf_config), head_size(hf_config)
+    sizes = [_LATENT_SIZE] if is_latent else CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:  # vLLM accepts others at start and fails later
         raise WrongInput(
-            f"vLLM's CPU attention has no kernel for head size {head_dim} of actor_rollout_ref.model.path; it has "
+            f"vLLM's CPU attention has no kernel for head size {size} of actor_rollout_ref.model.path; it has "
             f"{sizes}. Use such a model, or {_NODE}.name=hf"
         )
-    item_bytes = 4 if config.dtype in ("float32", "float") else 2
-    if config.dtype == "auto":
-        item_bytes = (getattr(text_config, "dtype", None) or torch.float32).itemsize
-    block_tokens = (config.engine_kwargs.get("vllm") or {}).get("block_size") or block
-    tokens = (math.ceil(max_model_len / block_tokens) + 1) * block_tokens
-    sequence_bytes = text_config.num_hidden_layers * values_per_layer * item_bytes * tokens
-    # LOCAL_WORLD_SIZE is 1 in each of Ray's workers.
-    workers = envs.integer("RAY_LOCAL_WORLD_SIZE", envs.integer("LOCAL_WORLD_SIZE", 1))
-    available = int(psutil.virtual_memory().available * config.gpu_memory_utilization / workers)
-    if sequence_bytes > available:
-        raise WrongInput(
-            f"the key-value cache of one sequence of {max_model_len} tokens needs {sequence_bytes >> 20} MiB, and "
-            f"{_NODE}.gpu_memory_utilization={config.gpu_memory_utilization} of the free memory, shared by {workers} "
-            f"workers, is {available >> 20} MiB: shorten the context, raise the share, or use fewer workers"
-        )
-    return int(min(sequence_bytes * config.max_num_seqs, available))
-
-
-def has_latent_cache(hf_config: "PreTrainedConfig") -> bool:
-    """Return whether the cache holds one latent for all heads, as in DeepSeek-V2 and later."""
-    return getattr(hf_config.get_text_config(), "kv_lora_rank", None) is not None
+    usual = _CPU_LATENT_ATTENTION["block_size"] if is_latent else _CPU_BLOCK_TOKENS
+    block_tokens = (config.engine_kwargs.get("vllm") or {}).get("block_size") or usual
+    tokens = cpu_cache_tokens(config, hf_config, max_model_len, block_tokens)
+    return tokens * cache_bytes_per_token(config, hf_config)
 
 
 def _overrides(config: "RolloutConfig", model_config: "HFModelConfig") -> dict[str, Any]:

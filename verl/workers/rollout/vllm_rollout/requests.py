@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.base_config import WrongInput
 from verl.workers.rollout.base import eos_token_ids
-from verl.workers.rollout.server import SamplingParams, TokenOutput
+from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
 from verl.workers.rollout.vllm_rollout.media import Request, media_of
 
 if TYPE_CHECKING:
@@ -105,17 +105,16 @@ class RequestForm:
         except refusals() as error:
             raise WrongInput(f"sampling parameters {dict(given)}: {error}") from error
 
+    def not_started(self, params: "EngineParams") -> TokenOutput:
+        """Return the result of a request that was aborted before it reached the engine."""
+        return TokenOutput([], [] if params.logprobs is not None else None, ABORTED)
+
 
 def refusals() -> tuple[type[Exception], ...]:
     """Return what vLLM raises for a request that it refuses."""
     from vllm import exceptions
 
     return TypeError, ValueError, exceptions.VLLMClientError
-
-
-def not_started(params: "EngineParams") -> TokenOutput:
-    """Return the result of a request that was aborted before it reached the engine."""
-    return TokenOutput([], [] if params.logprobs is not None else None, "abort")
 
 
 def token_output(

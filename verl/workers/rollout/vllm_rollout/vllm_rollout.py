@@ -23,7 +23,8 @@ from verl.workers.rollout.base import (
     prompt_token_ids,
     sampling_values,
 )
-from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args, is_batch_invariant
+from verl.workers.rollout.engine_settings import is_batch_invariant
+from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
 from verl.workers.rollout.vllm_rollout.media import Request, check_expansion, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.requests import flat_log_probs
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights

@@ -1,0 +1,29 @@
+"""The tests of SGLang's engine with another supported version."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("version", ["0.5.21"])
+def test_another_version(version: str, tmp_path: Path) -> None:
+    pytest.importorskip("sglang")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
+    done = subprocess.run([*install, f"sglang=={version}"], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"no index has sglang {version}: {done.stderr[-200:]}")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full"]
+    tests = [str(ROOT / "tests" / "workers" / "rollout" / "test_sglang_engine.py")]
+    done = subprocess.run(
+        [*suite, *tests], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,327 @@
+"""All patches of SGLang, with the versions that need them and the condition for their removal.
+
+They were written for and tested with SGLang 0.5.21 to 0.5.23. They change the process of a scheduler before it starts,
+and ``sockets_in`` that of the engine's owner.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from verl.utils.device import get_device_name
+from verl.utils.numerics.blocks import on_blocks, product_on_blocks
+from verl.utils.numerics.draws import draw_by_seed, keep_likely, log_probs_within
+from verl.utils.sglang import FIRST_VERSION, LAST_VERSION, has_kernels, installed_version
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+
+def apply(batch_invariant: bool) -> None:
+    """Apply the patches that every scheduler needs.
+
+    Args: with ``batch_invariant`` no log-probability of a dense model depends on the other requests of a step.
+    """
+    bind_no_threads()
+    answer_aborted()
+    end_at_own_tokens()
+    penalise_tokens_of_prompts()
+    if is_supported():
+        draw_by_seeds()
+    if batch_invariant:
+        choose_products()
+
+
+def is_supported() -> bool:
+    """Return whether SGLang has one of the versions that these patches were tested with."""
+    return FIRST_VERSION <= Version(installed_version() or "0") <= LAST_VERSION
+
+
+def without_seeds(sampling_backend: str | None) -> str | None:
+    """Return why the tokens of a request depend on more than its seed; None if they do not."""
+    if not is_supported():
+        return (
+            f"SGLang {installed_version()} is not one of the versions {FIRST_VERSION} to {LAST_VERSION} whose sampling "
+            "is patched: samples are reproducible by schedule only, and not by the seeds of requests"
+        )
+    if sampling_backend != _SAMPLING_BACKEND:
+        return (
+            f"sampling_backend={sampling_backend} takes no seeds: samples are reproducible by schedule only, and not "
+            f"by the seeds of requests; write sampling_backend={_SAMPLING_BACKEND} in "
+            "actor_rollout_ref.rollout.engine_kwargs.sglang"
+        )
+    return None
+
+
+_SAMPLING_BACKEND = "pytorch"
+
+
+def draw_by_seeds() -> None:
+    """Draw each token by the seed of its request and the token's position, and score it by what it was drawn from.
+
+    Versions: 0.5.21 to 0.5.23. SGLang reads seeds with ``enable_deterministic_inference`` only, which refuses the
+    attention of a CPU, and draws by them with a Triton kernel. There a token also depends on the other requests of its
+    step: if one of them has a limit (top-p), all are drawn in the order of their probabilities. The logarithm of a
+    softmax is less exact than ``log_softmax``, and knows nothing of limits. A request without a seed gets one by its
+    id, which all ranks know. Remove when ``enable_deterministic_inference`` works with every backend, and draws by
+    token.
+    """
+    from sglang.srt.layers import sampler
+    from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
+    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    from_schedule_batch = SamplingBatchInfo.from_schedule_batch.__func__
+    init = sampler.Sampler.__init__
+    draw, draw_limited = sampler.sampling_from_probs_torch, sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    forward, compute_logprobs = sampler.Sampler.forward, OutputLogprobProcessor.compute_logprobs
+    drawn_from: dict[str, Tensor] = {}  # in this step: probabilities without excluded tokens, and the rows with limits
+
+    def with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
+        info = from_schedule_batch(cls, batch, vocab_size)
+        if get_exec().kernel.sampling_backend == _SAMPLING_BACKEND and batch.spec_algorithm.is_none():
+            seeds = [_seed_of(request) for request in batch.reqs]
+            info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device)
+        return info
+
+    def init_exact(self: Any) -> None:
+        init(self)
+        self.enable_deterministic = True  # it chooses log_softmax, and nothing else
+
+    def forward_of_step(self: Any, *args: Any, **more: Any) -> Any:
+        drawn_from.clear()
+        return forward(self, *args, **more)
+
+    def compute_within(self: Any, logprobs: Tensor, *args: Any, **more: Any) -> Any:
+        if drawn_from:
+            logprobs = log_probs_within(logprobs, **drawn_from)
+        return compute_logprobs(self, logprobs, *args, **more)
+
+    def draw_with(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        if sampling_seed is None:
+            return draw(probs, sampling_seed, positions)
+        return draw_by_seed(probs, sampling_seed, positions).to(torch.int32)
+
+    def draw_limited_with(
+        probs: Tensor,
+        top_ks: Tensor,
+        top_ps: Tensor,
+        min_ps: Tensor,
+        need_min_p_sampling: bool,
+        sampling_seed: Tensor | None,
+        positions: Tensor,
+        **more: Any,
+    ) -> Any:
+        if sampling_seed is None or more.get("return_filtered_probs"):
+            return draw_limited(probs, top_ks, top_ps, min_ps, need_min_p_sampling, None, positions, **more)
+        kept = keep_likely(probs, top_ks, top_ps, min_ps)
+        is_limited = (top_ks < probs.shape[1]) | (top_ps < 1) | (min_ps > 0)
+        rows = (is_limited & (top_ks > 1)).nonzero()[:, 0]  # one token: SGLang's form of taking the most likely
+        drawn_from.update(kept=kept, rows=rows)
+        return draw_by_seed(kept, sampling_seed, positions).to(torch.int32)
+
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
+    sampler.Sampler.__init__ = init_exact
+    sampler.Sampler.forward = forward_of_step
+    OutputLogprobProcessor.compute_logprobs = compute_within
+    sampler.sampling_from_probs_torch = draw_with
+    sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_limited_with
+
+
+def _seed_of(request: Any) -> int:
+    seed = request.sampling_params.sampling_seed
+    if seed is None:
+        return int.from_bytes(hashlib.blake2b(request.rid.encode(), digest_size=8).digest(), signed=True)
+    return int(seed)
+
+
+def choose_products() -> None:
+    """Compute the products of layers that are not quantized on blocks of rows, on a CPU.
+
+    Versions: 0.5.21 to 0.5.23. The attention of a CPU looks at one request at a time already; layers of experts stay
+    as they are. Remove when SGLang's batch-invariant mode works on a CPU.
+    """
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    if get_device_name() != "cpu":
+        return
+    compute_lm_head = LogitsProcessor._compute_lm_head
+
+    def apply_on_blocks(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return product_on_blocks(x, layer.weight, bias)
+
+    def compute_on_blocks(
+        self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None, **out: Any
+    ) -> Tensor:
+        return on_blocks(lambda block: compute_lm_head(self, block, lm_head, embedding_bias), hidden_states)
+
+    if not has_kernels():  # which pack the weights
+        UnquantizedLinearMethod.apply = apply_on_blocks
+        LogitsProcessor._compute_lm_head = compute_on_blocks
+
+
+@contextmanager
+def sockets_in(folder: Path) -> Iterator[None]:
+    """Let an engine that starts meanwhile make the sockets between its processes in a folder.
+
+    Versions: 0.5.21 to 0.5.23, which make them among all temporary files, and leave them there. Remove when they do
+    not.
+    """
+    from sglang.srt import server_args
+
+    class Sockets:
+        @staticmethod
+        def NamedTemporaryFile(**options: Any) -> Any:
+            return tempfile.NamedTemporaryFile(dir=folder, **options)
+
+    server_args.tempfile = Sockets
+    try:
+        yield
+    finally:
+        server_args.tempfile = tempfile
+
+
+def answer_aborted() -> None:
+    """Return the tokens so far of a request that is aborted while a pause has stopped it.
+
+    Versions: 0.5.21 to 0.5.23. A pause puts running requests back into the queue, and SGLang answers the abort of a
+    request in the queue without the tokens that it has. Remove when the answer has them.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+    from sglang.srt.managers.scheduler import Scheduler
+
+    abort_request = Scheduler.abort_request
+
+    def answer_and_abort(self: Any, request: Any) -> Any:
+        begun = [
+            each
+            for each in self.waiting_queue
+            if each.output_ids and (request.abort_all or each.rid.startswith(request.rid))
+        ]
+        for each in begun:
+            self.waiting_queue.remove(each)
+            self._release_aborted_request(each)
+            each.finished_reason = FINISH_ABORT("Abort in waiting queue")
+            self.output_streamer.stream_output([each], each.return_logprob)
+        return abort_request(self, request)
+
+    Scheduler.abort_request = answer_and_abort
+
+
+def end_at_own_tokens() -> None:
+    """Let a request with ``ignore_eos`` end at its ``stop_token_ids``, and not at the end tokens of the model's folder.
+
+    Versions: 0.5.21 to 0.5.23, where such a request ignores both. The batch says what ends a response. Remove when
+    the end tokens of the folder can be ignored alone.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
+
+    check = Req._check_token_based_finish
+
+    def check_own(self: Any, new_accepted_tokens: list[int]) -> bool:
+        if not self.sampling_params.ignore_eos:
+            return bool(check(self, new_accepted_tokens))
+        own = self.sampling_params.stop_token_ids or ()
+        for index, token in enumerate(new_accepted_tokens):
+            if token in own:
+                self.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
+                self.finished_len = len(self.output_ids) - len(new_accepted_tokens) + index + 1
+                return True
+        return False
+
+    Req._check_token_based_finish = check_own
+
+
+def penalise_tokens_of_prompts() -> None:
+    """Count the tokens of the prompt in the repetition penalty, as vLLM and transformers do, and those of a retraction.
+
+    Versions: 0.5.21 to 0.5.23, which count what was sampled since the request last joined a batch. Remove when they
+    count both.
+    """
+    from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
+
+    prepare = BatchedRepetitionPenalizer._prepare
+
+    def prepare_with_prompts(self: Any) -> None:
+        prepare(self)
+        penalties = self.cumulated_repetition_penalties
+        for row, request in enumerate(self.orchestrator.reqs()):
+            penalty = request.sampling_params.repetition_penalty
+            if penalty != 1:
+                tokens = {*request.origin_input_ids, *request.output_ids}
+                seen = [token for token in tokens if token < penalties.shape[1]]  # others stand for images
+                penalties[row, torch.tensor(seen, device=penalties.device)] = penalty
+
+    BatchedRepetitionPenalizer._prepare = prepare_with_prompts
+
+
+def bind_no_threads() -> None:
+    """Let schedulers on a CPU without SGLang's kernels start, however many there are.
+
+    Versions: 0.5.21 to 0.5.23. They choose the cores of each rank for an operator of the kernel package, refuse more
+    ranks than the machine has NUMA nodes, and without the package do not bind threads after all. Remove when they ask
+    first whether they will.
+    """
+    from sglang.srt.utils import numa_utils
+
+    if not has_kernels():
+        numa_utils.init_threads_binding = lambda **places: None
+
+
+CALL = "verl:"
+"""The beginning of the actions of SGLang's ``check_weights`` that are calls of ours."""
+
+
+def answer_calls(
+    serve: "Callable[[SchedulerWeightUpdaterManager, str, dict[str, Any]], Any]", merge: Callable[[list[Any]], Any]
+) -> None:
+    """Let ``serve`` answer calls of ours on all ranks of a scheduler, given a verb and its arguments.
+
+    ``merge`` makes one answer of those of all ranks.
+
+    Versions: 0.5.21 to 0.5.23. SGLang checks nothing that it loads, has no name for one tensor (its
+    ``get_weights_by_name`` answers None for stacked projections), and its scheduler dies of an exception in a load.
+    ``check_weights`` is the request whose answer carries text. An exception in a call is the answer of that call, from
+    whichever rank it comes. Remove when SGLang verifies what it has loaded.
+    """
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    check_weights = SchedulerWeightUpdaterManager.check_weights
+
+    def check_or_serve(self: Any, request: Any) -> Any:
+        if not request.action.startswith(CALL):
+            return check_weights(self, request)
+        call = json.loads(request.action.removeprefix(CALL))
+        error = result = None
+        try:
+            result = serve(self, call["verb"], call["arguments"])
+        except Exception as failure:  # an exception would end the scheduler
+            error = str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
+        answers: list[Any] = [None] * torch.distributed.get_world_size(group=self.tp_cpu_group)
+        torch.distributed.all_gather_object(answers, (error, result), group=self.tp_cpu_group)
+        errors = dict.fromkeys(answer[0] for answer in answers if answer[0] is not None)
+        message = "; ".join(errors) if errors else json.dumps(merge([answer[1] for answer in answers]))
+        return CheckWeightsReqOutput(success=not errors, message=message)
+
+    SchedulerWeightUpdaterManager.check_weights = check_or_serve
+
+
+def forget_images() -> None:
+    """Drop the outputs of the vision tower that a scheduler keeps, when the weights have changed.
+
+    Versions: 0.5.21 to 0.5.23, whose ``flush_cache`` keeps them. Remove when it does not.
+    """
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()

@@ -1,0 +1,80 @@
+"""The workers of the trainer that share an engine."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+_FOR_EVER = timedelta(days=365)  # between steps the other ranks wait for the leader, all through training
+
+
+def engine_group(size: int) -> "ProcessGroup | None":
+    """Return a group of the ranks that share this rank's engine, None for one; collective over all ranks."""
+    if size == 1:
+        return None
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    mine = None
+    for first in range(0, world, size):
+        ranks = list(range(first, first + size))
+        group = torch.distributed.new_group(ranks, timeout=_FOR_EVER, backend="gloo")
+        if rank in ranks:
+            mine = group
+    return mine
+
+
+class EngineGroup:
+    """The ranks that share an engine, whose first one leads; its methods are collective over them.
+
+    Args: ``size`` is their number. The constructor is collective over all ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._group = engine_group(size)
+        self.rank = 0 if self._group is None else torch.distributed.get_rank(self._group)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first one."""
+        return self.rank == 0
+
+    def by_leader(self, work: Callable[[], T]) -> T:
+        """Let the leader work; return its result, or raise its error, on all ranks."""
+        if self._group is None:
+            return work()
+        box: list[Any] = [None, None]
+        if self.leads:
+            try:
+                box[0] = work()
+            except BaseException as error:
+                box[1] = f"{type(error).__name__}: {error}"
+                torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
+                raise
+        torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
+        if box[1] is not None:
+            raise RuntimeError(f"the first worker of this engine: {box[1]}")
+        found: T = box[0]
+        return found
+
+    def gathered(self, make: Callable[[], T]) -> list[T]:
+        """Return what all ranks have made, in their order; raise if one could not make it."""
+        if self._group is None:
+            return [make()]
+        failure: Exception | None = None
+        mine: tuple[T | None, str | None]
+        try:
+            mine = (make(), None)
+        except Exception as error:  # the others wait for this rank
+            failure, mine = error, (None, f"{type(error).__name__}: {error}")
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, mine, group=self._group)
+        errors = [f"worker {rank} of this engine: {error}" for rank, (_, error) in enumerate(found) if error]
+        if errors:
+            raise RuntimeError("; ".join(errors)) from failure
+        return [value for value, _ in found]

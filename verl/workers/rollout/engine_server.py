@@ -1,0 +1,419 @@
+"""What the servers of all engines have in common: open requests, pause, updates of weights, deadlines and death."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from verl.base_config import WrongInput, omega_conf_to_dataclass
+from verl.utils.faults import fault_point
+from verl.utils.numerics.seeding import RequestSeeds
+from verl.workers.rollout.base import NO_WEIGHTS
+from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput
+from verl.workers.rollout.weight_channel import Layout
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+T = TypeVar("T")
+
+_POLL_S = 0.001
+_LONGEST_PULSE_S = 5.0
+_GLANCE_S = 0.5
+
+
+class ServedEngine(Protocol):
+    """An engine in processes of its own, as the server that owns it sees it; the server has the deadlines."""
+
+    workers: int
+    """How many processes hold a part of the model."""
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the engine."""
+
+    def death(self) -> str | None:
+        """Return why the engine is gone, None while it lives; an engine may also raise one of the server's deaths."""
+
+    def stop(self) -> None:
+        """End all processes of the engine."""
+
+    async def abort(self, key: str) -> bool:
+        """End a request; return whether the engine has it, or had it."""
+
+    async def pause(self) -> None:
+        """Stop between two steps, and keep all requests."""
+
+    async def resume(self) -> None:
+        """Go on."""
+
+    async def ping(self) -> None:
+        """Wait for an answer of the processes that hold the model."""
+
+    async def set_version(self, version: int) -> None:
+        """Set the version of the weights that the engine has loaded by itself."""
+
+    async def connect(self, meeting: dict[str, Any]) -> None:
+        """Join the group of ``Rendezvous`` fields in which weights come."""
+
+    async def begin_update(self) -> None:
+        """Open the model for new weights."""
+
+    async def load(self, layout: Layout, path: str | None) -> None:
+        """Load a bucket from shared memory, or from the group that ``connect`` has joined."""
+
+    async def finish_update(self, version: int) -> dict[str, Any]:
+        """Complete the update, read the weights back, and drop what was computed with others.
+
+        Returns the ``checksums`` of the tensors that arrived, on all workers alike, and how many were ``unverified``.
+        Raises: RuntimeError naming tensors that are missing or differ.
+        """
+
+    async def abort_update(self) -> None:
+        """Drop what has arrived; the next update may begin."""
+
+
+class RequestForm(Protocol):
+    """Turns what a caller sends into what the engine takes."""
+
+    def request(
+        self,
+        prompt_ids: Sequence[int],
+        request_id: str,
+        image_data: Sequence[Any] | None = None,
+        multi_modal_data: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return the prompt; ``image_data`` is the established form of ``multi_modal_data={"image": ...}``.
+
+        Raises: WrongInput.
+        """
+
+    def params(self, given: SamplingParams, prompt_length: int) -> Any:
+        """Return the sampling parameters.
+
+        Raises: WrongInput.
+        """
+
+    def not_started(self, params: Any) -> TokenOutput:
+        """Return the result of a request that was aborted before it reached the engine."""
+
+
+@dataclass
+class OpenRequest:
+    """A request that the server has not answered; ``key`` is its id in the engine."""
+
+    key: str
+    arrived: float = field(default_factory=time.monotonic)
+    started_at: float = 0.0
+    started: bool = False
+    aborted: bool = False
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class EngineServer(ABC):
+    """An engine in processes of its own; see ``RolloutServer`` for the contract.
+
+    It is paused from ``pause`` or ``begin_update`` on until ``resume``; then requests wait here. A server that
+    ``waits_for_weights`` of a trainer starts paused. An engine that has died, or has not answered for
+    ``server.heartbeat_timeout`` seconds, is ended: every caller that waits gets a ``ServerError``, and so does every
+    later one.
+
+    Args: ``name`` is that of the actor; ``replica_rank`` is its number among the servers.
+    """
+
+    _is_hybrid = False
+    """Whether the engine takes turns with the trainer on its devices."""
+
+    def __init__(
+        self,
+        name: str,
+        replica_rank: int,
+        config: "RolloutConfig | Any",
+        model_config: "HFModelConfig | Any",
+        waits_for_weights: bool = False,
+    ) -> None:
+        self.name = name
+        self.replica_rank = replica_rank
+        self.config: RolloutConfig = omega_conf_to_dataclass(config)
+        if not self._is_hybrid and self.config.load_format == "dummy":
+            self.config.load_format = "auto"
+        self.seeds = RequestSeeds(self.config.seed)
+        self._engine, self._form = self._start_engine(omega_conf_to_dataclass(model_config))
+        self._deadline_s = self.config.server.heartbeat_timeout
+        self._serial = itertools.count()
+        self._open: dict[str, dict[str, OpenRequest]] = {}  # by the id that the caller gave, and by the engine's
+        self._version = NO_WEIGHTS
+        self._usable = not waits_for_weights
+        self._gate = asyncio.Event()
+        self._is_paused = waits_for_weights
+        if not self._is_paused:
+            self._gate.set()
+        self._error: ServerError | None = None
+        self._is_dead = asyncio.Event()
+        self._asked = 0
+        self._heart: asyncio.Task[None] | None = None
+        self._step: int | None = None
+        self._is_reborn = False
+
+    # ---- what an engine adds
+
+    @abstractmethod
+    def _start_engine(self, model_config: "HFModelConfig") -> tuple[Any, RequestForm]:
+        """Start the ``ServedEngine``, and return it with the form of its requests."""
+
+    @abstractmethod
+    async def _answer(self, entry: OpenRequest, request: Any, params: Any) -> TokenOutput:
+        """Let the engine answer a request."""
+
+    def _refusals(self) -> tuple[type[Exception], ...]:
+        """Return what the engine raises for a request that it refuses."""
+        return (ValueError,)
+
+    def _deaths(self) -> tuple[type[Exception], ...]:
+        """Return what the engine raises when it is gone."""
+        return ()
+
+    # ---- life and death
+
+    async def ready(self) -> dict[str, Any]:
+        """Return where the server runs, and the size of its engine; the first call starts the heartbeat."""
+        import ray
+
+        self._check_alive()
+        if self._heart is None:
+            await self._ask(self._engine.set_version(self._version), "a version of the weights")
+            if self._is_paused:
+                await self._ask(self._engine.pause(), "a pause")
+            self._begin_heartbeat()
+            self._is_reborn = ray.get_runtime_context().was_current_actor_reconstructed
+        context = ray.get_runtime_context()
+        return {
+            "node": context.get_node_id(),
+            "host": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
+            "engine_pids": self._engine.pids,
+            "engine_workers": self._engine.workers,
+        }
+
+    def _begin_heartbeat(self) -> None:
+        if self._heart is None:
+            self._heart = asyncio.get_running_loop().create_task(self._beat())
+
+    async def _beat(self) -> None:
+        while self._error is None:
+            if not self._asked:  # an engine that is asked for something has a deadline for it
+                with contextlib.suppress(ServerError):
+                    await self._ask(self._engine.ping(), "a sign of life")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._watch(), min(self._deadline_s / 4, _LONGEST_PULSE_S))
+
+    async def _watch(self) -> None:
+        """Return once the engine is found dead; its processes are looked at, without a question to them."""
+        while self._error is None:
+            why = self._engine.death()
+            if why is not None:
+                self._end(why)
+            await asyncio.sleep(_GLANCE_S)
+
+    async def _ask(self, call: Awaitable[T], what: str, timeout_s: float | None = None) -> T:
+        """Wait for a call of the engine, until a deadline; a call may wait for ever if the engine dies meanwhile.
+
+        Raises: ServerError if the engine is gone or does not answer, which ends it; RuntimeError of the call itself.
+        """
+        limit = self._deadline_s if timeout_s is None else timeout_s
+        self._asked += 1
+        task = asyncio.ensure_future(call)
+        dead = asyncio.ensure_future(self._is_dead.wait())
+        try:
+            await asyncio.wait({task, dead}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._check_alive()
+                raise self._end(f"asked for {what}, it has not answered for {limit:g} s")
+            try:
+                return task.result()
+            except self._deaths() as error:
+                raise self._end(f"its engine has died: {error!r}") from error
+            except Exception as error:  # engines hand on the text of an error in one of their processes
+                raise RuntimeError(f"rollout server {self.name}, asked for {what}: {error}") from error
+        finally:
+            self._asked -= 1
+            dead.cancel()
+            task.cancel()
+
+    def _end(self, why: str) -> ServerError:
+        """End the engine, and give every caller that waits an error; return that error."""
+        if self._error is None:
+            self._error = ServerError(f"rollout server {self.name}: {why}")
+            self._is_dead.set()
+            self._engine.stop()
+        return self._error
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ---- requests
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        image_data: Sequence[Any] | None = None,
+        multi_modal_data: Mapping[str, Any] | None = None,
+    ) -> TokenOutput:
+        """Continue a prompt; see ``RolloutServer.generate``.
+
+        Raises: RuntimeError without usable weights; ValueError for a prompt that leaves no room for a token;
+            ServerError if the engine is gone.
+        """
+        self._check_alive()
+        request = self._form.request(prompt_ids, request_id, image_data, multi_modal_data)
+        if not self._is_paused:  # else the request waits, if need be for weights
+            self._check_usable()
+        params = self._form.params(sampling_params, len(prompt_ids))
+        entry = OpenRequest(f"{request_id}#{next(self._serial)}")
+        self._open.setdefault(request_id, {})[entry.key] = entry
+        work = asyncio.create_task(self._run(entry, request, params))
+        tasks = {work, *(asyncio.create_task(event.wait()) for event in (self._is_dead, entry.given_up))}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._check_alive()
+                return self._form.not_started(params)
+            output = work.result()
+        except self._refusals() as error:
+            raise WrongInput(f"request {request_id}: {error}") from error
+        except self._deaths() as error:
+            raise self._end(f"its engine has died: {error!r}") from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            del self._open[request_id][entry.key]
+            if not self._open[request_id]:
+                del self._open[request_id]
+        if output.finish_reason == ABORTED and not entry.aborted:  # as vLLM answers when it is told to end
+            raise self._end("its engine has ended a request that nobody aborted")
+        return output
+
+    async def _run(self, entry: OpenRequest, request: Any, params: Any) -> TokenOutput:
+        await self._gate.wait()
+        entry.started, entry.started_at = True, time.monotonic()
+        self._offer_fault()
+        return await self._answer(entry, request, params)
+
+    def _offer_fault(self) -> None:
+        if not self._is_reborn:  # a fault fires once
+            fault_point("generate", rank=self.replica_rank, step=self._step)
+
+    async def abort(self, request_id: str) -> bool:
+        """End the requests of this id: their callers get the tokens so far."""
+        entries = list(self._open.get(request_id, {}).values())
+        for entry in entries:
+            entry.aborted = True
+            if not entry.started:
+                entry.given_up.set()
+        for entry in entries:
+            while entry.started and entry.key in self._open.get(request_id, {}):
+                if await self._ask(self._engine.abort(entry.key), "the end of a request"):
+                    break
+                await asyncio.sleep(_POLL_S)  # it is on its way to the engine
+        return bool(entries)
+
+    async def health(self, timeout_s: float = 10.0) -> dict[str, float]:
+        """Return what the engine does: ``running``, ``waiting``, ``version``, and whether it is ``paused``.
+
+        Raises: ServerError if the engine is gone or does not answer before the deadline.
+        """
+        self._check_alive()
+        try:
+            await asyncio.wait_for(self._engine.ping(), timeout_s)
+        except TimeoutError:
+            self._check_alive()
+            raise ServerError(f"rollout server {self.name} has not answered for {timeout_s:g} s") from None
+        except self._deaths() as error:
+            raise self._end(f"its engine has died: {error!r}") from error
+        entries = [entry for group in self._open.values() for entry in group.values()]
+        running = sum(entry.started for entry in entries)
+        return {
+            "running": running,
+            "waiting": len(entries) - running,
+            "version": self._version,
+            "paused": float(self._is_paused),
+        }
+
+    def _check_usable(self) -> None:
+        if not self._usable:
+            raise RuntimeError(
+                f"rollout server {self.name} holds no usable weights: the last update failed, or none has been "
+                "finished yet"
+            )
+
+    # ---- pause and weights
+
+    async def pause(self) -> None:
+        """Stop between two steps; requests keep what they have and go on after ``resume``."""
+        self._check_alive()
+        self._gate.clear()
+        if not self._is_paused:
+            self._is_paused = True
+            await self._ask(self._engine.pause(), "a pause")
+
+    async def resume(self) -> None:
+        """Go on.
+
+        Raises: RuntimeError without usable weights.
+        """
+        self._check_alive()
+        self._check_usable()
+        await self._ask(self._engine.resume(), "an end of the pause")
+        self._is_paused = False
+        self._gate.set()
+
+    async def version(self) -> int:
+        """Return the version of the weights; -1 for none of a trainer."""
+        self._check_alive()
+        return self._version
+
+    async def connect(self, meeting: dict[str, Any]) -> None:
+        """Let the engine's workers join the group of ``Rendezvous`` fields in which weights come."""
+        await self._ask(self._engine.connect(meeting), "a connection to the trainer", meeting["timeout_s"])
+
+    async def begin_update(self, step: int | None = None) -> None:
+        """Pause, and open the model for new weights; ``step`` is that of the run, for messages."""
+        self._check_alive()
+        self._step = step
+        self._usable, self._version = False, NO_WEIGHTS
+        await self.pause()
+        await self._ask(self._engine.begin_update(), "the start of an update")
+
+    async def load(self, layout: Layout, path: str | None, timeout_s: float) -> None:
+        """Load a bucket from shared memory, or from the group that ``connect`` has joined."""
+        self._check_alive()
+        await self._ask(self._engine.load(layout, path), "the load of weights", timeout_s)
+
+    async def finish_update(self, version: int, timeout_s: float) -> dict[str, Any]:
+        """Complete the update, read the weights back, and drop cached prefixes; the server stays paused.
+
+        Returns the ``checksums`` of the tensors that arrived, on all workers of the engine alike, and how many were
+            ``unverified``.
+        """
+        self._check_alive()
+        received = await self._ask(self._engine.finish_update(version), "the end of an update", timeout_s)
+        self._version, self._usable = version, True
+        return dict(received)
+
+    async def abort_update(self) -> None:
+        """Abort the update; the server stays paused, and needs a whole one."""
+        self._check_alive()
+        self._usable, self._version = False, NO_WEIGHTS
+        await self._ask(self._engine.abort_update(), "the end of an update")
+
+    async def shutdown(self) -> None:
+        """End the engine; callers that wait get an error."""
+        self._end("it has been stopped")

@@ -1,0 +1,58 @@
+"""What SGLang's engine leaves behind on a machine, and its removal however the engine's owner ends."""
+
+import contextlib
+import fcntl
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_PREFIX = "verl-sglang-"
+_SHARED_MEMORY = Path("/dev/shm")
+_START_LIMIT_S = 60.0
+
+
+class SocketFolder:
+    """The folder of the sockets between the processes of an engine.
+
+    It is removed by ``close``. The folders of owners that were killed are removed when the next one is made: an owner
+    holds a lock, which the kernel releases with the process.
+    """
+
+    def __init__(self) -> None:
+        _remove_stale()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = (self.path / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_stale() -> None:
+    now = time.time()
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # of another user, or gone already
+            if now - folder.stat().st_mtime < _START_LIMIT_S:
+                continue
+            with (folder / "lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def unlink_shared_memory(pids: Iterable[int], instance: str | None) -> None:
+    """Unlink the shared memory of schedulers, which lives while they map it and is freed with them.
+
+    With a name, a killed engine would leave 25 MB for each tensor-parallel group.
+
+    Args: ``instance`` is SGLang's id of the engine, None if a process may still open its counters.
+    """
+    names = [f"sgl_shm_*_{pid}_*" for pid in pids]
+    if instance:
+        names.append(f"sglang_loads_{instance}_*")
+    for name in names:
+        for path in _SHARED_MEMORY.glob(name):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,157 @@
+"""Single requests to an SGLang engine, checked before it sees them, and their results.
+
+SGLang's scheduler ends with all of its requests at a token that the model does not have, and at some parameters.
+"""
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.base_config import WrongInput
+from verl.workers.rollout.base import eos_token_ids
+from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+"""Our names of parameters and SGLang's."""
+_NEED_TOKENIZER = ("stop", "stop_regex", "min_new_tokens", "json_schema", "regex", "ebnf", "structural_tag")
+_OURS = (
+    *("n", "beam_width", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"),
+    *("is_normalized", "ebnf_full_assistant"),
+)
+"""Parameters that a caller may not set: one prompt has one response here, and the others are SGLang's own notes."""
+
+
+@dataclass(frozen=True)
+class EngineParams:
+    """SGLang's parameters of a request, and whether it returns log-probabilities."""
+
+    values: dict[str, Any]
+    log_probs: bool
+
+
+class RequestForm:
+    """Turns what a caller sends into what SGLang takes.
+
+    Args: ``context_length`` is the limit of prompt and response; ``vocab_size`` is that of the engine; ``draw_seed``
+        gives a seed to a request that has none.
+    """
+
+    def __init__(
+        self,
+        config: "RolloutConfig",
+        model_config: "HFModelConfig",
+        context_length: int,
+        vocab_size: int,
+        draw_seed: Callable[[], int],
+    ) -> None:
+        from sglang.srt.sampling.sampling_params import SamplingParams as Known
+
+        self._config = config
+        self._context_length = context_length
+        self._vocab_size = vocab_size
+        self._draw_seed = draw_seed
+        self._end_token_ids = [] if config.ignore_eos else eos_token_ids(model_config.eos_token_id)
+        self._known_class: Any = Known
+        self._known = [name for name in inspect.signature(Known).parameters if name not in _OURS]
+
+    def request(
+        self,
+        prompt_ids: Sequence[int],
+        request_id: str,
+        image_data: Sequence[Any] | None = None,
+        multi_modal_data: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Raises: WrongInput for an empty prompt, for a token that the model does not have, and for images and videos.
+        """
+        ids = [int(token) for token in prompt_ids]
+        if not ids:
+            raise WrongInput(f"request {request_id}: the prompt is empty: send at least one token")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
+            raise WrongInput(
+                f"request {request_id}: the prompt has token {wrong}; the model's are 0 to {self._vocab_size - 1}"
+            )
+        if image_data or any((multi_modal_data or {}).values()):
+            raise WrongInput(
+                f"request {request_id}: the prompt has images or videos, which are not supported with "
+                "actor_rollout_ref.rollout.name=sglang: write vllm"
+            )
+        return ids
+
+    def params(self, given: SamplingParams, prompt_length: int) -> EngineParams:
+        """Return SGLang's parameters of a request.
+
+        Raises: WrongInput for an option that the engine does not have or cannot serve.
+        """
+        room = self._context_length - prompt_length
+        if room < 1:
+            raise WrongInput(
+                f"the prompt has {prompt_length} tokens and the engine's context {self._context_length}: lower the "
+                "length of the prompt, or raise actor_rollout_ref.rollout.max_model_len"
+            )
+        try:
+            return self._checked(dict(given), room)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise WrongInput(f"sampling parameters {dict(given)}: {error}") from error
+
+    def _checked(self, given: dict[str, Any], room: int) -> EngineParams:
+        wanted = given.pop("logprobs", None)
+        values: dict[str, Any] = {_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+        unknown = sorted(values.keys() - set(self._known))
+        if unknown:
+            raise WrongInput(f"SGLang has no option {', '.join(unknown)} for a request")
+        for name in _NEED_TOKENIZER:
+            if values.get(name) and self._config.skip_tokenizer_init:
+                raise WrongInput(
+                    f"{name}={values[name]!r} needs the engine's tokenizer: set actor_rollout_ref.rollout."
+                    "skip_tokenizer_init=false, or, for stop strings, send stop_token_ids"
+                )
+        values["max_new_tokens"] = min(room, int(values.get("max_new_tokens") or room))
+        values["top_k"] = int(values.get("top_k", -1)) or -1  # 0 is off, too
+        if values["top_k"] == 1:  # SGLang takes both for the same
+            values["temperature"] = 0.0
+        usual = [] if values.pop("ignore_eos", False) else self._end_token_ids
+        ends = [int(token) for token in (*usual, *values.pop("stop_token_ids", ()))]
+        values["stop_token_ids"] = [token for token in ends if 0 <= token < self._vocab_size]
+        values["ignore_eos"] = True  # the model's folder must not name the end tokens
+        if values.get("temperature", 1.0) and values.get("sampling_seed") is None:
+            values["sampling_seed"] = self._draw_seed()
+        self._known_class(**values).verify(self._vocab_size)
+        return EngineParams(values, self._config.calculate_log_probs if wanted is None else bool(wanted))
+
+    def not_started(self, params: EngineParams) -> TokenOutput:
+        """Return the result of a request that was aborted before it reached the engine."""
+        return TokenOutput([], [] if params.log_probs else None, ABORTED)
+
+
+def token_output(result: Mapping[str, Any], params: EngineParams, arrived: float, started: float) -> TokenOutput:
+    """Return the result of a request that the engine has ended just now.
+
+    Args: ``arrived`` and ``started`` are when the server and the engine got it, in monotonic seconds.
+    """
+    tokens = list(result.get("output_ids") or ())
+    meta = result["meta_info"]
+    return TokenOutput(
+        token_ids=tokens,
+        log_probs=[entry[0] for entry in meta.get("output_token_logprobs") or ()] if params.log_probs else None,
+        finish_reason=(meta["finish_reason"] or {}).get("type"),
+        versions=_versions(meta, len(tokens)),
+        num_cached_tokens=int(meta.get("cached_tokens") or 0),
+        queue_s=started - arrived,
+        sample_s=time.monotonic() - started,
+    )
+
+
+def _versions(meta: Mapping[str, Any], count: int) -> list[tuple[int, int]]:
+    """Return which version of the weights sampled how many tokens; SGLang lists them only if there are several."""
+    if not count:
+        return []
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+    return [(int(span["version"]), span["end"] - span["start"]) for span in spans if span["end"] > span["start"]]

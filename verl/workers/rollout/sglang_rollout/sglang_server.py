@@ -1,0 +1,116 @@
+"""The actor that owns an SGLang engine, and the replicas of both placements."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.utils import envs
+from verl.utils.net_utils import get_free_port
+from verl.workers.rollout.engine_server import EngineServer, OpenRequest
+from verl.workers.rollout.engine_settings import is_batch_invariant
+from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.server import SamplingParams, TokenOutput
+from verl.workers.rollout.sglang_rollout.engine_args import LONGER_CONTEXT, build_engine_args
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig
+    from verl.workers.rollout.sglang_rollout.engine import ServedEngine
+    from verl.workers.rollout.sglang_rollout.requests import EngineParams, RequestForm
+
+Actor = Any  # Ray's actor handles have no static type
+
+
+class SGLangServer(EngineServer):
+    """An SGLang engine in processes of its own; see ``EngineServer``."""
+
+    _engine: "ServedEngine"
+
+    def _start_engine(self, model_config: "HFModelConfig") -> "tuple[ServedEngine, RequestForm]":
+        envs.write_default(LONGER_CONTEXT)
+        args = build_engine_args(self.config, model_config, self._is_hybrid)
+        from verl.workers.rollout.sglang_rollout.engine import ServedEngine
+        from verl.workers.rollout.sglang_rollout.requests import RequestForm
+
+        engine = ServedEngine({"nccl_port": get_free_port()} | args, is_batch_invariant(self.config))
+        seeds = self.seeds
+        form = RequestForm(
+            self.config, model_config, self.config.context_length, engine.vocab_size, lambda: int(seeds.draw(1))
+        )
+        return engine, form
+
+    async def _answer(self, entry: OpenRequest, request: list[int], params: "EngineParams") -> TokenOutput:
+        from verl.workers.rollout.sglang_rollout.requests import token_output
+
+        try:
+            result = await self._engine.generate(request, params.values, entry.key, return_logprob=params.log_probs)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._engine.abort(entry.key))
+            raise
+        return token_output(result, params, entry.arrived, entry.started_at)
+
+
+class HybridSGLangServer(SGLangServer):
+    """The engine of a group of the trainer's workers, on their devices; the first of them started this actor.
+
+    With ``rollout.mode=sync`` the workers generate whole batches; with ``async`` agent loops ask this actor.
+    """
+
+    _is_hybrid = True
+
+    def _offer_fault(self) -> None:
+        if self.config.serves:  # else the worker does
+            super()._offer_fault()
+
+    async def generate_batch(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], batch_id: str
+    ) -> list[TokenOutput]:
+        """Continue several prompts; an error of one ends all.
+
+        Raises: what ``generate`` raises.
+        """
+        rows = zip(prompts, params, strict=True)
+        tasks = [
+            asyncio.create_task(self.generate(ids, given, f"{batch_id}/{row}")) for row, (ids, given) in enumerate(rows)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def set_step(self, step: int | None) -> None:
+        """Set the step of the run, for messages."""
+        self._step = step
+
+    async def release(self, tags: list[str]) -> None:
+        """Free the memory of ``weights`` or ``kv_cache``; the server is paused."""
+        await self._ask(self._engine.release(tags), "a release of memory")
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        """Allocate the memory of ``weights`` or ``kv_cache`` again."""
+        await self._ask(self._engine.resume_memory(tags), "memory")
+
+    async def load_handles(self, payloads: list[str], timeout_s: float) -> None:
+        """Load a bucket from the devices of the workers: one serialized bucket for each of the engine's workers."""
+        self._check_alive()
+        await self._ask(self._engine.load_handles(payloads), "the load of weights", timeout_s)
+
+
+class SGLangReplica(RolloutReplica):
+    """An engine that the trainer's workers have started on their devices, or a server of its own."""
+
+    server_class: type = SGLangServer
+
+    def launch_servers(self) -> None:
+        """Let the first worker pass requests on until the engine has started; a standalone replica starts an actor."""
+        if self.workers:
+            self._server_handle = self.workers[0]
+        else:
+            self._server_handle = self.start_server(f"sglang_server_{self.replica_rank}_0")
+
+    def engine_started(self) -> None:
+        """Send requests to the actor that owns the engine."""
+        import ray
+
+        if self.workers:
+            self._server_handle = ray.get(self.workers[0].rollout_server.remote())
