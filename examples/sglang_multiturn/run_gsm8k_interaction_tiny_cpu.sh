@@ -4,7 +4,7 @@
 set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/gsm8k_interaction}"
-STEPS="${STEPS:-20}"
+STEPS="${STEPS:-30}"
 SFT_STEPS="${SFT_STEPS:-200}"
 TASK=examples/sglang_multiturn/sums
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -46,6 +46,7 @@ python3 -m verl.trainer.main_ppo --config-path=examples/sglang_multiturn/config 
     data.max_prompt_length=16 \
     data.max_response_length=64 \
     data.dataloader_num_workers=0 \
+    actor_rollout_ref.rollout.name=vllm \
     "actor_rollout_ref.model.path='$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface'" \
     actor_rollout_ref.model.use_remove_padding=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The settings of DAPO with a code interpreter (recipe/retool): Qwen3-4B on DAPO-Math-17k, one node of 8 GPUs with 80 GB.
 # Data first: hf download BytedTsinghua-SIA/DAPO-Math-17k --repo-type dataset --local-dir ~/data/DAPO-Math-17k, and Maxwell-Jia/AIME_2024 to ~/data/AIME_2024
-# Arguments: the rollout engine (vllm unless given), then overrides.
+# Arguments: the rollout engine (sglang unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=vllm
+ENGINE=sglang
 if [[ $# -gt 0 && "$1" != *=* ]]; then
     ENGINE="$1"
     shift

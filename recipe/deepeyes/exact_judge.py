@@ -50,12 +50,18 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
+class Server(ThreadingHTTPServer):
+    """Lets the requests of a step wait; a client that finds no room tries again after one second, then three."""
+
+    request_queue_size = 1024
+
+
 def main() -> int:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=18901, help="port (default: 18901); 0 takes a free one")
     args = parser.parse_args()
-    with ThreadingHTTPServer(("127.0.0.1", args.port), Handler) as server:
+    with Server(("127.0.0.1", args.port), Handler) as server:
         sys.stdout.write(f"http://127.0.0.1:{server.server_address[1]}/v1\n")
         sys.stdout.flush()
         server.serve_forever()

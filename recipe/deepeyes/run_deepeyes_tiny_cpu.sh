@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Zoom in to see, on CPU: supervised rows show a tiny model what a zoom looks like, GRPO with tool_agent is to teach when and where; not learnt so far
+# Zoom in to see, on CPU: supervised rows show a tiny model what a zoom looks like, GRPO with tool_agent teaches when and where to look.
 # The judge compares letters (exact_judge.py); LLM_AS_A_JUDGE_BASE names another one. Arguments: overrides of GRPO.
 set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/deepeyes}"
 STEPS="${STEPS:-20}"
-SFT_STEPS="${SFT_STEPS:-200}"
+SFT_STEPS="${SFT_STEPS:-400}"
 JUDGE_PORT="${JUDGE_PORT:-18901}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 

@@ -3,9 +3,9 @@
     python3 -m recipe.deepeyes.textures --save-dir outputs/deepeyes
 
 Each picture has four quarters with lines too fine for the small copy that the prompt shows: there all are grey. The
-question names a quarter, and the answer is its texture. Half of the supervised conversations guess at once; the other
-half zoom in first, and only half of those on the right quarter. So they teach the form of a call and how to read a
-texture, and neither when to look nor where.
+question names a quarter, and the answer is its texture. Three of five supervised conversations guess at once; the
+other two zoom in first, one of them on any quarter. So they teach the form of a call and how to read a texture, and
+neither when to look nor where.
 """
 
 import argparse
@@ -28,6 +28,9 @@ from recipe.deepeyes.deepeyes import CustomRLHFDataset
 DATA_SOURCE = "textures"
 KIND = "qwen2_5_vl"
 HEAD, TAIL = '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [', "]}}</tool_call>"
+SHOWN = "Zoomed in on the image to the region "
+"""How the answer of the tool starts. As a token it leaves the model close to what it has seen: with a token for each
+of its 37 characters between picture and answer, this model does not learn to read a texture."""
 ANSWER, END = "<answer>", "</answer>"
 QUARTER = 56
 """Pixels of a side of a quarter."""
@@ -111,23 +114,23 @@ def conversation(number: int, rng: random.Random) -> Row:
     said = rng.choice(TEXTURES)
     images = [small(picture)]
     messages = [{"role": "user", "content": f"<image>{place}"}]
-    if number % 2:
-        looked = place if number % 4 == 1 else rng.choice(list(PLACES))
+    if number % 5 < 2:
+        looked = rng.choice(list(PLACES)) if number % 5 else place
         box = box_of(looked)
         said = letters[list(PLACES).index(looked)]
         sides = {"resized_height": QUARTER, "resized_width": QUARTER}
         images.append({"bytes": as_png(picture.crop((box[0], box[1], box[2], box[3]))), **sides})
         messages += [
             {"role": "assistant", "content": f"{HEAD}{', '.join(map(str, box))}{TAIL}"},
-            {"role": "tool", "content": f"<image>Zoomed in on the image to the region {box}."},
+            {"role": "tool", "content": f"<image>{SHOWN}{box}."},
         ]
     return {"messages": [*messages, {"role": "assistant", "content": f"{ANSWER}{said}{END}"}], "images": images}
 
 
 def write_model(folder: str, seed: int) -> None:
-    """Write model and processor; its tokenizer has a token each for the ends of a call and of an answer."""
+    """Write model and processor; its tokenizer has a token each for the fixed parts of calls and answers."""
     tokenizer = vision_tokenizer(KIND)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL, ANSWER, END)])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL, SHOWN, ANSWER, END)])
     torch.manual_seed(seed)
     config = tiny_vl_config(KIND, tokenizer, hidden_size=64)
     model = getattr(transformers, f"{VL_KINDS[KIND]}ForConditionalGeneration")(config)

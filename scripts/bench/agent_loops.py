@@ -41,10 +41,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"per run, {WARMUP_STEPS} not counted (default: 22; concurrent: 6)")
     parser.add_argument("--trajectories", type=int, default=1000, help="at once (concurrent; default: 1000)")
     parser.add_argument("--turns", type=int, default=3, help="of the model in a trajectory (concurrent; default: 3)")
+    parser.add_argument("--tool-s", type=float, nargs=2, default=(1.0, 5.0), help="least and most seconds of a tool")
     parser.add_argument("--workers", type=int, default=1, help="actors that run the loops (default: 1)")
     parser.add_argument("--out", type=Path, help="folder for logs and inputs (default: a temporary one)")
     parser.add_argument("overrides", nargs="*", help="further keys, for instance key=value")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # overrides may stand after options
     args.steps = args.steps or (22 if args.what == "overhead" else 6)
     if args.steps <= WARMUP_STEPS:
         parser.error(f"--steps must be above {WARMUP_STEPS}, the steps that are not counted")
@@ -171,7 +172,9 @@ def concurrent(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ]
     pandas.DataFrame(rows).to_parquet(inputs / "prompts.parquet")
     tools = inputs / "tools.yaml"
-    tools.write_text("tools:\n  - class_name: sleepers.SleepTool\n    config: {type: native}\n")
+    least_s, most_s = args.tool_s
+    config = f"{{type: native, least_s: {least_s}, most_s: {most_s}}}"
+    tools.write_text(f"tools:\n  - class_name: sleepers.SleepTool\n    config: {config}\n")
     settings = {
         "data.train_files": inputs / "prompts.parquet",
         "data.train_batch_size": args.trajectories,
@@ -210,9 +213,17 @@ def concurrent(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "turns": statistics.fmean(line["num_turns/mean"] for line in counted),
         "tool_calls": statistics.fmean(line["tool_calls/count"] for line in counted),
         "cpu_share": {name: round(value / seconds, 3) for name, value in cpu.items() if value / seconds >= 0.005},
-        "pss_gb_after_step": [round(pss / 1e9, 3) for pss in measured["pss_at_marks"]],
+        "pss_gb_after_step": [round(sum(pss.values()) / 1e9, 3) for pss in measured["pss_at_marks"]],
+        "pss_mb_by_process": pss_by_process(measured["pss_at_marks"]),
         "peak_pss_gb": measured["peak_pss"] / 1e9,
     }
+
+
+def pss_by_process(marks: list[dict[str, int]]) -> dict[str, list[int]]:
+    """Return the MB of the processes whose memory changed by 1 MB after the warm-up, after each step."""
+    names = sorted({name for mark in marks for name in mark})
+    rows = {name: [round(mark.get(name, 0) / 1e6) for mark in marks] for name in names}
+    return {name: row for name, row in rows.items() if max(row[WARMUP_STEPS:]) - min(row[WARMUP_STEPS:]) >= 1}
 
 
 def concurrent_table(row: dict[str, Any]) -> list[str]:

@@ -45,25 +45,31 @@ class ProcessTree:
                 sums[name] = sums.get(name, 0.0) + sum(process.cpu_times()[:4])  # own and reaped, user and system
         return sums
 
-    def note_memory(self) -> int:
+    def note_memory(self) -> dict[str, int]:
         """Keep the highest sums of resident memory: RSS counts a shared page in every process, PSS once.
 
-        Returns: the current PSS.
+        Returns: the current PSS: what each process has for itself, by what the processes are for, and for all of them
+            ``shared memory``, mostly Ray's object store, and ``files``, mostly code.
         """
-        rss = pss = 0
+        rss = 0
+        sums = {"shared memory": 0, "files": 0}
         for process in self._alive():
             with suppress(*_GONE):
                 rss += process.memory_info().rss
-                pss += _proportional(process.pid)
-        self.peak_rss, self.peak_pss = max(self.peak_rss, rss), max(self.peak_pss, pss)
-        return pss
+                anonymous, shared, files = _proportional(process.pid)
+                name = _role(process)
+                sums[name] = sums.get(name, 0) + anonymous
+                sums["shared memory"] += shared
+                sums["files"] += files
+        self.peak_rss, self.peak_pss = max(self.peak_rss, rss), max(self.peak_pss, sum(sums.values()))
+        return sums
 
 
-def _proportional(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _proportional(pid: int) -> list[int]:
+    """Return the parts of the PSS of a process in bytes: its own memory, shared memory, and mapped files."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, text.splitlines()[1:])}
+    return [sizes[f"Pss_{kind}:"] for kind in ("Anon", "Shmem", "File")]
 
 
 def _role(process: psutil.Process) -> str:
@@ -81,8 +87,8 @@ def run_measured(
 ) -> dict[str, Any]:
     """Run a command that appends a line to ``progress`` after each step, and measure at every line.
 
-    Returns: ``marks``, a list of (seconds, {process: CPU seconds}) with one entry per line, ``pss_at_marks``, and the
-        peaks of memory.
+    Returns: ``marks``, a list of (seconds, {process: CPU seconds}) with one entry per line, ``pss_at_marks``, a list of
+        {process: bytes}, and the peaks of memory.
     Raises: RuntimeError with the end of the log when the command fails or takes longer than ``timeout_s``.
     """
     started = time.monotonic()

@@ -15,13 +15,12 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-LEAST_S, MOST_S = 1.0, 5.0
 ENDS = list(range(0, 256, 10))
 """Tokens that end a turn, a tenth of the vocabulary."""
 
 
 class SleepTool(BaseTool):
-    """Answers after 1 to 5 seconds, as a remote sandbox would."""
+    """Answers after ``least_s`` to ``most_s`` seconds, as a remote sandbox would."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return what the model is told about the tool."""
@@ -31,7 +30,7 @@ class SleepTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         """Wait and answer."""
-        await asyncio.sleep(random.uniform(LEAST_S, MOST_S))
+        await asyncio.sleep(random.uniform(self.config["least_s"], self.config["most_s"]))
         return ToolResponse(text="awake"), 0.0, {}
 
 

@@ -14,6 +14,11 @@ def two_letters(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(right), "acc": right, "index": index}
 
 
+def last_letter(data_source, solution_str, ground_truth, extra_info=None):
+    """Return whether the last character is a lower-case letter, which the last segment of a trajectory tells too."""
+    return float(solution_str[-1:].islower())
+
+
 def never(data_source, solution_str, ground_truth, extra_info=None):
     """Return the score of a task that nobody can do."""
     return 0.0

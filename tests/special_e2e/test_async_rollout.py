@@ -158,6 +158,7 @@ def test_a_trajectory_in_segments_trains_as_in_one_row(workspace, tmp_path):
         "algorithm.gamma": 0.9,
         "algorithm.lam": 0.8,
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+        "custom_reward_function.name": "last_letter",  # a reward function reads the last segment only
         "critic.model.path": workspace.model,
         "critic.optim.lr": 1e-3,
         "critic.ppo_mini_batch_size": 8,

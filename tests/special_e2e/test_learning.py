@@ -1,5 +1,6 @@
 """The examples for CPU learn the task of the quick start from its warmed-up model, in every layout."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,13 @@ def test_a_tool_is_learnt(verification_page, tmp_path, tool):
     assert before <= 0.4 and after >= 0.9 and alone <= 0.3
     assert gap < 1e-4
     assert trained.steps[last]["tool_calls/count"] > trained.steps[1]["tool_calls/count"]
+
+
+def test_mending_an_answer_is_learnt(tmp_path):
+    """Supervised rows teach the form of a second attempt, which errs again; reinforcement teaches to mend it."""
+    call(["bash", "examples/sglang_multiturn/run_gsm8k_interaction_tiny_cpu.sh"], OUT_DIR=tmp_path)
+    steps = Run(0, "", 0.0, tmp_path / "grpo").steps
+    assert steps[0][ACCURACY] <= 0.4 and steps[max(steps)][ACCURACY] >= 0.85
+    last = (tmp_path / "grpo" / "validation" / f"{max(steps)}.jsonl").read_text().splitlines()
+    mended = [row["score"] for row in map(json.loads, last) if len(row["turns"]) == 3]
+    assert sum(mended) >= 0.4 * len(mended) > 0

@@ -131,6 +131,17 @@ def test_running_code_is_learnt(tmp_path):
 
 
 @pytest.mark.timeout(1200)
+def test_an_agent_of_langgraph_learns_to_call_its_tool(tmp_path):
+    """Supervised rows teach the form of a call, and mostly answer without one; reinforcement teaches to make it."""
+    pytest.importorskip("langgraph", reason="the extra langgraph is not installed")
+    script = "langgraph_agent/example/run_math_expression_tiny_cpu.sh"
+    before, after = learn(script, tmp_path, run="grpo")
+    assert before <= 0.4 and after >= 0.9
+    steps = Run(0, "", 0.0, tmp_path / "grpo").steps
+    assert steps[max(steps)]["num_turns/mean"] > steps[1]["num_turns/mean"]
+
+
+@pytest.mark.timeout(1200)
 def test_a_model_learns_when_to_ask_its_user(tmp_path):
     """From 0.46 over both kinds of requests: it asks where it has to, and only there, since each token costs 0.01."""
     asking = re.compile(r"val-core/has_to_be_asked/reward/mean@1")
@@ -139,6 +150,15 @@ def test_a_model_learns_when_to_ask_its_user(tmp_path):
     assert before < 0.1 and after > 0.8
     steps = Run(0, "", 0.0, tmp_path / "grpo").steps
     assert steps[max(steps)]["val-core/says_it/reward/mean@1"] > 0.9
+
+
+@pytest.mark.timeout(1200)
+def test_looking_is_learnt(tmp_path):
+    """Supervised rows teach what a zoom shows, and half of them guess; reinforcement teaches to look, and where."""
+    before, after = learn("deepeyes/run_deepeyes_tiny_cpu.sh", tmp_path, run="grpo", JUDGE_PORT="18911")
+    assert before <= 0.4 and after >= 0.9
+    steps = Run(0, "", 0.0, tmp_path / "grpo").steps
+    assert steps[max(steps)]["tool_calls/count"] > steps[1]["tool_calls/count"]
 
 
 def scores_printed(script: str, folder: Path, timeout_s: float = 800) -> list[dict[str, float]]:

@@ -21,6 +21,7 @@ from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
 from verl.utils.import_utils import import_external_libs, lazy_exports
 from verl.utils.masking import masked
+from verl.workers.config.rollout import serves
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayWorkerGroup
@@ -137,8 +138,9 @@ class TaskRunner:
         from verl.single_controller.ray import RayWorkerGroup
 
         workers = _workers_of(config.actor_rollout_ref.actor.strategy)
-        serves = OmegaConf.select(config, "actor_rollout_ref.rollout.mode") == "async"
-        cls = workers.AsyncActorRolloutRefWorker if serves else workers.ActorRolloutRefWorker
+        rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
+        is_served = rollout is not None and serves(rollout)
+        cls = workers.AsyncActorRolloutRefWorker if is_served else workers.ActorRolloutRefWorker
         self._add(Role.ActorRollout, cls)
         return cls, RayWorkerGroup
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRPO with a search: Qwen2.5-3B-Instruct on the questions of Search-R1, one node of 8 GPUs; not run so far.
 # Data first: python3 examples/data_preprocess/preprocess_search_r1_dataset.py, into ~/data/searchR1_processed_direct
-# The retriever first, on port 8000: README.md. Arguments: the rollout engine (vllm unless given), then overrides.
+# The retriever first, on port 8000: README.md. Arguments: the rollout engine (sglang unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=vllm
+ENGINE=sglang
 if [[ $# -gt 0 && "$1" != *=* ]]; then
     ENGINE="$1"
     shift

@@ -5,7 +5,7 @@ set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/search}"
 STEPS="${STEPS:-15}"
-SFT_STEPS="${SFT_STEPS:-500}"
+SFT_STEPS="${SFT_STEPS:-600}"
 TASK=examples/sglang_multiturn/search_r1_like/lockers
 export SEARCH_PORT="${SEARCH_PORT:-8017}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

@@ -3,7 +3,7 @@
     python examples/sglang_multiturn/sums/make_task.py --save-dir outputs/gsm8k_interaction
 
 The sums are those of ``examples/data_preprocess/gsm8k.py --source synthetic``, whose supervised solutions forget most
-carries. Here the user then says that the answer is wrong, and half of the second attempts mend it. So the rows teach
+carries. Here the user then says that the answer is wrong, and one second attempt in five mends it. So the rows teach
 the form of a second attempt, and not reliably what to change.
 """
 
@@ -19,6 +19,9 @@ from examples.data_preprocess.gsm8k import solve, synthetic_tables
 from examples.tiny_model import make_tiny_model
 from verl.interactions.gsm8k_interaction import WRONG
 from verl.utils.reward_score import gsm8k
+
+CARELESS = 0.8
+"""Share of second attempts that forget the carry again."""
 
 Row = dict[str, Any]
 
@@ -36,7 +39,7 @@ def with_second_attempt(row: Row, rng: random.Random) -> Row:
     x, y = map(int, question["content"].removesuffix("=?").split("+"))
     if gsm8k.extract_solution(said["content"]) == str(x + y):
         return row
-    again = {"role": "assistant", "content": solve((x, y), careless=rng.random() < 0.5)}
+    again = {"role": "assistant", "content": solve((x, y), careless=rng.random() < CARELESS)}
     return {"messages": [question, said, {"role": "user", "content": WRONG}, again]}
 
 

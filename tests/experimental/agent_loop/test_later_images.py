@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from omegaconf import OmegaConf
 from PIL import Image
 
 from examples.tiny_model import GLM_MEDIA, VL_KINDS, vision_tokenizer, vl_processor
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.later_images import LATER_INPUTS, WholeTrajectories
 from verl.experimental.agent_loop.rows import rows_of
+from verl.experimental.agent_loop.tool_media import MediaRules
 from verl.protocol import DataProto
 from verl.utils.vision.multi_modal import replace_inputs, resolve
 from verl.utils.vision.positions import position_ids, rope_of
@@ -98,6 +100,16 @@ def test_what_cannot_be_placed_is_named() -> None:
     with pytest.raises(ValueError, match=r"trajectory 0: .*0 video tokens, .* the same mm_processor_kwargs"):
         films = {"video": [(np.zeros((4, 3, 56, 56), dtype=np.uint8), metadata_of(4))]}
         rows_of([AgentLoopOutput(**output, multi_modal_data=films)], asked, 4, 0, whole)
+
+
+@pytest.mark.parametrize("kind, given, videos", [("qwen2_5_vl", None, None), ("glm4v", None, 1), ("glm4v", 0, 0)])
+def test_the_most_videos_of_a_conversation(kind: str, given: int | None, videos: int | None) -> None:
+    """vLLM takes one video with GLM-4V."""
+    tokenizer = vision_tokenizer(kind)
+    limits = {} if given is None else {"limit_mm_per_prompt": {"video": given}}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"engine_kwargs": {"vllm": limits}}}})
+    rules = MediaRules.of(config, tokenizer, vl_processor(kind, tokenizer))
+    assert rules.limits == {"image": None, "video": videos}
 
 
 @dataclass

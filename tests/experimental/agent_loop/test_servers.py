@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import BatchEncoding
 
+from verl.base_config import WrongInput
 from verl.experimental.agent_loop import servers
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager, RequestAbortedError, RequestTimeoutError
@@ -151,6 +153,28 @@ def test_a_request_has_a_deadline_and_a_cancelled_one_is_aborted() -> None:
         assert manager._servers[0].tokens == 0 and manager._servers[0].watch is None
 
     asyncio.run(run())
+
+
+def test_a_prompt_that_is_no_list_is_refused() -> None:
+    """``apply_chat_template`` of transformers 5 returns a mapping unless it is told otherwise."""
+    prompt: Any = BatchEncoding({"input_ids": [1, 2], "attention_mask": [1, 1]})
+    with pytest.raises(WrongInput, match="return_dict=False"):
+        asyncio.run(manager_of(FakeServer()).generate("a", prompt_ids=prompt, sampling_params={}))
+
+
+def test_only_media_that_are_there_are_sent() -> None:
+    """A server of the established interface takes ``image_data`` and nothing else."""
+    server = FakeServer()
+
+    async def go() -> None:
+        manager, prompt = manager_of(server), {"prompt_ids": [1], "sampling_params": {}}
+        await manager.generate("a", **prompt, image_data=None, multi_modal_data={})
+        await manager.generate("a", **prompt, image_data=["picture"])
+        await manager.generate("a", **prompt, multi_modal_data={"image": ["picture"]})
+
+    asyncio.run(go())
+    sent = [request.keys() - {"prompt_ids", "sampling_params", "request_id"} for request in server.asked]
+    assert sent == [set(), {"image_data"}, {"multi_modal_data"}]
 
 
 def test_a_response_that_a_server_has_cut_is_a_failure() -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
 from verl.base_config import WrongInput, omega_conf_to_dataclass
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
-from verl.experimental.agent_loop.tool_agent_loop import InteractionNameError, ToolAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import InteractionError, InteractionNameError, ToolAgentLoop
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_seed
 from verl.interactions.base import BaseInteraction
 from verl.tools.base_tool import BaseTool
@@ -41,7 +41,7 @@ class Probe(BaseTool):
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         self.events.append(("create", kwargs))
-        return "one", ToolResponse()
+        return "one", (kwargs["create_kwargs"] or {}).get("greeting", ToolResponse())
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         self.events.append(("execute", kwargs))
@@ -187,6 +187,13 @@ def test_a_call_that_fails_is_told_to_the_model(tools_file: Path, turn: str, out
     assert outcomes(output) == [outcome] and answer in text_of(output)
     assert sampled(output).endswith("I see.<|end|>")
     assert [event[0] for event in Probe.events].count("abort") == (outcome == "timeout")
+
+
+def test_a_tool_that_begins_wrong_is_told_to_the_model(tools_file: Path) -> None:
+    server = Scripted([f"{call()}<|end|>", "Oh.<|end|>"])
+    output = run(config_of(tools_file), server, tools_kwargs={"probe": {"create_kwargs": {"greeting": "hello"}}})
+    assert "Error: TypeError: create returned str as its greeting, not ToolResponse" in text_of(output)
+    assert outcomes(output) == ["error"]
 
 
 def test_the_loop_of_rows_without_a_name() -> None:
@@ -340,7 +347,7 @@ def test_images_and_videos_are_appended(tools_file: Path) -> None:
     assert Probe.events[-1][0] == "release"
     limited = config_of(tools_file, limit_images=1)
     output = run(limited, Scripted([call(image=1) + "<|end|>", "So."], tokenizer, expand), processor, **row)
-    assert outcomes(output) == ["error"] and "may have at most 1 images" in text_of(output)
+    assert outcomes(output) == ["error"] and "may have at most 1 image" in text_of(output)
     assert len(output.multi_modal_data["image"]) == 1
 
 
@@ -401,3 +408,37 @@ def test_a_user_who_says_nothing_fails_the_trajectory(when: str, method: str, tm
     message = f"{method} of the interaction silent has not answered within rollout.agent.tool_timeout_s=0.05"
     with pytest.raises(TimeoutError, match=message):
         run(config, Scripted(["hello<|end|>"]), interaction_kwargs={"name": "silent"})
+
+
+class Rude(BaseInteraction):
+    """Answers what the row says, or raises it."""
+
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs["says"], Exception):
+            raise kwargs["says"]
+        return kwargs["says"]
+
+
+@pytest.mark.parametrize(
+    "says, message",
+    [
+        (KeyError("a"), "failed: KeyError: 'a'"),
+        ((False, "a", 1.0), r"returned \(False, 'a', 1.0\): it must return \(ends, text, score, facts\)"),
+        ((False, {"text": "a"}, 1.0, {}), "returned the text {'text': 'a'}: it must be a str"),
+        ((True, "a", float("nan"), {}), "returned the score nan: it must be a finite number"),
+        ((True, "a", "high", {}), "returned the score 'high': it must be a finite number"),
+    ],
+)
+def test_what_a_user_says_wrong_is_named(says: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "interaction.yaml"
+    path.write_text(yaml.dump({"interaction": [{"name": "rude", "class_name": f"{__name__}.Rude"}]}))
+    config = config_of(None, **{"multi_turn.interaction_config_path": path})
+    with pytest.raises(InteractionError, match=f"generate_response of the interaction rude {message}"):
+        run(config, Scripted(["hello<|end|>"]), interaction_kwargs={"name": "rude", "says": says})
+
+
+def test_a_prompt_with_its_tools_must_fit(tools_file: Path) -> None:
+    server = Scripted([])
+    with pytest.raises(WrongInput, match="the prompt has 103 tokens with the .* data.max_prompt_length is 100"):
+        run(config_of(tools_file), server, raw_prompt=[{"role": "user", "content": "x" * 100}])
+    assert server.asked == []

@@ -13,6 +13,7 @@ import ray
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,12 +24,14 @@ from verl.experimental.agent_loop.attempts import TrajectoryError
 from verl.experimental.agent_loop.base import AgentLoopInputError
 from verl.experimental.agent_loop.registry import UnknownAgentLoopError, read_agent_loops
 from verl.experimental.agent_loop.rows import rows_of
+from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.ppo.phases import check_rollout
+from verl.workers.rollout.server import TokenOutput
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(240)
@@ -142,6 +145,14 @@ def test_one_turn_gives_what_a_batch_gives(engine: Any) -> None:
     assert torch.equal(greedy.batch["responses"], engine.generate_sequences(asked).batch["responses"])
 
 
+def test_files_of_tools_that_no_row_reads_are_named(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    worker = build_worker(engine, multi_turn={"tool_config_path": "tools.yaml"})
+    for _ in range(2):
+        asyncio.run(worker.generate_sequences(requests()))
+    (message,) = [message for message in caplog.messages if "multi_turn" in message]
+    assert "multi_turn.tool_config_path=tools.yaml: has no effect, all rows go to single_turn_agent" in message
+
+
 def test_loops_of_a_file(engine: Any, tmp_path: Path) -> None:
     """Rows choose their loop; the mask is 1 on exactly the sampled tokens, and their log-probabilities are kept."""
     path = tmp_path / "loops.yaml"
@@ -189,7 +200,7 @@ def test_a_loop_that_cannot_be_built_ends_the_run(engine: Any, tmp_path: Path) -
 
 def test_unknown_loops_and_failing_loops_are_named(engine: Any) -> None:
     asked = requests()
-    asked.non_tensor_batch["agent_name"] = np.array(["twise"] * len(asked), dtype=object)
+    asked.non_tensor_batch["agent_name"] = np.array([None, "twise", *[None] * (len(asked) - 2)], dtype=object)
     with pytest.raises(UnknownAgentLoopError, match=r"agent_name=twise: .*the nearest: twice"):
         asyncio.run(build_worker(engine).generate_sequences(asked))
     asked.non_tensor_batch["agent_name"][:] = "twice"
@@ -250,10 +261,12 @@ def test_rows_whose_attempts_fail_are_dropped(engine: Any) -> None:
 
 
 class Dying:
-    """A server whose process ends with its first request."""
+    """A server whose process ends with its first request, unless that is an empty prompt."""
 
-    async def generate(self, **request: Any) -> Any:
-        os._exit(1)
+    async def generate(self, prompt_ids: list[int], **request: Any) -> TokenOutput:
+        if prompt_ids:
+            os._exit(1)
+        return TokenOutput([7])
 
     async def abort(self, request_id: str) -> bool:
         return False
@@ -262,16 +275,51 @@ class Dying:
         return {}
 
 
+@register("spoilt")
+class Spoilt(Twice):
+    """Returns what cannot be a row."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **kwargs)
+        row = kwargs["extra"]["row"]
+        changes: list[dict[str, Any]] = [{}, {"response_mask": [1]}, {"prompt_ids": [3] * 13}]
+        return output.model_copy(update=changes[row % 3])
+
+
+def test_an_output_that_cannot_be_a_row_costs_its_attempt(engine: Any) -> None:
+    asked = requests()
+    worker = build_worker(engine, default_agent_loop="spoilt", on_failure="drop", num_retries=0)
+    found = asyncio.run(worker.generate_sequences(asked))
+    assert found.non_tensor_batch["__dropped__"].tolist() == [row % 3 > 0 for row in range(len(asked))]
+    reasons = [line["reason"] or "" for line in found.meta_info["attempts"]]
+    assert "trajectory 1: its lists must have one length" in reasons[1]
+    assert "trajectory 2: its prompt has 13 tokens, data.max_prompt_length is 12" in reasons[2]
+
+
 def test_requests_of_a_dead_actor_go_to_another_server(engine: Any, ray_cluster: None) -> None:
     asked = requests()
     expected = asyncio.run(build_worker(engine).generate_sequences(asked))
     actor = ray.remote(Dying).options(num_cpus=0).remote()
+    asyncio.run(ray_keeps_no_record_of_requests(actor))
     worker = build_worker(engine, [Server(engine), actor])
     found = asyncio.run(worker.generate_sequences(asked))
     for name, tensor in expected.batch.items():
         assert torch.equal(found.batch[name], tensor), name
     moved = [line["servers"] for line in found.meta_info["attempts"] if len(line["servers"]) == 2]
     assert moved and all("rollout server 1 of 2 (actor " in dead and "server 0" in alive for dead, alive in moved)
+
+
+async def ray_keeps_no_record_of_requests(actor: Any) -> None:
+    """Records of such calls would let Ray's state service grow with every step."""
+    manager = AsyncLLMServerManager(OmegaConf.create({}), [actor])
+    answers = [await manager.generate(name, prompt_ids=[], sampling_params={}) for name in ("one", "two")]
+    assert [answer.token_ids for answer in answers] == [[7]] * 2
+    await actor.health.remote(1.0)  # an ordinary call
+    seen: set[str] = set()
+    async with asyncio.timeout(60):
+        while "task::Dying.health" not in seen:
+            seen = {event["cat"] for event in ray.timeline() if event["cat"].startswith("task::Dying")}
+    assert seen <= {"task::Dying.health", "task::Dying.__init__"}
 
 
 @ToolParser.register("always_calls")

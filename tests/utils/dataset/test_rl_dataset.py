@@ -1,6 +1,7 @@
 """RLHFDataset: what an item holds, what is cut or left out, and what each bad row is answered with."""
 
 import copy
+import json
 import pickle
 import time
 from pathlib import Path
@@ -10,7 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
+from examples.tiny_model import CHAT_TEMPLATE
+from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.ppo.loaders import complete_data_node
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn, truncate
 
@@ -96,6 +101,31 @@ def test_filter_keeps_what_fits(tokenizer, parquet, row, workers):
     assert [dataset[i]["full_prompts"] for i in range(len(dataset))] == [USER.format(c) for c in fits]
     last = max(i for i, c in enumerate(contents) if len(tokenizer.encode(USER.format(c))) <= 16)
     assert dataset.where(len(dataset) - 1).endswith(f"b.parquet, row {last - 700}")
+
+
+@pytest.mark.parametrize("default, kept", [("tool_agent", "be"), ("single_turn_agent", "abe")])
+def test_tools_that_a_loop_shows_count_for_the_filter(tokenizer, parquet, row, tmp_path, default, kept):
+    tools = tmp_path / "tools.yaml"
+    schema = {"type": "function", "function": {"name": "f", "description": "\\${not.a.key}"}}
+    tools.write_text(json.dumps({"tools": [{"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "tool_schema": schema}]}))
+    changes = {"name": "vllm", "mode": "async", "multi_turn.tool_config_path": tools}
+    changes["agent.default_agent_loop"] = default
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        config = compose(
+            "ppo_trainer",
+            ["data.filter_overlong_prompts=true", "data.max_prompt_length=40"]
+            + [f"actor_rollout_ref.rollout.{key}={value}" for key, value in changes.items()],
+        )
+    complete_data_node(config)
+    template = "{% for tool in tools or () %}{{ tool.function.description }}{% endfor %}" + CHAT_TEMPLATE
+    config.data.apply_chat_template_kwargs = {"chat_template": template}
+    rows = [row("a" * 30), row("b"), row("c" * 60), row("d" * 30, agent_name="tool_agent")]
+    rows += [row("e" * 30, agent_name="single_turn_agent")]
+    dataset = RLHFDataset(parquet(rows), tokenizer, config.data)
+    assert "".join(dataset[i]["raw_prompt"][0]["content"][0] for i in range(len(dataset))) == kept
+    config.data.filter_overlong_prompts = False
+    complete_data_node(config)
+    assert config.data.prompt_tools is None
 
 
 def test_filter_that_leaves_nothing_is_refused(tokenizer, parquet, row):

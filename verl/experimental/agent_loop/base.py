@@ -1,14 +1,16 @@
 """What an agent loop is, and what it returns."""
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import DictConfig
 from pydantic import BaseModel, Field
 
-from verl.base_config import WrongInput
+from verl.base_config import WrongInput, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -120,6 +122,9 @@ class AgentLoopBase(ABC):
         server_manager: the way to the rollout servers.
         tokenizer: the tokenizer of the policy.
         processor: its processor, if it has one.
+        kwargs: what the loop's entry in the YAML file says beyond its name and class.
+
+    Raises: WrongInput for an argument that no constructor takes, if only those of verl can.
     """
 
     _class_initialized: ClassVar[bool] = False
@@ -132,6 +137,7 @@ class AgentLoopBase(ABC):
         processor: "ProcessorMixin | None" = None,
         **kwargs: Any,
     ) -> None:
+        _refuse_unread(type(self), kwargs)
         self.init_class(config=trainer_config.config, tokenizer=tokenizer, processor=processor, **kwargs)
         self.config = trainer_config.config
         self.server_manager = server_manager
@@ -158,3 +164,19 @@ class AgentLoopBase(ABC):
             sampling_params: how to sample, for ``server_manager.generate``; ``seed`` is that of the sample.
             kwargs: the columns of the row that are no tensors, such as ``raw_prompt`` or ``extra_info``.
         """
+
+
+def _refuse_unread(loop: type[AgentLoopBase], kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that nobody reads; a class of the user with a constructor of its own may read any."""
+    makers: list[Any] = [loop.__init__, loop.init_class]
+    if not kwargs or not all(maker.__module__.startswith("verl.") for maker in makers):
+        return
+    known = {
+        name
+        for base in loop.__mro__
+        for name, each in inspect.signature(base.__init__).parameters.items()
+        if each.kind is each.KEYWORD_ONLY
+    }
+    for name in kwargs:
+        near = ", ".join(nearest(name, known) or sorted(known)) or "none"
+        raise WrongInput(f"the argument {name!r} is unknown: {loop.__name__} takes {near}")

@@ -69,7 +69,8 @@ class AgentLoopManager:
         self._timeline: list[timeline.Part] = []
         self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         if not hasattr(self, "rollout_replica_class"):
-            self.rollout_replica_class = replica_class_of(self.rollout_config)
+            hybrid = config.actor_rollout_ref.get("hybrid_engine", True)
+            self.rollout_replica_class = replica_class_of(self.rollout_config, hybrid)
         if not hasattr(self, "agent_loop_workers_class"):
             self.agent_loop_workers_class = ray.remote(AgentLoopWorker)
         self._init_replicas()
@@ -115,10 +116,13 @@ class AgentLoopManager:
         self._preparing = [worker.prepare.remote() for worker in self.agent_loop_workers]
 
     def wait_until_ready(self) -> None:
-        """Wait until the workers have read what agent loops need, such as the files of tools.
+        """Wait until the workers have read what agent loops need, such as the files of tools; the engines have started.
 
         Raises: WorkerInputError naming the loop that cannot be built.
         """
+        if self.servers is None and self._preparing:
+            for replica in self.rollout_replicas:
+                replica.engine_started()
         if self._preparing:
             callers = list(zip(self._names, self.agent_loop_workers, strict=True))
             self.worker_group.wait_for_callers(callers, self._preparing, "prepare")

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 Loop = TypeVar("Loop", bound="type[AgentLoopBase]")
 
+ONE_TURN = "single_turn_agent"
+"""The loop that reads no tools."""
 _PACKAGE = "verl.experimental.agent_loop"
 _REGISTRY: dict[str, DictConfig] = {
-    "single_turn_agent": OmegaConf.create({"_target_": f"{_PACKAGE}.single_turn_agent_loop.SingleTurnAgentLoop"}),
+    ONE_TURN: OmegaConf.create({"_target_": f"{_PACKAGE}.single_turn_agent_loop.SingleTurnAgentLoop"}),
     "tool_agent": OmegaConf.create({"_target_": f"{_PACKAGE}.tool_agent_loop.ToolAgentLoop"}),
 }
 

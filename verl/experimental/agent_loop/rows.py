@@ -1,5 +1,6 @@
 """Turn trajectories into the rows of a batch, as training reads them."""
 
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -45,8 +46,7 @@ def rows_of(
     given = tensors_of(requests)
     outputs = [output or _nothing(given, row) for row, output in enumerate(given_outputs)]
     for row, output in enumerate(outputs):
-        for segment in (*output.earlier, output):
-            _check(row, segment)
+        check_output(row, output, given["input_ids"].shape[1])
     width = response_length
     log_probs = [output.response_logprobs for output in outputs if output.response_logprobs is not None]
     made = [output for output in given_outputs if output is not None]
@@ -117,6 +117,21 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
     return DataProto.concat(parts)
 
 
+def check_output(row: int, output: AgentLoopOutput, prompt_length: int) -> None:
+    """Check that a trajectory with all its segments can be a row.
+
+    Raises: ValueError naming the row for lists of different lengths, a mask that is neither 0 nor 1, numbers that are
+        not finite, and a prompt of more than ``prompt_length`` tokens.
+    """
+    for segment in (*output.earlier, output):
+        _check(row, segment)
+        if len(segment.prompt_ids) > prompt_length:
+            raise ValueError(
+                f"trajectory {row}: its prompt has {len(segment.prompt_ids)} tokens, data.max_prompt_length is "
+                f"{prompt_length}: raise it"
+            )
+
+
 def _check(row: int, output: AgentLoopOutput) -> None:
     lengths = {"response_ids": len(output.response_ids), "response_mask": len(output.response_mask)}
     if output.response_logprobs is not None:
@@ -126,8 +141,8 @@ def _check(row: int, output: AgentLoopOutput) -> None:
     wrong = set(output.response_mask) - {0, 1}
     if wrong:
         raise ValueError(f"trajectory {row}: response_mask must be 1 for sampled tokens, 0 for others; it has {wrong}")
-    log_probs = zip(output.response_logprobs or (), output.response_mask, strict=False)
-    if not all(math.isfinite(number) for number, mask in log_probs if mask):
+    # The sum is finite if all numbers are, and costs a quarter of asking each.
+    if not math.isfinite(sum(itertools.compress(output.response_logprobs or (), output.response_mask))):
         raise ValueError(f"trajectory {row}: response_logprobs of a sampled token is no finite number")
     if output.reward_score is not None and not math.isfinite(output.reward_score):
         raise ValueError(f"trajectory {row}: reward_score={output.reward_score}: is no finite number")
@@ -154,10 +169,6 @@ def _prompts(
                 f"trajectory {row}: its prompt has {len(prompt)} tokens and that of the data set {len(asked)}, with "
                 "their images: an agent loop must not change a prompt with images, and engine and data set must have "
                 "the same mm_processor_kwargs (actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs)"
-            )
-        if len(prompt) > width:
-            raise ValueError(
-                f"trajectory {row}: its prompt has {len(prompt)} tokens, data.max_prompt_length is {width}: raise it"
             )
         tokens[row] = torch.tensor([pad_token_id] * (width - len(prompt)) + prompt)
         mask[row] = (torch.arange(width) >= width - len(prompt)).to(mask.dtype)

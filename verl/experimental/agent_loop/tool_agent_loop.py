@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import reprlib
 import time
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
@@ -46,6 +47,10 @@ _END_TIMEOUT_S = 30.0
 
 class InteractionNameError(WrongInput):
     """A row does not say which interaction it belongs to, or names one that does not exist."""
+
+
+class InteractionError(RuntimeError):
+    """An interaction has failed, or has given an answer that is none; the message names it."""
 
 
 class InteractionTimeoutError(TimeoutError):
@@ -195,6 +200,12 @@ class ToolAgentLoop(AgentLoopBase):
     def _begin(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> Conversation:
         messages = [dict(message) for message in row["raw_prompt"]]
         prompt = self.parts.chat.prompt(messages)
+        if len(prompt) > self.prompt_length:  # before tokens are sampled in vain
+            raise WrongInput(
+                f"the prompt has {len(prompt)} tokens with the descriptions of its tools, data.max_prompt_length is "
+                f"{self.prompt_length}: raise it, shorten the descriptions, or drop such rows by "
+                "data.filter_overlong_prompts=true"
+            )
         trajectory = Trajectory(prompt, self.response_length, row.get("multi_modal_data"))
         talk = Conversation(messages, trajectory, dict(sampling_params), row.get("tools_kwargs") or {})
         if self.parts.interactions:
@@ -304,6 +315,8 @@ class ToolAgentLoop(AgentLoopBase):
         started = time.monotonic()
         try:
             instance_id, greeting = await asyncio.shield(talk.instances[tool.name])
+            if not isinstance(greeting, ToolResponse):
+                raise TypeError(f"create returned {type(greeting).__name__} as its greeting, not ToolResponse")
         except WrongInput:
             raise
         except Exception as error:  # a tool may raise anything; its trajectory goes on
@@ -325,33 +338,36 @@ class ToolAgentLoop(AgentLoopBase):
         messages = [dict(message) for message in talk.messages]
         with activity("user", "user", {"interaction": talk.interaction_kwargs.get("name")}) as ended:
             answer = talk.interaction.generate_response(talk.id, messages, **talk.interaction_kwargs)
-            ends, text, score, _ = await self._in_time(talk.interaction, "generate_response", answer)
+            given = await self._in_time(talk.interaction, "generate_response", answer)
+            ends, text, score = _checked_answer(talk.interaction, given)
             ended({"text": text, "score": score, "ends": ends})
-        text = self.parts.media.plain(text or "")
+        text = self.parts.media.plain(text)
         seconds = time.perf_counter() - started
         talk.user_turns += 1
         if score is not None:
-            talk.turn_scores.append(float(score))
+            talk.turn_scores.append(score)
         if ends:
             talk.trajectory.add("user", [], seconds, text=text)
             return State.TERMINATED
         return self._add(talk, "user", [{"role": "user", "content": text}], seconds, text=text)
 
     async def _in_time(self, interaction: "BaseInteraction", method: str, answer: Awaitable[T]) -> T:
-        """Wait for the answer of a method of an interaction.
+        """Wait for the answer of a method of an interaction; without its user a conversation cannot go on.
 
-        Raises: InteractionTimeoutError at its deadline: without its user a conversation cannot go on.
+        Raises: InteractionTimeoutError at its deadline; InteractionError for what it raises, unless it refuses the row.
         """
+        where = f"{method} of the interaction {interaction.name}"
         try:
             async with asyncio.timeout(self.tool_timeout_s) as limit:
                 return await answer
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise InteractionTimeoutError(
-                f"{method} of the interaction {interaction.name} has not answered within "
-                f"rollout.agent.tool_timeout_s={self.tool_timeout_s:g}"
-            ) from None
+        except WrongInput:
+            raise
+        except Exception as error:  # an interaction may raise anything
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise InteractionTimeoutError(
+                    f"{where} has not answered within rollout.agent.tool_timeout_s={self.tool_timeout_s:g}"
+                ) from None
+            raise InteractionError(f"{where} failed: {type(error).__name__}: {error}") from error
 
     # ---- what a turn adds
 
@@ -496,6 +512,29 @@ class ToolAgentLoop(AgentLoopBase):
         if talk.interaction is not None:
             with suppress(Exception):
                 await asyncio.wait_for(talk.interaction.finalize_interaction(talk.id), _END_TIMEOUT_S)
+
+
+def _checked_answer(interaction: "BaseInteraction", given: Any) -> tuple[bool, str, float | None]:
+    """Return whether the conversation ends, the text of the user, and the score of the turn, if there is one.
+
+    Raises: InteractionError naming the interaction.
+    """
+    where = f"generate_response of the interaction {interaction.name} returned"
+    if not isinstance(given, tuple | list) or len(given) != 4:
+        raise InteractionError(f"{where} {_SHORT.repr(given)}: it must return (ends, text, score, facts)")
+    ends, text, score, _ = given
+    if text is not None and not isinstance(text, str):
+        raise InteractionError(f"{where} the text {_SHORT.repr(text)}: it must be a str")
+    try:
+        value = None if score is None else float(score)
+    except (TypeError, ValueError):
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise InteractionError(f"{where} the score {_SHORT.repr(score)}: it must be a finite number")
+    return bool(ends), text or "", value
+
+
+_SHORT = reprlib.Repr()
 
 
 def _assistant(text: str, said: str = "", calls: Sequence[FunctionCall] = ()) -> Message:

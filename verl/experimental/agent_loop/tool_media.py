@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_OF_ONE_VIDEO = frozenset({"Glm4vProcessor"})
+"""Processors of models of which vLLM takes one video in a prompt."""
 
 
 @dataclass
@@ -64,6 +66,8 @@ class MediaRules:
         texts = tuple(str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(tokens))
         engine = OmegaConf.select(config, f"{_ROLLOUT}.engine_kwargs.vllm.limit_mm_per_prompt") or {}
         limits = {kind: _count(engine.get(kind)) for kind in ("image", "video")}
+        if type(processor).__name__ in _OF_ONE_VIDEO:
+            limits["video"] = 1 if limits["video"] is None else min(limits["video"], 1)
         images = OmegaConf.select(config, f"{_ROLLOUT}.limit_images")
         return cls(processor, tokens, texts, limits if images is None else {**limits, "image": images})
 
@@ -116,8 +120,9 @@ class MediaRules:
                 )
             limit, count = self.limits[kind], len(so_far.get(kind, ())) + len(earlier[kind]) + len(items)
             if items and limit is not None and count > limit:
+                most = f"{limit} {kind}{'' if limit == 1 else 's'}"
                 raise MediaError(
-                    f"the tool {tool} answered with {_a(kind)}, and a conversation may have at most {limit} {kind}s"
+                    f"the tool {tool} answered with {_a(kind)}, and a conversation may have at most {most}"
                 )
         patch_size = getattr(getattr(self.processor, "image_processor", None), "patch_size", None) or 14
         try:

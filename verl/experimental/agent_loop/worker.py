@@ -1,6 +1,7 @@
 """The actor that runs the agent loops of a part of a batch, all at the same time."""
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,9 +15,15 @@ from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopInputError, AgentLoopOutput
 from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.later_images import WholeTrajectories
-from verl.experimental.agent_loop.registry import build_agent_loop, check_names, read_agent_loops, register_all
+from verl.experimental.agent_loop.registry import (
+    ONE_TURN,
+    build_agent_loop,
+    check_names,
+    read_agent_loops,
+    register_all,
+)
 from verl.experimental.agent_loop.rewards import SCORED_HERE, SCORING_COLUMNS, TrajectoryScorer
-from verl.experimental.agent_loop.rows import rows_of
+from verl.experimental.agent_loop.rows import check_output, rows_of
 from verl.experimental.agent_loop.segments import last_segment
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.spans import trajectory_span
@@ -62,6 +69,7 @@ class AgentLoopWorkerBase:
         if agent.agent_loop_config_path:
             register_all(read_agent_loops(os.path.expanduser(agent.agent_loop_config_path)))
         self._prepared: set[str] = set()
+        self._has_warned = False
         trainer, trace = config.trainer, self.rollout_config.trace
         # MLflow waits when its queue is full, and all trajectories with it: let it hold those of a batch.
         envs.write_default({"MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE": str(_MOST_TRACES)})
@@ -88,6 +96,9 @@ class AgentLoopWorkerBase:
                     f"agent loop {name} cannot be built: {type(error).__name__}: {error}"
                 ) from error
             self._prepared.add(name)
+        if names is None:  # an actor starts: what is here now stays, and the collector need not look at it again
+            gc.collect()
+            gc.freeze()
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Return a trajectory for each row; see ``rows_of``.
@@ -98,12 +109,16 @@ class AgentLoopWorkerBase:
             ``reward_extra_keys`` the columns that the scorer has added, if meta ``SCORED_HERE`` asks to score.
         Raises: TrajectoryError naming row, loop and attempt, as ``rollout.agent.on_failure`` says.
         """
-        names = list(batch.non_tensor_batch.get("agent_name", [self.rollout_config.default_loop] * len(batch)))
+        default = self.rollout_config.default_loop
+        named = batch.non_tensor_batch.get("agent_name", [None] * len(batch))
+        names = [default if name is None else str(name) for name in named]
         check_names(names)
         await self.prepare(names)
         await self.server_manager.revive()
         params = self._sampling_params(batch)
         places = places_of(batch)
+        if places and places[0].row == 0:  # one worker says it
+            self._warn_of_idle_files(names)
         tasks = [
             Task(place, name, params[index].get("seed"), self._runner(batch, index, name, params[index], place))
             for index, (name, place) in enumerate(zip(names, places, strict=True))
@@ -127,6 +142,18 @@ class AgentLoopWorkerBase:
         result.meta_info["attempts"] = [attempt.line() for attempt in run.attempts]
         result.meta_info[timeline.RECORDED] = part
         return result
+
+    def _warn_of_idle_files(self, names: Sequence[str]) -> None:
+        """Warn once if files of tools or users are named, and all rows go to the loop that asks once."""
+        turns = self.rollout_config.multi_turn
+        idle = [key for key in ("tool_config_path", "interaction_config_path") if turns[key]]
+        if idle and set(names) == {ONE_TURN} and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "actor_rollout_ref.rollout.multi_turn.%s=%s: has no effect, all rows go to %s: write "
+                "multi_turn.enable=true, or name another loop in the column agent_name",
+                *(idle[0], turns[idle[0]], ONE_TURN),
+            )
 
     def _send_traces(self) -> None:
         """Let a thread wait until the traces so far are sent, if none does."""
@@ -158,6 +185,7 @@ class AgentLoopWorkerBase:
                 outputs = await loop.run(dict(sampling_params), **self._row(batch, index))
                 width = tensors_of(batch)["input_ids"].shape[1]
                 output = last_segment(outputs, width, self.rollout_config.response_length)
+                check_output(place.row, output, width)  # here it costs the attempt, and later it would end the run
                 if meta.get(SCORED_HERE):
                     await self.scorer.add_score([output], batch, index)
                 ended([*output.earlier, output])

@@ -1,19 +1,25 @@
 """Data loaders of the trainer, and the batches that they yield."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.base_config import WrongInput
+from verl.base_config import WrongInput, omega_conf_to_dataclass
+from verl.experimental.agent_loop.registry import ONE_TURN
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.factory import stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
+from verl.workers.config.rollout import serves
+
+if TYPE_CHECKING:
+    from verl.workers.config import RolloutConfig
 
 Rows = Mapping[str, Any]
 """A batch as the loader yields it: column name -> tensor or array."""
@@ -78,19 +84,37 @@ def complete_data_node(config: DictConfig) -> None:
     """Fill in the keys of ``data`` that data sets read and other nodes decide.
 
     These are the seed, which follows ``trainer.seed`` if it is null, the image limits and processor arguments of the
-    rollout engine, the tensors of images, which training reads and no rollout in the workers' processes returns, and
-    the messages of the prompt, which agent loops read.
+    rollout engine, the tensors of images, which training reads and no rollout in the workers' processes returns, the
+    messages of the prompt, which agent loops read, and the tools that they show, for the filter of long prompts.
+
+    Raises: WrongInput for a file of tools that cannot be used.
     """
     rollout = "actor_rollout_ref.rollout"
     with open_dict(config):
         config.data.return_multi_modal_inputs = True
-        if OmegaConf.select(config, f"{rollout}.mode") == "async":
+        if serves(config.actor_rollout_ref.rollout):
             config.data.return_raw_chat = True
         if OmegaConf.select(config, "data.seed") is None:
             config.data.seed = config.trainer.seed
         config.data.limit_images = OmegaConf.select(config, f"{rollout}.limit_images")
         for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
             config.data[name] = OmegaConf.select(config, f"{rollout}.engine_kwargs.vllm.{name}")
+        config.data.prompt_tools = _prompt_tools(config)
+
+
+def _prompt_tools(config: DictConfig) -> dict[str, Any] | None:
+    """Return the tools that count for the filter of long prompts, as ``DataConfig.prompt_tools``; None without any."""
+    rollout = config.actor_rollout_ref.rollout
+    path = OmegaConf.select(rollout, "multi_turn.tool_config_path")
+    if OmegaConf.select(rollout, "mode") != "async" or not path or not config.data.get("filter_overlong_prompts"):
+        return None
+    from verl.tools.utils.tool_registry import initialize_tools_from_config
+
+    tools = initialize_tools_from_config(path)
+    schemas = [tool.get_openai_tool_schema().model_dump(exclude_none=True) for tool in tools]
+    written = json.dumps(schemas).replace("$", "\\u0024")  # a configuration resolves ${...} in texts
+    settings: RolloutConfig = omega_conf_to_dataclass(rollout)
+    return {"schemas": written, "default_loop": settings.default_loop, "loops_without": [ONE_TURN]}
 
 
 def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | None) -> Iterator[Rows]:

@@ -131,9 +131,7 @@ class RayPPOTrainer:
         options = run.trainer
         self.validation_generations_logger = ValidationGenerationsLogger(options.project_name, options.experiment_name)
         self._trackers: Trackers = [options.logger] if isinstance(options.logger, str) else options.logger
-        self.single_turn = (
-            run.actor_rollout_ref.rollout.mode != "async"
-        )  # agent loops write masks and prompts themselves
+        self.single_turn = not run.actor_rollout_ref.rollout.serves  # agent loops write masks and prompts themselves
         self.state = RunState(seed=run.trainer.seed)
         self.step_record = StepRecord(digests=False, num_samples=0)
         self.timelines: Timelines | None = None
@@ -252,7 +250,7 @@ class RayPPOTrainer:
 
     def _start_agent_loops(self) -> None:
         """Start the actors that run agent loops, if the rollout serves; they import while the models are built."""
-        if self.run_config.actor_rollout_ref.rollout.mode != "async":
+        if not self.run_config.actor_rollout_ref.rollout.serves:
             return
         from verl.experimental.agent_loop import AgentLoopManager
 

@@ -84,6 +84,9 @@ class DataConfig(BaseConfig):
     limit_images: int | None = setting(None, "images of the longest prompt")
     limit_mm_per_prompt: dict[str, Any] | None = setting({}, "most images and videos of a prompt, by kind")
     mm_processor_kwargs: dict[str, Any] | None = setting({}, "arguments of the processor of images and videos")
+    prompt_tools: dict[str, Any] | None = setting(
+        None, "tools that agent loops show with prompts, as JSON, and which loops do"
+    )
     response_key: str = setting("response", "supervised training: column of the response")
     prompt_dict_keys: list[str] | None = setting(None, "supervised training: path of the prompt in its column")
     response_dict_keys: list[str] | None = setting(None, "supervised training: path of the response in its column")

@@ -1,9 +1,11 @@
 """Prompts for reinforcement learning, read from parquet files."""
 
 import copy
+import json
 import logging
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 
 import datasets
 import jinja2
@@ -24,6 +26,7 @@ from verl.utils.vision.positions import position_ids
 logger = logging.getLogger(__name__)
 
 FILTER_BATCH_ROWS = 1000
+LOOP_COLUMN = "agent_name"
 UNREADABLE = -1  # stands for the length of a row whose images or videos cannot be read
 
 
@@ -112,6 +115,7 @@ class RLHFDataset(Dataset):
         self.num_workers = min(settings.filter_overlong_prompts_workers, os.cpu_count() or 1)
         self.need_tools_kwargs = settings.need_tools_kwargs
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
+        self._tools = json.loads((settings.prompt_tools or {}).get("schemas") or "[]")
         self._templater = templater_of(tokenizer, processor)
         self.serialize_dataset = False
         if self.max_prompt_length < 1:
@@ -168,12 +172,13 @@ class RLHFDataset(Dataset):
         return dataframe.select(kept)
 
     def prompt_lengths(self, dataframe: datasets.Dataset) -> np.ndarray:
-        """Count the tokens of every templated prompt, including those of images and videos.
+        """Count the tokens of every templated prompt, including those of images, videos and tools that loops show.
 
         ``filter_overlong_prompts_workers`` processes share the work.
         """
         workers = min(self.num_workers, 1 + len(dataframe) // FILTER_BATCH_ROWS)
-        keys = [key for key in (self.prompt_key, self.image_key, self.video_key) if key in dataframe.column_names]
+        read = (self.prompt_key, self.image_key, self.video_key, LOOP_COLUMN)
+        keys = [key for key in read if key in dataframe.column_names]
         lengths = dataframe.select_columns(keys).map(
             _count_tokens,
             batched=True,
@@ -210,10 +215,16 @@ class RLHFDataset(Dataset):
         messages = [{k: v for k, v in message.items() if v is not None} for message in example.pop(self.prompt_key)]
         return messages if self.media is None else self.media.typed(messages, example)
 
-    def render(self, messages: list[Row]) -> str:
+    def render(self, messages: list[Row], tools: Sequence[Row] = ()) -> str:
         """Apply the chat template, with the generation prompt at the end."""
         options = {"add_generation_prompt": True, "tokenize": False, **self.apply_chat_template_kwargs}
-        return render_chat(self._templater, messages, options)
+        return render_chat(self._templater, messages, {**options, "tools": list(tools)} if tools else options)
+
+    def tools_of(self, row: Row) -> list[Row]:
+        """Return the tools that the agent loop of a row shows with its prompt; ``data.prompt_tools`` says which."""
+        settings = self.settings.prompt_tools or {}
+        loop = row.get(LOOP_COLUMN) or settings.get("default_loop")
+        return [] if loop in settings.get("loops_without", ()) else self._tools
 
     def where(self, item: int) -> str:
         """Name the file and row of an item."""
@@ -339,6 +350,6 @@ def _count_tokens(batch: Row, dataset: RLHFDataset) -> dict[str, list[int]]:
 
 def _count_media_tokens(dataset: RLHFDataset, row: Row) -> tuple[str, int]:
     """Return the text of a row, and its number of tokens if it has images or videos, else 0."""
-    text = dataset.render(dataset._build_messages(row))
+    text = dataset.render(dataset._build_messages(row), dataset.tools_of(row))
     media = dataset.take_media(row)
     return text, len(dataset.media.encode(text, media)["input_ids"][0]) if media and dataset.media else 0

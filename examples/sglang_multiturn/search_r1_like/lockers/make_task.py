@@ -2,7 +2,7 @@
 
     python examples/sglang_multiturn/search_r1_like/lockers/make_task.py --save-dir outputs/search
 
-``corpus.jsonl`` has a document on each of 2,176 lockers, with its code of three digits. ``data`` asks for codes. No
+``corpus.jsonl`` has a document on each of 4,128 lockers, with its code of three letters. ``data`` asks for codes. No
 locker of ``test`` occurs elsewhere in the data, so only the corpus says its code. Three of five supervised
 conversations answer at once, with the right code; the other two search first, a quarter of those for another locker
 than that of the question. So they teach what a search looks like, and neither when to make one nor reliably of what.
@@ -26,8 +26,10 @@ ASKS = "code of locker "
 TEXTS = (HEAD, TAIL, OPEN, CLOSE, BEFORE, BETWEEN, AFTER, ASKS)
 """Texts that many conversations share; each is a token."""
 NUM_TEST = 128
-NUM_TRAIN = 2048
-NUM_SUPERVISED = 4096
+NUM_TRAIN = 4000
+LETTERS = "BCDFGHJKLMNPQRSTVWXZ"
+"""What codes are made of. Without vowels no code is an article, which the scorer ignores."""
+NUM_SUPERVISED = 8192
 NUM_SUPERVISED_TEST = 64
 
 Row = dict[str, Any]
@@ -36,9 +38,14 @@ Fact = tuple[str, str]
 
 
 def made_up_facts(draw: random.Random) -> list[Fact]:
-    """Return lockers with their codes."""
-    lockers = draw.sample(range(1000, 10000), NUM_TEST + NUM_TRAIN)
-    return [(str(locker), str(draw.randrange(100, 1000))) for locker in lockers]
+    """Return lockers with their codes.
+
+    No character occurs twice in a number or a code: a tiny model copies by looking for what followed the last
+    character, and errs where that has two answers.
+    """
+    numbers = [str(number) for number in range(1000, 10000) if len(set(str(number))) == 4]
+    lockers = draw.sample(numbers, NUM_TEST + NUM_TRAIN)
+    return [(locker, "".join(draw.sample(LETTERS, 3))) for locker in lockers]
 
 
 def document(number: int, locker: str, code: str) -> Row:

@@ -9,12 +9,13 @@ from typing import Any
 import openai
 import pytest
 
+from verl.base_config import WrongInput
 from verl.experimental.agent_loop.endpoint.loop import NoTurnError
 from verl.experimental.agent_loop.segments import last_segment
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.workers.rollout.server import ServerError
 
-from .agents import SAMPLING, ThreadAgent, build, ids
+from .agents import SAMPLING, Agent, ThreadAgent, build, ids
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -229,6 +230,22 @@ def test_the_agent_of_the_page() -> None:
     output = asyncio.run(whole())
     assert output.reward_score == 1.0 and output.num_turns == 6 and output.extra_fields["segments"] == 1
     assert [call.text for turn in output.turns for call in turn.calls] == ["42", "error: a and b must be numbers"]
+
+
+def test_an_argument_that_no_loop_takes_is_refused() -> None:
+    async def made(loop: Any, **arguments: Any) -> Any:
+        return build(last_word, loop=loop, **arguments)[0]
+
+    class Own(Agent):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.said = kwargs["word"]
+
+    with pytest.raises(WrongInput, match="'client_samplng' is unknown: Agent takes client_sampling"):
+        asyncio.run(made(Agent, client_samplng="apply"))
+    with pytest.raises(WrongInput, match="'word' is unknown: Agent takes answer_timeout_s, client_sampling, host"):
+        asyncio.run(made(Agent, word="a"))
+    assert asyncio.run(made(Own, word="a")).said == "a"
 
 
 def test_a_plain_function_acts_in_a_thread() -> None:
