@@ -28,7 +28,16 @@ WITH_CRITIC = [
     "critic.ppo_max_token_len_per_gpu=4096",
 ]
 """What makes the example for GRPO that for PPO."""
+MEAN_GAP = "training/rollout_log_prob_diff_mean"
 ACCURACY = "val-core/openai/gsm8k/reward/mean@1"
+GRPO = "examples/grpo_trainer/run_tiny_cpu.sh"
+ON_MEGATRON = "examples/grpo_trainer/run_tiny_megatron_cpu.sh"
+WITH_SGLANG = {
+    "SGLang, one worker": (GRPO, 1, {"WORKERS": "1"}),
+    "SGLang, two workers, TP 2": (GRPO, 2, {"WORKERS": "2"}),
+    "SGLang, Megatron-Core, TP 2": (ON_MEGATRON, 2, {"TP": "2", "PP": "1"}),
+}
+"""Layout -> script, tensor parallelism of the engine, and environment."""
 
 
 def mean(run: Run, name: str, steps: range) -> float:
@@ -73,8 +82,37 @@ def test_the_example_learns_on_megatron_core(warmed_up, verification_page, tmp_p
     pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
     overrides = WITH_CRITIC if algorithm == "ppo" else []
     overrides = [each.format(**warmed_up) for each in overrides]
-    script = "examples/grpo_trainer/run_tiny_megatron_cpu.sh"
-    learn(script, algorithm, overrides, tmp_path, verification_page, layout, **sizes, **warmed_up)
+    learn(ON_MEGATRON, algorithm, overrides, tmp_path, verification_page, layout, **sizes, **warmed_up)
+
+
+@pytest.mark.parametrize("layout", WITH_SGLANG)
+def test_the_example_learns_with_sglang(warmed_up, verification_page, tmp_path, layout):
+    """As with vLLM; log-probabilities of rollout and trainer differ by rounding alone."""
+    script, overrides, env = with_sglang(layout)
+    learn(script, "grpo", overrides, tmp_path, verification_page, layout, **env, **warmed_up)
+    steps = Run(0, "", 0.0, tmp_path).steps
+    assert max(steps[step][MEAN_GAP] for step in range(1, STEPS["grpo"] + 1)) < 1e-5
+
+
+@pytest.mark.parametrize("layout", WITH_SGLANG)
+def test_rollout_and_trainer_agree_at_a_lower_temperature(warmed_up, tmp_path, layout):
+    """SGLang returns log-probabilities of the distribution that it draws from."""
+    script, overrides, env = with_sglang(layout)
+    overrides += ["actor_rollout_ref.rollout.temperature=0.7", "trainer.total_training_steps=4", "trainer.test_freq=-1"]
+    call(["bash", script, *overrides, "trainer.save_freq=-1"], OUT_DIR=tmp_path, **env, **warmed_up)
+    steps = Run(0, "", 0.0, tmp_path).steps
+    gaps = {name: max(steps[step][name] for step in range(1, 5)) for name in (MEAN_GAP, GAP)}
+    print(layout, gaps)
+    assert gaps[MEAN_GAP] < 1e-5 and gaps[GAP] < 1e-4
+    assert steps[4]["actor/grad_norm"] > 0
+
+
+def with_sglang(layout: str) -> tuple[str, list[str], dict[str, str]]:
+    """Return script, overrides and environment of a run with SGLang."""
+    pytest.importorskip("sglang")
+    script, tensor_parallel, env = WITH_SGLANG[layout]
+    size = f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor_parallel}"
+    return script, ["actor_rollout_ref.rollout.name=sglang", size], env
 
 
 TOOLS = {

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -16,6 +17,7 @@ from verl.utils import faults
         ("raise:generate:rank=0:step=2", faults.Fault("raise", "generate", rank=0, step=2)),
         ("skip:weight_sync:step=3", faults.Fault("skip", "weight_sync", step=3)),
         ("term:trainer_update_actor:on=gcs", faults.Fault("term", "trainer_update_actor", on="gcs")),
+        ("kill:generate:on=scheduler:step=3", faults.Fault("kill", "generate", step=3, on="scheduler")),
     ],
 )
 def test_parse_fault(text, expected):
@@ -64,6 +66,41 @@ def test_kill_ends_the_process_and_leaves_the_proof(tmp_path):
     assert done.returncode == -signal.SIGKILL
     assert "alive" not in done.stdout
     assert "save_checkpoint" in (tmp_path / "fault").read_text()
+
+
+OWNER = """
+import subprocess, sys
+scheduler = subprocess.Popen(["sglang::scheduler_TP0", "60"], executable="sleep")
+print("started", flush=True)
+sys.exit(scheduler.wait(60) % 256)
+"""
+
+
+@pytest.mark.parametrize("target, code", [("scheduler", 256 - signal.SIGKILL), ("owner", -signal.SIGKILL)])
+def test_a_process_of_an_engine_is_hit_and_the_caller_goes_on(monkeypatch, target, code):
+    """The one of this run, whatever others there are with that title."""
+    with ExitStack() as stack:
+        owners = []
+        raylets = [f"{os.getpid()}{number}" for number in (1, 2)]
+        for raylet in raylets:
+            command = ["ray::HybridSGLangServer", "-c", OWNER]
+            env = os.environ | {"RAY_RAYLET_PID": raylet}
+            process = subprocess.Popen(
+                command, executable=sys.executable, env=env, stdout=subprocess.PIPE, start_new_session=True
+            )
+            owners.append(stack.enter_context(process))
+            stack.callback(_end_session, process.pid)
+            assert process.stdout.readline() == b"started\n"
+        monkeypatch.setenv("RAY_RAYLET_PID", raylets[1])
+        monkeypatch.setenv("VERL_FAULT", f"kill:generate:on={target}")
+        faults.fault_point("generate", rank=0)
+        assert owners[1].wait(30) == code
+        assert owners[0].poll() is None
+
+
+def _end_session(leader):
+    with suppress(ProcessLookupError):  # all have ended
+        os.killpg(leader, signal.SIGKILL)
 
 
 def test_a_slow_worker_is_slow_each_time(monkeypatch):

@@ -7,13 +7,16 @@
 entered the phase.
 
 A worker has its own points, and ``before_<method>`` for each registered method. The trainer has
-``trainer_<phase>``. The signal goes to the process at the point, or to the one that ``on=`` names: ``raylet``, ``gcs``
-or ``launch``, the process that started the raylet.
+``trainer_<phase>``. The signal goes to the process at the point, or to the one that ``on=`` names: ``raylet``, ``gcs``,
+``launch``, the process that started the raylet, or a process of an SGLang engine: ``scheduler``, ``detokenizer`` or
+``owner``, the actor that has started the engine. The process at the point waits for the end that the first three bring,
+and goes on after the others.
 """
 
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +27,8 @@ from verl.utils import envs
 
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "term": signal.SIGTERM, "crash": signal.SIGSEGV}
 ACTIONS = (*SIGNALS, "raise", "slow", "skip")
-TARGETS = ("raylet", "gcs", "launch")
+OF_ENGINES = ("scheduler", "detokenizer", "owner")
+TARGETS = ("raylet", "gcs", "launch", *OF_ENGINES)
 SLOW_S = 0.5
 SKIPPABLE = ("weight_sync",)
 
@@ -82,7 +86,7 @@ def fault_point(point: str, *, rank: int, step: int | None = None) -> None:
         time.sleep(SLOW_S)
         return
     os.kill(_pid_of(fault.on), SIGNALS[fault.action])
-    while fault.on is not None:  # the process at the point waits for its end
+    while fault.on is not None and fault.on not in OF_ENGINES:
         time.sleep(1)
 
 
@@ -90,6 +94,8 @@ def _pid_of(target: str | None) -> int:
     """Return the process that a fault hits; None means this one."""
     if target is None:
         return os.getpid()
+    if target in OF_ENGINES:
+        return _process_of_engine(target).pid
     raylet = psutil.Process(envs.integer("RAY_RAYLET_PID", 0))
     if target == "raylet":
         return raylet.pid
@@ -98,6 +104,25 @@ def _pid_of(target: str | None) -> int:
     if target == "launch":
         return launch.pid
     return next(child.pid for child in launch.children() if child.name() == "gcs_server")
+
+
+def _process_of_engine(target: str) -> psutil.Process:
+    """Return a process of the first SGLang engine of this node and run, which has the raylet of this process."""
+    here = envs.read("RAY_RAYLET_PID")
+    title = "sglang::detokenizer" if target == "detokenizer" else "sglang::scheduler"
+    found = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if _title(each).startswith(title) and each.environ().get("RAY_RAYLET_PID") == here:
+                found.append(each)
+    process = min(found, key=lambda each: each.pid)
+    if target == "owner":
+        return next(each for each in process.parents() if _title(each).startswith("ray::"))
+    return process
+
+
+def _title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
 
 
 def is_skipped(point: str, *, rank: int, step: int | None = None) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.special_e2e.conftest import leftovers
 from tests.workers.rollout.tiny import build_model
 from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder, unlink_shared_memory
 
@@ -23,13 +24,44 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_folders_of_dead_owners_are_removed(temporary: Path) -> None:
+MAKE = """
+import sys
+from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder
+folder = SocketFolder()
+(folder.path / "socket").touch()
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, None])
+def test_the_folder_goes_with_its_owner(temporary: Path, end: signal.Signals | None) -> None:
+    """However the owner ends, and without the next engine."""
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", MAKE]
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as owner:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        assert (folder / "socket").exists()
+        if end is not None:
+            owner.send_signal(end)
+    wait_until_gone(folder)
+    assert not leftovers(owner.pid, patience_s=10)
+
+
+def wait_until_gone(folder: Path) -> None:
+    deadline = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not folder.exists()
+
+
+def test_folders_of_owners_without_a_guard_are_removed(temporary: Path) -> None:
+    """Such as those of a machine that lost its power."""
     mine = SocketFolder()
-    make = "from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder; print(SocketFolder().path)"
-    done = subprocess.run(
-        [sys.executable, "-c", make], env={**os.environ, "TMPDIR": str(temporary)}, capture_output=True, text=True
-    )
-    abandoned = Path(done.stdout.strip())
+    abandoned = Path(tempfile.mkdtemp(prefix="verl-sglang-"))
+    (abandoned / "lock").touch()
     new = Path(tempfile.mkdtemp(prefix="verl-sglang-"))  # its owner has yet to lock it
     for folder in (mine.path, abandoned):
         os.utime(folder, (0, 0))
@@ -66,7 +98,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
-    """Its schedulers die with it, and shared memory has no name; its folder goes when the next engine starts."""
+    """Its schedulers die with it, shared memory has no name, and its folder is removed."""
     pytest.importorskip("sglang")
     build_model().save_pretrained(tmp_path / "model")
     (tmp_path / "owner.py").write_text(OWNER)
@@ -82,6 +114,4 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert not [pid for pid in pids if psutil.pid_exists(int(pid))]
     assert not [name for name in os.listdir("/dev/shm") if any(f"_{mark}_" in name for mark in (*pids, instance))]
-    os.utime(folder, (0, 0))
-    SocketFolder().close()
-    assert not Path(folder).exists()
+    wait_until_gone(Path(folder))

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
@@ -11,13 +12,16 @@ from pathlib import Path
 _PREFIX = "verl-sglang-"
 _SHARED_MEMORY = Path("/dev/shm")
 _START_LIMIT_S = 60.0
+_GUARD = 'trap "" HUP INT TERM; exec 3<&0; (read -r _ <&3; rm -rf "$1") &'
+"""Removes a folder at the end of its input. As a grandchild of the owner, since Ray kills the children of an actor."""
 
 
 class SocketFolder:
     """The folder of the sockets between the processes of an engine.
 
-    It is removed by ``close``. The folders of owners that were killed are removed when the next one is made: an owner
-    holds a lock, which the kernel releases with the process.
+    It is removed by ``close``, and by a process that waits for the end of the owner, however that ends. The folders of
+    owners that were killed with all their processes are removed when the next one is made: an owner holds a lock, which
+    the kernel releases with the process.
     """
 
     def __init__(self) -> None:
@@ -25,11 +29,17 @@ class SocketFolder:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self._lock = (self.path / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        nothing = subprocess.DEVNULL
+        command = ["sh", "-c", _GUARD, "sh", str(self.path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing) as shell:
+            self._life, shell.stdin = shell.stdin, None  # else it is closed here
 
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+        if self._life is not None:
+            self._life.close()
 
 
 def _remove_stale() -> None:
