@@ -5,6 +5,7 @@ SGLang's engine starts its processes by name of these functions; multiprocessing
 
 import os
 import sys
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ def run_scheduler(log: str, batch_invariant: bool, *args: Any, **kwargs: Any) ->
         batch_invariant: whether no log-probability may depend on the other requests of a step.
     """
     _log_to(log)
+    _lock_without_name()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     patch.apply(batch_invariant)
@@ -51,6 +53,13 @@ def _log_to(path: str) -> None:
     pipe = os.open(path, os.O_WRONLY)
     os.dup2(pipe, 2)
     os.close(pipe)
+
+
+def _lock_without_name() -> None:
+    """Let progress bars take a lock of this process; their own is a semaphore that a killed engine would leave."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def _end() -> None:
