@@ -387,6 +387,34 @@ def test_a_conversation_with_a_user(tmp_path: Path) -> None:
         run(config, Scripted([]))
 
 
+def test_what_established_data_and_readers_expect_with_sglang(tools_file: Path, tmp_path: Path) -> None:
+    """A row without a name belongs to gsm8k, and the messages come back as a column."""
+    path = tmp_path / "interaction.yaml"
+    node = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    path.write_text(yaml.dump({"interaction": [node]}))
+    config = config_of(None, name="sglang", **{"multi_turn.interaction_config_path": path})
+    kwargs = {"ground_truth": "4", "query": "2 + 2"}
+    output = run(config, Scripted(["#### 5<|end|>", "#### 4<|end|>"]), interaction_kwargs=kwargs)
+    assert output.extra_fields["reward_scores"] == {"user_turn_rewards": [0.0, 1.0]}
+    said = [(message.role, message.content) for message in output.extra_fields["messages"]["messages"]]
+    assert said[:2] == [("user", "Hi"), ("assistant", "#### 5")] and said[2][0] == "user"
+    path.write_text(yaml.dump({"interaction": [node | {"name": "other"}]}))
+    config = config_of(None, name="sglang", **{"multi_turn.interaction_config_path": path})
+    with pytest.raises(InteractionNameError, match="interaction_kwargs.name=None: .* has other"):
+        run(config, Scripted([]), interaction_kwargs=kwargs)
+    turns = [f"{call(say='42')}<|end|>", "It is 42.<|end|>"]
+    output = run(config_of(tools_file, name="sglang"), Scripted(turns))
+    roles = [message.role for message in output.extra_fields["messages"]["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert "messages" not in run(config_of(tools_file, name="vllm"), Scripted(turns)).extra_fields
+
+
+def test_rows_must_have_their_messages(tools_file: Path) -> None:
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match="no raw_prompt, .* set data.return_raw_chat=True"):
+            run(config_of(tools_file), Scripted([]), raw_prompt=None)
+
+
 class Silent(BaseInteraction):
     """Never says anything, or never begins."""
 

@@ -103,13 +103,19 @@ def test_filter_keeps_what_fits(tokenizer, parquet, row, workers):
     assert dataset.where(len(dataset) - 1).endswith(f"b.parquet, row {last - 700}")
 
 
-@pytest.mark.parametrize("default, kept", [("tool_agent", "be"), ("single_turn_agent", "abe")])
-def test_tools_that_a_loop_shows_count_for_the_filter(tokenizer, parquet, row, tmp_path, default, kept):
+VLLM = {"name": "vllm", "mode": "async"}
+SGLANG = {"name": "sglang", "multi_turn.enable": True}  # asked by agent loops whatever the mode is
+
+
+@pytest.mark.parametrize(
+    "engine, default, kept",
+    [(VLLM, "tool_agent", "be"), (VLLM, "single_turn_agent", "abe"), (SGLANG, "single_turn_agent", "be")],
+)
+def test_tools_that_a_loop_shows_count_for_the_filter(tokenizer, parquet, row, tmp_path, engine, default, kept):
     tools = tmp_path / "tools.yaml"
     schema = {"type": "function", "function": {"name": "f", "description": "\\${not.a.key}"}}
     tools.write_text(json.dumps({"tools": [{"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "tool_schema": schema}]}))
-    changes = {"name": "vllm", "mode": "async", "multi_turn.tool_config_path": tools}
-    changes["agent.default_agent_loop"] = default
+    changes = engine | {"multi_turn.tool_config_path": tools, "agent.default_agent_loop": default}
     with initialize_config_dir(str(CONFIG_DIR), version_base=None):
         config = compose(
             "ppo_trainer",

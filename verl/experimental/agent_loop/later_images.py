@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
-from verl.utils.dataset.vision_utils import model_inputs
+from verl.utils.dataset.vision_utils import encoded_media, model_inputs
 from verl.utils.vision.positions import position_ids, rope_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class WholeTrajectories:
         ids[-width:][tensors["response_mask"][row].bool()] = -1  # an image token that the model sampled is text
         try:
             rope = rope_of(self._processor)
-            encoded = self._encoded(output.multi_modal_data or {})
+            encoded = encoded_media(self._processor, output.multi_modal_data or {}, self._kwargs)
             tensors["position_ids"][row] = position_ids(rope, ids, tensors["attention_mask"][row], encoded)
         except ValueError as error:
             raise ValueError(
@@ -59,20 +59,6 @@ class WholeTrajectories:
                 "(actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs)"
             ) from error
         return model_inputs(encoded)
-
-    def _encoded(self, media: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the processor makes of images, and of videos as (frames, metadata)."""
-        images, videos = list(media.get("image") or ()), list(media.get("video") or ())
-        if not images and not videos:
-            return {}
-        shown: dict[str, Any] = {"images": images} if images else {}
-        if videos:
-            shown["videos"] = [frames for frames, _ in videos]
-            shown["video_metadata"] = [metadata for _, metadata in videos]
-            shown["do_sample_frames"] = False
-        processor: Any = self._processor
-        text = processor.image_token * len(images) + processor.video_token * len(videos)
-        return dict(processor(text=[text], add_special_tokens=False, return_tensors="pt", **shown, **self._kwargs))
 
 
 class _NoInputs(WholeTrajectories):

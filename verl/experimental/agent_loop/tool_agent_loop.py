@@ -27,6 +27,7 @@ from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.utils.chat import ChatFormat, Difference, Restarted, whole_differences
 from verl.utils.dataset.vision_utils import MediaError
+from verl.workers.rollout.schemas import Message as SchemaMessage
 from verl.workers.rollout.server import FULL
 
 if TYPE_CHECKING:
@@ -41,12 +42,17 @@ Message = dict[str, Any]
 T = TypeVar("T")
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 _SHOWN_ERROR_CHARS = 500
+_USUAL_INTERACTION = "gsm8k"
 _END_TIMEOUT_S = 30.0
 """Seconds that a tool or an interaction gets to end an instance."""
 
 
 class InteractionNameError(WrongInput):
     """A row does not say which interaction it belongs to, or names one that does not exist."""
+
+
+class RawPromptError(WrongInput, AssertionError):
+    """Rows come without the messages of their prompts."""
 
 
 class InteractionError(RuntimeError):
@@ -174,6 +180,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.response_length: int = rollout.response_length
         self.prompt_length: int = rollout.prompt_length
         self.tool_timeout_s: float | None = rollout.agent.get("tool_timeout_s")
+        self._is_sglang = rollout.get("name") == "sglang"
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Return the trajectory of a row; several if the chat template has rewritten earlier turns.
@@ -198,6 +205,11 @@ class ToolAgentLoop(AgentLoopBase):
     # ---- the states
 
     def _begin(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> Conversation:
+        if row.get("raw_prompt") is None:
+            raise RawPromptError(
+                "the row has no raw_prompt, the messages of its prompt: set data.return_raw_chat=True, or let the data "
+                "set of data.custom_cls return them"
+            )
         messages = [dict(message) for message in row["raw_prompt"]]
         prompt = self.parts.chat.prompt(messages)
         if len(prompt) > self.prompt_length:  # before tokens are sampled in vain
@@ -211,8 +223,13 @@ class ToolAgentLoop(AgentLoopBase):
         if self.parts.interactions:
             given = row.get("interaction_kwargs") or (row.get("extra_info") or {}).get("interaction_kwargs") or {}
             talk.interaction_kwargs = dict(given)
-            talk.interaction = self._interaction(talk.interaction_kwargs.get("name"))
+            talk.interaction = self._interaction(talk.interaction_kwargs.get("name") or self._usual_interaction())
         return talk
+
+    def _usual_interaction(self) -> str | None:
+        """Return the interaction of rows that name none, which established data sets leave out with SGLang."""
+        is_known = self._is_sglang and _USUAL_INTERACTION in self.parts.interactions
+        return _USUAL_INTERACTION if is_known else None
 
     def _interaction(self, name: Any) -> "BaseInteraction":
         known = self.parts.interactions
@@ -469,6 +486,8 @@ class ToolAgentLoop(AgentLoopBase):
         ]
         self._compare(talk)
         return outputs if len(outputs) > 1 else outputs[0]
+        if self._is_sglang:  # the established column of its rollouts
+            shared["messages"] = {"messages": [SchemaMessage(**message) for message in talk.messages]}
 
     async def _reward_of(self, tool: str, instance_id: str, kwargs: Mapping[str, Any]) -> float:
         """Return the reward of an instance of a tool.

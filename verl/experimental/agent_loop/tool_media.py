@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.base_config import WrongInput
 from verl.tools.schemas import ToolResponse
 from verl.utils.dataset.vision_utils import MediaError, MissingVideoSupportError, load_video, process_image
-from verl.utils.vision.positions import vision_rope
+from verl.utils.vision.positions import media_texts, vision_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -63,7 +63,7 @@ class MediaRules:
         """Return the rules of a run."""
         rope = None if processor is None else vision_rope(processor)
         tokens = frozenset() if rope is None else rope.media_tokens
-        texts = tuple(str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(tokens))
+        texts = media_texts(rope, tokenizer)
         engine = OmegaConf.select(config, f"{_ROLLOUT}.engine_kwargs.vllm.limit_mm_per_prompt") or {}
         limits = {kind: _count(engine.get(kind)) for kind in ("image", "video")}
         if type(processor).__name__ in _OF_ONE_VIDEO:

@@ -185,6 +185,8 @@ class AgentLoopWorkerBase:
                 outputs = await loop.run(dict(sampling_params), **self._row(batch, index))
                 width = tensors_of(batch)["input_ids"].shape[1]
                 output = last_segment(outputs, width, self.rollout_config.response_length)
+                if "messages" in output.extra_fields:  # the account of attempts knows it by this id
+                    output.extra_fields.setdefault("request_id", attempt.id)
                 check_output(place.row, output, width)  # here it costs the attempt, and later it would end the run
                 if meta.get(SCORED_HERE):
                     await self.scorer.add_score([output], batch, index)

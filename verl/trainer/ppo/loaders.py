@@ -106,7 +106,7 @@ def _prompt_tools(config: DictConfig) -> dict[str, Any] | None:
     """Return the tools that count for the filter of long prompts, as ``DataConfig.prompt_tools``; None without any."""
     rollout = config.actor_rollout_ref.rollout
     path = OmegaConf.select(rollout, "multi_turn.tool_config_path")
-    if OmegaConf.select(rollout, "mode") != "async" or not path or not config.data.get("filter_overlong_prompts"):
+    if not serves(rollout) or not path or not config.data.get("filter_overlong_prompts"):
         return None
     from verl.tools.utils.tool_registry import initialize_tools_from_config
 

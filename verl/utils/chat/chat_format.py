@@ -91,6 +91,7 @@ class ChatFormat:
         *,
         stopped: bool,
         keep_history: bool = True,
+        generation_prompt: bool = True,
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
     ) -> Appended | Restarted:
@@ -104,6 +105,7 @@ class ChatFormat:
                 length) the result starts with it.
             keep_history: keep earlier turns as they were sampled. Otherwise the result is ``Restarted`` where the
                 template now writes them differently, apart from blanks around what was sampled.
+            generation_prompt: end the tokens with one; a ``Restarted`` prompt always does.
             images: those of all messages; only needed where the processor is to expand placeholders.
             videos: likewise, each as (frames, metadata).
 
@@ -116,13 +118,17 @@ class ChatFormat:
             reason = self._rewritten(history, new)
             if reason is not None:
                 return Restarted(self.prompt([*history, *new], images, videos), reason)
-        boundary = self.boundary(history, new)
+        boundary = self.boundary(history, new, generation_prompt=generation_prompt)
         shown = [_media_count(new, kind) for kind in ("image", "video")]
         last_images, last_videos = (
             list(media)[len(media) - count :] for media, count in zip((images, videos), shown, strict=True)
         )
         ids = self.encode(boundary.end + boundary.after, last_images, last_videos)
         return Appended(ids[1:] if stopped else ids)
+
+    def is_ended(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the tokens of a turn end with a special token, as those of a turn that the model ended do."""
+        return self.special.start_length(self.decode(token_ids[-1:])) > 0
 
     def prove(self) -> None:
         """Write conversations whole and in pieces, with tool calls if there are tools, and compare.

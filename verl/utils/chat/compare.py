@@ -68,8 +68,7 @@ def whole_differences(
             boundary = chat.boundary(history, [{"role": "user", "content": "a"}])
             last_end = boundary.last[: chat.special.start_length(boundary.last)] or boundary.end
             ends = last_end, boundary.end
-            stopped = chat.special.start_length(chat.decode(token_ids[-1:])) > 0
-            whole = chat.render(history).removesuffix(boundary.last) + (last_end if stopped else "")
+            whole = chat.render(history).removesuffix(boundary.last) + (last_end if chat.is_ended(token_ids) else "")
         else:
             whole = chat.render(history, True)
     except ChatFormatError as error:

@@ -59,6 +59,26 @@ def pieces(chat: ChatFormat, messages: Sequence[Message], split: bool = False) -
     return _anchored(chat, found)
 
 
+def written_turn(chat: ChatFormat, messages: Sequence[Message]) -> list[int]:
+    """Return the tokens of the last message, an assistant's turn that nobody has sampled, with the end of the turn.
+
+    Raises: ChatFormatError when the template rejects messages or hides where the turn starts or ends.
+    """
+    history = plain(messages)
+    text = chat.render(history)
+    start, _ = _turn_start(chat, history, text)
+    calls = history[-1].get("tool_calls", ())  # some templates end a turn of calls otherwise
+    answers = [
+        {"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id"), "content": "a"}
+        for call in calls
+    ]
+    boundary = chat.boundary(history, answers or [{"role": "user", "content": "a"}])
+    end = boundary.last[: chat.special.start_length(boundary.last)] or boundary.end
+    spans = chat.special.spans(text[:start])
+    before = text[spans[-1][0] : start] if spans else text[:start]
+    return chat.encode_after(before, text.removesuffix(boundary.last)[start:] + end)
+
+
 def _given(chat: ChatFormat, messages: Sequence[Message], start: int, stop: int, text: str, split: bool) -> list[Piece]:
     """Return the pieces of the messages between two turns; ``text`` is theirs with the next generation prompt."""
     if not split:

@@ -511,6 +511,20 @@ def check_media(check: ColumnCheck, settings: DataConfig) -> None:
                     check.fail(name, row, f"entry {index}: {error}", f"data.{kind}_key")
 
 
+def encoded_media(processor: Any, media: Described, kwargs: Described) -> Row:
+    """Return what a processor makes of ``multi_modal_data`` alone: images, and videos as (frames, metadata)."""
+    images, videos = list(media.get("image") or ()), list(media.get("video") or ())
+    if not images and not videos:
+        return {}
+    shown: Row = {"images": images} if images else {}
+    if videos:
+        shown["videos"] = [frames for frames, _ in videos]
+        shown["video_metadata"] = [metadata for _, metadata in videos]
+        shown["do_sample_frames"] = False
+    text = processor.image_token * len(images) + processor.video_token * len(videos)
+    return dict(processor(text=[text], add_special_tokens=False, return_tensors="pt", **shown, **kwargs))
+
+
 def model_inputs(encoded: Row) -> Row:
     """Return ``multi_modal_inputs``: the processor's output without its text part."""
     return {name: value for name, value in encoded.items() if name not in TEXT_KEYS}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, ProcessorMixin
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 VISION_AXES = 3  # frame, row, column
 
@@ -182,6 +182,12 @@ def rope_of(processor: "ProcessorMixin") -> VisionRope:
     if rope is None:
         raise PositionError(f"{type(processor).__name__} has no vision positions: supported are {sorted(_FAMILIES)}")
     return rope
+
+
+def media_texts(rope: VisionRope | None, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
+    """Return how the tokens that stand for images and videos are written; none without vision axes."""
+    tokens = frozenset() if rope is None else rope.media_tokens
+    return tuple(str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(tokens))
 
 
 @lru_cache
