@@ -1,6 +1,7 @@
 """Schemas, the files of tools, the built-in answer tools, and how calls end."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,17 @@ import pytest
 import yaml
 
 from verl.base_config import WrongInput
+from verl.tools import calls
 from verl.tools.base_tool import BaseTool
-from verl.tools.calls import BadArguments, CallResult, ToolOutcome, ToolTimeout, execute_call, unknown_tool
+from verl.tools.calls import (
+    BadArguments,
+    CallResult,
+    ToolMethodError,
+    ToolOutcome,
+    ToolTimeout,
+    execute_call,
+    unknown_tool,
+)
 from verl.tools.geo3k_tool import Geo3kTool
 from verl.tools.gsm8k_tool import Gsm8kTool
 from verl.tools.schemas import (
@@ -176,6 +186,12 @@ class Waiting(BaseTool):
             raise ToolTimeout("too late.")
         if do == "cancel":
             raise asyncio.CancelledError
+        if do == "interrupt":
+            raise KeyboardInterrupt("from the tool")
+        if do == "alone":
+            return ToolResponse(text="done")  # type: ignore[return-value]
+        if do == "metrics":
+            return ToolResponse(text="done"), 0.0, ["a"]  # type: ignore[return-value]
         return ToolResponse(text="done"), 0.5, {"outcome": parameters.get("outcome", "ok"), "kwargs": kwargs}
 
     async def abort(self, instance_id: str) -> None:
@@ -198,6 +214,17 @@ def waiting() -> Waiting:
         ('{"do": "raise"}', ToolOutcome.ERROR, "Error: RuntimeError: broken"),
         ('{"do": "refuse"}', ToolOutcome.BAD_ARGUMENTS, "Error: do something else."),
         ('{"do": "late"}', ToolOutcome.TIMEOUT, "Error: too late."),
+        ('{"do": "interrupt"}', ToolOutcome.ERROR, "Error: KeyboardInterrupt: from the tool"),
+        (
+            '{"do": "alone"}',
+            ToolOutcome.ERROR,
+            "Error: TypeError: execute returned ToolResponse, not (ToolResponse, reward, metrics)",
+        ),
+        (
+            '{"do": "metrics"}',
+            ToolOutcome.ERROR,
+            "Error: TypeError: execute returned list as its metrics, not a mapping",
+        ),
         ('{"do": "cancel"}', ToolOutcome.ERROR, "Error: the tool cancelled the call."),
         ('{"do": "wait"}', ToolOutcome.TIMEOUT, "Error: the tool did not answer within 0.05 s."),
     ],
@@ -208,6 +235,26 @@ def test_how_a_call_ends(waiting: Waiting, arguments: str, outcome: ToolOutcome,
     if text == "done":
         assert result.reward == 0.5 and result.metrics["kwargs"] == {"given": 1}
     assert waiting.ended == (["i", "abort i"] if "wait" in arguments else [])
+
+
+def test_a_mistake_in_a_tool_is_logged_once_with_its_place(waiting: Waiting, caplog: pytest.LogCaptureFixture) -> None:
+    """The model reads it, but its author does not read conversations."""
+    calls._logged.clear()
+    with caplog.at_level("WARNING"):
+        for do in ("raise", "raise", "refuse", "late"):
+            asyncio.run(execute_call(waiting, "i", {"do": do}))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert re.match(rf"tool search: RuntimeError: broken \({re.escape(__file__)}, line \d+\): the model", message)
+
+
+def test_a_tool_whose_methods_are_no_async_def_is_refused() -> None:
+    class Plain(BaseTool):
+        def execute(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            return ToolResponse(text="done"), 0.0, {}
+
+    tool = Plain({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
+    with pytest.raises(ToolMethodError, match="execute of .* returned tuple at once: write it as async def"):
+        asyncio.run(execute_call(tool, "i", {}))
 
 
 def test_a_cancelled_call_cancels_its_work(waiting: Waiting) -> None:

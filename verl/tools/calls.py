@@ -1,19 +1,24 @@
 """Run one call of a tool, and say how it ended."""
 
 import asyncio
+import inspect
+import logging
 import math
 import time
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import one_line
+from verl.base_config import WrongInput, one_line
 from verl.tools.schemas import ToolResponse, decode_arguments
 
 if TYPE_CHECKING:
     from verl.tools.base_tool import BaseTool
+
+logger = logging.getLogger(__name__)
 
 OUTCOME = "outcome"
 """The metric by which a tool says how a call ended, where it answers instead of raising ``ToolError``."""
@@ -43,6 +48,10 @@ class ToolTimeout(ToolError):
     outcome = ToolOutcome.TIMEOUT
 
 
+class ToolMethodError(WrongInput):
+    """A method of a tool is no ``async def``."""
+
+
 class BadArguments(ToolError):
     """The model wrote arguments that the tool cannot use."""
 
@@ -66,6 +75,24 @@ def unknown_tool(name: str, known: Mapping[str, Any]) -> CallResult:
     return CallResult(ToolResponse(text=text), ToolOutcome.UNKNOWN_TOOL)
 
 
+async def answer_of(made: Any, what: str) -> Any:
+    """Wait for what a method of a tool returns; nothing that it raises ends the event loop of all trajectories.
+
+    Args: ``made`` is what the call of the method gave; ``what`` names both.
+    Raises: ToolMethodError for a method that is no ``async def``; ToolError for what is no Exception, such as exit.
+    """
+    if not inspect.isawaitable(made):
+        raise ToolMethodError(f"{what} returned {type(made).__name__} at once: write it as async def")
+    try:
+        return await made
+    except (Exception, asyncio.CancelledError):
+        raise
+    except SystemExit as error:
+        raise ToolError(f"the tool has called exit({error.code!r}).") from error
+    except BaseException as error:  # KeyboardInterrupt, or a panic of Rust code
+        raise ToolError(f"{type(error).__name__}: {error}") from error
+
+
 async def execute_call(
     tool: "BaseTool",
     instance_id: str,
@@ -80,7 +107,7 @@ async def execute_call(
         timeout_s: seconds that the call may take; then the tool's ``abort`` cancels its external work.
         execute_kwargs: further arguments of ``execute``, which the row gives for this tool.
 
-    Raises: only CancelledError, after the tool's ``abort``.
+    Raises: CancelledError, after the tool's ``abort``; ToolMethodError for a tool whose methods are no ``async def``.
     """
     start = time.monotonic()
 
@@ -92,10 +119,7 @@ async def execute_call(
         return ended(ToolOutcome.BAD_ARGUMENTS, "the arguments are no JSON object.")
 
     async def run() -> Any:
-        try:
-            return await tool.execute(instance_id, parameters, **execute_kwargs)
-        except SystemExit as error:  # it would end the event loop, and with it all trajectories of the process
-            raise ToolError(f"the tool has called exit({error.code!r}).") from error
+        return await answer_of(tool.execute(instance_id, parameters, **execute_kwargs), f"execute of {tool.name}")
 
     call = asyncio.ensure_future(run())
     try:
@@ -109,8 +133,13 @@ async def execute_call(
     if call.cancelled():  # by the tool itself: nobody cancelled the trajectory
         return ended(ToolOutcome.ERROR, "the tool cancelled the call.")
     try:
-        response, reward, metrics = call.result()
+        given = call.result()
+        if not isinstance(given, tuple | list) or len(given) != 3:
+            raise TypeError(f"execute returned {type(given).__name__}, not (ToolResponse, reward, metrics)")
+        response, reward, metrics = given
         metrics = metrics or {}  # the established tools may return None
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"execute returned {type(metrics).__name__} as its metrics, not a mapping")
         outcome = ToolOutcome(metrics.get(OUTCOME, ToolOutcome.OK))
         if not isinstance(response, ToolResponse):
             raise TypeError(f"execute returned {type(response).__name__} as its answer, not ToolResponse")
@@ -119,16 +148,36 @@ async def execute_call(
             raise ValueError(f"execute returned the reward {reward}, not a finite number")
     except ToolError as error:
         return ended(error.outcome, str(error))
+    except ToolMethodError:
+        raise
     except Exception as error:  # a tool may raise anything; its trajectory goes on
+        _log_once(tool, error)
         return ended(ToolOutcome.ERROR, one_line(f"{type(error).__name__}: {error}", _SHOWN_ERROR_CHARS))
-    return CallResult(response, outcome, time.monotonic() - start, reward, metrics)
+    return CallResult(response, outcome, time.monotonic() - start, reward, dict(metrics))
+
+
+_logged: set[tuple[str, type[BaseException]]] = set()
+
+
+def _log_once(tool: "BaseTool", error: Exception) -> None:
+    """Log the first error of a kind that a tool did not mean for the model: it may be a mistake in its code."""
+    kind = (tool.name, type(error))
+    if kind in _logged:
+        return
+    _logged.add(kind)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    logger.warning(
+        "tool %s: %s: %s (%s, line %d): the model reads this; further errors of this kind are only counted, in "
+        "tool_calls/failed",
+        *(tool.name, type(error).__name__, one_line(str(error), _SHOWN_ERROR_CHARS), place.filename, place.lineno or 0),
+    )
 
 
 async def _abort(tool: "BaseTool", instance_id: str, call: "asyncio.Future[Any]") -> None:
     """Cancel a call and its external work; a tool that does not end it in time is left behind."""
     call.cancel()
     with suppress(Exception):
-        await asyncio.wait_for(tool.abort(instance_id), ABORT_TIMEOUT_S)
+        await asyncio.wait_for(answer_of(tool.abort(instance_id), f"abort of {tool.name}"), ABORT_TIMEOUT_S)
     with suppress(Exception):
         await asyncio.wait([call], timeout=ABORT_TIMEOUT_S)
     if call.done() and not call.cancelled():

@@ -24,8 +24,9 @@ from verl.experimental.agent_loop.attempts import (
 )
 from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, places_of
 from verl.experimental.agent_loop.manager import _account_of
-from verl.experimental.agent_loop.rows import joined, rows_of
+from verl.experimental.agent_loop.rows import check_output, joined, rows_of
 from verl.experimental.agent_loop.servers import RequestTimeoutError
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.utils.observe.attempts import AttemptsRecord, read_attempts
 
 Run = Callable[[Attempt], Awaitable[AgentLoopOutput]]
@@ -140,6 +141,37 @@ def test_a_loop_that_cancels_itself_or_exits_has_failed() -> None:
         run(Policy("fail", step_timeout_s=20), cancels, hangs)
 
 
+class Panic(BaseException):
+    """As tokenizers and other Rust code raise it: no Exception."""
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (Panic("at index 3"), "Panic: at index 3"),
+        (Textless(), "Textless, which has no text: RuntimeError in its __str__"),
+        (KeyboardInterrupt(), "Interrupt"),
+    ],
+)
+def test_an_error_of_any_kind_ends_its_batch_by_name(error: BaseException, message: str) -> None:
+    """And at once: nobody may wait for the deadline of the step."""
+
+    async def raises(attempt: Attempt) -> AgentLoopOutput:
+        raise error
+
+    started = time.monotonic()
+    with pytest.raises(TrajectoryError, match=rf"row 0 \(uid p0, sample 0\): agent loop loop .*{message}") as found:
+        run(Policy("fail", step_timeout_s=20), raises, hangs)
+    assert time.monotonic() - started < 10
+    lines = {line["id"]: line["outcome"] for line in found.value.attempts}
+    assert lines == {"3-train-p0-0-0": "error", "3-train-p0-1-0": "cancelled"}
+
+
 def test_deadlines() -> None:
     """Of an attempt, which may be tried again, and of the whole batch, which may not."""
     outputs, batch = run(Policy("drop", 1, trajectory_timeout_s=0.05), good, hangs)
@@ -244,6 +276,25 @@ def test_rows_without_a_trajectory() -> None:
 
 
 @pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompt_ids": []}, "its prompt is empty"),
+        ({"response_ids": [-1]}, "response_ids has the token -1"),
+        ({"response_ids": [9]}, "response_ids has the token 9; the model's are 0 to 8"),
+        ({"prompt_ids": [1, 99]}, "prompt_ids has the token 99"),
+        ({"extra_fields": {"responses": 1}}, "extra_fields has 'responses', a column of the batch"),
+        ({"extra_fields": {"__dropped__": True}}, "extra_fields has '__dropped__'"),
+    ],
+)
+def test_an_output_that_training_would_read_wrongly_is_refused(wrong: dict[str, Any], message: str) -> None:
+    segments = output_of(7).model_copy(update={"earlier": [output_of(8).model_copy(update=wrong)]})
+    for output in (output_of(7).model_copy(update=wrong), segments):
+        with pytest.raises(ValueError, match=f"trajectory 5: {message}"):
+            check_output(5, output, 4, vocab_size=9)
+    check_output(5, output_of(8).model_copy(update={"extra_fields": {TURNS_COLUMN: [], "seen": 1}}), 4, vocab_size=9)
+
+
+@pytest.mark.parametrize(
     "wrong", [{"response_mask": [2]}, {"response_logprobs": [float("nan")]}, {"reward_score": float("inf")}]
 )
 def test_numbers_that_would_spoil_an_update_are_refused(
@@ -255,6 +306,13 @@ def test_numbers_that_would_spoil_an_update_are_refused(
     with caplog.at_level("WARNING"):
         found = rows_of([whole, output_of(7), None], tiny.prompts_batch(3), 4, 0)
     assert not {"rm_scores", "rollout_log_probs"} & set(found.batch.keys())
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "1 of 2 trajectories have no response_logprobs", "1 of 2 trajectories have no reward_score",
+    ]  # fmt: skip
+    caplog.clear()
+    parts = [rows_of([output], tiny.prompts_batch(1), 4, 0) for output in (whole, output_of(7), None)]
+    assert caplog.records == []  # each worker sees its part only
+    assert not {"rm_scores", "rollout_log_probs"} & set(joined(parts).batch.keys())
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "1 of 2 trajectories have no response_logprobs", "1 of 2 trajectories have no reward_score",
     ]  # fmt: skip

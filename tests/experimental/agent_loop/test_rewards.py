@@ -121,6 +121,19 @@ def test_a_score_of_the_loop_is_kept_and_segments_share_one(config: DictConfig) 
     assert known.reward_score == 0.25 and not known.extra_fields
 
 
+def test_a_scorer_cannot_hide_columns_of_the_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(tmp_path)
+    said = {"score": 1.0, "uid": "x", "segments": 9, "responses": 0, "seen": 2}
+    (tmp_path / "score.py").write_text(f"def compute_score(**kwargs): return {said}")
+    output = AgentLoopOutput(prompt_ids=[5], response_ids=[6], response_mask=[1], extra_fields={"segments": 2})
+    scorer = TrajectoryScorer(config, TOKENIZER, lambda outputs, requests: requests)
+    asyncio.run(scorer.add_score([output], batch_of("word"), 0))
+    assert output.reward_score == 1.0
+    assert output.extra_fields == {"segments": 2, "seen": 2, FAILURE_COLUMN: None}
+    for name in ("uid", "segments", "responses"):
+        assert f"the reward function returns '{name}', a column of the trainer" in caplog.text
+
+
 def test_which_managers_score_one_by_one(config: DictConfig, tmp_path: Path) -> None:
     manager = load_reward_manager(config, TOKENIZER, num_examine=0)
     assert scores_one_by_one(manager)

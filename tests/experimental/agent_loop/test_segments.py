@@ -36,6 +36,20 @@ def test_the_last_segment_holds_the_others() -> None:
         last_segment([])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "run returned NoneType: it must return an AgentLoopOutput"),
+        ({"prompt_ids": [1]}, "run returned dict: it must"),
+        ((segment([1], [2]), 0.5), "run returned float in its list: it must"),
+        ([], "returned an empty list"),
+    ],
+)
+def test_what_is_no_output_is_named(given: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        last_segment(given)
+
+
 def test_a_later_prompt_that_is_too_long_continues_in_the_response() -> None:
     turns = [Turn("assistant", 0, 2)]
     long = segment([1, 2, 3, 4, 5], [6, 7], turns=turns, extra_fields={TURNS_COLUMN: turn_columns(turns)})

@@ -162,6 +162,18 @@ def test_a_prompt_that_is_no_list_is_refused() -> None:
         asyncio.run(manager_of(FakeServer()).generate("a", prompt_ids=prompt, sampling_params={}))
 
 
+@pytest.mark.parametrize(
+    ("params", "message"), [({"max_tokens": 0}, "max_tokens=0"), ({"n": 4}, "n=4: a request gets")]
+)
+def test_what_an_engine_would_read_otherwise_is_refused(params: dict[str, Any], message: str) -> None:
+    server = FakeServer()
+    with pytest.raises(WrongInput, match=message):
+        asyncio.run(manager_of(server).generate("a", prompt_ids=[1], sampling_params=params))
+    assert server.asked == []
+    asyncio.run(manager_of(server).generate("a", prompt_ids=[1], sampling_params={"max_tokens": 1, "n": 1}))
+    assert server.asked[0]["sampling_params"] == {"max_tokens": 1}
+
+
 def test_only_media_that_are_there_are_sent() -> None:
     """A server of the established interface takes ``image_data`` and nothing else."""
     server = FakeServer()

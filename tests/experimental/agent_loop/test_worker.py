@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from examples.tiny_model import CHAT_TEMPLATE
+from examples.tiny_model import CHAT_TEMPLATE, byte_tokenizer
 from tests.workers.rollout import tiny
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorkerBase, register
 from verl.experimental.agent_loop.attempts import TrajectoryError
 from verl.experimental.agent_loop.base import AgentLoopInputError
+from verl.experimental.agent_loop.manager import _split
 from verl.experimental.agent_loop.registry import UnknownAgentLoopError, read_agent_loops
 from verl.experimental.agent_loop.rows import rows_of
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
@@ -32,6 +34,7 @@ from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.ppo.phases import check_rollout
 from verl.workers.rollout.server import TokenOutput
+from verl.workers.rollout.vllm_rollout.requests import RequestForm
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(240)
@@ -46,12 +49,10 @@ class Remote:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from examples.tiny_model import byte_tokenizer
-
     model, folder = tiny.build_model(), tmp_path_factory.mktemp("agent_loop")
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
-    rollout = tiny.start_rollout("vllm", model, folder, mode="async", max_model_len=64)
+    rollout = tiny.start_rollout("vllm", model, folder, mode="async", max_model_len=64, skip_tokenizer_init=False)
     tiny.load_all(rollout, model)
     asyncio.run(rollout.resume(["weights", "kv_cache"]))
     rollout.folder = folder
@@ -143,6 +144,34 @@ def test_one_turn_gives_what_a_batch_gives(engine: Any) -> None:
     asked.meta_info["do_sample"] = False
     greedy = asyncio.run(build_worker(engine).generate_sequences(asked))
     assert torch.equal(greedy.batch["responses"], engine.generate_sequences(asked).batch["responses"])
+
+
+def test_a_stop_text_ends_a_response_and_stays_in_its_tokens(engine: Any) -> None:
+    """The engine finds it in what it has sampled, also across tokens; what was sampled before it does not change."""
+    tokenizer = byte_tokenizer()
+    prompt, params = [5, 6, 7], {"temperature": 1.0, "seed": 3, "max_tokens": 30, "logprobs": True}
+    whole = asyncio.run(engine.generate(prompt, params, "whole"))
+    text = tokenizer.decode(whole.token_ids[4:7])
+    size = next(count for count in range(31) if text in tokenizer.decode(whole.token_ids[:count]))
+    assert 1 < size < 30 and len(text) > 1
+    found = asyncio.run(engine.generate(prompt, params | {"stop": ["no such text", text]}, "stopped"))
+    assert (found.token_ids, found.finish_reason) == (whole.token_ids[:size], "stop")
+    assert found.log_probs == whole.log_probs[:size]
+
+
+def test_a_loop_may_go_past_the_end_token() -> None:
+    model_config: Any = SimpleNamespace(eos_token_id=tiny.EOS)
+    form = RequestForm(tiny.rollout_config("vllm"), model_config, 64, tiny.VOCABULARY, lambda: 1)
+    assert form.params({}, 3).stop_token_ids == [tiny.EOS]
+    assert form.params({"ignore_eos": True, "stop_token_ids": [9]}, 3).stop_token_ids == [9]
+
+
+@pytest.mark.parametrize(
+    ("count", "parts", "sizes"),
+    [(8, 3, [3, 3, 2]), (3, 8, [1, 1, 1, 0, 0, 0, 0, 0]), (7, 7, [1] * 7), (0, 2, [0, 0])],
+)
+def test_rows_that_workers_do_not_divide(count: int, parts: int, sizes: list[int]) -> None:
+    assert _split(count, parts) == sizes
 
 
 def test_files_of_tools_that_no_row_reads_are_named(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,6 +312,10 @@ class Spoilt(Twice):
         output = await super().run(sampling_params, **kwargs)
         row = kwargs["extra"]["row"]
         changes: list[dict[str, Any]] = [{}, {"response_mask": [1]}, {"prompt_ids": [3] * 13}]
+        if row == 3:
+            return (output, 1.0)  # type: ignore[return-value]
+        if row == 6:
+            output.response_ids[-1] = tiny.VOCABULARY
         return output.model_copy(update=changes[row % 3])
 
 
@@ -290,10 +323,47 @@ def test_an_output_that_cannot_be_a_row_costs_its_attempt(engine: Any) -> None:
     asked = requests()
     worker = build_worker(engine, default_agent_loop="spoilt", on_failure="drop", num_retries=0)
     found = asyncio.run(worker.generate_sequences(asked))
-    assert found.non_tensor_batch["__dropped__"].tolist() == [row % 3 > 0 for row in range(len(asked))]
+    assert found.non_tensor_batch["__dropped__"].tolist() == [row != 0 for row in range(len(asked))]
     reasons = [line["reason"] or "" for line in found.meta_info["attempts"]]
+    assert "run returned float in its list: it must return an AgentLoopOutput" in reasons[3]
+    assert "trajectory 6: response_ids has the token 131; the model's are 0 to 130" in reasons[6]
     assert "trajectory 1: its lists must have one length" in reasons[1]
     assert "trajectory 2: its prompt has 13 tokens, data.max_prompt_length is 12" in reasons[2]
+
+
+@register("careless")
+class Careless(Twice):
+    """Changes the columns of its row, and fails the first time."""
+
+    seen: list[Any] = []
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        row, messages = kwargs["extra"]["row"], kwargs["raw_prompt"]
+        output = await super().run(sampling_params, **kwargs)
+        kwargs["raw_prompt_ids"].append(7)
+        kwargs["extra"]["row"] = -1
+        messages[0]["content"] += "!"
+        messages.append({"role": "assistant", "content": "hello"})
+        self.seen.append((row, len(messages), messages[0]["content"]))
+        if [each[0] for each in self.seen].count(row) == 1:
+            raise RuntimeError("once")
+        return output
+
+
+def test_what_a_loop_changes_in_its_row_reaches_no_other_attempt(engine: Any) -> None:
+    """The samples of a prompt share their columns, and so do attempts."""
+    asked = requests()
+    prompts = [[{"role": "user", "content": str(row // 2)}] for row in range(len(asked))]
+    asked.non_tensor_batch["raw_prompt"] = np.fromiter((prompts[row // 2 * 2] for row in range(8)), object, count=8)
+    expected = asyncio.run(build_worker(engine, default_agent_loop="twice").generate_sequences(asked))
+    Careless.seen.clear()
+    worker = build_worker(engine, default_agent_loop="careless", on_failure="retry", num_retries=1)
+    found = asyncio.run(worker.generate_sequences(asked))
+    assert sorted(Careless.seen) == sorted([(row, 2, f"{row // 2}!") for row in range(8)] * 2)
+    for name, tensor in expected.batch.items():
+        assert torch.equal(found.batch[name], tensor), name
+    assert [row["row"] for row in asked.non_tensor_batch["extra"]] == list(range(8))
+    assert [row[0] for row in found.non_tensor_batch["raw_prompt"]] == [prompts[row // 2 * 2][0] for row in range(8)]
 
 
 def test_requests_of_a_dead_actor_go_to_another_server(engine: Any, ray_cluster: None) -> None:
@@ -393,7 +463,17 @@ def test_rows_of_prompts_that_a_loop_has_changed() -> None:
         rows_of([AgentLoopOutput(prompt_ids=[3], response_ids=[1], response_mask=[])], asked[:1], 4, 0)
 
 
-@pytest.mark.parametrize("text", ["a: b", "- name: x", "- 5", "[", "- {name: 1, _target_: x}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: b",
+        "- name: x",
+        "- 5",
+        "[",
+        "- {name: 1, _target_: x}",
+        "[{name: a, _target_: x.Y}, {name: a, _target_: x.Z}]",
+    ],
+)
 def test_files_that_hold_no_loops(tmp_path: Path, text: str) -> None:
     path = tmp_path / "loops.yaml"
     path.write_text(text)

@@ -165,14 +165,23 @@ class BatchOfAttempts:
         try:
             self._outputs[index] = await self._trajectory(self._tasks[index])
         except TrajectoryError as error:
-            if self._failure is None:
-                self._failure = error
-                self._end(CANCELLED, f"the run ends: {error}")
+            self._fail(error)
+            return
+        except Exception as error:  # a fault of ours: the batch must not wait for this trajectory
+            task = self._tasks[index]
+            of_task = [each for each in self.attempts if (each.uid, each.sample) == task.place[1:]]
+            of_task[-1].finish(ERROR, _text_of(error))
+            self._fail(failure_of(task, of_task[-1], error))
             return
         self._ended += 1
         if self._ended >= self._needed:
             given_up = len(self._tasks) - self._ended
             self._end(CANCELLED, f"rollout.over_sample_rate={self._policy.over_sample_rate:g}: {given_up} given up")
+
+    def _fail(self, error: TrajectoryError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._end(CANCELLED, f"the run ends: {error}")
 
     def _end(self, outcome: str, reason: str) -> None:
         if not self._stop.is_set():
@@ -193,7 +202,7 @@ class BatchOfAttempts:
                 attempt.finish(OK)
                 return ended
             missed = isinstance(ended, DeadlineError)
-            reason = str(ended) if missed else f"{type(ended).__name__}: {ended}"
+            reason = str(ended) if missed else _text_of(ended)
             failed = TIMEOUT if isinstance(ended, TimeoutError) else ERROR
             if is_last and policy.on_failure in ("fail", "retry"):
                 attempt.finish(failed, reason)
@@ -245,7 +254,7 @@ async def _result(run: Callable[[Attempt], Awaitable[AgentLoopOutput]], attempt:
     """Return the trajectory, or the error that its loop has raised; loops and tools may raise anything."""
     try:
         return await run(attempt)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # SystemExit would end the event loop
+    except BaseException as error:  # SystemExit would end the event loop, and a panic of Rust code is no Exception
         return error
 
 
@@ -266,11 +275,19 @@ async def _end(work: "asyncio.Task[Any]", attempt: Attempt) -> None:
             work.add_done_callback(_LEFT.discard)
 
 
+def _text_of(error: BaseException) -> str:
+    """Return type and text of an error; classes of users may fail to say anything."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as own:  # its __str__ may raise anything
+        return f"{type(error).__name__}, which has no text: {type(own).__name__} in its __str__"
+
+
 def failure_of(task: Task, attempt: Attempt, error: BaseException) -> TrajectoryError:
     """Return the error that ends the run because an attempt has failed."""
     kind = TrajectoryInputError if isinstance(error, WrongInput) else TrajectoryError
     return kind(
         f"row {task.place.row} (uid {task.place.uid}, sample {task.place.sample}): agent loop {task.loop} failed in "
-        f"attempt {attempt.id}: {type(error).__name__}: {error}. To go on without such rows, set "
+        f"attempt {attempt.id}: {_text_of(error)}. To go on without such rows, set "
         "actor_rollout_ref.rollout.agent.on_failure to drop or replace; to try again, to retry"
     )

@@ -56,6 +56,8 @@ def read_agent_loops(path: str) -> dict[str, DictConfig]:
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "_target_")):
             raise WrongInput(f"{path}, item {number}: has no name or no _target_: {wanted}")
+        if entry["name"] in loops:
+            raise WrongInput(f"{path}, item {number}: a loop is already named {entry['name']!r}: rename one of them")
         loops[entry["name"]] = OmegaConf.create({key: value for key, value in entry.items() if key != "name"})
     return loops
 

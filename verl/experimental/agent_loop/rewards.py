@@ -1,25 +1,35 @@
 """Rewards where trajectories are made: one is scored as soon as it ends, while others still grow."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.experimental.agent_loop.rows import TENSORS
+from verl.experimental.agent_loop.segments import EARLIER_COLUMN
 from verl.experimental.agent_loop.spans import activity
 from verl.protocol import DataProto
 from verl.workers.rewards.loading import load_reward_manager, reward_kwargs
 from verl.workers.rewards.managers import AbstractRewardManager, DAPORewardManager, NaiveRewardManager
 from verl.workers.rewards.scoring import FAILURE_COLUMN
+from verl.workers.rollout.base import DROPPED_COLUMN
+
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 SCORING_COLUMNS = ("data_source", "reward_model", "extra_info")
 """Columns of the data set that a reward manager reads; the trainer sends them if loops are to score."""
 SCORED_HERE = "score_trajectories"
 """Meta of a batch: whether its trajectories are scored where they are made."""
+_COUNTS = ("__num_turns__", "tool_call_counts", "segments", "cut_segments", DROPPED_COLUMN, EARLIER_COLUMN)
+OWN_COLUMNS = frozenset({"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", *_COUNTS})
+"""Columns that later phases read, and that no scorer may overwrite: GRPO tells its groups apart by ``uid``."""
 _ONE_BY_ONE = (NaiveRewardManager, DAPORewardManager)
 
 
@@ -121,6 +131,13 @@ class TrajectoryScorer:
         samples, scores = self._manager.score_samples(rows, self._manager.score)
         values = self._manager.rewards(samples, scores)
         return [
-            (value, score.extras | {FAILURE_COLUMN: score.failure.kind if score.failure else None})
+            (value, _allowed(score.extras) | {FAILURE_COLUMN: score.failure.kind if score.failure else None})
             for value, score in zip(values, scores, strict=True)
         ]
+
+
+def _allowed(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a scorer says beyond its score, without columns that are not its own."""
+    for name in (OWN_COLUMNS | TENSORS) & extras.keys():
+        _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
+    return {name: value for name, value in extras.items() if name not in OWN_COLUMNS | TENSORS}

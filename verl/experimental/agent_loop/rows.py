@@ -13,11 +13,17 @@ from torch import Tensor
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.later_images import LATER_INPUTS, WholeTrajectories
 from verl.experimental.agent_loop.segments import EARLIER_COLUMN, earlier_column
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN, DROPPED_KEYS, PaddedPrompts
 
 logger = logging.getLogger(__name__)
+
+TENSORS = frozenset(
+    ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs")
+) | {"rm_scores"}
+"""Tensors of rows, which no column of a loop may hide."""
 
 
 def rows_of(
@@ -45,8 +51,9 @@ def rows_of(
     """
     given = tensors_of(requests)
     outputs = [output or _nothing(given, row) for row, output in enumerate(given_outputs)]
-    for row, output in enumerate(outputs):
-        check_output(row, output, given["input_ids"].shape[1])
+    for row, checked in enumerate(given_outputs):
+        if checked is not None:
+            check_output(row, checked, given["input_ids"].shape[1])
     width = response_length
     log_probs = [output.response_logprobs for output in outputs if output.response_logprobs is not None]
     made = [output for output in given_outputs if output is not None]
@@ -83,6 +90,12 @@ def rows_of(
     return DataProto.from_dict(tensors=tensors, non_tensors=carried)
 
 
+def _num_made(part: DataProto) -> int:
+    """Return how many rows have a trajectory."""
+    dropped = part.non_tensor_batch.get(DROPPED_COLUMN)
+    return len(part) if dropped is None else int((~dropped.astype(bool)).sum())
+
+
 def _warn_of_some(field: str, present: Sequence[bool]) -> None:
     """Warn if some trajectories have a field that only counts where all have it."""
     if any(present) and not all(present):
@@ -104,6 +117,8 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
     Scores and log-probabilities are kept if all workers have them.
     """
     names = sorted({name for part in parts for name in part.non_tensor_batch})
+    for name, field in (("rollout_log_probs", "response_logprobs"), ("rm_scores", "reward_score")):
+        _warn_of_some(field, [name in tensors_of(part).keys() for part in parts for _ in range(_num_made(part))])
     shared = set.intersection(*(set(map(str, tensors_of(part).keys())) for part in parts))
     for part in parts:
         for name in names:
@@ -117,14 +132,15 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
     return DataProto.concat(parts)
 
 
-def check_output(row: int, output: AgentLoopOutput, prompt_length: int) -> None:
+def check_output(row: int, output: AgentLoopOutput, prompt_length: int, vocab_size: int | None = None) -> None:
     """Check that a trajectory with all its segments can be a row.
 
     Raises: ValueError naming the row for lists of different lengths, a mask that is neither 0 nor 1, numbers that are
-        not finite, and a prompt of more than ``prompt_length`` tokens.
+        not finite, a prompt without a token or with more than ``prompt_length``, tokens that the model does not have,
+        and ``extra_fields`` whose columns are those of the batch itself.
     """
     for segment in (*output.earlier, output):
-        _check(row, segment)
+        _check(row, segment, vocab_size)
         if len(segment.prompt_ids) > prompt_length:
             raise ValueError(
                 f"trajectory {row}: its prompt has {len(segment.prompt_ids)} tokens, data.max_prompt_length is "
@@ -132,7 +148,19 @@ def check_output(row: int, output: AgentLoopOutput, prompt_length: int) -> None:
             )
 
 
-def _check(row: int, output: AgentLoopOutput) -> None:
+def _check(row: int, output: AgentLoopOutput, vocab_size: int | None) -> None:
+    if not output.prompt_ids:
+        raise ValueError(f"trajectory {row}: its prompt is empty: prompt_ids must have at least one token")
+    for name in ("prompt_ids", "response_ids"):
+        tokens = getattr(output, name)
+        most = vocab_size if vocab_size is not None else math.inf
+        if tokens and not (min(tokens) >= 0 and max(tokens) < most):
+            wrong_token = next(token for token in tokens if not 0 <= token < most)
+            known = "" if vocab_size is None else f"; the model's are 0 to {vocab_size - 1}"
+            raise ValueError(f"trajectory {row}: {name} has the token {wrong_token}{known}")
+    for name in output.extra_fields:
+        if name in TENSORS or (name != TURNS_COLUMN and name.startswith("__") and name.endswith("__")):
+            raise ValueError(f"trajectory {row}: extra_fields has {name!r}, a column of the batch: choose another name")
     lengths = {"response_ids": len(output.response_ids), "response_mask": len(output.response_mask)}
     if output.response_logprobs is not None:
         lengths["response_logprobs"] = len(output.response_logprobs)

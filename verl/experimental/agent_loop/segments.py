@@ -41,10 +41,15 @@ def last_segment(
 
     Args: ``prompt_length`` and ``response_length`` are those of a row. What a later prompt has beyond the first goes
         to the head of the response; None for no limit.
-    Raises: ValueError for an empty list.
+    Raises: ValueError for an empty list; TypeError for what is no output.
     """
     if isinstance(outputs, AgentLoopOutput):
         return outputs
+    given = outputs if isinstance(outputs, list | tuple) else [outputs]
+    wrong = next((type(each).__name__ for each in given if not isinstance(each, AgentLoopOutput)), None)
+    if wrong is not None:
+        where = " in its list" if given is outputs else ""
+        raise TypeError(f"run returned {wrong}{where}: it must return an AgentLoopOutput, or a list of them")
     if not outputs:
         raise ValueError("the agent loop returned an empty list: return at least one AgentLoopOutput")
     if len(outputs) == 1:

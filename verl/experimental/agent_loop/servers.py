@@ -126,9 +126,9 @@ class AsyncLLMServerManager:
         The seed of a row becomes that of the turn. Cancelling the call aborts the request.
 
         Args: ``request_id`` is that of the conversation, the same in each of its turns.
-        Raises: WrongInput for a prompt that is no list; RequestTimeoutError after ``rollout.agent.turn_timeout_s``;
-            ServerError when no server is left; RequestAbortedError for a response that a server has cut: it is not
-            what the model would have said.
+        Raises: WrongInput for a prompt that is no list, ``max_tokens`` below 1, and ``n`` above 1; RequestTimeoutError
+            after ``rollout.agent.turn_timeout_s``; ServerError when no server is left; RequestAbortedError for a
+            response that a server has cut: it is not what the model would have said.
         """
         if isinstance(prompt_ids, Mapping):  # as apply_chat_template returns by default
             raise WrongInput(
@@ -136,6 +136,11 @@ class AsyncLLMServerManager:
             )
         attempt = self._attempt
         conversation, params = request_id, dict(sampling_params)
+        limit, count = params.get("max_tokens"), params.pop("n", None)
+        if limit is not None and limit < 1:  # engines may take 0 for no limit
+            raise WrongInput(f"max_tokens={limit}: a response has at least one token: do not ask where none has room")
+        if count not in (None, 1):
+            raise WrongInput(f"n={count}: a request gets one response: send a request for each")
         if attempt is not None:
             conversation = f"{attempt.id}/{request_id}"
             params = attempt.next_turn(params)

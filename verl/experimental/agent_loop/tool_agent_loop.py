@@ -22,7 +22,7 @@ from verl.experimental.agent_loop.tool_media import MediaRules, Shown
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, ToolCall, Trajectory, turn_columns, turn_seed
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
-from verl.tools.calls import CallResult, ToolOutcome, execute_call, unknown_tool
+from verl.tools.calls import CallResult, ToolMethodError, ToolOutcome, answer_of, execute_call, unknown_tool
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.utils.chat import ChatFormat, Difference, Restarted, whole_differences
@@ -327,8 +327,7 @@ class ToolAgentLoop(AgentLoopBase):
             return unknown_tool(call.name, self.parts.tools)
         is_first = tool.name not in talk.instances
         if is_first:
-            made = tool.create(create_kwargs=talk.tool_kwargs(tool.name, "create"))
-            talk.instances[tool.name] = asyncio.create_task(asyncio.wait_for(made, self.tool_timeout_s))
+            talk.instances[tool.name] = asyncio.create_task(self._created(talk, tool))
         started = time.monotonic()
         try:
             instance_id, greeting = await asyncio.shield(talk.instances[tool.name])
@@ -347,6 +346,14 @@ class ToolAgentLoop(AgentLoopBase):
         return CallResult(
             _joined(greeting, result.response), result.outcome, result.seconds, result.reward, result.metrics
         )
+
+    async def _created(self, talk: Conversation, tool: "BaseTool") -> tuple[str, ToolResponse]:
+        """Begin the instance of a tool; a task of its own, since several calls may wait for it."""
+        made = tool.create(create_kwargs=talk.tool_kwargs(tool.name, "create"))
+        given = await asyncio.wait_for(answer_of(made, f"create of {tool.name}"), self.tool_timeout_s)
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise TypeError(f"create returned {type(given).__name__}, not (instance id, ToolResponse)")
+        return given[0], given[1]
 
     async def _interact(self, talk: Conversation) -> State:
         """Let the user answer the last turn."""
@@ -479,6 +486,8 @@ class ToolAgentLoop(AgentLoopBase):
             rewards["user_turn_rewards"] = list(talk.turn_scores)
         segments = [*talk.earlier, talk.trajectory]
         shared = {"turn_scores": talk.turn_scores, "tool_rewards": talk.tool_rewards, "reward_scores": rewards}
+        if self._is_sglang:  # the established column of its rollouts
+            shared["messages"] = {"messages": [SchemaMessage(**message) for message in talk.messages]}
         num_turns = 1 + sum(len(each.turns) for each in segments)
         outputs = [
             each.output(num_turns=num_turns, extra_fields=shared | {TURNS_COLUMN: turn_columns(each.turns)})
@@ -486,8 +495,6 @@ class ToolAgentLoop(AgentLoopBase):
         ]
         self._compare(talk)
         return outputs if len(outputs) > 1 else outputs[0]
-        if self._is_sglang:  # the established column of its rollouts
-            shared["messages"] = {"messages": [SchemaMessage(**message) for message in talk.messages]}
 
     async def _reward_of(self, tool: str, instance_id: str, kwargs: Mapping[str, Any]) -> float:
         """Return the reward of an instance of a tool.
@@ -496,7 +503,10 @@ class ToolAgentLoop(AgentLoopBase):
         """
         made = self.parts.tools[tool].calc_reward(instance_id, **kwargs)
         try:
-            reward = float(await asyncio.wait_for(made, self.tool_timeout_s))
+            given = await asyncio.wait_for(answer_of(made, f"calc_reward of {tool}"), self.tool_timeout_s)
+            reward = float(given)
+        except ToolMethodError:
+            raise
         except Exception as error:
             raise ValueError(f"calc_reward of the tool {tool} failed: {type(error).__name__}: {error}") from error
         if not math.isfinite(reward):
@@ -527,7 +537,7 @@ class ToolAgentLoop(AgentLoopBase):
             with suppress(asyncio.CancelledError, Exception):
                 instance_id = (await task)[0]
                 released = self.parts.tools[name].release(instance_id, **talk.tool_kwargs(name, "release"))
-                await asyncio.wait_for(released, _END_TIMEOUT_S)
+                await asyncio.wait_for(answer_of(released, f"release of {name}"), _END_TIMEOUT_S)
         if talk.interaction is not None:
             with suppress(Exception):
                 await asyncio.wait_for(talk.interaction.finalize_interaction(talk.id), _END_TIMEOUT_S)

@@ -2,18 +2,21 @@
 
 import asyncio
 import gc
+import inspect
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from omegaconf import DictConfig
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopInputError, AgentLoopOutput
 from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, kind_of, places_of
+from verl.experimental.agent_loop.blocking import blocking_is_named
 from verl.experimental.agent_loop.later_images import WholeTrajectories
 from verl.experimental.agent_loop.registry import (
     ONE_TURN,
@@ -32,6 +35,7 @@ from verl.utils import envs
 from verl.utils.import_utils import import_external_libs
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
+from verl.utils.py_functional import object_array
 from verl.utils.vision.multi_modal import resolve
 from verl.workers.rollout.base import is_greedy, sampling_values
 
@@ -61,6 +65,7 @@ class AgentLoopWorkerBase:
         self.model_config: HFModelConfig = omega_conf_to_dataclass(shared.model)
         self.tokenizer = self.model_config.tokenizer
         self.processor = self.model_config.processor
+        self._vocab_size: int | None = getattr(self.model_config.hf_config.get_text_config(), "vocab_size", None)
         self.server_manager = AsyncLLMServerManager(config, server_handles)
         self.scorer = TrajectoryScorer(config, self.tokenizer, partial(self._as_rows, trained=False))
         kwargs = config.data.get("mm_processor_kwargs") or {}
@@ -130,7 +135,8 @@ class AgentLoopWorkerBase:
         if meta.get(timeline.RECORDED):
             timeline.start()
         try:
-            outputs = await run.results()
+            with blocking_is_named():
+                outputs = await run.results()
         finally:
             part = timeline.take("agent loops")
         self._send_traces()
@@ -182,12 +188,16 @@ class AgentLoopWorkerBase:
         async def run(attempt: Attempt) -> AgentLoopOutput:
             with trajectory_span(attempt, place, step, validate) as ended:
                 loop = self._build(name, self.server_manager.of(attempt))
-                outputs = await loop.run(dict(sampling_params), **self._row(batch, index))
+                made = loop.run(dict(sampling_params), **self._row(batch, index))
+                if not inspect.isawaitable(made):
+                    raise TypeError(f"run returned {type(made).__name__} at once: write it as async def")
+                outputs = await made
                 width = tensors_of(batch)["input_ids"].shape[1]
                 output = last_segment(outputs, width, self.rollout_config.response_length)
                 if "messages" in output.extra_fields:  # the account of attempts knows it by this id
                     output.extra_fields.setdefault("request_id", attempt.id)
-                check_output(place.row, output, width)  # here it costs the attempt, and later it would end the run
+                # Here it costs the attempt, and later it would end the run.
+                check_output(place.row, output, width, self._vocab_size)
                 if meta.get(SCORED_HERE):
                     await self.scorer.add_score([output], batch, index)
                 ended([*output.earlier, output])
@@ -207,7 +217,8 @@ class AgentLoopWorkerBase:
         return rows_of(outputs, batch, self.rollout_config.response_length, pad, whole)
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
-        row = {name: column[index] for name, column in batch.non_tensor_batch.items() if name != "agent_name"}
+        """Return the columns of a row. A loop may change them: other samples and attempts have their own."""
+        row = {name: own(column[index]) for name, column in batch.non_tensor_batch.items() if name != "agent_name"}
         if row.get("multi_modal_data") is not None:
             row["multi_modal_data"] = resolve([row["multi_modal_data"]])[0] or None
         return row
@@ -222,6 +233,19 @@ class AgentLoopWorkerBase:
         if is_greedy(batch, self.rollout_config) or "sampling_seed" not in tensors.keys():
             return [dict(shared) for _ in range(len(batch))]
         return [shared | {"seed": seed} for seed in tensors["sampling_seed"].tolist()]
+
+
+def own(value: Any) -> Any:
+    """Return a value whose lists and mappings are copies; what they hold is the same, such as images."""
+    if isinstance(value, dict):
+        return {key: own(each) for key, each in value.items()}
+    if isinstance(value, list):  # tokens are many, and hold nothing
+        return value.copy() if value and isinstance(value[0], int) else [own(each) for each in value]
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        copied = value.copy()
+        copied[...] = object_array([own(each) for each in value.ravel()]).reshape(value.shape)
+        return copied
+    return value
 
 
 def _flush_traces() -> None:

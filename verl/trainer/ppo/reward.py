@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.experimental.agent_loop.segments import EARLIER_COLUMN
+from verl.experimental.agent_loop.rewards import OWN_COLUMNS
 from verl.protocol import DataProto, DataProtoFuture, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.metric_utils import without_dropped
@@ -39,10 +39,6 @@ Reward = tuple[Tensor, ExtraColumns]
 """Token-level scores (B, R), and the extras of the scorers."""
 RewardFn = Callable[..., Any]
 """Scores a DataProto: returns scores (B, R), or with ``return_dict=True`` a dict with ``reward_tensor``."""
-
-_COUNTS = ("__num_turns__", "tool_call_counts", "segments", "cut_segments", DROPPED_COLUMN, EARLIER_COLUMN)
-OWN_COLUMNS = frozenset({"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", *_COUNTS})
-"""Columns that later phases read, and that no scorer may overwrite: GRPO tells its groups apart by ``uid``."""
 
 
 def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:

@@ -153,7 +153,8 @@ def span(name: str, category: str = "", on: str | None = None, **args: Any) -> I
         args["outcome"] = type(error).__name__
         raise
     finally:
-        spans.append(Span(name, begin, time.monotonic(), category, _group.get(), on, args))
+        shown = {key: _short(value) for key, value in args.items()}  # a tool may answer with megabytes
+        spans.append(Span(name, begin, time.monotonic(), category, _group.get(), on, shown))
 
 
 def add_request(server: str, begin: float, queue_s: float, sample_s: float, **args: Any) -> None:

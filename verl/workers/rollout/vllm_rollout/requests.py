@@ -85,7 +85,8 @@ class RequestForm:
                 "actor_rollout_ref.rollout.skip_tokenizer_init=false, or send stop_token_ids"
             )
         wanted = values.pop("logprobs", None)
-        ends = self._end_token_ids + list(values.pop("stop_token_ids", None) or [])
+        own_ends = [] if values.pop("ignore_eos", False) else self._end_token_ids
+        ends = own_ends + list(values.pop("stop_token_ids", None) or [])
         values["max_tokens"] = min(room, values.get("max_tokens") or room)
         values["top_k"] = max(0, int(values["top_k"]))
         if values["temperature"] and values.get("seed") is None:
