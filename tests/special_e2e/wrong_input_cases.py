@@ -39,7 +39,7 @@ CONFIG = [
     Case("config", "a key that does not exist", {"trainer.n_gpus": 1}, ("trainer.n_gpus=1: there is no such key; the nearest: trainer.n_gpus_per_node",)),
     Case("config", "an override without a value", {"trainer.total_epochs": ABSENT, "trainer.total_epochs 3": ""}, ("'trainer.total_epochs 3=' cannot be read: write key=value",)),
     Case("config", "a word where a number goes", {f"{ROLLOUT}.n": "abc"}, (f"{ROLLOUT}.n=abc: must be an integer",)),
-    Case("config", "no rollout engine", {f"{ROLLOUT}.name": ABSENT}, (f"{ROLLOUT}.name=???: is missing: write vllm or hf",)),
+    Case("config", "no rollout engine", {f"{ROLLOUT}.name": ABSENT}, (f"{ROLLOUT}.name=???: is missing: write vllm, sglang or hf",)),
     Case("config", "an unknown rollout engine", {f"{ROLLOUT}.name": "vlm"}, (f"{ROLLOUT}.name=vlm: must be one of vllm",)),
     Case("config", "both micro-batch keys", {f"{ACTOR}.ppo_micro_batch_size": 8}, (f"{ACTOR}.ppo_micro_batch_size=8: ", "set only ppo_micro_batch_size_per_gpu")),
     Case("config", "neither micro-batch key", {f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}, (f"{ACTOR}.ppo_micro_batch_size_per_gpu=null: set ppo_micro_batch_size_per_gpu, or use_dynamic_bsz=true",)),

@@ -124,6 +124,31 @@ def test_placements_that_are_refused() -> None:
         _ = replica.server_handle
 
 
+class Unable:
+    """A server whose engine does not start."""
+
+    def __init__(self) -> None:
+        try:
+            raise KeyError("the engine")
+        except KeyError as error:
+            raise RuntimeError("no memory; the end of its log:\nTraceback\n  File\nValueError: too little") from error
+
+    def ready(self) -> None:
+        """Never reached."""
+
+
+def test_why_a_server_has_not_started(ray_cluster: None) -> None:
+    import ray
+
+    from verl.workers.rollout.replica import cause_of_death
+
+    actor = ray.remote(Unable).options(num_cpus=0).remote()
+    with pytest.raises(ray.exceptions.RayActorError) as failed:
+        ray.get(actor.ready.remote(), timeout=60)
+    told = "RuntimeError: no memory; the end of its log:\nTraceback\n  File\nValueError: too little"
+    assert cause_of_death(failed.value) == told
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")

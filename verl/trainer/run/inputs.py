@@ -68,7 +68,7 @@ def check_machine(
         )
     for key, name in engines.items():
         if name == "sglang" and importlib.util.find_spec("sglang") is None:
-            install = "run scripts/setup_env.sh" if device == "cpu" else "pip install 'verl[sglang]'"
+            install = "run scripts/setup_env.sh" if device == "cpu" else "install it as docs/install.md says"
             raise InputError(f"{key}=sglang: needs the package sglang, which is absent: {install}, or write vllm")
     if device == "npu":
         _check_ascend(engines, bool((ray_init.get("resources") or {}).get("NPU")))

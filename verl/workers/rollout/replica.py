@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 Actor = Any  # Ray's actor handles have no static type
+
+
+def cause_of_death(error: ray.exceptions.RayActorError) -> str:
+    """Return what Ray says of the end of an actor; of one that has not started the exception, without its trace."""
+    text = str(error)
+    if not error.actor_init_failed:
+        return text
+    trace = text.rpartition("ray::")[2].splitlines()[1:]
+    return "\n".join(itertools.dropwhile(lambda line: line.startswith(" "), trace)) or text
 
 
 class RolloutMode(Enum):
@@ -207,7 +217,7 @@ class RolloutReplica(ABC):
                 died_at = died_at or now
                 if error.actor_init_failed or now > min(deadline, died_at + _RESTART_S):
                     raise ServerError(
-                        f"rollout server {self.server_name} has died while it started: {error}"
+                        f"rollout server {self.server_name} has died while it started: {cause_of_death(error)}"
                     ) from error
                 time.sleep(_POLL_S)
 
