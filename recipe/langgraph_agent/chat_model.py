@@ -132,6 +132,7 @@ class ChatModel(BaseChatModel):
             "turns": turn_columns(output.turns),
             "metrics": output.metrics.model_dump(),
             "segments": len(self.session.segments),
+            "number": segment.number,
         }
         calls: list[LangChainCall] = []
         broken: list[InvalidToolCall] = []
@@ -184,3 +185,25 @@ def convert_to_agent_output(messages: Sequence[BaseMessage], response_length: in
         metrics=trajectory["metrics"],
         extra_fields={"segments": trajectory["segments"], TURNS_COLUMN: trajectory["turns"]},
     )
+
+
+def segments_of(model: ChatModel, messages: Sequence[BaseMessage], response_length: int) -> list[AgentLoopOutput]:
+    """Return all segments of a trajectory; the one with the last turn of the model is the last.
+
+    A graph that rewrites earlier messages, or asks about several things, has several.
+
+    Args: as ``convert_to_agent_output``.
+    """
+    last = convert_to_agent_output(messages, response_length)
+    ends = [message.response_metadata[TRAJECTORY] for message in messages if TRAJECTORY in message.response_metadata]
+    segments = model.session.segments
+    turns = [segment.trajectory.turns for segment in segments]
+    shared = {"num_turns": 1 + sum(map(len, turns))}
+    outputs = [
+        segment.trajectory.output(
+            **shared, extra_fields={"segments": len(segments), TURNS_COLUMN: turn_columns(segment.trajectory.turns)}
+        )
+        for segment in segments
+        if segment.number != ends[-1]["number"]
+    ]
+    return [*outputs, last.model_copy(update=shared if outputs else {})]

@@ -11,7 +11,7 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.prebuilt import ToolNode
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.langgraph_agent.chat_model import ChatModel, TrajectoryFullError, convert_to_agent_output
+from recipe.langgraph_agent.chat_model import ChatModel, TrajectoryFullError, segments_of
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class ReactAgentLoop(AgentLoopBase):
         graph.set_entry_point("agent")
         return graph.compile()
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Run the graph on ``raw_prompt``."""
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run the graph on ``raw_prompt``; several segments are those of a graph that rewrites earlier messages."""
         rollout = self.config.actor_rollout_ref.rollout
         turns = rollout.multi_turn
         options = self.config.data.get("apply_chat_template_kwargs") or {}
@@ -84,7 +84,8 @@ class ReactAgentLoop(AgentLoopBase):
         state = await self.graph.ainvoke(
             {"messages": messages}, {"configurable": configurable, "recursion_limit": steps}
         )
-        return convert_to_agent_output(state["messages"], rollout.response_length)
+        outputs = segments_of(model, state["messages"], rollout.response_length)
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 async def call_model(state: MessagesState, config: RunnableConfig) -> Update:

@@ -12,6 +12,7 @@ from tests.experimental.agent_loop.endpoint.agents import CONFIG, SAMPLING, TOKE
 from tests.experimental.agent_loop.token_server import TokenServer
 from verl.experimental.agent_loop import AsyncLLMServerManager
 from verl.experimental.agent_loop.base import WholeConfig
+from verl.experimental.agent_loop.registry import read_agent_loops
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 
 pytest.importorskip("langgraph")
@@ -28,8 +29,8 @@ def call(arguments: str) -> str:
 RIGHT = call('{"a": 3,  "b": 4, "operand": "@"}')
 
 
-def run(*says: str, response_length: int = 600, **turns: Any) -> tuple[Any, TokenServer]:
-    """Return the output of the example's loop on the answers of a model, and its server."""
+def run(*says: str, response_length: int = 600, loop_class: Any = None, **turns: Any) -> tuple[Any, TokenServer]:
+    """Return the output of the example's loop, or another, on the answers of a model, and its server."""
     from recipe.langgraph_agent.example.math_expression import MathExpressionReactAgentLoop
 
     answers = iter(says)
@@ -39,7 +40,8 @@ def run(*says: str, response_length: int = 600, **turns: Any) -> tuple[Any, Toke
 
     async def whole() -> tuple[Any, TokenServer]:
         server = TokenServer(TOKENIZER, lambda prompt: next(answers))
-        loop = MathExpressionReactAgentLoop(WholeConfig(config), AsyncLLMServerManager(config, [server]), TOKENIZER)
+        made = loop_class or MathExpressionReactAgentLoop
+        loop = made(WholeConfig(config), AsyncLLMServerManager(config, [server]), TOKENIZER)
         return await loop.run(dict(SAMPLING), raw_prompt=QUESTION), server
 
     return asyncio.run(whole())
@@ -77,6 +79,35 @@ def test_trajectories_end() -> None:
     assert len(server.asked) == 1 and output.response_ids == ids(f"{RIGHT}<|end|>")
 
 
+def test_a_graph_that_rewrites_its_history_returns_all_segments() -> None:
+    from langchain_core.runnables import RunnableConfig
+    from langgraph.graph import END, START, MessagesState, StateGraph
+
+    from recipe.langgraph_agent.react_agent_loop import ReactAgentLoop
+
+    class Forgets(ReactAgentLoop):
+        """Asks, and asks again without what was said first."""
+
+        @classmethod
+        def build_graph(cls) -> Any:
+            async def ask(state: MessagesState, config: RunnableConfig) -> Any:
+                answer = await config["configurable"]["model"].ainvoke(state["messages"][-1:])
+                return {"messages": [answer, ("user", "shorter")] if len(state["messages"]) == 1 else [answer]}
+
+            graph = StateGraph(MessagesState)
+            graph.add_node("first", ask)
+            graph.add_node("second", ask)
+            for start, end in ((START, "first"), ("first", "second"), ("second", END)):
+                graph.add_edge(start, end)
+            return graph.compile()
+
+    (first, last), _ = run("\\boxed{1}", "1", loop_class=Forgets)
+    assert first.response_ids == ids("\\boxed{1}<|end|>") and last.response_ids == ids("1<|end|>")
+    assert (first.prompt_ids, last.prompt_ids) == (ids(PROMPT), ids("<|user|>shorter<|end|><|assistant|>"))
+    assert first.num_turns == last.num_turns == 3 and last.extra_fields["segments"] == 2
+    assert sum(first.response_mask) == len(first.response_ids) == len(first.response_logprobs)
+
+
 def test_the_model_and_its_output() -> None:
     from langchain_core.messages import AIMessage, HumanMessage
 
@@ -110,6 +141,7 @@ def test_rows_of_the_example(tmp_path, monkeypatch):
     options = ["--local_save_dir", str(tmp_path), "--largest", "9", "--short", "--direct", "0.5"]
     monkeypatch.setattr("sys.argv", ["create_dataset.py", *options, "--train_size", "4", "--test_size", "4"])
     create_dataset.main()
+    loops = read_agent_loops("recipe/langgraph_agent/example/agent.yaml")
     talks = list(pd.read_parquet(tmp_path / "sft.parquet")["messages"])
     calling = [talk for talk in talks if len(talk) == 4]
     assert len(talks) == 1000 and 400 < len(calling) < 600 and {len(talk) for talk in talks} == {2, 4}
@@ -120,4 +152,4 @@ def test_rows_of_the_example(tmp_path, monkeypatch):
         assert json.loads(found.arguments) == {"a": int(a), "b": int(b), "operand": operand}
         assert talk[3]["content"] == f"\\boxed{{{talk[2]['content']}}}"
     row = pd.read_parquet(tmp_path / "train.parquet").iloc[0]
-    assert row["agent_name"] == "math_expression" and row["reward_model"]["style"] == "rule"
+    assert set(loops) >= {row["agent_name"], "math_expression_endpoint"} and row["reward_model"]["style"] == "rule"

@@ -130,14 +130,19 @@ def test_running_code_is_learnt(tmp_path):
     assert trained[last]["tool_calls/count"] > trained[1]["tool_calls/count"]
 
 
+@pytest.mark.parametrize("agent", ["math_expression", "math_expression_endpoint"])
 @pytest.mark.timeout(1200)
-def test_an_agent_of_langgraph_learns_to_call_its_tool(tmp_path):
-    """Supervised rows teach the form of a call, and mostly answer without one; reinforcement teaches to make it."""
+def test_an_agent_of_langgraph_learns_to_call_its_tool(tmp_path, agent):
+    """Supervised rows teach the form of a call, and mostly answer without one; reinforcement teaches to make it.
+
+    The second agent knows nothing of verl: it has a client of the OpenAI API, and trains through the endpoint.
+    """
     pytest.importorskip("langgraph", reason="the extra langgraph is not installed")
     script = "langgraph_agent/example/run_math_expression_tiny_cpu.sh"
-    before, after = learn(script, tmp_path, run="grpo")
+    before, after = learn(script, tmp_path, run="grpo", AGENT=agent)
     assert before <= 0.4 and after >= 0.9
     steps = Run(0, "", 0.0, tmp_path / "grpo").steps
+    assert all(steps[step]["training/rollout_log_prob_diff_max"] < 1e-4 for step in range(1, max(steps) + 1))
     assert steps[max(steps)]["num_turns/mean"] > steps[1]["num_turns/mean"]
 
 

@@ -24,12 +24,12 @@ def expression(draw: random.Random, largest: int) -> tuple[int, int, str]:
     return draw.randint(0, largest), draw.randint(0, largest), draw.choice("@@@+-*")
 
 
-def row(number: int, question: str, a: int, b: int, operand: str) -> dict[str, Any]:
-    """Return a row for reinforcement learning."""
+def row(agent: str, number: int, question: str, a: int, b: int, operand: str) -> dict[str, Any]:
+    """Return a row for reinforcement learning, for the agent loop of this name."""
     result = calculate.func(a, b, operand)
     return {
         "data_source": DATA_SOURCE,
-        "agent_name": AGENT,
+        "agent_name": agent,
         "prompt": [{"role": "user", "content": question.format(expression=f"{a} {operand} {b}")}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(result)},
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=100, help="the largest number in an expression")
     parser.add_argument("--direct", type=float, default=0.0, help="share of conversations that answer without a call")
     parser.add_argument("--short", action="store_true", help="write only the expression, for tiny models")
+    parser.add_argument("--agent", default=AGENT, help="the agent loop of the rows, as agent.yaml names it")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)
@@ -66,7 +67,7 @@ def main() -> None:
     folder = Path(options.local_save_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in (("train", options.train_size), ("test", options.test_size)):
-        rows = [row(number, question, *expression(draw, options.largest)) for number in range(size)]
+        rows = [row(options.agent, number, question, *expression(draw, options.largest)) for number in range(size)]
         datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
     talks = [
         {"messages": conversation(question, *expression(draw, options.largest), draw.random() >= options.direct)}

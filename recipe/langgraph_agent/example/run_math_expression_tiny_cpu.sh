@@ -5,10 +5,11 @@ set -euxo pipefail
 OUT_DIR="${OUT_DIR:-outputs/langgraph_agent}"
 WORKERS="${WORKERS:-1}"
 SFT_STEPS="${SFT_STEPS:-400}"
+AGENT="${AGENT:-math_expression}"  # or math_expression_endpoint: an agent that reaches the model through the endpoint
 WORDS=($'<tool_call>\n{"name": "calculate", "arguments": {"a": ' ', "b": ' ', "operand": "' $'"}}\n</tool_call>' '\boxed{')  # a token each
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
-    python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir "$OUT_DIR/data" --largest 99 --short --direct 0.6 --sft_size 4096 --test_size 128
+    python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir "$OUT_DIR/data" --largest 99 --short --agent "$AGENT" --direct 0.6 --sft_size 4096 --test_size 128
     python3 examples/tiny_model.py --save-dir "$OUT_DIR/base" --seed 1 --words "${WORDS[@]}"
     python3 -m verl.trainer.sft_trainer \
         data.train_files="$OUT_DIR/data/sft.parquet" \
