@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from verl.utils.sglang import import_sglang, patch
 from verl.workers.rollout.sglang_rollout import engine_process
 from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder, unlink_shared_memory
+from verl.workers.rollout.sglang_rollout.requests import GRAMMARS
 from verl.workers.rollout.weight_channel import Layout
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class ServedEngine:
         replicas = 1 if server.enable_dp_attention else server.dp_size  # else they share the tensor-parallel ranks
         self.workers: int = server.tp_size * server.pp_size * replicas
         self._keys: dict[str, str] = {}  # SGLang's id of each request
+        self._constrained: set[str] = set()  # requests with a grammar
         self._is_paused = False
         self._is_usable = server.load_format != "dummy"
         self._released: set[str] = set()
@@ -174,6 +176,8 @@ class ServedEngine:
         self._listen()
         key = uuid.uuid4().hex  # SGLang aborts all requests whose id begins with the one that it is told
         self._keys[rid] = key
+        if any(sampling_params.get(name) for name in GRAMMARS):
+            self._constrained.add(rid)
         try:
             result = await self._engine.async_generate(
                 input_ids=input_ids,
@@ -184,6 +188,7 @@ class ServedEngine:
             )
         finally:
             del self._keys[rid]
+            self._constrained.discard(rid)
         return dict(result)
 
     async def abort(self, rid: str) -> bool:
@@ -229,12 +234,19 @@ class ServedEngine:
         """Pause, and free the memory of ``weights``, whose values are lost, or ``kv_cache``.
 
         An engine without ``enable_memory_saver``, as on a CPU, keeps its memory.
+
+        Raises: RuntimeError while a request has a grammar: a scheduler that compiles one would die.
         """
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         new = sorted(set(tags) - self._released)
         if not new or not self._engine.server_args.enable_memory_saver:
             return
+        if self._constrained:
+            raise RuntimeError(
+                f"memory cannot be released while {len(self._constrained)} requests with {', '.join(GRAMMARS[:-1])} or "
+                f"{GRAMMARS[-1]} are under way: wait until they have ended"
+            )
         await self.pause()  # a scheduler that runs requests would die
         self._released.update(new)
         if "weights" in new:

@@ -4,6 +4,8 @@ SGLang's scheduler ends with all of its requests at a token that the model does 
 """
 
 import inspect
+import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 """Our names of parameters and SGLang's."""
-_NEED_TOKENIZER = ("stop", "stop_regex", "min_new_tokens", "json_schema", "regex", "ebnf", "structural_tag")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Parameters that constrain what is sampled; SGLang compiles each before its request starts."""
+_NEED_TOKENIZER = ("stop", "stop_regex", "min_new_tokens", *GRAMMARS)
 _OURS = (
     *("n", "beam_width", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"),
     *("is_normalized", "ebnf_full_assistant"),
@@ -113,6 +117,7 @@ class RequestForm:
                     f"{name}={values[name]!r} needs the engine's tokenizer: set actor_rollout_ref.rollout."
                     "skip_tokenizer_init=false, or, for stop strings, send stop_token_ids"
                 )
+        _check_types(values)
         values["max_new_tokens"] = min(room, int(values.get("max_new_tokens") or room))
         values["top_k"] = int(values.get("top_k", -1)) or -1  # 0 is off, too
         if values["top_k"] == 1:  # SGLang takes both for the same
@@ -129,6 +134,34 @@ class RequestForm:
     def not_started(self, params: EngineParams) -> TokenOutput:
         """Return the result of a request that was aborted before it reached the engine."""
         return TokenOutput([], [] if params.log_probs else None, ABORTED)
+
+
+def _check_types(values: dict[str, Any]) -> None:
+    """Refuse values that SGLang does not check itself, and at which its processes would die.
+
+    Raises: TypeError and ValueError naming the parameter.
+    """
+    for name in GRAMMARS:
+        if not isinstance(values.get(name, ""), str):
+            raise TypeError(f"{name} must be a text, got {type(values[name]).__name__}")
+    for name in ("stop", "stop_regex"):
+        given = values.get(name, [])
+        texts = [given] if isinstance(given, str) else given
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"{name} must be a text or a list of texts, got {given!r}")
+        for text in texts if name == "stop_regex" else ():
+            try:
+                re.compile(text)
+            except re.error as error:
+                raise ValueError(f"stop_regex={text!r}: {error}") from error
+    for name in ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"):
+        if not isinstance(values.get(name, True), bool):
+            raise TypeError(f"{name} must be true or false, got {values[name]!r}")
+    if "logit_bias" in values:
+        bias = {str(int(token)): float(value) for token, value in dict(values["logit_bias"]).items()}
+        if not all(map(math.isfinite, bias.values())):  # SGLang would sample token 0
+            raise ValueError(f"logit_bias={values['logit_bias']}: each value must be a finite number")
+        values["logit_bias"] = bias
 
 
 def token_output(result: Mapping[str, Any], params: EngineParams, arrived: float, started: float) -> TokenOutput:
