@@ -41,6 +41,10 @@ class Probe(BaseTool):
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         self.events.append(("create", kwargs))
+        if "exit" in kwargs["create_kwargs"]:
+            sys.exit(kwargs["create_kwargs"]["exit"])
+        if "alone" in kwargs["create_kwargs"]:
+            return "one"  # type: ignore[return-value]
         return "one", (kwargs["create_kwargs"] or {}).get("greeting", ToolResponse())
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
@@ -189,11 +193,18 @@ def test_a_call_that_fails_is_told_to_the_model(tools_file: Path, turn: str, out
     assert [event[0] for event in Probe.events].count("abort") == (outcome == "timeout")
 
 
-def test_a_tool_that_begins_wrong_is_told_to_the_model(tools_file: Path) -> None:
+@pytest.mark.parametrize(
+    ("begins", "answer"),
+    [
+        ({"greeting": "hello"}, "Error: TypeError: create returned str as its greeting, not ToolResponse"),
+        ({"alone": 1}, "Error: TypeError: create returned str, not (instance id, ToolResponse)"),
+        ({"exit": 3}, "Error: ToolError: the tool has called exit(3)."),
+    ],
+)
+def test_a_tool_that_begins_wrong_is_told_to_the_model(tools_file: Path, begins: dict[str, Any], answer: str) -> None:
     server = Scripted([f"{call()}<|end|>", "Oh.<|end|>"])
-    output = run(config_of(tools_file), server, tools_kwargs={"probe": {"create_kwargs": {"greeting": "hello"}}})
-    assert "Error: TypeError: create returned str as its greeting, not ToolResponse" in text_of(output)
-    assert outcomes(output) == ["error"]
+    output = run(config_of(tools_file), server, tools_kwargs={"probe": {"create_kwargs": begins}})
+    assert answer in text_of(output) and outcomes(output) == ["error"]
 
 
 def test_the_loop_of_rows_without_a_name() -> None:

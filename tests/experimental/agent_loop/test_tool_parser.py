@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -136,6 +137,31 @@ def test_values_have_the_types_of_their_tool() -> None:
     assert call("text", "3") == "3" and call("other", "3") == "3"
     assert call("most", "3") == 3 and call("most", "three") == "three"
     assert call("deep", "True") is True and call("tags", '["a"]') == ["a"]
+
+
+@pytest.mark.parametrize("parameters", [None, [], "all", {"properties": [1]}, {"properties": {"text": None}}])
+def test_schemas_that_are_none_give_no_types(parameters: Any) -> None:
+    """A client of the endpoint sends what it likes."""
+    tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
+    text = "<tool_call><function=find><parameter=text>3</parameter></function></tool_call>"
+    parser = get_tool_parser("qwen3-coder", byte_tokenizer())
+    assert whole(parser.parse(text, tools)[1]) == [("find", {"text": "3"})]
+
+
+REPEATED = ["<tool_call>", "<think>", "[", "<tool_call><function=f>", "<parameter=a>", "<function=a", "<function=\n"]
+REPEATED += ["<|start|>", "<|message|>", '{"name": "f", "parameters": {}};', "[f(a=", "f(a=1),", "-", "to="]
+REPEATED += ["<think></think><tool_call></tool_call>", "<parameter=a\n>"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_that_repeats_itself_is_read_quickly(name: str) -> None:
+    """While a parser reads, no other trajectory of its process goes on."""
+    parser = get_tool_parser(name, byte_tokenizer())
+    for text in REPEATED:
+        for opening in ("", "<tool_call><function=f>", "<tool_call>"):
+            started = time.perf_counter()
+            parser.parse(f"{opening}{text * 20_000}>", TOOLS)
+            assert time.perf_counter() - started < 2, (opening, text)
 
 
 def test_names() -> None:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -142,17 +143,17 @@ class Qwen3CoderToolParser(ToolParser):
         return kept, [self._call(body, tools) for body in bodies]
 
     def _call(self, body: str, tools: Schemas) -> FunctionCall:
-        function = re.search(r"<function=([^>\n]+)>(.*?)(</function>|\Z)", body, re.DOTALL)
+        function = next(_tagged(body, "function"), None)
         if function is None:
             return FunctionCall("", body.strip(), "the call has no <function=NAME> ... </function>")
-        name, inner = function[1].strip(), function[2]
+        name, inner, is_closed = function
         types = _types(name, tools)
         arguments: dict[str, Any] = {}
-        for match in re.finditer(r"<parameter=([^>\n]+)>(.*?)</parameter>", inner, re.DOTALL):
-            key = match[1].strip()
-            arguments[key] = _typed(match[2].removeprefix("\n").removesuffix("\n"), types.get(key))
+        for key, value, is_whole in _tagged(inner, "parameter"):
+            if is_whole:
+                arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key))
         written = json.dumps(arguments, ensure_ascii=False)
-        if inner.count("<parameter=") != len(arguments) or not function[3]:
+        if inner.count("<parameter=") != len(arguments) or not is_closed:
             return FunctionCall(name, written, "the call has no complete <parameter=KEY> ... </parameter></function>")
         return FunctionCall(name, written)
 
@@ -262,18 +263,41 @@ def _between(text: str, start: str, end: str) -> tuple[str, list[str]]:
     The last end may be missing, as where generation stops at it.
     """
     hidden = list(_thinking(text))
+    starts = [span[0] for span in hidden]
     kept, bodies, position = "", [], 0
     while (first := text.find(start, position)) != -1:
-        inside = next((span for span in hidden if span[0] <= first < span[1]), None)
-        if inside is not None:
-            kept += text[position : inside[1]]
-            position = inside[1]
+        before = bisect_right(starts, first)  # how many thoughts begin before it; the last of them may hold it
+        if before and first < hidden[before - 1][1]:
+            kept += text[position : hidden[before - 1][1]]
+            position = hidden[before - 1][1]
             continue
         kept += text[position:first]
         last = text.find(end, first)
         bodies.append(text[first + len(start) : last if last != -1 else len(text)])
         position = last + len(end) if last != -1 else len(text)
     return kept + text[position:], bodies
+
+
+def _tagged(text: str, tag: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield name and body of each ``<tag=NAME>BODY</tag>``, and whether it is closed; the last need not be.
+
+    It reads a text once: a regular expression would look for the end of each of thousands of openings that a model
+    repeats.
+    """
+    opening, closing, position = f"<{tag}=", f"</{tag}>", 0
+    while (start := text.find(opening, position)) != -1:
+        end_of_name = text.find(">", start)
+        if end_of_name == -1:
+            return
+        position = start + len(opening)
+        if end_of_name == position or text.find("\n", position, end_of_name) != -1:
+            continue
+        name = text[position:end_of_name]
+        end = text.find(closing, end_of_name)
+        yield name.strip(), text[end_of_name + 1 : end if end != -1 else len(text)], end != -1
+        if end == -1:
+            return
+        position = end + len(closing)
 
 
 def _thinking(text: str) -> Iterator[tuple[int, int]]:
@@ -339,11 +363,14 @@ def _name_in(broken: str) -> str:
 
 
 def _types(name: str, tools: Schemas) -> dict[str, Any]:
+    """Return the types of the parameters of a tool; clients of the endpoint may send schemas that are none."""
     for tool in tools:
         function = tool.get("function", {})
         if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: each.get("type") for key, each in properties.items()}
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            items = properties.items() if isinstance(properties, Mapping) else ()
+            return {key: each.get("type") for key, each in items if isinstance(each, Mapping)}
     return {}
 
 
