@@ -283,6 +283,46 @@ REFUSED = {
 }
 """Keys that a rule holds at their default, and a value that it refuses; ``REFUSALS`` in the code lists the others."""
 
+IDLE_WITH_SGLANG = {
+    f"{ROLLOUT}.layered_summon": True,
+    f"{ROLLOUT}.engine_kwargs.vllm": {"swap_space": 1},
+    f"{ROLLOUT}.over_sample_rate": 0.1,
+    f"{ROLLOUT}.multi_turn.max_assistant_turns": 3,
+}
+"""Keys that have no effect with SGLang and ``mode=sync``, and a value for which a warning says so."""
+
+REFUSED_BY_SGLANG = {
+    f"{ROLLOUT}.engine_kwargs.sglang": {"mem_fraction_statc": 0.5},
+    f"{ROLLOUT}.engine_kwargs.sglang.nnodes": 2,
+    f"{ROLLOUT}.engine_kwargs.sglang.tp_size": 2,
+    f"{ROLLOUT}.pipeline_model_parallel_size": 2,
+    f"{ROLLOUT}.data_parallel_size": 2,
+    f"{ROLLOUT}.expert_parallel_size": 4,
+    f"{ROLLOUT}.repetition_penalty": 2.5,
+    f"{ROLLOUT}.temperature": 0,
+    f"{ROLLOUT}.max_model_len": 8,
+    f"{ROLLOUT}.sglang_engine_mode": "server",
+    **{f"{ROLLOUT}.server.{name}": 7 for name in ("timeout", "max_attempts", "retry_delay", "max_connections")},
+}
+"""Keys that cannot work with SGLang on the trainer's devices, and a value that is refused."""
+
+SGLANG_TAKES = "tests/workers/rollout/test_engine_args.py::test_each_key_becomes_an_argument_of_sglang"
+SGLANG_ARGS, SGLANG_ROLLOUT = (
+    f"workers/rollout/sglang_rollout/{name}.py" for name in ("engine_args", "sglang_rollout")
+)
+# fmt: off
+SGLANG = [
+    Reader(ROLLOUT, "load_format seed max_num_seqs enable_chunked_prefill enable_prefix_caching tensor_model_parallel_size", SGLANG_ARGS, "config", SGLANG_TAKES),
+    Reader(ROLLOUT, "enforce_eager cudagraph_capture_sizes free_cache_engine expert_parallel_size disable_log_stats skip_tokenizer_init", SGLANG_ARGS, "config", SGLANG_TAKES),
+    Reader(ROLLOUT, "gpu_memory_utilization max_num_batched_tokens batch_invariant data_parallel_size", SGLANG_ARGS, "config", SGLANG_TAKES),
+    Reader(ROLLOUT, "dtype", "workers/rollout/engine_settings.py", "config", SGLANG_TAKES),
+    Reader(f"{ROLLOUT}.engine_kwargs", "sglang", SGLANG_ARGS, "config.engine_kwargs", SGLANG_TAKES),
+    Reader(ROLLOUT, "calculate_log_probs", SGLANG_ROLLOUT, "self.config", CONTRACT + "test_mask_follows_what_was_sampled"),
+    Reader(f"{ROLLOUT}.server", "heartbeat_timeout max_start_wait_time", SGLANG_ROLLOUT, "self.config.server", E2E + "test_sglang.py::test_a_death_ends_the_run_by_name"),
+]
+# fmt: on
+"""Where SGLang reads what vLLM reads elsewhere; what it does not read is refused with it."""
+
 # fmt: off
 PASSED_ON = [
     Reader("global_profiler.global_tool_config.nsys", "controller_nsight_options", "trainer/main_ppo.py", "(profiler.global_tool_config or {})['nsys']", PROFILERS + "test_nsys.py::test_options_are_those_that_ray_makes_a_command_of"),

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
 from verl.trainer.config.keys import is_under
-from verl.trainer.config.rules.no_effect import UNSUPPORTED
+from verl.trainer.config.rules.no_effect import IDLE, UNSUPPORTED
 from verl.trainer.config.sft import MOVED
 from verl.trainer.config.validation import validate_config
 
@@ -42,6 +42,7 @@ WHOLE = {key for reader in effects.PASSED_ON for key in keys_of(reader)}
 ALL_READERS = [
     *effects.READERS,
     *effects.MEGATRON,
+    *effects.SGLANG,
     *effects.PASSED_ON,
     *(reader for readers in effects.OFFLINE.values() for reader in readers),
 ]
@@ -155,6 +156,39 @@ def wrong_rows(readers):
 
 def test_readers_read_what_they_are_said_to_and_their_tests_exist():
     assert not wrong_rows(ALL_READERS), "\n".join(wrong_rows(ALL_READERS))
+
+
+def test_what_vllm_reads_is_read_or_refused_with_sglang():
+    of_vllm = {key for reader in effects.READERS if "/vllm_rollout/" in reader.file for key in keys_of(reader)}
+    of_sglang = {key for reader in effects.SGLANG for key in keys_of(reader)}
+    engine = f"{effects.ROLLOUT}.name"
+    idle = {
+        f"{entry.node}.{name}"
+        for entry in IDLE
+        if (entry.switch, entry.off) == (engine, "sglang")
+        for name in entry.names
+    }
+    assert of_vllm - of_sglang == of_vllm & idle, "keys that SGLang neither reads nor refuses"
+    assert not of_sglang & idle
+
+
+@pytest.mark.parametrize(("key", "value"), effects.REFUSED_BY_SGLANG.items())
+def test_what_sglang_cannot_do_is_refused_before_the_start(base, key, value):
+    config = base.copy()
+    OmegaConf.update(config, "actor_rollout_ref.rollout.name", "sglang")
+    OmegaConf.update(config, key, value, force_add=True)
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        validate_config(config, use_reference_policy=True, use_critic=True)
+
+
+@pytest.mark.parametrize(("key", "value"), effects.IDLE_WITH_SGLANG.items())
+def test_what_sglang_does_not_read_is_told(base, key, value, caplog):
+    config = base.copy()
+    OmegaConf.update(config, "actor_rollout_ref.rollout.name", "sglang")
+    OmegaConf.update(config, key, value, force_add=True)
+    with caplog.at_level("WARNING", logger="verl.trainer.config.validation"):
+        validate_config(config, use_reference_policy=True, use_critic=True)
+    assert re.search(rf"{re.escape(key)}\S*=.*actor_rollout_ref.rollout.(name=sglang|mode=sync)", caplog.text)
 
 
 def test_one_implementation_is_documented_above_the_key():

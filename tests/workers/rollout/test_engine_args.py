@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from tests.workers.rollout import tiny
+from verl.utils.engine_arguments import sglang_arguments as known_arguments
 from verl.workers.rollout import build_rollout, get_rollout_class
 from verl.workers.rollout.base import check_prompt_lengths, eos_token_ids, pad_rows, prompt_token_ids, sampling_values
 from verl.workers.rollout.sglang_rollout import engine_args as sglang_args
 from verl.workers.rollout.vllm_rollout import engine_args, vllm_rollout
 
+GRAPHS = "cuda_graph_bs_decode" if "cuda_graph_bs_decode" in known_arguments() else "cuda_graph_bs"
 MODEL = SimpleNamespace(
     local_path="/models/tiny",
     local_hf_config_path="/models/tiny",
@@ -71,11 +73,85 @@ def test_the_cache_of_sglang_does_not_take_the_memory_of_the_machine(model_confi
     assert args["max_total_tokens"] == 32 * (args["context_length"] + 1)
 
 
+BOTH, CPU, GPU = ("cpu", "cuda"), ("cpu",), ("cuda",)
+TAKEN = [
+    (BOTH, {"tensor_model_parallel_size": 2, "expert_parallel_size": 2}, {"tp_size": 2, "ep_size": 2, "dp_size": 1}),
+    (BOTH, {"data_parallel_size": 2}, {"dp_size": 2, "tp_size": 1}),
+    (BOTH, {"load_format": "safetensors"}, {"load_format": "safetensors"}),
+    (BOTH, {"load_format": "dummy"}, {"load_format": "dummy"}),
+    (BOTH, {"max_num_seqs": 5}, {"max_running_requests": 5}),
+    (BOTH, {"max_num_batched_tokens": 30}, {"max_prefill_tokens": 30, "chunked_prefill_size": 30}),
+    (BOTH, {"max_model_len": 50}, {"context_length": 50 + sglang_args.SPARE_TOKENS}),
+    (BOTH, {"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    (BOTH, {"dtype": "half"}, {"dtype": "float16"}),
+    (BOTH, {"skip_tokenizer_init": False}, {"skip_tokenizer_init": False}),
+    (BOTH, {"disable_log_stats": False}, {"log_level": "info"}),
+    (BOTH, {"seed": 7}, {"random_seed": 7}),
+    (BOTH, {}, {"sampling_backend": "pytorch", "log_level": "error", "disable_radix_cache": False}),
+    (CPU, {"max_num_seqs": 5}, {"max_total_tokens": 5 * (22 + sglang_args.SPARE_TOKENS + 1)}),
+    (CPU, {}, {"attention_backend": "torch_native", "device": "cpu", "disable_cuda_graph": True}),
+    (CPU, {}, {"enable_memory_saver": None, "enable_deterministic_inference": None}),
+    (GPU, {}, {"attention_backend": None, "device": None, "max_total_tokens": None, "disable_cuda_graph": False}),
+    (GPU, {"gpu_memory_utilization": 0.4}, {"mem_fraction_static": 0.4}),
+    (GPU, {"enforce_eager": True, "cudagraph_capture_sizes": [1]}, {"disable_cuda_graph": True, GRAPHS: None}),
+    (GPU, {"cudagraph_capture_sizes": [1, 4]}, {GRAPHS: [1, 4]}),
+    (GPU, {"free_cache_engine": False}, {"enable_memory_saver": False}),
+    (GPU, {"batch_invariant": True}, {"enable_deterministic_inference": True, "enable_memory_saver": True}),
+    *(
+        (BOTH, {"engine_kwargs": {"sglang": {name: value}}}, {name: value})
+        for name, value in (
+            ("attention_backend", "triton"),
+            ("port", 31000),
+            ("max_total_tokens", 512),
+            ("mem_fraction_static", 0.2),
+            ("grammar_backend", "llguidance"),
+            ("disable_radix_cache", None),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"), [(device, *rest) for devices, *rest in TAKEN for device in devices]
+)
+def test_each_key_becomes_an_argument_of_sglang(
+    model_config: Any, monkeypatch: pytest.MonkeyPatch, device: str, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """None: the argument is left to SGLang."""
+    monkeypatch.setattr(sglang_args, "get_device_name", lambda: device)
+    args = sglang_arguments(model_config, **changes)
+    assert {name: args.get(name) for name in expected} == expected
+    assert args.keys() <= known_arguments()
+
+
+def test_only_an_engine_that_takes_turns_frees_its_memory(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_args, "get_device_name", lambda: "cuda")
+    config = tiny.rollout_config("sglang")
+    assert not sglang_args.build_engine_args(config, model_config)["enable_memory_saver"]
+    assert sglang_args.build_engine_args(config, model_config, is_hybrid=True)["enable_memory_saver"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"engine_kwargs": {"sglang": {"mem_fraction_statc": 1}}}, "mem_fraction_statc=1: is no argument of SGLang"),
         ({"expert_parallel_size": 2, "data_parallel_size": 2}, "expert_parallel_size=2: must be 1 or tensor"),
+        ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2: is not supported by sglang"),
+        ({"repetition_penalty": 2.5}, "repetition_penalty=2.5: must be at most 2.0 with sglang"),
+        *(
+            ({"engine_kwargs": {"sglang": {name: value}}}, f"engine_kwargs.sglang.{name}={value}: {expected}")
+            for name, value, expected in (
+                ("nnodes", 2, "is not supported: an engine runs on one node; actor_rollout_ref.rollout.nnodes"),
+                ("node_rank", 1, "is not supported: an engine runs on one node"),
+                ("dist_init_addr", "host:1", "is not supported: an engine runs on one node"),
+                ("tp_size", 2, "is decided by actor_rollout_ref.rollout.tensor_model_parallel_size"),
+                ("dp_size", 2, "is decided by actor_rollout_ref.rollout.data_parallel_size"),
+                ("pp_size", 2, "is not supported: use actor_rollout_ref.rollout.tensor_model_parallel_size"),
+                ("context_length", 9, "is decided by actor_rollout_ref.rollout.max_model_len"),
+                ("load_format", "auto", "is decided by actor_rollout_ref.rollout.load_format"),
+                ("enable_lora", "x", "is not supported: adapters .* reach the engine merged into the weights"),
+            )
+        ),
     ],
 )
 def test_a_layout_or_an_argument_that_sglang_does_not_have(changes: dict[str, Any], message: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation, setting
-from verl.utils.engine_arguments import unknown_sglang_arguments
+from verl.utils.engine_arguments import wrong_sglang_arguments
 from verl.utils.observe.rollout_trace import BACKENDS
 from verl.utils.profiler.config import ProfilerConfig
 
@@ -239,7 +239,7 @@ class RolloutConfig(LogProbConfig):
                 expected = f"must be at most {MAX_PENALTY_SGLANG} with sglang"
                 yield Violation("repetition_penalty", self.repetition_penalty, expected)
             own = self.engine_kwargs.get("sglang") or {}
-            for name, expected in unknown_sglang_arguments(own):
+            for name, expected in wrong_sglang_arguments([name for name in own if own[name] is not None]):
                 yield Violation(f"engine_kwargs.sglang.{name}", own[name], expected)
         if self.pipeline_model_parallel_size > 1:
             expected = f"is not supported by {self.name}: write 1, and use tensor_model_parallel_size"
