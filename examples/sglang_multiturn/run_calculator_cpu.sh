@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A tiny model learns to use a calculator, on CPU: supervised rows teach what a call looks like, GRPO with tool_agent when to make it.
-# Validates three times: before GRPO, after it, and after it without the tool. Arguments: overrides of GRPO.
+# Validates three times: before GRPO, after it, and after it without the tool. ENGINE is vllm or sglang. Arguments: overrides of GRPO.
 set -euxo pipefail
 
+ENGINE="${ENGINE:-vllm}"
 OUT_DIR="${OUT_DIR:-outputs/calculator}"
 STEPS="${STEPS:-20}"
 SFT_STEPS="${SFT_STEPS:-300}"
@@ -38,6 +39,8 @@ python3 -m verl.trainer.sft_trainer \
     trainer.max_ckpt_to_keep=1
 
 COMMON=(
+    --config-path=examples/sglang_multiturn/config
+    --config-name=gsm8k_multiturn_grpo
     algorithm.adv_estimator=grpo
     "data.train_files='$OUT_DIR/data/train.parquet'"
     "data.val_files='$OUT_DIR/data/test.parquet'"
@@ -52,15 +55,13 @@ COMMON=(
     actor_rollout_ref.actor.use_dynamic_bsz=true
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096
     actor_rollout_ref.actor.fsdp_config.model_dtype=fp32
-    actor_rollout_ref.rollout.name=vllm
-    actor_rollout_ref.rollout.mode=async
+    actor_rollout_ref.rollout.name="$ENGINE"
     actor_rollout_ref.rollout.dtype=float32
     actor_rollout_ref.rollout.n=16
     actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.enforce_eager=true
     actor_rollout_ref.rollout.calculate_log_probs=true
     actor_rollout_ref.rollout.agent.num_workers=1
-    actor_rollout_ref.rollout.multi_turn.enable=true
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3
     actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=disable
     custom_reward_function.path="$TASK/reward.py"

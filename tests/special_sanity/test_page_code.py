@@ -42,6 +42,26 @@ def test_a_layout_of_your_own() -> None:
     assert pools.mapping == {Role.ActorRollout: "first", Role.RefPolicy: "first", Role.Critic: "second"}
 
 
+def test_a_request_of_your_own() -> None:
+    drive = run(code_of("advance/multi_turn.md", "AsyncRolloutRequest"))["with_a_tool"]
+    tokenizer = byte_tokenizer()
+    turns = [tokenizer.encode(text + tokenizer.eos_token, add_special_tokens=False) for text in ("2*3", "It is 6")]
+    asked: list[list[int]] = []
+
+    def generate(prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        asked.append(prompt_ids)
+        token_ids = turns[len(asked) - 1]
+        return token_ids, [-0.5] * len(token_ids)
+
+    request = drive(tokenizer, [{"role": "user", "content": "2*3?"}], generate, lambda text: str(eval(text)))
+    talk = [("user", "2*3?"), ("assistant", "2*3"), ("tool", "6"), ("assistant", "It is 6")]
+    assert [(message.role, message.content) for message in request.messages] == talk
+    whole = tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in talk], tokenize=False)
+    assert tokenizer.decode(request.input_ids[0].tolist()) == whole
+    assert request.response_ids[request.response_loss_mask == 1].tolist() == [*turns[0], *turns[1]]
+    assert request.rollout_log_probs.sum() == -0.5 * len(turns[0] + turns[1])
+
+
 def test_a_worker_of_your_own() -> None:
     from verl.single_controller.base.worker_group import registered_methods
     from verl.trainer.ppo.utils import Role
