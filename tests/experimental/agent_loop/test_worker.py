@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -316,15 +317,19 @@ class Spoilt(Twice):
             return (output, 1.0)  # type: ignore[return-value]
         if row == 6:
             output.response_ids[-1] = tiny.VOCABULARY
+        if row == 0:
+            output.extra_fields["lock"] = threading.Lock()
         return output.model_copy(update=changes[row % 3])
 
 
 def test_an_output_that_cannot_be_a_row_costs_its_attempt(engine: Any) -> None:
     asked = requests()
     worker = build_worker(engine, default_agent_loop="spoilt", on_failure="drop", num_retries=0)
+    asked.non_tensor_batch["extra"][7] = {"row": 9}
     found = asyncio.run(worker.generate_sequences(asked))
-    assert found.non_tensor_batch["__dropped__"].tolist() == [row != 0 for row in range(len(asked))]
+    assert found.non_tensor_batch["__dropped__"].tolist() == [row != 7 for row in range(len(asked))]
     reasons = [line["reason"] or "" for line in found.meta_info["attempts"]]
+    assert "trajectory 0: extra_fields['lock'] cannot be sent to the trainer (TypeError: cannot pickle" in reasons[0]
     assert "run returned float in its list: it must return an AgentLoopOutput" in reasons[3]
     assert "trajectory 6: response_ids has the token 131; the model's are 0 to 130" in reasons[6]
     assert "trajectory 1: its lists must have one length" in reasons[1]

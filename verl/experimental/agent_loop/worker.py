@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import DictConfig
+from ray import cloudpickle
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.attempts import Attempt
@@ -30,6 +31,7 @@ from verl.experimental.agent_loop.rows import check_output, rows_of
 from verl.experimental.agent_loop.segments import last_segment
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.spans import trajectory_span
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.import_utils import import_external_libs
@@ -198,6 +200,7 @@ class AgentLoopWorkerBase:
                     output.extra_fields.setdefault("request_id", attempt.id)
                 # Here it costs the attempt, and later it would end the run.
                 check_output(place.row, output, width, self._vocab_size)
+                _check_sendable(place.row, output)
                 if meta.get(SCORED_HERE):
                     await self.scorer.add_score([output], batch, index)
                 ended([*output.earlier, output])
@@ -233,6 +236,24 @@ class AgentLoopWorkerBase:
         if is_greedy(batch, self.rollout_config) or "sampling_seed" not in tensors.keys():
             return [dict(shared) for _ in range(len(batch))]
         return [shared | {"seed": seed} for seed in tensors["sampling_seed"].tolist()]
+
+
+def _check_sendable(row: int, output: AgentLoopOutput) -> None:
+    """Check that Ray can send the columns of a trajectory to the trainer.
+
+    Raises: ValueError naming row and column.
+    """
+    for segment in (*output.earlier, output):
+        for name, value in segment.extra_fields.items():
+            if name == TURNS_COLUMN or isinstance(value, str | int | float | None):
+                continue
+            try:
+                cloudpickle.dumps(value)
+            except Exception as error:
+                raise ValueError(
+                    f"trajectory {row}: extra_fields[{name!r}] cannot be sent to the trainer "
+                    f"({type(error).__name__}: {error}): return numbers, texts, and lists or mappings of them"
+                ) from error
 
 
 def own(value: Any) -> Any:
