@@ -19,11 +19,11 @@ def test_another_version(version: str, tmp_path: Path) -> None:
     done = subprocess.run([*install, f"sglang=={version}"], capture_output=True, text=True, timeout=300)
     if done.returncode:
         pytest.skip(f"no index has sglang {version}: {done.stderr[-200:]}")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    told = [sys.executable, "-c", "from verl.utils.sglang import installed_version; print(installed_version())"]
+    assert subprocess.run(told, cwd=ROOT, env=env, capture_output=True, text=True).stdout.strip() == version
     suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full"]
     tests = [str(ROOT / "tests" / "workers" / "rollout" / "test_sglang_engine.py")]
-    done = subprocess.run(
-        [*suite, *tests], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([*suite, *tests], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
