@@ -27,7 +27,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.engine_group import EngineGroup
 from verl.workers.rollout.engine_settings import check_parallel_sizes
-from verl.workers.rollout.replica import MOST_CALLS
+from verl.workers.rollout.replica import MOST_CALLS, cause_of_death
 from verl.workers.rollout.server import FULL, SamplingParams, ServerError, TokenOutput
 from verl.workers.rollout.sglang_rollout.engine_args import build_engine_args
 from verl.workers.rollout.sglang_rollout.sglang_server import HybridSGLangServer
@@ -123,7 +123,7 @@ class SGLangRollout(BaseRollout):
         except ray.exceptions.GetTimeoutError:
             raise ServerError(f"rollout server {self.name}: {what} has taken more than {limit_s:g} s") from None
         except ray.exceptions.RayActorError as error:
-            raise ServerError(f"rollout server {self.name}: its process has died: {error}") from error
+            raise ServerError(f"rollout server {self.name}: its process has died: {cause_of_death(error)}") from error
 
     # ---- generation
 
