@@ -2,16 +2,19 @@
 
 ``python -m tests.special_e2e.fault_matrix [--cells 'trainer/*/kill' ...] [--folder FOLDER] [--page]``
 
-A cell is ``process/phase/fault``. Results go to a file of the folder one by one; the same command goes on with the
-cells that the file lacks. ``--page`` writes the table of ``docs/fault_matrix.md`` from it and runs nothing. Remove the
-folder after a change of the code, since it also holds the runs without a fault.
+A cell is ``process/phase/fault``, such as ``trainer/update/kill`` or ``scheduler of SGLang, batches/update/kill``.
+Results go to a file of the folder one by one; the same command goes on with the cells that the file lacks. ``--page``
+writes the tables of ``docs/fault_matrix.md`` from it and runs nothing. Remove the folder after a change of the code,
+since it also holds the runs without a fault.
 """
 
 import argparse
+import fcntl
 import fnmatch
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -19,9 +22,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -29,14 +32,18 @@ import psutil
 import pytest
 
 from tests.conftest import preloaded
+from verl.utils.observe.record import read_entries
 
 from .conftest import REPOSITORY, Run, Workspace, assert_bit_for_bit
+from .test_async_rollout import ASYNC, phases_of
 from .test_reward_models import OWN_POOL, scored_by, write_reward_model
+from .test_standalone_servers import APART, without_engine
 from .test_train import PPO, TWO_WORKERS
 
 FOLDER = REPOSITORY / "outputs" / "fault_matrix"
 PAGE = REPOSITORY / "docs" / "fault_matrix.md"
 TABLE = "## Table\n\n"
+SGLANG_TABLE = "## SGLang\n\n"
 LAST_STEP = 3
 CALL_TIMEOUT_S = 40
 START_TIMEOUT_S = 120
@@ -130,6 +137,11 @@ class Cell:
         return None
 
     @property
+    def ends(self) -> bool:
+        """Whether the fault ends the run."""
+        return self.fault != "slow"
+
+    @property
     def variable(self) -> str:
         """Return the value of ``VERL_FAULT``."""
         if self.process == "trainer" or self.process in CLOCKS:
@@ -171,6 +183,76 @@ class Cell:
 CELLS = [Cell(*names) for names in itertools.product(PROCESSES, PHASES, FAULTS)]
 
 
+# ---- the processes of SGLang
+
+
+VICTIMS = ("scheduler", "detokenizer", "owner")
+PLACES: dict[str, dict[str, object]] = {
+    "batches": {"actor_rollout_ref.rollout.mode": "sync"},
+    "agent loops": ASYNC,
+    "standalone": ASYNC | APART,
+}
+"""Where SGLang's engine runs, and who asks it."""
+ENGINE_POINTS = {
+    "generate": "generate:step=3",
+    "reward": "trainer_reward:step=3",
+    "infer": "before_compute_log_prob:step=3",
+    "update": "update_actor:step=3",
+    "sync": "weight_sync:step=3",
+    "checkpoint": "save_checkpoint:step=2",
+    "validation": "generate:step=0",
+}
+"""Where a process of SGLang is killed: in generation when requests are under way, in the sync between two buckets, and
+at the checkpoint of a step after which another one follows, since a run that is over needs no engine."""
+ENDINGS = {
+    "scheduler": "its engine has died: process scheduler_0 was ended by SIGKILL",
+    "detokenizer": "its engine has died: process detokenizer was ended by SIGKILL",
+    "owner": "its process has died",
+}
+_SOCKETS = "verl-sglang-*"
+
+
+@dataclass(frozen=True)
+class EngineCell:
+    """SIGKILL of one process of SGLang in one phase of a run."""
+
+    victim: str
+    place: str
+    phase: str
+
+    why_not = None
+
+    def __str__(self) -> str:
+        return f"{self.victim} of SGLang, {self.place}/{self.phase}/kill"
+
+    @property
+    def variable(self) -> str:
+        """Return the value of ``VERL_FAULT``."""
+        return f"kill:{ENGINE_POINTS[self.phase]}:rank=0:on={self.victim}"
+
+    @property
+    def ends(self) -> bool:
+        """Whether the death ends the run; a standalone server is replaced."""
+        return self.place != "standalone"
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run is started again; it does not tell which of an engine's processes was killed."""
+        return self.ends and self.victim == "scheduler"
+
+    @property
+    def culprit(self) -> str:
+        """Return the pattern that the last message must have, or the log of a run that goes on."""
+        if self.ends:
+            server = r"rollout server (sglang_server_0|0 of 1 \(actor \w+\))"  # its own name, or that of agent loops
+            return f"phase .*, step .*{server}: {ENDINGS[self.victim]}"
+        return f"rollout server sglang_server_0_0 (starts|has started) again: .*{ENDINGS[self.victim]}"
+
+
+AnyCell = Cell | EngineCell
+ENGINE_CELLS = [EngineCell(*names) for names in itertools.product(VICTIMS, PLACES, ENGINE_POINTS)]
+
+
 @dataclass(frozen=True)
 class Result:
     """The outcome of a cell: ``problem`` is empty if all held."""
@@ -182,6 +264,21 @@ class Result:
 
 
 # ---- running a cell
+
+_COMMON: dict[str, object] = {
+    "trainer.total_training_steps": LAST_STEP,
+    "trainer.save_freq": 2,
+    "trainer.test_freq": LAST_STEP,
+    "trainer.val_before_train": True,
+    "trainer.worker_call_timeout_s": CALL_TIMEOUT_S,
+    "trainer.ray_wait_register_center_timeout": START_TIMEOUT_S,
+}
+OF_SGLANG: dict[str, object] = {
+    "actor_rollout_ref.rollout.name": "sglang",
+    "actor_rollout_ref.rollout.skip_tokenizer_init": False,  # else there is no detokenizer
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,  # two updates a step need the old log-probabilities
+    "trainer.worker_call_timeout_s": 300,  # a death has no deadline, and an engine may take a minute to start
+}
 
 
 class Matrix:
@@ -196,15 +293,7 @@ class Matrix:
 
     def _setting(self, process: str) -> tuple[str, dict[str, object]]:
         """Return the name and the overrides of the run in which a process is hit."""
-        common: dict[str, object] = {
-            "actor_rollout_ref.rollout.name": "hf",
-            "trainer.total_training_steps": LAST_STEP,
-            "trainer.save_freq": 2,
-            "trainer.test_freq": LAST_STEP,
-            "trainer.val_before_train": True,
-            "trainer.worker_call_timeout_s": CALL_TIMEOUT_S,
-            "trainer.ray_wait_register_center_timeout": START_TIMEOUT_S,
-        }
+        common = _COMMON | {"actor_rollout_ref.rollout.name": "hf"}
         if process == "reward model":
             return "whole-with-reward-model", common | OWN_POOL | scored_by(self._reward_model, self.workspace)
         with_critic = common | PPO | {"critic.model.path": self.workspace.model}
@@ -224,8 +313,11 @@ class Matrix:
             return run
         return self.workspace.train(name, overrides)
 
-    def run(self, cell: Cell) -> Result:
+    def run(self, cell: AnyCell) -> Result:
         """Run a cell: the fault, the end, what is left behind, and the resumed run."""
+        return self._run_of_engine(cell) if isinstance(cell, EngineCell) else self._run(cell)
+
+    def _run(self, cell: Cell) -> Result:
         setting, overrides = self._setting(cell.process)
         whole = self._whole(setting, overrides)
         name = str(cell).replace("/", "-").replace(" ", "-")
@@ -253,6 +345,106 @@ class Matrix:
             return Result(str(cell), str(error), seconds, message)
         shutil.rmtree(run.folder)
         return Result(str(cell), "", seconds, message)
+
+    def _run_of_engine(self, cell: EngineCell) -> Result:
+        overrides = _COMMON | OF_SGLANG | PLACES[cell.place]
+        whole = self._whole(f"whole-sglang-{cell.place.replace(' ', '-')}", overrides)
+        name = re.sub(r"\W+", "-", str(cell))
+        shutil.rmtree(self.workspace.folder / name, ignore_errors=True)
+        result, run = kill_process_of_engine(self.workspace, cell, name, overrides)
+        try:
+            if run is not None and cell.resumes:
+                run = self.workspace.train(name, overrides)
+            if run is not None and (cell.resumes or not cell.ends):
+                assert_same_training(run, whole)
+            if run is not None:
+                shutil.rmtree(run.folder)
+        except (AssertionError, pytest.fail.Exception) as error:
+            return replace(result, problem=str(error))
+        return result
+
+
+def kill_process_of_engine(
+    workspace: Workspace, cell: EngineCell, name: str, overrides: dict[str, object]
+) -> tuple[Result, Run | None]:
+    """Run until a process of SGLang is killed, and to the end; look at what is left behind.
+
+    The run is None if it did not end as it should.
+    """
+    proof = workspace.folder / f"{name}.fault"
+    proof.unlink(missing_ok=True)
+    fault = {"VERL_FAULT": cell.variable, "VERL_FAULT_FILE": str(proof)}
+    memory = set(Path("/dev/shm").iterdir())
+    sockets = set(Path(tempfile.gettempdir()).glob(_SOCKETS))
+    seconds = 0.0
+    message = ""
+    try:
+        run = workspace.train(name, overrides, env=fault, fails=cell.ends)
+        ended_at = time.time()
+        (workspace.folder / f"{name}.log").write_text(run.output)
+        assert proof.exists(), "the fault did not fire"
+        assert not (left := processes_with("VERL_FAULT_FILE", str(proof))), f"left processes behind: {left}"
+        if cell.ends:
+            seconds = ended_at - float(proof.read_text().split()[0])
+            message = last_message(run.output)
+            assert seconds < END_WITHIN_S, f"ended after {seconds:.0f} s"
+            assert re.search(cell.culprit, message), f"the message is {message!r}"
+        else:
+            assert re.search(cell.culprit, run.output), "no message names the process"
+        wait_for_memory(memory)
+        wait_for_sockets(sockets)
+    except (AssertionError, pytest.fail.Exception) as error:
+        return Result(str(cell), str(error), seconds, message), None
+    return Result(str(cell), "", seconds, message), run
+
+
+def assert_same_training(run: Run, whole: Run, steps: Iterable[int] = (LAST_STEP,)) -> None:
+    """Assert that a run trained as one without a fault did: the same tokens, rewards, losses and weights.
+
+    SGLang's own log-probabilities may be rounded otherwise, and attempts are made again.
+    """
+    for step in steps:
+        numbers, expected = (without_engine(each.numbers(step)) for each in (run, whole))
+        differing = [name for name in numbers | expected if numbers.get(name) != expected.get(name)]
+        differing = [name for name in differing if not name.startswith("attempts/")]
+        assert not differing, f"these numbers of step {step} differ: {differing}"
+        digests, due = (phases_of(read_entries(each.folder / "metrics.jsonl")[step]) for each in (run, whole))
+        for parts in [*digests.values(), *due.values()]:
+            parts.pop("rollout_log_probs", None)
+        assert due and digests == due, f"the digests of step {step} differ"
+
+
+def processes_with(variable: str, value: str) -> list[str]:
+    """Return the titles of the processes that were started with a variable of the environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if process.environ().get(variable) == value:
+                found.append(" ".join(process.cmdline())[:200])
+    return found
+
+
+def wait_for_sockets(before: set[Path]) -> None:
+    """Wait until each new folder of sockets is gone, or is that of an engine that lives."""
+    deadline = time.monotonic() + MEMORY_PATIENCE_S
+    while True:
+        folders = [path for path in Path(tempfile.gettempdir()).glob(_SOCKETS) if path not in before]
+        orphans = [path for path in folders if not _is_locked(path / "lock")]
+        if not orphans:
+            return
+        assert time.monotonic() < deadline, f"left folders of sockets: {orphans}"
+        time.sleep(1)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is gone
+        return not path.parent.exists()
+    return False
 
 
 def last_message(output: str) -> str:
@@ -306,9 +498,15 @@ def wait_for_memory(before: set[Path]) -> None:
 
 
 def _is_used(path: Path) -> bool:
+    """Whether a process maps a file, which may have had another name at that time, as semaphores have."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return True  # it has just gone
+    mark = f" {os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x} {stat.st_ino} "
     for process in psutil.process_iter():
         try:
-            if str(path) in Path(f"/proc/{process.pid}/maps").read_text():
+            if mark in Path(f"/proc/{process.pid}/maps").read_text():
                 return True
         except OSError:  # it has ended, or is another user's
             continue
@@ -327,11 +525,7 @@ def read_results(path: Path) -> dict[str, Result]:
 def table(results: dict[str, Result]) -> Iterator[str]:
     """Yield the lines of the table: seconds from the fault to the end. Counts come first, reasons and failures last."""
     possible = [cell for cell in CELLS if cell.why_not is None]
-    done = [results[str(cell)] for cell in possible if str(cell) in results]
-    failed = [result for result in done if result.problem]
-    passed = len(done) - len(failed)
-    not_run = len(possible) - len(done)
-    yield f"Of {len(possible)} cells {passed} passed, {len(failed)} failed, and {not_run} have not been run."
+    yield _count(possible, results)
     yield ""
     yield "| process | phase | " + " | ".join(FAULTS.values()) + " |"
     yield "|---|---|" + "---|" * len(FAULTS)
@@ -350,13 +544,37 @@ def table(results: dict[str, Result]) -> Iterator[str]:
         yield f"- {process} in {', '.join(phases)}: {reason}"
     for (process, reason), faults in _impossible_faults().items():
         yield f"- {process} with {', '.join(faults)}: {reason}"
+    yield from _failures(possible, results)
+
+
+def _count(cells: Sequence[AnyCell], results: dict[str, Result]) -> str:
+    done = [results[str(cell)] for cell in cells if str(cell) in results]
+    passed = sum(not result.problem for result in done)
+    not_run = len(cells) - len(done)
+    return f"Of {len(cells)} cells {passed} passed, {len(done) - passed} failed, and {not_run} have not been run."
+
+
+def _failures(cells: Sequence[AnyCell], results: dict[str, Result]) -> Iterator[str]:
+    failed = [result for cell in cells if (result := results.get(str(cell))) is not None and result.problem]
     if failed:
         yield ""
         yield "Failed:"
         yield ""
-        for result in failed:
-            problem = re.sub(r"/\S*/", "…/", result.problem.splitlines()[0])  # folders of one machine
-            yield f"- {result.cell}: {problem}"
+    for result in failed:
+        problem = re.sub(r"/\S*/", "…/", result.problem.splitlines()[0])  # folders of one machine
+        yield f"- {result.cell}: {problem}"
+
+
+def sglang_table(results: dict[str, Result]) -> Iterator[str]:
+    """Yield the lines of the table of SGLang's processes: seconds from the fault to the end."""
+    yield _count(ENGINE_CELLS, results)
+    yield ""
+    yield "| engine | process | " + " | ".join(ENGINE_POINTS) + " |"
+    yield "|---|---|" + "---|" * len(ENGINE_POINTS)
+    for place, victim in itertools.product(PLACES, VICTIMS):
+        cells = [EngineCell(victim, place, phase) for phase in ENGINE_POINTS]
+        yield f"| {place} | {victim} | " + " | ".join(_text(cell, results) for cell in cells) + " |"
+    yield from _failures(ENGINE_CELLS, results)
 
 
 def _impossible_faults() -> dict[tuple[str, str], list[str]]:
@@ -371,7 +589,7 @@ def _impossible_faults() -> dict[tuple[str, str], list[str]]:
     return {key: list(faults) for key, faults in found.items()}
 
 
-def _text(cell: Cell, results: dict[str, Result]) -> str:
+def _text(cell: AnyCell, results: dict[str, Result]) -> str:
     if cell.why_not:
         return "–"
     result = results.get(str(cell))
@@ -379,13 +597,18 @@ def _text(cell: Cell, results: dict[str, Result]) -> str:
         return "not run"
     if result.problem:
         return "**failed**"
-    return "completes" if cell.fault == "slow" else f"{math.ceil(result.seconds_to_end)} s"
+    return f"{math.ceil(result.seconds_to_end)} s" if cell.ends else "completes"
 
 
 def write_page(results: dict[str, Result]) -> None:
-    """Replace the table of the page."""
-    head = PAGE.read_text().partition(TABLE)[0]
-    PAGE.write_text(head + TABLE + "\n".join(table(results)) + "\n")
+    """Replace the tables of the page of which there are results."""
+    head, _, tables = PAGE.read_text().partition(TABLE)
+    first, _, second = tables.partition(SGLANG_TABLE)
+    if any(str(cell) in results for cell in CELLS):
+        first = "\n".join(table(results)) + "\n\n"
+    if any(str(cell) in results for cell in ENGINE_CELLS):
+        second = "\n".join(sglang_table(results)) + "\n"
+    PAGE.write_text(head + TABLE + first + SGLANG_TABLE + second)
 
 
 def main() -> None:
@@ -402,7 +625,11 @@ def main() -> None:
         write_page(results)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = [cell for cell in CELLS if any(fnmatch.fnmatch(str(cell), pattern) for pattern in arguments.cells)]
+    chosen = [
+        cell
+        for cell in [*CELLS, *ENGINE_CELLS]
+        if any(fnmatch.fnmatch(str(cell), pattern) for pattern in arguments.cells)
+    ]
     with preloaded() as variables, path.open("a") as file:
         matrix = Matrix(Workspace(folder, variables))
         for cell in chosen:

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from typing import Any
 
 import pytest
 
@@ -185,7 +186,7 @@ def test_a_trajectory_in_segments_trains_as_in_one_row(workspace, tmp_path):
     assert small.steps[1]["actor/grad_norm"] != expected["actor/grad_norm"], "two optimizer steps"
 
 
-def phases_of(entry):
+def phases_of(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the digests of a step by phase, without the metrics, and without the messages that agent loops get."""
     phases = {name: dict(parts) for name, parts in entry["phases"].items() if name != "metrics"}
     phases["prepare"].pop("raw_prompt", None)

@@ -1,14 +1,17 @@
-"""Whole runs with SGLang: rollout and trainer agree, and a death of any process of the engine ends the run by name."""
+"""Whole runs with SGLang: rollout and trainer agree, and the death of a process of the engine ends the run by name."""
 
+import itertools
+import json
 import math
-import re
-import time
+from collections import Counter
 
-import psutil
 import pytest
 
-from .conftest import is_of_session, leftovers
-from .test_async_rollout import ASYNC
+from verl.utils.observe.timeline import timelines_of
+
+from .fault_matrix import OF_SGLANG, EngineCell, assert_same_training, kill_process_of_engine
+from .test_async_rollout import ASYNC, SHORT
+from .test_standalone_servers import APART
 from .test_train import TWO_WORKERS
 
 pytest.importorskip("sglang")
@@ -37,44 +40,40 @@ def test_rollout_and_trainer_agree(workspace, kind):
     assert sorted(run.steps) == [1, 2]
     for step in (1, 2):
         numbers = run.steps[step]
-        gaps = {part: numbers[f"training/rollout_log_prob_diff_{part}"] for part in ("mean", "max")}
+        gaps = check_gaps(numbers)
         print(f"{kind}, step {step}: mean {gaps['mean']:.1e}, max {gaps['max']:.1e}")
-        assert gaps["mean"] < 1e-5 and gaps["max"] < 1e-4
         assert numbers["actor/grad_norm"] > 0
         assert numbers["weight_sync/checksum_ok"] == 1 and numbers["weight_sync/unverified_tensors"] == 0
         assert all(map(math.isfinite, numbers.values()))
     assert "val-core/letters/reward/mean@1" in run.steps[2]
 
 
-SERVER = r"rollout server sglang_server_0"
-DEATHS = {
-    "scheduler": ("sglang::scheduler", rf"{SERVER}: its engine has died: process scheduler_0 was ended by SIGKILL"),
-    "detokenizer": ("sglang::detokenizer", rf"{SERVER}: its engine has died: process detokenizer was ended by SIGKILL"),
-    "owner": ("HybridSGLangServer", rf"{SERVER}: its process has died|no rollout server is left: .*ActorDiedError"),
-}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("victim", DEATHS)
-def test_a_death_ends_the_run_by_name(workspace, victim, mode):
-    """At once, or in the next phase that needs the engine; nothing is left behind."""
-    title, told = DEATHS[victim]
-    changes = SGLANG | (ASYNC if mode == "async" else {}) | {"actor_rollout_ref.rollout.skip_tokenizer_init": False}
-    name = f"sglang-{victim}-{mode}"
-    with workspace.start(name, changes | {"trainer.total_training_steps": 1000, "trainer.test_freq": -1}) as process:
-        deadline = time.monotonic() + 300
-        record = workspace.folder / name / "metrics.jsonl"
-        while not (record.exists() and record.read_text().count("\n") > 1) and time.monotonic() < deadline:
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.1)
-        found = [each for each in psutil.process_iter(["cmdline"]) if title in " ".join(each.info["cmdline"] or [])]
-        (culprit,) = [each for each in found if is_of_session(each, process.pid)]
-        culprit.kill()
-        killed_at = time.monotonic()
-        output = process.communicate(timeout=180)[0]
-    assert process.returncode != 0
-    assert time.monotonic() - killed_at < 60
-    message = output[output.rindex("\nError: ") :]
-    assert re.search(told, message), message
-    assert not leftovers(process.pid)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_standalone_servers_train_as_the_hybrid_engine(workspace, servers):
+    """Two servers share the requests."""
+    together = SGLANG | SHORT | ASYNC | PLAIN | {"trainer.n_gpus_per_node": servers}
+    hybrid = workspace.train(f"sglang-hybrid-{servers}", together)
+    counted = {"actor_rollout_ref.rollout.n_gpus_per_node": servers}
+    apart = workspace.train(f"sglang-apart-{servers}", together | APART | counted)
+    assert_same_training(apart, hybrid, (1, 2))
+    for run, step in itertools.product((apart, hybrid), (1, 2)):
+        check_gaps(run.steps[step])
+    assert apart.steps[2]["weight_sync/servers"] == servers
+    (path,) = timelines_of(apart.folder)
+    trace = json.loads(path.read_text())["traceEvents"]
+    samples = Counter(each["pid"] for each in trace if each.get("cat") == "request" and each["name"] == "sample")
+    assert len(samples) == servers and min(samples.values()) >= 0.3 * sum(samples.values())
+
+
+def check_gaps(numbers):
+    gaps = {part: numbers[f"training/rollout_log_prob_diff_{part}"] for part in ("mean", "max")}
+    assert gaps["mean"] < 1e-5 and gaps["max"] < 1e-4
+    return gaps
+
+
+def test_a_death_ends_the_run_by_name(workspace):
+    """One cell of the matrix, of which ``-m full`` runs all; nothing is left behind."""
+    cell = EngineCell("scheduler", "agent loops", "generate")
+    result, _ = kill_process_of_engine(workspace, cell, "sglang-killed", OF_SGLANG | ASYNC | {"trainer.test_freq": -1})
+    assert not result.problem, f"{result.problem}\n{result.message}"

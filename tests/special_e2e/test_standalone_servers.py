@@ -72,7 +72,7 @@ def test_a_server_of_two_devices_gives_what_one_of_one_device_gives(workspace, s
     both = workspace.train(f"two_devices_{size}", SHORT | ASYNC | APART | two)
     same_engine = size == "data_parallel_size"
     for step in one.steps:
-        assert _without_engine(both.numbers(step), same_engine) == _without_engine(one.numbers(step), same_engine)
+        assert without_engine(both.numbers(step), same_engine) == without_engine(one.numbers(step), same_engine)
         assert both.steps[step]["training/rollout_log_prob_diff_max"] < 1e-4  # fp32 rounding of two layers
     found = [list(map(phases_of, read_entries(run.folder / "metrics.jsonl").values())) for run in (one, both)]
     for phases in (phases for entries in found for phases in entries if not same_engine):
@@ -81,8 +81,8 @@ def test_a_server_of_two_devices_gives_what_one_of_one_device_gives(workspace, s
     assert found[0] == found[1]
 
 
-def _without_engine(numbers, keep):
-    """Return metrics without those of the engine's log-probabilities."""
+def without_engine(numbers: dict[str, float], keep: bool = False) -> dict[str, float]:
+    """Return metrics without those of the engine's log-probabilities, unless they are kept."""
     return {
         key: value for key, value in numbers.items() if keep or not key.startswith(("mismatch/", "training/rollout"))
     }

@@ -20,6 +20,7 @@ from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig
 from verl.workers.rollout.replica import NoAddressError
+from verl.workers.rollout.server import ServerError
 from verl.workers.rollout.standalone import replica_class_of
 from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store, read_shared
 
@@ -147,6 +148,45 @@ def test_why_a_server_has_not_started(ray_cluster: None) -> None:
         ray.get(actor.ready.remote(), timeout=60)
     told = "RuntimeError: no memory; the end of its log:\nTraceback\n  File\nValueError: too little"
     assert cause_of_death(failed.value) == told
+
+
+class Mortal:
+    """A server without an engine, which can lose it."""
+
+    def __init__(self, *args: Any) -> None:
+        self.is_dead = False
+
+    async def ready(self) -> dict[str, int]:
+        if self.is_dead:
+            raise ServerError("the engine has died")
+        return {"pid": os.getpid()}
+
+    async def lose_engine(self) -> None:
+        self.is_dead = True
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_restart_is_not_over_before_the_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends it in the background; until then it answers."""
+    config = tiny.rollout_config("vllm")
+    replica = replica_class_of(config)(0, config, None, gpus_per_node=1)
+    replica.server_class = Mortal
+    replica.init_standalone()
+    kill = ray.kill
+
+    def kill_later(handle: Any, no_restart: bool) -> None:
+        threading.Timer(1.0, kill, (handle,), {"no_restart": no_restart}).start()
+
+    monkeypatch.setattr(ray, "kill", kill_later)
+    pid = replica.wait_until_ready()["pid"]
+    ray.get(replica.server_handle.lose_engine.remote())
+    with pytest.raises(ServerError, match="the engine has died"):
+        replica.wait_until_ready()
+    replica.restart()
+    assert replica.wait_until_ready()["pid"] != pid
+    monkeypatch.undo()
+    replica.shutdown()
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from verl.base_config import WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
-from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput
+from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class AsyncLLMServerManager:
                     )
                 return output
             except (ServerError, RayActorError) as error:
-                self._take_out(server, f"{type(error).__name__}: {error}")
+                self._take_out(server, _loss_of(error))
                 lost += 1
                 if lost == MOST_LOST:  # the request itself may be what ends them
                     raise ServerError(
@@ -277,6 +277,14 @@ class AsyncLLMServerManager:
                 server.gone = None
 
 
+def _loss_of(error: Exception) -> str:
+    """Return why a server is gone, with the reason in the first line."""
+    if isinstance(error, RayActorError):
+        return f"its process has died: {error}"
+    cause = cause_of(error)
+    return f"{type(cause).__name__}: {cause}"
+
+
 async def _illness(server: _Server, limit_s: float) -> str | None:
     """Return why a server cannot be used; None if it answers before the deadline, or has no ``health``."""
     if not hasattr(server.handle, "health"):
@@ -287,7 +295,7 @@ async def _illness(server: _Server, limit_s: float) -> str | None:
     except TimeoutError:
         return f"{server.name} has not answered for rollout.agent.server_timeout_s={limit_s:g}"
     except Exception as error:  # servers of users may raise anything; what cannot tell its health is not used
-        return f"{type(error).__name__}: {error}"
+        return _loss_of(error)
     return None
 
 

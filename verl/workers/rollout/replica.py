@@ -106,6 +106,9 @@ class RolloutReplica(ABC):
         self.waits_for_weights = False
         self._server_handle: Actor = None
         self._server_name = ""
+        self._pid: int | None = None
+        self._ended_pid: int | None = None
+        self._may_end_until = 0.0
 
     def init_hybrid(self, worker_group: "RayWorkerGroup") -> None:
         """Take this replica's workers from those of the trainer, and let them serve."""
@@ -205,11 +208,16 @@ class RolloutReplica(ABC):
         died_at: float | None = None
         while True:
             try:
-                return ray.get(self.server_handle.ready.remote(), timeout=max(0.1, deadline - time.monotonic()))
+                place = ray.get(self.server_handle.ready.remote(), timeout=max(0.1, deadline - time.monotonic()))
+                if place["pid"] != self._ended_pid or time.monotonic() > self._may_end_until:
+                    self._pid = place["pid"]
+                    return dict(place)
+            except ServerError:  # maybe of the process that ``restart`` ends
+                if time.monotonic() > self._may_end_until:
+                    raise
             except ray.exceptions.ActorUnavailableError:  # Ray is about to start it again
                 if time.monotonic() > deadline:
                     raise self._not_started(limit_s) from None
-                time.sleep(_POLL_S)
             except ray.exceptions.GetTimeoutError:
                 raise self._not_started(limit_s) from None
             except ray.exceptions.RayActorError as error:  # a call right after ``restart`` may meet the ended process
@@ -219,7 +227,7 @@ class RolloutReplica(ABC):
                     raise ServerError(
                         f"rollout server {self.server_name} has died while it started: {cause_of_death(error)}"
                     ) from error
-                time.sleep(_POLL_S)
+            time.sleep(_POLL_S)
 
     def _not_started(self, limit_s: float) -> ServerError:
         return ServerError(f"rollout server {self.server_name} has not started within {limit_s:g} s")
@@ -229,7 +237,8 @@ class RolloutReplica(ABC):
 
         Requests that it has fail. If it ``waits_for_weights``, it serves again after an update of them.
         """
-        ray.kill(self.server_handle, no_restart=False)
+        self._ended_pid, self._may_end_until = self._pid, time.monotonic() + _RESTART_S
+        ray.kill(self.server_handle, no_restart=False)  # which returns before the process has ended
 
     def shutdown(self) -> None:
         """End a standalone server, and give its devices back."""

@@ -16,6 +16,12 @@ class ServerError(RuntimeError):
     """A server is gone, or did not answer before its deadline; the message names it."""
 
 
+def cause_of(error: Exception) -> Exception:
+    """Return the error that a server has raised, whose message does not begin with Ray's trace, or that of Ray."""
+    cause = getattr(error, "cause", None)  # of a RayTaskError
+    return cause if isinstance(cause, Exception) else error
+
+
 @dataclass
 class TokenOutput:
     """The response to a request.

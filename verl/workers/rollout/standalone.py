@@ -13,7 +13,7 @@ from verl.base_config import WrongInput
 from verl.utils.import_utils import load_extern_type
 from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
-from verl.workers.rollout.server import ServerError
+from verl.workers.rollout.server import ServerError, cause_of
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
@@ -78,6 +78,7 @@ class StandaloneServers:
         count = config.nnodes * (per_node // config.workers_per_engine)
         self.replicas = [replica_class(rank, config, model_config, per_node) for rank in range(count)]
         self.replacements = 0
+        self._pids: dict[str, int] = {}
         self._deadline_s = config.server.heartbeat_timeout
         self._lock = threading.Lock()
         for replica in self.replicas:
@@ -147,13 +148,18 @@ class StandaloneServers:
 
     def _make_ready(self, replica: RolloutReplica) -> None:
         """Wait until a server has started; start it again if its engine has ended."""
+        name = replica.server_name
         try:
-            replica.wait_until_ready()
+            place = replica.wait_until_ready()
         except ServerError as error:
-            self._replace(replica, str(error))
-            replica.wait_until_ready()
+            self._replace(replica, str(cause_of(error)))
+            place = replica.wait_until_ready()
+        if self._pids.get(name, place["pid"]) != place["pid"]:  # Ray starts it without being asked
+            logger.warning("rollout server %s has started again: its process has died", name)
+        self._pids[name] = place["pid"]
 
     def _replace(self, replica: RolloutReplica, why: str) -> None:
         logger.warning("rollout server %s starts again: %s", replica.server_name, why.partition("\n")[0])
         self.replacements += 1
+        self._pids.pop(replica.server_name, None)
         replica.restart()

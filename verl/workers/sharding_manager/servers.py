@@ -15,7 +15,7 @@ from verl.utils import envs
 from verl.utils.device import current_device, get_device_name, get_torch_device
 from verl.utils.faults import is_skipped
 from verl.workers.rollout.checksum import tensor_checksum
-from verl.workers.rollout.server import ServerError
+from verl.workers.rollout.server import ServerError, cause_of
 from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store
 from verl.workers.sharding_manager.weight_sync import WeightSync, WeightSyncError
 
@@ -190,10 +190,13 @@ class ServerWeights:
 
         Raises: ServerError if the server is gone or does not answer; the error of the call.
         """
+        limit_s = self._timeout_s + _GRACE_S
         try:
-            return ray.get(ref, timeout=self._timeout_s + _GRACE_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            raise ServerError(f"{type(error).__name__}: {error}") from error
+            return ray.get(ref, timeout=limit_s)
+        except ray.exceptions.RayActorError as error:
+            raise ServerError(f"its process has died: {error}") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise ServerError(f"it has not answered for {limit_s:g} s") from error
 
     def _call_all(self, names: Mapping[str, Any], call: Callable[[str], Any]) -> dict[str, Any]:
         """Call several servers at the same time; return the results of those that are not lost."""
@@ -230,8 +233,8 @@ class ServerWeights:
         return found
 
     def _lose(self, name: str, error: Exception) -> None:
-        logger.warning("rollout server %s is lost: %s", name, str(error).partition("\n")[0])
-        self.lost[name] = str(error)
+        self.lost[name] = str(cause_of(error))
+        logger.warning("rollout server %s is lost: %s", name, self.lost[name].partition("\n")[0])
         self._targets.pop(name, None)
         self._known.pop(name, None)
 

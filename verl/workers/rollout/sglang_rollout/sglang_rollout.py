@@ -124,6 +124,8 @@ class SGLangRollout(BaseRollout):
             raise ServerError(f"rollout server {self.name}: {what} has taken more than {limit_s:g} s") from None
         except ray.exceptions.RayActorError as error:
             raise ServerError(f"rollout server {self.name}: its process has died: {cause_of_death(error)}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error  # whose message does not begin with Ray's trace
 
     # ---- generation
 
