@@ -24,6 +24,7 @@ LAYOUT = "actor_rollout_ref.actor.megatron"
 MEGATRON = {"--config-name": "ppo_megatron_trainer"}
 ENGINES: dict[str, dict[str, object]] = {
     "fsdp": {},
+    "sglang": {"actor_rollout_ref.rollout.name": "sglang"},
     "megatron tp": MEGATRON | {f"{LAYOUT}.tensor_model_parallel_size": 2},
     "megatron pp": MEGATRON
     | {f"{LAYOUT}.pipeline_model_parallel_size": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2},
@@ -35,6 +36,7 @@ FULL = [
         ("qwen3_vl", "fsdp"),
         ("qwen3_vl_moe", "fsdp"),
         ("glm4v", "fsdp"),
+        ("qwen2_5_vl", "sglang"),
         ("qwen2_5_vl", "megatron tp"),
         ("qwen2_5_vl", "megatron pp"),
         ("qwen3_vl_moe", "megatron tp"),
@@ -97,10 +99,13 @@ def test_images_reach_training_and_generation_alike(
     workspace: Workspace, tmp_path: Path, kind: str, engine: str
 ) -> None:
     """The engine's log-probabilities are the trainer's after updates of the tower, too; an image travels once."""
-    if engine != "fsdp":
+    on_megatron = engine.startswith("megatron")
+    if on_megatron:
         pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    if engine == "sglang":
+        pytest.importorskip("sglang")
     shapes.write(tmp_path, train=32, test=4, supervised=4)
-    model = tiny(tmp_path, kind, 64 if engine == "fsdp" else 128)  # with two key and value heads
+    model = tiny(tmp_path, kind, 128 if on_megatron else 64)  # with two key and value heads
     chosen = overrides(tmp_path, model, 2) | LETTERS | ENGINES[engine]
     run = workspace.train(f"vision_{kind}_{engine.replace(' ', '_')}", chosen)
     side = 64 if kind.startswith("qwen3_vl") else shapes.SIZE  # a multiple of two patches of 16 or 14
@@ -137,6 +142,7 @@ LAYOUTS = ENGINES | {"tensor parallel": TENSOR_PARALLEL, "two servers": TWO_SERV
 LOOKING = [
     pytest.param(kind, engine, tools, marks=pytest.mark.full)
     for kind, engine, tools in (
+        ("qwen2_5_vl", "sglang", 2),
         ("qwen2_5_vl", "two servers", 1),
         ("qwen2_5_vl", "tensor parallel", 2),
         ("qwen2_5_vl", "megatron tp", 2),
@@ -159,6 +165,8 @@ def test_images_and_films_of_tools_are_trained(
     """
     if "megatron" in engine:
         pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    if engine == "sglang":
+        pytest.importorskip("sglang")
     (tmp_path / "tools.yaml").write_text(yaml.dump({"tools": LOOKS[:tools]}))
     shapes.write(tmp_path, train=16, test=4, supervised=4, side=SIDE)
     chosen = (

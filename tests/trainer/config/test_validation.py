@@ -1,6 +1,7 @@
 # ruff: noqa: E501 (one case per line reads as a table)
 """What is refused before anything starts: one message that lists every violation."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -311,6 +312,28 @@ def test_vision_models(base, tmp_path):
     blind = seeing | {"critic.model.path": str(tmp_path / "text")}
     assert "name a vision-language model" in violations(base, blind)["critic.model.path"]
     assert violations(base, {f"{MODEL}.path": str(tmp_path / "text"), "critic.model.path": str(tmp_path)}) == {}
+
+
+@pytest.mark.parametrize(
+    ("family", "engine", "told"),
+    [
+        ("qwen2_5_vl", "sglang", None),
+        ("gemma3", "vllm", None),
+        ("gemma3", "sglang", "takes no vision-language model of model_type 'gemma3', but those of qwen2_vl, "),
+        ("qwen3_moe", "sglang", None),
+        ("qwen3_next", "vllm", None),
+        ("qwen3_next", "sglang", "runs model_type 'qwen3_next' by kernels that a CPU does not have: write vllm"),
+    ],
+)
+def test_models_of_sglang(base, tmp_path, family, engine, told):
+    vision = {"vision_config": {}} if family in ("qwen2_5_vl", "gemma3") else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **vision}))
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    paths = dict.fromkeys((f"{MODEL}.path", "critic.model.path"), str(tmp_path))
+    found = violations(base, paths | {"trainer.n_gpus_per_node": 1, f"{ROLLOUT}.name": engine})
+    assert found.keys() == ({f"{ROLLOUT}.name"} if told else set())
+    if told:
+        assert told in found[f"{ROLLOUT}.name"]
 
 
 def test_vision_towers_that_several_workers_cannot_share(base, tmp_path):

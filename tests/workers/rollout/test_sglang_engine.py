@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.rollout.tiny import VOCABULARY, build_model, disturb
+from verl.workers.engine.fsdp.build import checkpoint_names
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store
 
@@ -114,6 +115,32 @@ def build_llama(tied: bool = False) -> Any:
     return model
 
 
+def build_experts() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        moe_intermediate_size=96,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    torch.manual_seed(1)
+    model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+    model.requires_grad_(False)
+    disturb(model, 0.1, seed=2)
+    return model
+
+
 BUILDERS: dict[str, tuple[Any, dict[str, int]]] = {
     "qwen2": (build_model, {}),
     "qwen2 tied": (partial(build_model, tied=True), {}),
@@ -122,6 +149,9 @@ BUILDERS: dict[str, tuple[Any, dict[str, int]]] = {
     "one key head TP 2": (partial(build_model, tied=True, num_key_value_heads=1), {"tp_size": 2}),
     "llama": (build_llama, {}),
     "llama tied TP 2": (partial(build_llama, tied=True), {"tp_size": 2}),
+    "experts": (build_experts, {}),
+    "experts TP 2": (build_experts, {"tp_size": 2}),
+    "experts EP 2": (build_experts, {"tp_size": 2, "ep_size": 2}),
 }
 
 
@@ -250,7 +280,9 @@ def test_other_seeds_give_other_tokens(running: Running) -> None:
 
 
 def pairs_of(model: Any) -> list[tuple[str, Tensor]]:
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    """Return the weights as a trainer sends them: each expert by itself."""
+    held = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    return list(checkpoint_names(model, held))
 
 
 def send(running: Running, buckets: Sequence[Sequence[tuple[str, Tensor]]], version: int) -> dict[str, Any]:
@@ -340,16 +372,24 @@ def test_weights_by_handles(running: Running, subject: Subject) -> None:
 def broken_updates(pairs: list[tuple[str, Tensor]]) -> dict[str, tuple[list[tuple[str, Tensor]], str]]:
     gone = "model.layers.1.self_attn.k_proj.weight"
     norm = "model.layers.1.input_layernorm.weight"
+    last = next(name for name, _ in reversed(pairs) if "down_proj" in name)
     return {
         "missing": ([pair for pair in pairs if pair[0] != gone], gone),
         "missing and not stacked": ([pair for pair in pairs if pair[0] != norm], norm),
+        "missing at the end of a layer": ([pair for pair in pairs if pair[0] != last], last),
         "unknown": ([*pairs, ("model.layers.9.mlp.up_proj.weight", torch.ones(2, 2))], "model.layers.9.mlp.up_proj.w"),
         "twice": ([*pairs, next(pair for pair in pairs if pair[0] == norm)], f"{norm}' came twice"),
         "of another size": ([*pairs[:-1], (pairs[-1][0], torch.ones(3))], "AssertionError"),
     }
 
 
-@pytest.mark.parametrize("kind", ["missing", "missing and not stacked", "unknown", "twice", "of another size"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("missing", "missing and not stacked", "missing at the end of a layer"),
+        *("unknown", "twice", "of another size"),
+    ],
+)
 def test_an_incomplete_update_leaves_no_usable_engine(running: Running, subject: Subject, kind: str) -> None:
     pairs, told = broken_updates(pairs_of(subject.model))[kind]
     with pytest.raises(RuntimeError, match=re.escape(told)):
@@ -399,7 +439,8 @@ def test_a_request_goes_on_with_new_weights(running: Running, subject: Subject) 
 
 def test_a_start_that_fails(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
-    with pytest.raises(RuntimeError, match="SGLang's engine has not started"):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["Unheard"]}')
+    with pytest.raises(RuntimeError, match="SGLang's engine has not started with Unheard: "):
         ServedEngine(engine_args(tmp_path))
     assert not [each for each in psutil.Process().children() if each not in before and "sglang" in each.name()]
 

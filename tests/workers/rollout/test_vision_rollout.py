@@ -1,5 +1,6 @@
 """Rollouts of prompts with images and videos score what they sample as transformers does, before and after a sync."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from tests.workers.rollout import tiny, vision
 from verl.protocol import DataProto
 from verl.utils.py_functional import object_array
+from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.expansion import ExpansionError, check_expansion
+from verl.workers.rollout.server import TokenOutput
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
-from verl.workers.rollout.vllm_rollout.media import ExpansionError, check_expansion, requests_of
+from verl.workers.rollout.vllm_rollout.media import requests_of
 
 pytest.importorskip("torchvision")
 pytestmark = pytest.mark.timeout(280)
@@ -25,8 +29,13 @@ CASES = [
     ("hf", "glm4v"),
     ("vllm", "qwen2_5_vl"),
     ("vllm", "glm4v"),
+    ("sglang", "qwen2_5_vl"),
     pytest.param("vllm", "qwen2_vl", marks=pytest.mark.full),
     pytest.param("vllm", "qwen3_vl", marks=pytest.mark.full),
+    pytest.param("sglang", "qwen2_vl", marks=pytest.mark.full),
+    pytest.param("sglang", "qwen3_vl", marks=pytest.mark.full),
+    pytest.param("sglang", "qwen3_vl_moe", marks=pytest.mark.full),
+    pytest.param("sglang", "glm4v", marks=pytest.mark.full),
 ]
 
 
@@ -46,19 +55,20 @@ def check_log_probs(rollout: BaseRollout, model: Any, asked: DataProto) -> torch
 
 def check_rollout(rollout: BaseRollout, model: Any, asked: DataProto, other: DataProto) -> None:
     """Generate with some weights, with those of the tower changed, and with other images in the same prompts."""
-    tiny.load_all(rollout, model)
+    vision.load_all(rollout, model)
     first = check_log_probs(rollout, model, asked)
 
     # a change of the vision tower alone: the rollout must not go on with what the old tower saw of the same images
     tiny.disturb(model.model.visual, 0.1, seed=5)
-    tiny.load_all(rollout, model, version=2)
+    vision.load_all(rollout, model, version=2)
     second = check_log_probs(rollout, model, asked)
     assert (first[2:] - second[2:]).abs().amax(dim=1).min() > 0.05
     assert torch.equal(first[:2], second[:2])  # text does not go through the tower
     held = rollout.weights_checksum()
-    for parameter, value in model.named_parameters():
-        found = rollout.source_checksum(parameter, value)
-        assert found is not None and held[found[0]] == int(found[1]), parameter
+    assert rollout.unverified == 0
+    for name, value in vision.pairs_of(rollout, model):
+        found = rollout.source_checksum(name, value)
+        assert found is not None and held[found[0]] == int(found[1]), name
 
     # other images in the same prompts: the rows answer to what they show
     mixed = asked[:4]
@@ -89,19 +99,53 @@ def check_stray_placeholder(rollout: BaseRollout, model: Any, asked: DataProto) 
         torch.testing.assert_close(output.batch["rollout_log_probs"][row, :size], expected, atol=1e-4, rtol=0)
 
 
+def check_turns(rollout: BaseRollout, model: Any, asked: DataProto, unseen: DataProto) -> None:
+    """Images of several turns; a cached prefix counts for the same images only, whatever their tokens are."""
+    params = {"max_tokens": tiny.RESPONSE_LENGTH, "temperature": tiny.TEMPERATURE, "seed": 3, "logprobs": True}
+    raw, media, inputs = (
+        asked.non_tensor_batch[name] for name in ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
+    )
+
+    def ask(ids: list[int], images: list[Any]) -> TokenOutput:
+        return asyncio.run(rollout.generate(ids, params, "turn", multi_modal_data={"image": images}))
+
+    def check(output: TokenOutput, shown: list[dict[str, Any]]) -> None:
+        ids = torch.tensor(output.expanded_prompt_ids + output.token_ids)
+        size = len(output.token_ids)
+        due = vision.log_probs_of_end(model, ids, size, concat_multi_modal_inputs(shown), tiny.TEMPERATURE)
+        torch.testing.assert_close(torch.tensor(output.log_probs), due, atol=1e-4, rtol=0)
+
+    first = ask(list(raw[2]), media[2]["image"])
+    check(first, [inputs[2]])
+    said = [*raw[2], *first.token_ids, *raw[4]]
+    second = ask(said, media[2]["image"] + media[4]["image"])
+    check(second, [inputs[2], inputs[4]])
+    assert second.expanded_prompt_ids[: len(first.expanded_prompt_ids)] == first.expanded_prompt_ids
+    assert second.num_cached_tokens >= len(first.expanded_prompt_ids)
+    third = ask(said, unseen.non_tensor_batch["multi_modal_data"][2]["image"] + media[4]["image"])
+    check(third, [unseen.non_tensor_batch["multi_modal_inputs"][2], inputs[4]])
+    assert third.num_cached_tokens <= list(raw[2]).index(model.config.image_token_id)
+    with pytest.raises(ValueError, match="tokens for 1 images, and 2 come with it"):
+        ask(list(raw[2]), media[4]["image"])
+
+
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_log_probs_of_images_and_videos(name: str, kind: str, tmp_path: Path) -> None:
-    if name == "vllm":
-        pytest.importorskip("vllm")
+def test_log_probs_of_images_and_videos(name: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name != "hf":
+        pytest.importorskip(name)
+    if name == "sglang":
+        request.getfixturevalue("ray_cluster")
     model, model_config = vision.make_model(tmp_path / "model", kind)
     rollout = vision.start(name, model, model_config)
     try:
-        asked, other = (vision.prompts(model_config, tmp_path, seed=seed) for seed in (0, 50))
+        asked, other, unseen = (vision.prompts(model_config, tmp_path, seed=seed) for seed in (0, 50, 90))
         check_rollout(rollout, model, asked, other)
-        if name == "vllm":
+        if name != "hf":
             check_stray_placeholder(rollout, model, asked)
+        if name == "sglang":
+            check_turns(rollout, model, asked, unseen)
     finally:
-        if name == "vllm":
+        if name != "hf":
             rollout.shutdown()
 
 
@@ -119,9 +163,9 @@ def test_other_tokens_of_an_image_are_refused() -> None:
         {"prompt_token_ids": [5, 6]},
         {"prompt_token_ids": [9, 7], "multi_modal_data": {"image": [pixels]}},
     ]
-    check_expansion(asked, requests, [[5, 6], [9, 9, 7]])
+    check_expansion(asked, [None, [9, 9, 7]], "vllm")
     with pytest.raises(ExpansionError, match=r"prompts\[1\]: .* has 4 tokens in the rollout engine and 3 in"):
-        check_expansion(asked, requests, [[5, 6], [9, 9, 9, 7]])
+        check_expansion(asked, [None, [9, 9, 9, 7]], "vllm")
     frames = ({"video": [(np.zeros((2, 3, 4, 4)), {"fps": 1.0})]},)
     asked = DataProto.from_dict(
         tensors={"input_ids": torch.ones(1, 1)}, non_tensors={"multi_modal_data": object_array(frames)}

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import config_rope
 from verl.workers.config import HFModelConfig
+from verl.workers.engine.fsdp.build import checkpoint_names
 from verl.workers.rollout import build_rollout
 from verl.workers.rollout.base import BaseRollout
 
@@ -82,30 +84,52 @@ def prompts(model_config: HFModelConfig, folder: Path, repeat: int = 2, seed: in
     return batch.select(non_tensor_batch_keys=list(names))
 
 
-@torch.no_grad()
+def pairs_of(rollout: BaseRollout, model: Any) -> list[tuple[str, Tensor]]:
+    """Return the weights as engines take them: under the names of a checkpoint, and for ``hf`` under its own."""
+    held = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    return list(held if rollout.config.name == "hf" else checkpoint_names(model, held))
+
+
+def load_all(rollout: BaseRollout, model: Any, version: int = 1) -> None:
+    rollout.begin_update()
+    rollout.load(pairs_of(rollout, model))
+    rollout.finish_update(version)
+
+
 def reference_log_probs(model: Any, asked: DataProto, output: DataProto, temperature: float) -> Tensor:
     """Score the responses row by row by transformers' own forward pass, with transformers' own positions."""
-    rope = config_rope(model.config)
-    family = model.config.model_type
     scores = torch.zeros(output.batch["responses"].shape)
     for row in range(len(output)):
         kept = output.batch["attention_mask"][row].bool()
-        ids = output.batch["input_ids"][row][kept][None]
+        ids = output.batch["input_ids"][row][kept]
         inputs = concat_multi_modal_inputs([asked.non_tensor_batch["multi_modal_inputs"][row]])
-        if family == "qwen2_5_vl" and "video_grid_thw" in inputs:
-            inputs["second_per_grid_ts"] = torch.tensor([4.0])  # two frames at half a frame per second
         length = int(output.batch["response_mask"][row].sum())
-        images, videos = rope.placeholders(ids[0])
-        kinds = (images.int() + 2 * videos.int())[None]
-        kinds[:, -length:] = 0  # what the model wrote is text
-        attention = torch.ones_like(ids)
-        if family == "glm4v":
-            grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
-            positions, _ = model.model.get_rope_index(ids, kinds, **grids, attention_mask=attention)
-            inputs = {"inputs_embeds": merged_embeddings(model, ids, kinds, inputs), "position_ids": positions}
-        else:
-            inputs |= {"input_ids": ids, "mm_token_type_ids": kinds}
-        logits = model(attention_mask=attention, **inputs).logits
-        chosen = torch.log_softmax(logits[0, -length - 1 : -1].float() / temperature, dim=-1)
-        scores[row, :length] = chosen.gather(-1, ids[0, -length:, None])[:, 0]
+        scores[row, :length] = log_probs_of_end(model, ids, length, inputs, temperature)
     return scores
+
+
+@torch.no_grad()
+def log_probs_of_end(model: Any, ids: Tensor, length: int, inputs: dict[str, Any], temperature: float) -> Tensor:
+    """Score the last tokens of a sequence (L,), which the model has sampled; ``inputs`` are those of its images."""
+    rope = config_rope(model.config)
+    family = model.config.model_type
+    if family == "qwen2_5_vl" and "video_grid_thw" in inputs:
+        inputs["second_per_grid_ts"] = torch.tensor([4.0])  # two frames at half a frame per second
+    images, videos = rope.placeholders(ids)
+    kinds = images.int() + 2 * videos.int()
+    kinds[-length:] = 0  # what the model wrote is text
+    as_text = ids.masked_fill((images | videos) & (kinds == 0), 0)  # transformers looks at tokens, too
+    ids, kinds = ids[None], kinds[None]
+    attention = torch.ones_like(ids)
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda module, *unused: F.embedding(ids, module.weight))
+    if family == "glm4v":
+        grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
+        positions, _ = model.model.get_rope_index(ids, kinds, **grids, attention_mask=attention)
+        inputs = {"inputs_embeds": merged_embeddings(model, ids, kinds, inputs), "position_ids": positions}
+    else:
+        inputs |= {"input_ids": as_text[None], "mm_token_type_ids": kinds}
+    logits = model(attention_mask=attention, **inputs).logits
+    hook.remove()
+    chosen = torch.log_softmax(logits[0, -length - 1 : -1].float() / temperature, dim=-1)
+    return chosen.gather(-1, ids[0, -length:, None])[:, 0]

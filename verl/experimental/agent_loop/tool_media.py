@@ -10,6 +10,7 @@ from verl.base_config import WrongInput
 from verl.tools.schemas import ToolResponse
 from verl.utils.dataset.vision_utils import MediaError, MissingVideoSupportError, load_video, process_image
 from verl.utils.vision.positions import media_texts, vision_rope
+from verl.workers.rollout.engine_settings import media_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -64,9 +65,10 @@ class MediaRules:
         rope = None if processor is None else vision_rope(processor)
         tokens = frozenset() if rope is None else rope.media_tokens
         texts = media_texts(rope, tokenizer)
-        engine = OmegaConf.select(config, f"{_ROLLOUT}.engine_kwargs.vllm.limit_mm_per_prompt") or {}
-        limits = {kind: _count(engine.get(kind)) for kind in ("image", "video")}
-        if type(processor).__name__ in _OF_ONE_VIDEO:
+        engine = "sglang" if OmegaConf.select(config, f"{_ROLLOUT}.name") == "sglang" else "vllm"
+        given, _ = media_settings(engine, OmegaConf.select(config, f"{_ROLLOUT}.engine_kwargs.{engine}") or {})
+        limits = {kind: _count(given.get(kind)) for kind in ("image", "video")}
+        if engine == "vllm" and type(processor).__name__ in _OF_ONE_VIDEO:
             limits["video"] = 1 if limits["video"] is None else min(limits["video"], 1)
         images = OmegaConf.select(config, f"{_ROLLOUT}.limit_images")
         return cls(processor, tokens, texts, limits if images is None else {**limits, "image": images})

@@ -2,6 +2,15 @@
 
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 """Values of ``model_type`` that are transformers' own; docs/advance/multi_modal.md says how to add one."""
+SGLANG_VISION_FAMILIES = VISION_FAMILIES
+"""Families whose images and videos SGLang takes, and scores as transformers does."""
+SGLANG_KERNEL_FAMILIES = (
+    *("falcon_h1", "falcon_mamba", "granitemoehybrid", "jet_nemotron", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
+    *("mamba2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zaya"),
+    *("gpt_oss", "qwen2_moe"),
+)
+"""Families that SGLang runs by kernels only: layers of states or short convolutions, attention with sinks, gated shared
+experts."""
 REMOTE_FAMILIES = ("kimi_vl", "minicpmo")
 """Values of ``model_type`` whose code is remote, in the model's repository; see ``verl.models.transformers.remote``."""
 SHARED_FAMILIES = (*VISION_FAMILIES, *REMOTE_FAMILIES)

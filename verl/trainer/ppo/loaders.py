@@ -17,6 +17,7 @@ from verl.utils.dataset.factory import stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
 from verl.workers.config.rollout import serves
+from verl.workers.rollout.engine_settings import media_settings
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -97,8 +98,9 @@ def complete_data_node(config: DictConfig) -> None:
         if OmegaConf.select(config, "data.seed") is None:
             config.data.seed = config.trainer.seed
         config.data.limit_images = OmegaConf.select(config, f"{rollout}.limit_images")
-        for name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
-            config.data[name] = OmegaConf.select(config, f"{rollout}.engine_kwargs.vllm.{name}")
+        engine = "sglang" if OmegaConf.select(config, f"{rollout}.name") == "sglang" else "vllm"
+        options = OmegaConf.select(config, f"{rollout}.engine_kwargs.{engine}") or {}
+        config.data.limit_mm_per_prompt, config.data.mm_processor_kwargs = media_settings(engine, options)
         config.data.prompt_tools = _prompt_tools(config)
 
 

@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 
@@ -34,8 +36,11 @@ def apply(batch_invariant: bool) -> None:
     answer_aborted()
     end_at_own_tokens()
     penalise_tokens_of_prompts()
+    skip_experts_of_others()
     if is_supported():
         draw_by_seeds()
+        see_frame_by_frame()
+        name_channels()
     if batch_invariant:
         choose_products()
 
@@ -146,10 +151,11 @@ def _seed_of(request: Any) -> int:
 def choose_products() -> None:
     """Compute the products of layers that are not quantized on blocks of rows, on a CPU.
 
-    Versions: 0.5.21 to 0.5.23. The attention of a CPU looks at one request at a time already; layers of experts stay
-    as they are. Remove when SGLang's batch-invariant mode works on a CPU.
+    Versions: 0.5.21 to 0.5.23. The attention of a CPU looks at one request at a time already. Remove when SGLang's
+    batch-invariant mode works on a CPU.
     """
     from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
     if get_device_name() != "cpu":
@@ -167,6 +173,34 @@ def choose_products() -> None:
     if not has_kernels():  # which pack the weights
         UnquantizedLinearMethod.apply = apply_on_blocks
         LogitsProcessor._compute_lm_head = compute_on_blocks
+        fused_moe_native.F = SimpleNamespace(linear=product_on_blocks, silu=F.silu, gelu=F.gelu)
+
+
+def skip_experts_of_others() -> None:
+    """Let a rank with some of the experts compute nothing for tokens that go to others, on a CPU without kernels.
+
+    Versions: 0.5.21 to 0.5.23, whose experts in torch take the number -1 of an expert elsewhere for an index. Remove
+    when they do not.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    if get_device_name() != "cpu":
+        return
+    compute = fused_moe_native.moe_forward_native
+
+    def compute_own(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Tensor:
+        experts = topk_output.topk_ids
+        elsewhere = experts < 0
+        if not elsewhere.any():
+            return compute(layer, x, topk_output, moe_runner_config)
+        ones = topk_output._replace(  # one expert for each row, since it counts an expert once in a row
+            topk_ids=experts.masked_fill(elsewhere, 0).reshape(-1, 1),
+            topk_weights=topk_output.topk_weights.masked_fill(elsewhere, 0.0).reshape(-1, 1),
+        )
+        rows = x.repeat_interleave(experts.shape[1], dim=0)
+        return compute(layer, rows, ones, moe_runner_config).reshape(len(x), -1, x.shape[-1]).sum(dim=1)
+
+    fused_moe_native.moe_forward_native = compute_own
 
 
 @contextmanager
@@ -314,6 +348,49 @@ def answer_calls(
         return CheckWeightsReqOutput(success=not errors, message=message)
 
     SchedulerWeightUpdaterManager.check_weights = check_or_serve
+
+
+def take_encoded_media(manager: Any) -> None:
+    """Let requests to a tokenizer manager bring what a processor has made of their images and videos.
+
+    Versions: 0.5.21 to 0.5.23, whose processors encode a prompt again, and choose pixels and positions by rules of
+    their own. ``image_data`` is then one ``MultimodalProcessorOutput``. Remove when requests may hold one.
+    """
+
+    async def given(image_data: list[Any], **unused: Any) -> Any:
+        return image_data[0]
+
+    if manager.mm_processor is not None:
+        manager.mm_processor.process_mm_data_async = given
+
+
+def see_frame_by_frame() -> None:
+    """Let each patch of a video attend to its own frame in the tower of Qwen2.5-VL, as transformers does.
+
+    Versions: 0.5.21 to 0.5.23, whose layers of full attention attend over all frames. Remove when they do not.
+    """
+    from sglang.srt.models.qwen2_5_vl import Qwen2_5_VisionTransformer
+
+    forward = Qwen2_5_VisionTransformer.forward
+
+    def forward_frames(self: Any, x: Tensor, grid_thw: Tensor) -> Tensor:
+        grids = torch.repeat_interleave(grid_thw, grid_thw[:, 0], dim=0)
+        grids[:, 0] = 1
+        frames: Tensor = forward(self, x, grids)
+        return frames
+
+    Qwen2_5_VisionTransformer.forward = forward_frames
+
+
+def name_channels() -> None:
+    """Give the configuration of Qwen2-VL's tower the name ``in_chans``, which files that transformers 5 writes lack.
+
+    Versions: 0.5.21 to 0.5.23, which read it. Remove when they read ``in_channels``.
+    """
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+
+    if "in_chans" not in Qwen2VLVisionConfig.__dict__:
+        Qwen2VLVisionConfig.attribute_map = {**Qwen2VLVisionConfig.attribute_map, "in_chans": "in_channels"}
 
 
 def forget_images() -> None:

@@ -167,6 +167,11 @@ def take_fetched_bytes() -> int:
     return fetched
 
 
+def count_fetched(rows: Iterable[SharedRow | RowObject | None]) -> None:
+    """Add the bytes of distinct handles that another process of this engine fetches to those of this process."""
+    _CACHE.fetched += sum(row.num_bytes for row in {row for row in rows if isinstance(row, SharedRow)})
+
+
 def concat_multi_modal_inputs(rows: Iterable[SharedRow | RowObject | None]) -> dict[str, Any]:
     """Join the processor's tensors of the rows along dim 0, in row order; handles are resolved."""
     return extract_multi_modal_inputs(resolve(rows))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from verl.base_config import MOST_INTEGER, BaseConfig, ConfigError, Violation, matches, one_line, setting, type_hints
+from verl.models.transformers.names import SGLANG_KERNEL_FAMILIES, SGLANG_VISION_FAMILIES
 from verl.utils.fs import unreadable_kind
 from verl.utils.hub import hub_problems, model_folder
 from verl.workers.config.tokenizer_files import TOKENIZER_SUFFIXES, tokenizer_problems
@@ -415,6 +416,19 @@ def quantized_problem(hf_config: Mapping[str, Any]) -> Iterator[str]:
             f"its weights are quantized (quantization_config.quant_method={method}), and quantized weights are not "
             "trained: name a folder with its weights in bfloat16, and without quantization_config"
         )
+
+
+def sglang_problem(family: str | None, sees_images: bool, lacks_kernels: bool) -> str | None:
+    """Return why SGLang cannot generate with a family of models; None if it can, or if that is not known.
+
+    Args: ``family`` is the ``model_type``; ``lacks_kernels`` tells a CPU without SGLang's kernel package.
+    """
+    if sees_images and family not in SGLANG_VISION_FAMILIES:
+        known = ", ".join(SGLANG_VISION_FAMILIES)
+        return f"takes no vision-language model of model_type {family!r}, but those of {known}: write vllm"
+    if lacks_kernels and family in SGLANG_KERNEL_FAMILIES:
+        return f"runs model_type {family!r} by kernels that a CPU does not have: write vllm"
+    return None
 
 
 def flat_overrides(override_config: Mapping[str, Any]) -> dict[str, Any]:

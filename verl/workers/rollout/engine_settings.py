@@ -1,7 +1,8 @@
 """What all engines read of the config: context, layout, key-value cache, and whether batches may matter."""
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +17,22 @@ if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
 
 _NODE = "actor_rollout_ref.rollout"
+
+
+def media_settings(engine: str, engine_kwargs: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return how many images and videos a prompt may have, by kind, and the arguments of the model's processor.
+
+    Args: ``engine_kwargs`` are those of the engine, as its own names have them.
+    """
+    limits: Mapping[str, int] | None
+    options: Mapping[str, Any] | None
+    if engine == "sglang":
+        given = engine_kwargs.get("mm_process_config") or {}
+        limits = engine_kwargs.get("limit_mm_data_per_request")
+        options = {f"{kind}s_kwargs": dict(given[kind]) for kind in ("image", "video") if given.get(kind)}
+    else:
+        limits, options = (engine_kwargs.get(name) for name in ("limit_mm_per_prompt", "mm_processor_kwargs"))
+    return dict(limits or {}), dict(options or {})
 
 
 class ContextLengthError(WrongInput, AssertionError):

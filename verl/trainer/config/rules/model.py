@@ -19,6 +19,7 @@ from verl.workers.config.model import (
     positions_of,
     quantized_problem,
     read_config_json,
+    sglang_problem,
 )
 from verl.workers.config.tokenizer_files import tokenizer_problems
 
@@ -133,9 +134,10 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
     if isinstance(shared.actor, FSDPActorConfig):
         ulysses = shared.actor.ulysses_sequence_parallel_size
         yield from head_rules(hf_config, f"{ACTOR}.ulysses_sequence_parallel_size", ulysses, "Ulysses ranks")
-    if rollout.name == "sglang" and "vision_config" in hf_config:
-        expected = "takes no images so far: write vllm for a vision-language model"
-        yield Violation("actor_rollout_ref.rollout.name", rollout.name, expected)
+    family = hf_config.get("model_type")
+    lacks_kernels = run.trainer.device == "cpu" and importlib.util.find_spec("sgl_kernel") is None
+    if rollout.name == "sglang" and (problem := sglang_problem(family, "vision_config" in hf_config, lacks_kernels)):
+        yield Violation("actor_rollout_ref.rollout.name", rollout.name, problem)
     if rollout.name != "hf":
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         yield from head_rules(hf_config, key, rollout.tensor_model_parallel_size, "tensor-parallel ranks")

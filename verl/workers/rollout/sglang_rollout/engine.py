@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.sglang import import_sglang, patch
+from verl.workers.config.model import read_config_json
 from verl.workers.rollout.sglang_rollout import engine_process
 from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder, unlink_shared_memory
 from verl.workers.rollout.sglang_rollout.requests import GRAMMARS
@@ -26,6 +27,7 @@ from verl.workers.rollout.weight_channel import Layout
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +65,15 @@ class ServedEngine:
                     custom_sigquit_handler=_nothing, **args
                 )
         except Exception as error:
-            why = f"SGLang's engine has not started: {error}{self._log.tail()}"
+            families = ", ".join(read_config_json(args["model_path"]).get("architectures") or ["a model"])
+            why = f"SGLang's engine has not started with {families}: {error}{self._log.tail()}"
             self._processes = [each for each in multiprocessing.active_children() if each not in before]
             self.stop()
             raise RuntimeError(why) from error
         atexit.unregister(self._engine.shutdown)  # it ends all children of this process, whoever started them
         self._processes = [each for each in multiprocessing.active_children() if each not in before]
         self._manager: Any = self._engine.tokenizer_manager
+        patch.take_encoded_media(self._manager)
         has_readers = self._engine.server_args.dp_size > 1  # of the counters by which requests are distributed
         unlink_shared_memory(self.pids, None if has_readers else self._engine.port_args.instance_id)
         watchdog = self._manager._subprocess_watchdog
@@ -166,10 +170,11 @@ class ServedEngine:
         rid: str,
         *,
         return_logprob: bool,
-        image_data: Any = None,
+        media: "MultimodalProcessorOutput | None" = None,
     ) -> dict[str, Any]:
         """Return SGLang's result: ``output_ids`` and ``meta_info``.
 
+        Args: ``media`` are the images and videos of ``input_ids``, which have all of their tokens.
         Raises: ValueError for a request that SGLang refuses; RuntimeError without usable weights.
         """
         self._check_usable()
@@ -182,7 +187,7 @@ class ServedEngine:
             result = await self._engine.async_generate(
                 input_ids=input_ids,
                 sampling_params=sampling_params,
-                image_data=image_data,
+                image_data=None if media is None else [media],
                 return_logprob=return_logprob,
                 rid=key,
             )

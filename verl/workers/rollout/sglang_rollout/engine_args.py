@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from verl.base_config import WrongInput
 from verl.utils.device import get_device_name
 from verl.utils.engine_arguments import sglang_arguments
-from verl.workers.config.model import flat_overrides
+from verl.utils.sglang import has_kernels
+from verl.workers.config.model import flat_overrides, sglang_problem
 from verl.workers.rollout.engine_settings import check_context, check_prefill, cpu_cache_tokens, engine_dtype
 
 if TYPE_CHECKING:
@@ -85,3 +86,7 @@ def _check_model(model_config: "HFModelConfig") -> None:
             f"actor_rollout_ref.model.hf_config_path={model_config.hf_config_path}: SGLang reads config.json in the "
             "folder of the weights: write null, and changes into override_config"
         )
+    hf_config = model_config.hf_config
+    lacks_kernels = get_device_name() == "cpu" and not has_kernels()
+    if problem := sglang_problem(hf_config.model_type, hasattr(hf_config, "vision_config"), lacks_kernels):
+        raise WrongInput(f"actor_rollout_ref.rollout.name=sglang: {problem}")

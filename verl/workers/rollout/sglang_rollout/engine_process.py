@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.utils.sglang import patch
-from verl.workers.rollout.sglang_rollout.weights import EngineWeights, deserialized
+from verl.workers.rollout.sglang_rollout.weights import EngineWeights, UnknownTensorError, deserialized
 from verl.workers.rollout.weight_channel import Bucket, Layout, Rendezvous, WeightGroup, read_shared
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class WeightReceiver:
         self._tp_rank: int = parallel.tp_rank
         replica = parallel.dp_rank if parallel.dp_size > 1 else 0  # without attention of data-parallel ranks
         self._rank: int = 1 + (replica or 0) * parallel.tp_size + parallel.tp_rank
-        self._weights = EngineWeights(runner.model, is_part=parallel.pp_size > 1 or parallel.ep_size > 1)
+        self._has_stages: bool = parallel.pp_size > 1
+        self._weights = EngineWeights(runner.model, is_part=self._has_stages or parallel.ep_size > 1)
         self._group: WeightGroup | None = None
 
     def ping(self) -> None:
@@ -134,13 +135,33 @@ class WeightReceiver:
         """
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-        self._weights.check_complete()
+        self._check_complete()
         _check(self._manager.end_weight_update(EndWeightUpdateReqInput()))
         unverified = self._weights.verify()
         if not self._manager.flush_cache(empty_cache=self._device.type != "cpu"):  # else it collects garbage
             raise RuntimeError("weight sync: requests run during an update, and hold keys and values of other weights")
         patch.forget_images()
         return {"checksums": self._weights.received, "unverified": unverified}
+
+    def _check_complete(self) -> None:
+        """Raise RuntimeError on all ranks if one lacks tensors, or if none has a place for one.
+
+        Ranks may hold different experts, and SGLang's end of an update waits for all ranks.
+        """
+        error = None
+        try:
+            self._weights.check_complete()
+        except RuntimeError as missing:
+            error = str(missing)
+        group = self._manager.tp_cpu_group
+        found: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+        torch.distributed.all_gather_object(found, (error, self._weights.ignored), group=group)
+        errors = dict.fromkeys(each for each, _ in found if each is not None)
+        if errors:
+            raise RuntimeError("; ".join(errors))
+        nowhere = set.intersection(*(ignored for _, ignored in found))
+        if nowhere and not self._has_stages:  # other stages have other layers
+            raise UnknownTensorError(min(nowhere))
 
     def abort(self) -> None:
         """Close the model, whatever it holds."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verl.base_config import WrongInput
 from verl.workers.rollout.base import eos_token_ids
 from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
+from verl.workers.rollout.sglang_rollout.media import MediaForm, Prompt
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
@@ -31,6 +32,14 @@ _OURS = (
 
 
 @dataclass(frozen=True)
+class Request:
+    """A prompt with one token for each of its images and videos, and these by kind."""
+
+    token_ids: list[int]
+    media: Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
 class EngineParams:
     """SGLang's parameters of a request, and whether it returns log-probabilities."""
 
@@ -42,7 +51,7 @@ class RequestForm:
     """Turns what a caller sends into what SGLang takes.
 
     Args: ``context_length`` is the limit of prompt and response; ``vocab_size`` is that of the engine; ``draw_seed``
-        gives a seed to a request that has none.
+        gives a seed to a request that has none; ``media`` is None for a model that reads text only.
     """
 
     def __init__(
@@ -52,6 +61,7 @@ class RequestForm:
         context_length: int,
         vocab_size: int,
         draw_seed: Callable[[], int],
+        media: MediaForm | None = None,
     ) -> None:
         from sglang.srt.sampling.sampling_params import SamplingParams as Known
 
@@ -59,6 +69,7 @@ class RequestForm:
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._draw_seed = draw_seed
+        self._media = media
         self._end_token_ids = [] if config.ignore_eos else eos_token_ids(model_config.eos_token_id)
         self._known_class: Any = Known
         self._known = [name for name in inspect.signature(Known).parameters if name not in _OURS]
@@ -69,10 +80,11 @@ class RequestForm:
         request_id: str,
         image_data: Sequence[Any] | None = None,
         multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the tokens of a prompt.
+    ) -> Request:
+        """Return the prompt; ``image_data`` is the established form of ``multi_modal_data={"image": ...}``.
 
-        Raises: WrongInput for an empty prompt, for a token that the model does not have, and for images and videos.
+        Raises: WrongInput for an empty prompt, for a token that the model does not have, and for images and videos that
+            the model does not take.
         """
         ids = [int(token) for token in prompt_ids]
         if not ids:
@@ -82,28 +94,51 @@ class RequestForm:
             raise WrongInput(
                 f"request {request_id}: the prompt has token {wrong}; the model's are 0 to {self._vocab_size - 1}"
             )
-        if image_data or any((multi_modal_data or {}).values()):
+        media = dict(multi_modal_data or {}) | ({"image": list(image_data)} if image_data else {})
+        media = {kind: items for kind, items in media.items() if items}
+        if media and self._media is None:
             raise WrongInput(
-                f"request {request_id}: the prompt has images or videos, which are not supported with "
-                "actor_rollout_ref.rollout.name=sglang: write vllm"
+                f"request {request_id}: the prompt has images or videos, and the model of "
+                "actor_rollout_ref.model.path reads text only"
             )
-        return ids
+        return Request(ids, media)
+
+    def expanded(self, request: Request) -> Prompt:
+        """Return the prompt as the engine takes it; this runs the processor of images and videos.
+
+        Raises: WrongInput for images or videos that do not fit the prompt.
+        """
+        if not request.media:
+            return Prompt(request.token_ids)
+        assert self._media is not None, "request refuses images and videos without it"
+        return self._media.expand(request.token_ids, request.media)
+
+    def fitted(self, params: EngineParams, prompt_length: int) -> dict[str, Any]:
+        """Return SGLang's parameters for a prompt that has all tokens of its images and videos.
+
+        Raises: WrongInput if it leaves no room for a token.
+        """
+        return params.values | {"max_new_tokens": min(params.values["max_new_tokens"], self._room(prompt_length))}
 
     def params(self, given: SamplingParams, prompt_length: int) -> EngineParams:
         """Return SGLang's parameters of a request.
 
         Raises: WrongInput for an option that the engine does not have or cannot serve.
         """
+        room = self._room(prompt_length)
+        try:
+            return self._checked(dict(given), room)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise WrongInput(f"sampling parameters {dict(given)}: {error}") from error
+
+    def _room(self, prompt_length: int) -> int:
         room = self._context_length - prompt_length
         if room < 1:
             raise WrongInput(
                 f"the prompt has {prompt_length} tokens and the engine's context {self._context_length}: lower the "
                 "length of the prompt, or raise actor_rollout_ref.rollout.max_model_len"
             )
-        try:
-            return self._checked(dict(given), room)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise WrongInput(f"sampling parameters {dict(given)}: {error}") from error
+        return room
 
     def _checked(self, given: dict[str, Any], room: int) -> EngineParams:
         wanted = given.pop("logprobs", None)
@@ -164,7 +199,9 @@ def _check_types(values: dict[str, Any]) -> None:
         values["logit_bias"] = bias
 
 
-def token_output(result: Mapping[str, Any], params: EngineParams, arrived: float, started: float) -> TokenOutput:
+def token_output(
+    result: Mapping[str, Any], prompt: Prompt, params: EngineParams, arrived: float, started: float
+) -> TokenOutput:
     """Return the result of a request that the engine has ended just now.
 
     Args: ``arrived`` and ``started`` are when the server and the engine got it, in monotonic seconds.
@@ -177,6 +214,7 @@ def token_output(result: Mapping[str, Any], params: EngineParams, arrived: float
         finish_reason=(meta["finish_reason"] or {}).get("type"),
         versions=_versions(meta, len(tokens)),
         num_cached_tokens=int(meta.get("cached_tokens") or 0),
+        expanded_prompt_ids=None if prompt.media is None else prompt.token_ids,
         queue_s=started - arrived,
         sample_s=time.monotonic() - started,
     )

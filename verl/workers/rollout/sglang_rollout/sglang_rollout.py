@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
-from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, get_visible_devices_keyword
 from verl.utils.faults import fault_point
+from verl.utils.vision.multi_modal import count_fetched
 from verl.workers.rollout.base import (
     BaseRollout,
     Bucket,
@@ -27,6 +28,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.engine_group import EngineGroup
 from verl.workers.rollout.engine_settings import check_parallel_sizes
+from verl.workers.rollout.expansion import check_expansion
 from verl.workers.rollout.replica import MOST_CALLS, cause_of_death
 from verl.workers.rollout.server import FULL, SamplingParams, ServerError, TokenOutput
 from verl.workers.rollout.sglang_rollout.engine_args import build_engine_args
@@ -132,20 +134,21 @@ class SGLangRollout(BaseRollout):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate a response for each prompt; see ``BaseRollout``.
 
-        Raises: RuntimeError without usable weights; ValueError if a prompt is too long, or has images; ServerError if
-            the engine is gone.
+        Raises: RuntimeError without usable weights, or if the engine turns images into other tokens than the data set;
+            ValueError if a prompt is too long; ServerError if the engine is gone.
         """
         self._check_usable()
         token_ids = prompt_token_ids(prompts)
         room = self.config.context_length - self.config.response_length
         check_prompt_lengths(token_ids, tensors_of(prompts)["attention_mask"], room)
-        _check_media(prompts)
+        media = prompts.non_tensor_batch.get("multi_modal_data")
         params = self._sampling_params(prompts)
         step = prompts.meta_info.get("global_steps")
         started = time.perf_counter()
         with preserved_random_state():
-            outputs = self._group.by_leader(lambda: self._generate(token_ids, params, step))
+            outputs = self._group.by_leader(lambda: self._generate(token_ids, params, media, step))
         elapsed = time.perf_counter() - started
+        check_expansion(prompts, [output.expanded_prompt_ids for output in outputs], "sglang")
         responses = [output.token_ids for output in outputs]
         log_probs = [output.log_probs or [] for output in outputs] if self.config.calculate_log_probs else None
         truncated = sum(output.finish_reason == FULL for output in outputs)
@@ -162,12 +165,14 @@ class SGLangRollout(BaseRollout):
         return [{**common, "seed": seed} for seed in seeds]
 
     def _generate(
-        self, token_ids: list[list[int]], params: list[SamplingParams], step: int | None
+        self, token_ids: list[list[int]], params: list[SamplingParams], media: np.ndarray | None, step: int | None
     ) -> list[TokenOutput]:
         if self._is_paused:
             self._ask("resume")
             self._is_paused = False
-        answer = self._server.generate_batch.remote(token_ids, params, f"batch {next(self._batches)}")
+        shown = None if media is None else list(media)
+        count_fetched(shown or ())  # by the server, which is on this node
+        answer = self._server.generate_batch.remote(token_ids, params, f"batch {next(self._batches)}", shown)
         try:
             fault_point("generate", rank=envs.integer("RANK", 0), step=step)
             return list(self._answer_of_living(answer))
@@ -318,13 +323,3 @@ def _handles_of(bucket: Bucket) -> str:
     from verl.workers.rollout.sglang_rollout.weights import serialized
 
     return serialized(bucket)
-
-
-def _check_media(prompts: DataProto) -> None:
-    media = prompts.non_tensor_batch.get("multi_modal_data")
-    for row, data in enumerate(() if media is None else media):
-        if data:
-            raise WrongInput(
-                f"prompts[{row}] has images or videos, which are not supported with "
-                "actor_rollout_ref.rollout.name=sglang: write vllm"
-            )

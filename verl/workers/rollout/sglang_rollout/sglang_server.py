@@ -1,11 +1,12 @@
 """The actor that owns an SGLang engine, and the replicas of both placements."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.utils import envs
 from verl.utils.net_utils import get_free_port
+from verl.utils.vision.multi_modal import SharedRow, resolve
 from verl.workers.rollout.engine_server import EngineServer, OpenRequest
 from verl.workers.rollout.engine_settings import is_batch_invariant
 from verl.workers.rollout.replica import RolloutReplica
@@ -15,7 +16,7 @@ from verl.workers.rollout.sglang_rollout.engine_args import LONGER_CONTEXT, buil
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
     from verl.workers.rollout.sglang_rollout.engine import ServedEngine
-    from verl.workers.rollout.sglang_rollout.requests import EngineParams, RequestForm
+    from verl.workers.rollout.sglang_rollout.requests import EngineParams, Request, RequestForm
 
 Actor = Any  # Ray's actor handles have no static type
 
@@ -24,29 +25,38 @@ class SGLangServer(EngineServer):
     """An SGLang engine in processes of its own; see ``EngineServer``."""
 
     _engine: "ServedEngine"
+    _form: "RequestForm"
 
     def _start_engine(self, model_config: "HFModelConfig") -> "tuple[ServedEngine, RequestForm]":
         envs.write_default(LONGER_CONTEXT)
         args = build_engine_args(self.config, model_config, self._is_hybrid)
         from verl.workers.rollout.sglang_rollout.engine import ServedEngine
+        from verl.workers.rollout.sglang_rollout.media import media_form
         from verl.workers.rollout.sglang_rollout.requests import RequestForm
 
+        media = media_form(self.config, model_config)
         engine = ServedEngine({"nccl_port": get_free_port()} | args, is_batch_invariant(self.config))
         seeds = self.seeds
+        context_length = self.config.context_length
         form = RequestForm(
-            self.config, model_config, self.config.context_length, engine.vocab_size, lambda: int(seeds.draw(1))
+            self.config, model_config, context_length, engine.vocab_size, lambda: int(seeds.draw(1)), media
         )
         return engine, form
 
-    async def _answer(self, entry: OpenRequest, request: list[int], params: "EngineParams") -> TokenOutput:
+    async def _answer(self, entry: OpenRequest, request: "Request", params: "EngineParams") -> TokenOutput:
         from verl.workers.rollout.sglang_rollout.requests import token_output
 
+        form = self._form
+        prompt = await asyncio.to_thread(form.expanded, request) if request.media else form.expanded(request)
+        values = form.fitted(params, len(prompt.token_ids))
         try:
-            result = await self._engine.generate(request, params.values, entry.key, return_logprob=params.log_probs)
+            result = await self._engine.generate(
+                prompt.token_ids, values, entry.key, return_logprob=params.log_probs, media=prompt.media
+            )
         except asyncio.CancelledError:
             await asyncio.shield(self._engine.abort(entry.key))
             raise
-        return token_output(result, params, entry.arrived, entry.started_at)
+        return token_output(result, prompt, params, entry.arrived, entry.started_at)
 
 
 class HybridSGLangServer(SGLangServer):
@@ -62,15 +72,23 @@ class HybridSGLangServer(SGLangServer):
             super()._offer_fault()
 
     async def generate_batch(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], batch_id: str
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        batch_id: str,
+        media: Sequence[SharedRow | Mapping[str, Any] | None] | None = None,
     ) -> list[TokenOutput]:
         """Continue several prompts; an error of one ends all.
 
+        Args: ``media`` are the ``multi_modal_data`` of the prompts, or handles to them.
         Raises: what ``generate`` raises.
         """
-        rows = zip(prompts, params, strict=True)
+        shown: Sequence[Any] = [None] * len(prompts)
+        if media is not None:
+            shown = await asyncio.to_thread(resolve, media)  # it waits for Ray
         tasks = [
-            asyncio.create_task(self.generate(ids, given, f"{batch_id}/{row}")) for row, (ids, given) in enumerate(rows)
+            asyncio.create_task(self.generate(ids, given, f"{batch_id}/{row}", multi_modal_data=data))
+            for row, (ids, given, data) in enumerate(zip(prompts, params, shown, strict=True))
         ]
         try:
             return await asyncio.gather(*tasks)

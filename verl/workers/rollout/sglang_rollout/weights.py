@@ -42,6 +42,13 @@ class Write:
     checksum: Tensor | None
 
 
+class UnknownTensorError(RuntimeError):
+    """No rank has a place for a tensor."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"weight sync: the rollout engine's model has no tensor {name!r}")
+
+
 class EngineWeights:
     """The weights of one rank's SGLang model, changed completely or not at all.
 
@@ -60,6 +67,11 @@ class EngineWeights:
     def received(self) -> dict[str, int]:
         """The checksum of each tensor that has arrived in this update."""
         return {name: int(value) for name, value in self._received.items()}
+
+    @property
+    def ignored(self) -> set[str]:
+        """The tensors of this update that this rank has no place for."""
+        return self._received.keys() - self._taken
 
     def begin(self) -> None:
         """Forget the last update."""
@@ -84,7 +96,7 @@ class EngineWeights:
         self._taken |= record.taken
         ignored = [] if self._is_part else [name for name, _ in bucket if name not in record.taken]
         if ignored:
-            raise RuntimeError(f"weight sync: the rollout engine's model has no tensor {ignored[0]!r}")
+            raise UnknownTensorError(ignored[0])
 
     def check_complete(self) -> None:
         """Raise RuntimeError naming the tensors that did not arrive."""

@@ -24,10 +24,6 @@ Request = dict[str, Any]
 """A prompt for vLLM: ``prompt_token_ids``, and ``multi_modal_data`` if it has images or videos."""
 
 
-class ExpansionError(RuntimeError):
-    """The engine turned the images or videos of a prompt into other tokens than the data set did."""
-
-
 def media_arguments(config: "RolloutConfig") -> dict[str, bool | dict[str, int]]:
     """Return the engine's arguments for a vision model, which needs its tokenizer to turn images into tokens."""
     from vllm.engine.arg_utils import EngineArgs
@@ -59,24 +55,6 @@ def media_of(data: Mapping[str, Any]) -> Request:
     unsampled = {"do_sample_frames": False}
     chosen = [(frames, metadata | unsampled) for frames, metadata in data["video"]]  # where vLLM's GLM-4V reads it
     return {"multi_modal_data": {**data, "video": chosen}, "mm_processor_kwargs": unsampled}
-
-
-def check_expansion(prompts: DataProto, requests: Sequence[Request], expanded: Sequence[Sequence[int]]) -> None:
-    """Check that the engine saw the same tokens as training sees.
-
-    Raises: ExpansionError naming the row.
-    """
-    for row, (request, tokens) in enumerate(zip(requests, expanded, strict=True)):
-        if "multi_modal_data" not in request:
-            continue
-        assert prompts.batch is not None
-        due = prompts.batch["input_ids"][row][prompts.batch["attention_mask"][row].bool()].tolist()
-        if list(tokens) != due:
-            raise ExpansionError(
-                f"prompts[{row}]: the prompt with its images has {len(tokens)} tokens in the rollout engine and "
-                f"{len(due)} in the data set: set the same mm_processor_kwargs for both, in "
-                "actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs, or update vLLM and transformers"
-            )
 
 
 def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> None:

@@ -24,8 +24,9 @@ from verl.workers.rollout.base import (
     sampling_values,
 )
 from verl.workers.rollout.engine_settings import is_batch_invariant
+from verl.workers.rollout.expansion import check_expansion
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
-from verl.workers.rollout.vllm_rollout.media import Request, check_expansion, requests_of, use_training_positions
+from verl.workers.rollout.vllm_rollout.media import Request, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.requests import flat_log_probs
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
 
@@ -90,7 +91,11 @@ class vLLMRollout(BaseRollout):
         with preserved_random_state():
             finished = self._run(requests, params, prompts.meta_info.get("global_steps"))
         elapsed = time.perf_counter() - started
-        check_expansion(prompts, requests, [output.prompt_token_ids or [] for output in finished])
+        expanded = [
+            (output.prompt_token_ids or []) if "multi_modal_data" in request else None
+            for request, output in zip(requests, finished, strict=True)
+        ]
+        check_expansion(prompts, expanded, "vllm")
         outputs = [output.outputs[0] for output in finished]
         responses = [list(output.token_ids) for output in outputs]
         log_probs = [flat_log_probs(output) for output in outputs] if self.config.calculate_log_probs else None
