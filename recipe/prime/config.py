@@ -142,7 +142,7 @@ class PRIMEModelConfig(RewardModelModelConfig):
     def as_model_config(self) -> HFModelConfig:
         """Return the node from which the engine builds the model that learns."""
         shared = ("path", "tokenizer_path", "external_lib", "trust_remote_code", "use_shm", "use_remove_padding")
-        own = ("enable_gradient_checkpointing", "use_fused_kernels", "fused_kernel_options")
+        own = ("use_prefix_sharing", "enable_gradient_checkpointing", "use_fused_kernels", "fused_kernel_options")
         return HFModelConfig(**{name: self[name] for name in shared + own})
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl.models.transformers.attention import PackedSequences, varlen_attention_forward
+from verl.models.transformers.attention import varlen_attention_forward
+from verl.models.transformers.packed_sequences import PackedSequences
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

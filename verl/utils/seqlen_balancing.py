@@ -221,6 +221,15 @@ def _sequence_lengths(batch: TensorDict) -> tuple[list[int], int]:
     return mask.sum(dim=-1).tolist(), mask.shape[-1]
 
 
+def check_token_budget(max_token_len: int, width: int) -> None:
+    """Raise TokenBudgetError if a padded row of ``width`` tokens exceeds the budget of a micro-batch."""
+    if max_token_len < width:
+        raise TokenBudgetError(
+            f"max_token_len={max_token_len} is below the longest padded row, {width} tokens: raise "
+            "ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu) to at least that"
+        )
+
+
 def _fit(lengths: list[int], num_parts: int, max_token_len: int) -> Partition:
     """Partition into the smallest number of parts, at least ``num_parts``, that are all within the budget."""
     for count in range(num_parts, len(lengths) + 1):
@@ -274,11 +283,7 @@ def rearrange_micro_batches(
     tensors = batch if isinstance(batch, TensorDict) else batch.batch
     assert tensors is not None
     lengths, width = _sequence_lengths(tensors)
-    if max_token_len < width:
-        raise TokenBudgetError(
-            f"max_token_len={max_token_len} is below the longest padded row, {width} tokens: raise "
-            "ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu) to at least that"
-        )
+    check_token_budget(max_token_len, width)
     wanted = max(ceildiv(sum(lengths), max_token_len), min_num_micro_batch or 1)
     parts = _fit(lengths, max(1, min(len(lengths), wanted)), max_token_len)
     count = len(parts)

@@ -86,6 +86,7 @@ READERS = [
     Reader(MODELS, "enable_gradient_checkpointing", "workers/engine/fsdp/build.py", "self.model_config", UNCHANGED),
     Reader(MODELS, "enable_activation_offload", "workers/engine/fsdp/engine.py", "self.model_config", UNCHANGED),
     Reader(MODELS, "use_remove_padding", "workers/engine/fsdp/engine.py", "self.model_config", ENGINE + "test_engine_contract.py::test_equals_plain_transformers"),
+    Reader(MODELS, "use_prefix_sharing", "workers/engine/fsdp/engine.py", "self.model_config", ENGINE + "test_prefix_sharing.py::test_nothing_changes"),
     Reader(MODELS, "lora_rank lora_alpha target_modules", "workers/engine/fsdp/adapters.py", "config", ENGINE + "test_engine_contract.py::test_adapters_train_alone_and_merge"),
     Reader(MODEL, "exclude_modules", "workers/engine/fsdp/adapters.py", "config", ENGINE + "test_vision_contract.py::test_adapters_leave_out_what_is_excluded_or_frozen"),
     Reader(MODEL, "use_liger", "workers/engine/fsdp/build.py", "self.model_config", "tests/trainer/config/test_validation.py::test_refused"),
@@ -183,7 +184,7 @@ READERS = [
     Reader("reward_model", "enable_resource_pool n_gpus_per_node nnodes", "trainer/main_ppo.py", "reward", E2E + "test_reward_models.py::test_workers_of_its_own_change_no_number"),
     Reader("reward_model", "micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz forward_max_token_len_per_gpu max_length", "workers/roles/reward_model.py", "config", SCORES),
     Reader("reward_model", "ulysses_sequence_parallel_size", "workers/roles/base.py", LOOP, SCORES),
-    Reader("reward_model.model", "path use_remove_padding trust_remote_code use_shm external_lib", "workers/config/reward_model.py", LOOP, SCORES),
+    Reader("reward_model.model", "path use_remove_padding use_prefix_sharing trust_remote_code use_shm external_lib", "workers/config/reward_model.py", LOOP, SCORES),
     Reader("reward_model.model", "input_tokenizer", "workers/roles/reward_model.py", "config.model", SCORES),
     Reader("reward_model.model.fsdp_config", "param_offload", "workers/engine/fsdp/engine.py", "config", SCORES),
     Reader("reward_model.model.fsdp_config", "reshard_after_forward", "workers/engine/fsdp/build.py", "config"),
@@ -250,6 +251,7 @@ READERS = [
 # fmt: on
 
 FOLLOWED = {
+    f"{ACTOR}.use_prefix_grouper": f"{MODEL}.use_prefix_sharing",
     "data.max_response_length": f"{ROLLOUT}.response_length",
     "global_profiler.global_tool_config.nsys.discrete": f"{ACTOR}.profiler.tool_config.nsys.discrete",
     **{

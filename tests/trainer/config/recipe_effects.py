@@ -27,7 +27,7 @@ SPIN, SPPO = "tests/recipe/spin/test_pairs.py::", "tests/recipe/sppo/test_sppo.p
 TRAINER, WORKER, NODES = (f"recipe/prime/{file}.py" for file in ("prime_ray_trainer", "prime_fsdp_workers", "config"))
 MODEL, LOSS, KL = "reward_model.model", f"{ACTOR}.policy_loss", "algorithm.kl_ctrl"
 MICRO_BATCHES = "micro_batch_size micro_batch_size_per_gpu use_dynamic_bsz forward_max_token_len_per_gpu"
-OF_THE_MODEL = "path tokenizer_path external_lib trust_remote_code use_shm use_remove_padding enable_gradient_checkpointing use_fused_kernels fused_kernel_options"
+OF_THE_MODEL = "path tokenizer_path external_lib trust_remote_code use_shm use_remove_padding use_prefix_sharing enable_gradient_checkpointing use_fused_kernels fused_kernel_options"
 
 
 class Unread(NamedTuple):

@@ -190,9 +190,33 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
             "critic.ulysses_sequence_parallel_size",
             "set critic.model.use_remove_padding=true",
         ),
+        (
+            {f"{MODEL}.use_prefix_sharing": True},
+            f"{MODEL}.use_prefix_sharing",
+            "needs packed sequences: set actor_rollout_ref.model.use_remove_padding=true",
+        ),
+        (
+            {
+                f"{MODEL}.use_prefix_sharing": True,
+                f"{MODEL}.use_remove_padding": True,
+                f"{MODEL}.override_config": {"attention_dropout": 0.1},
+            },
+            f"{MODEL}.use_prefix_sharing",
+            "needs attention_dropout=0.0, it is 0.1",
+        ),
+        (
+            {"critic.model.use_prefix_sharing": True},
+            "critic.model.use_prefix_sharing",
+            "set critic.model.use_remove_padding=true",
+        ),
         ({"data.gen_batch_size": 5, f"{ROLLOUT}.n": 1}, "data.gen_batch_size", "write a multiple of 2"),
         # what another key decides
         ({f"{ACTOR}.use_remove_padding": True}, f"{ACTOR}.use_remove_padding", "follows actor_rollout_ref.model"),
+        (
+            {f"{ACTOR}.use_prefix_grouper": True, f"{MODEL}.use_prefix_sharing": False},
+            f"{ACTOR}.use_prefix_grouper",
+            "follows actor_rollout_ref.model.use_prefix_sharing",
+        ),
         ({f"{ACTOR}.optim.total_training_steps": 9}, f"{ACTOR}.optim.total_training_steps", "is set by the trainer"),
         (
             {"actor_rollout_ref.ref.model": {"path": "Qwen/Qwen2.5-0.5B"}, f"{MODEL}.lora_rank": 8},

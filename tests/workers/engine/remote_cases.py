@@ -15,7 +15,7 @@ from tests.workers.engine import cases
 from tests.workers.engine.vision_cases import gradients
 from verl.base_config import WrongInput
 from verl.models.transformers import remote
-from verl.models.transformers.attention import PackedSequences
+from verl.models.transformers.packed_sequences import PackedSequences
 from verl.protocol import DataProto
 from verl.utils import ulysses
 

@@ -8,8 +8,7 @@ Works with transformers 5.16 to 5.19 (AttentionInterface and AttentionMaskInterf
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,63 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.base_config import WrongInput
+from verl.models.transformers.forest_attention import forest_attention
+from verl.models.transformers.names import PACKED
+from verl.models.transformers.packed_sequences import PackedSequences, PaddedGroup
 from verl.utils import ulysses
 
-VARLEN_ATTENTION = "verl_varlen"
-_MAX_PADDING = 1.25
-"""Largest ratio of padded to real tokens in a group of unequal sequences."""
-
-
-@dataclass(frozen=True)
-class PaddedGroup:
-    """Neighbouring sequences, tokens ``start:stop`` of a packed row, padded to (count, length).
-
-    ``index`` holds the padded positions of the real tokens; None if all sequences have equal length.
-    """
-
-    start: int
-    stop: int
-    count: int
-    length: int
-    index: Tensor | None = None
-
-
-class PackedSequences:
-    """The boundaries of the sequences in a packed row, in the forms that kernels need."""
-
-    def __init__(self, lengths: list[int], device: torch.device | str) -> None:
-        self.lengths = lengths
-        self.max_length = max(lengths)
-        self.device = device
-
-    @cached_property
-    def cu_seqlens(self) -> Tensor:
-        """Return the (n + 1,) int32 offsets on the device."""
-        offsets = F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0))
-        return offsets.to(self.device, torch.int32, non_blocking=True)
-
-    @cached_property
-    def padded_groups(self) -> list[PaddedGroup]:
-        """Return the sequences grouped for batched calls; built once and used by every layer."""
-        groups: list[list[int]] = []
-        for length in self.lengths:
-            joined = [*groups[-1], length] if groups else [length]
-            if groups and max(joined) * len(joined) <= _MAX_PADDING * sum(joined):
-                groups[-1].append(length)
-            else:
-                groups.append([length])
-        padded = []
-        start = 0
-        for group in groups:
-            stop = start + sum(group)
-            longest = max(group)
-            index = None
-            if min(group) < longest:
-                columns = torch.arange(longest)
-                index = (columns < torch.tensor(group).unsqueeze(1)).flatten().nonzero().squeeze(1).to(self.device)
-            padded.append(PaddedGroup(start, stop, len(group), longest, index))
-            start = stop
-        return padded
+VARLEN_ATTENTION = PACKED
 
 
 class _PadRows(torch.autograd.Function):
@@ -135,6 +83,8 @@ def packed_attention(
 
     Device and dtype decide the kernel; torch's varlen kernel has no dropout.
     """
+    if packed.prefixes:
+        return forest_attention(query, key, value, packed, scale)
     supported = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
     flash = _flash_attn_varlen() if supported else None
     is_grouped = query.shape[1] != key.shape[1]

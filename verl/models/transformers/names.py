@@ -1,5 +1,7 @@
-"""Names of the supported vision-language families. The launching process reads them: this imports no torch."""
+"""Names of attention and of vision-language families. The launching process reads them: this imports no torch."""
 
+PACKED = "verl_varlen"
+"""The attention of packed sequences, under transformers' ``attn_implementation``."""
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 """Values of ``model_type`` that are transformers' own; docs/advance/multi_modal.md says how to add one."""
 SGLANG_VISION_FAMILIES = VISION_FAMILIES

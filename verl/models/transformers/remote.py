@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from verl.base_config import WrongInput
-from verl.models.transformers.attention import PackedSequences, varlen_attention_forward
+from verl.models.transformers.attention import varlen_attention_forward
 from verl.models.transformers.names import REMOTE_FAMILIES
+from verl.models.transformers.packed_sequences import PackedSequences
 from verl.models.transformers.vision import Media, MediaCountError, as_shown
 from verl.utils.checkpoint.hf_export import REMOTE_MODULES
 

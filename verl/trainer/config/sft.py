@@ -27,7 +27,7 @@ from verl.trainer.config.rules.megatron import (
     optimizer_rules,
     override_rules,
 )
-from verl.trainer.config.rules.model import fused_rules, vision_rules
+from verl.trainer.config.rules.model import fused_rules, sharing_rules, vision_rules
 from verl.trainer.config.run_config import RESUME_MODES, tracker_rules
 from verl.utils.dataset.config import TRUNCATIONS
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
@@ -47,6 +47,7 @@ MOVED = {
     **{f"model.{name}": f"model.{name}" for name in _LOADING + _ADAPTERS},
     "model.partial_pretrain": "model.path",
     "use_remove_padding": "model.use_remove_padding",
+    "use_prefix_sharing": "model.use_prefix_sharing",
     "model.strategy": "engine.strategy",
     "model.fsdp_config.model_dtype": "engine.model_dtype",
     "model.fsdp_config.wrap_policy": "engine.wrap_policy",
@@ -202,6 +203,10 @@ def _violations(
             yield from remote_code.data_class_rules(hf_config, custom, "the file of a class that does")
             if not isinstance(run.engine, McoreEngineConfig):
                 yield from vision_rules(hf_config, (key, path), world_size)
+                yield from (
+                    violation._replace(key=backwards.get(violation.key, violation.key))
+                    for violation in sharing_rules(tree["model"], "model", hf_config)
+                )
             else:
                 node = tree["model"]
                 shape = config_fields(node)
@@ -242,7 +247,12 @@ def _batch_rules(run: SFTConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu, expected)
 
 
-NOT_WITH_MEGATRON = {"lora_rank": 0, "use_liger": False, "enable_activation_offload": False}
+NOT_WITH_MEGATRON = {
+    "lora_rank": 0,
+    "use_liger": False,
+    "enable_activation_offload": False,
+    "use_prefix_sharing": False,
+}
 
 
 def _choice_rules(run: SFTConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:

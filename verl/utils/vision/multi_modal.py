@@ -177,13 +177,18 @@ def concat_multi_modal_inputs(rows: Iterable[SharedRow | RowObject | None]) -> d
     return extract_multi_modal_inputs(resolve(rows))
 
 
+def names_of_inputs(rows: "Iterable[SharedRow | RowObject | None]") -> list[SharedRow | int]:
+    """Return what tells the objects of rows apart: rows that share one have equal names."""
+    return [row if isinstance(row, SharedRow) else id(row) for row in rows]
+
+
 def concat_distinct_inputs(rows: Iterable[SharedRow | RowObject | None]) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """Join the processor's tensors of the rows, each shared object once; handles are resolved.
 
     Returns: the tensors, and for each grid the indices of the joined entries that the rows show, in row order.
     """
     rows = list(rows)
-    keys = [row if isinstance(row, SharedRow) else id(row) for row in rows]
+    keys = names_of_inputs(rows)
     distinct = dict(zip(keys, rows, strict=True))
     objects = dict(zip(distinct, resolve(distinct.values()), strict=True))
     joined = extract_multi_modal_inputs(list(objects.values()))

@@ -158,6 +158,7 @@ class ActorConfig(TrainedConfig):
     kl_loss_coef: float = setting(0.001, "weight of that KL")
     kl_loss_type: str = setting("low_var_kl", "estimator of that KL")
     use_fused_kernels: bool = setting(False, "follows actor_rollout_ref.model.use_fused_kernels")
+    use_prefix_grouper: bool = setting(False, "another name of actor_rollout_ref.model.use_prefix_sharing")
     use_rollout_log_probs: bool = setting(False, "use the old log-probs of the batch even where on-policy")
 
     def __post_init__(self) -> None:
@@ -280,6 +281,7 @@ class FSDPCriticModelCfg(BaseModelConfig):
 
     enable_activation_offload: bool = setting(False, "keep activations in CPU memory")
     use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
+    use_prefix_sharing: bool = setting(False, "compute tokens that rows begin with once")
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     lora_rank: int = setting(0, "rank of the adapters; 0: none", at_least=0)
     lora_alpha: int = setting(16, "scale of the adapters, divided by their rank")

@@ -211,6 +211,7 @@ class HFModelConfig(BaseModelConfig):
     custom_chat_template: str | None = setting(None, "Jinja text instead of the chat template")
     enable_activation_offload: bool = setting(False, "keep activations in CPU memory")
     use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
+    use_prefix_sharing: bool = setting(False, "compute tokens that rows begin with once")
     lora_rank: int = setting(0, "rank of the adapters; 0: none", at_least=0, at_most=8192)
     lora_alpha: int = setting(16, "scale of the adapters, divided by their rank")
     target_modules: str | list[str] = setting("all-linear", "modules with adapters")

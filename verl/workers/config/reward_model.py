@@ -109,6 +109,7 @@ class RewardModelModelConfig(BaseConfig):
     trust_remote_code: bool = setting(False, "code from the model's repository may run")
     use_shm: bool = setting(False, "load from a copy in shared memory")
     use_remove_padding: bool = setting(False, "pack sequences instead of padding them")
+    use_prefix_sharing: bool = setting(False, "compute tokens that rows begin with once")
     use_fused_kernels: bool = setting(False, "no effect: there is one implementation")
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
 
@@ -124,7 +125,7 @@ class RewardModelModelConfig(BaseConfig):
 
     def as_model_config(self) -> HFModelConfig:
         """Return the node from which an engine builds the model; the tokenizer is loaded where it renders chats."""
-        shared = ("path", "external_lib", "trust_remote_code", "use_shm", "use_remove_padding")
+        shared = ("path", "external_lib", "trust_remote_code", "use_shm", "use_remove_padding", "use_prefix_sharing")
         return HFModelConfig(
             **{name: self[name] for name in shared},
             enable_gradient_checkpointing=False,

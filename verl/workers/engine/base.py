@@ -71,6 +71,7 @@ class BaseEngine(ABC):
         lead: a token is read this many positions before itself: 1 where it is predicted, 0 where it has been seen.
         step_hook: called instead of ``optimizer_step``, which it may call; returns the norm of the gradient.
         makes_head: draw a new value head if the checkpoint holds none.
+        shares_prefixes: tokens with which several rows of a micro-batch begin are computed once.
         config_key: the configuration node of the backend, for messages.
         weights_version: how often the weights have changed, by optimizer steps and loaded checkpoints.
         shares: the ranks over which a mini-batch adds up, set by ``initialize``.
@@ -86,6 +87,7 @@ class BaseEngine(ABC):
     is_value_model = False
     lead = 1
     makes_head = True
+    shares_prefixes = False
     config_key: str
     engine_config: "FSDPEngineConfig | McoreEngineConfig"
     shares: Shares
@@ -237,7 +239,7 @@ class BaseEngine(ABC):
     def _split(self, data: "DataProto", spec: PassSpec) -> list[MicroBatch]:
         """Check a batch and cut it into micro-batches."""
         passes.check_rows(data, self.lead)
-        return passes.split_batch(data, spec, self.shares.copies)
+        return passes.split_batch(data, spec, self.shares.copies, self.shares_prefixes)
 
     def _run_micro_batches(
         self, micro_batches: list[MicroBatch], rounds: int, use: OutputFn, spec: PassSpec, forward_only: bool

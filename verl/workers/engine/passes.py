@@ -16,10 +16,11 @@ from torch.distributed import ProcessGroup
 
 from verl.algos.aggregate import SHARE_COLUMN, UNITS, Extreme, Metric, Sum, count_units
 from verl.protocol import DataProto, tensors_of
+from verl.utils.batch.forest import cut_neighbours, forest_of, neighbours, token_keys
 from verl.utils.device import get_device_name
-from verl.utils.seqlen_balancing import prepare_dynamic_batch
+from verl.utils.seqlen_balancing import check_token_budget, prepare_dynamic_batch
 from verl.utils.ulysses import all_gather_tensor
-from verl.utils.vision.multi_modal import concat_distinct_inputs
+from verl.utils.vision.multi_modal import concat_distinct_inputs, names_of_inputs
 
 EntropyMode = Literal["none", "value", "grad"]
 """Whether entropies are computed, and whether a loss differentiates them."""
@@ -157,11 +158,26 @@ def check_rows(data: DataProto, lead: int = 1) -> None:
         )
 
 
-def split_batch(data: DataProto, spec: PassSpec, ranks_per_sequence: int = 1) -> list[MicroBatch]:
+def split_batch(
+    data: DataProto, spec: PassSpec, ranks_per_sequence: int = 1, shares_prefixes: bool = False
+) -> list[MicroBatch]:
     """Cut a batch into micro-batches. Ranks may end up with different numbers of them.
 
-    ``max_token_len`` limits what one rank holds, so ranks that share each sequence allow that many times more.
+    ``max_token_len`` limits what one rank holds, so ranks that share each sequence allow that many times more. With
+    ``shares_prefixes`` rows that begin alike stay together, and tokens that they share count once.
     """
+    if shares_prefixes:
+        found = neighbours(keys_of(data), tensors_of(data)["attention_mask"])
+        if spec.use_dynamic_bsz:
+            assert spec.max_token_len is not None
+            limit = spec.max_token_len * ranks_per_sequence
+            check_token_budget(limit, tensors_of(data)["attention_mask"].shape[-1])
+            runs = cut_neighbours(found, limit)
+        else:
+            size = spec.micro_batch_size or len(data)
+            runs = [(at, min(at + size, len(data))) for at in range(0, len(data), size)]
+        parts = [found.order[first:last].tolist() for first, last in runs]
+        return [MicroBatch(data.select_idxs(part), part) for part in parts]
     if spec.use_dynamic_bsz:
         assert spec.max_token_len is not None
         parts, indices = prepare_dynamic_batch(data, max_token_len=spec.max_token_len * ranks_per_sequence)
@@ -179,7 +195,11 @@ class PackedRows:
 
     ``keep`` (K,) are the packed positions at which the counted tokens are read, ``labels`` (K,) those tokens,
     ``target`` (K,) their places in the flattened (b, R) response. ``place`` is the packed position of each column of
-    the rows, in the packed order, and -1 at padding.
+    the rows, in the packed order, and -1 at padding. ``sampled`` (T,) marks the counted tokens.
+
+    With shared prefixes ``lengths`` are those of the nodes of a forest, which end at ``ends``, and a counted token that
+    several rows share is read once: ``readers`` (N,) are the places among ``keep`` of the N targets. ``media_order``
+    are the rows whose images stand among the tokens, in their order; by default all, as in ``row_order``.
     """
 
     input_ids: Tensor  # (1, T)
@@ -191,6 +211,10 @@ class PackedRows:
     target: Tensor
     place: Tensor  # (b, L)
     shape: tuple[int, int]
+    sampled: Tensor
+    ends: list[int] | None = None
+    readers: Tensor | None = None
+    media_order: Tensor | None = None
 
 
 def idle_rows(length: int, device: torch.device) -> DataProto:
@@ -225,6 +249,7 @@ def pack_rows(data: DataProto, lead: int = 1) -> PackedRows:
         packed_positions = positions.transpose(0, 1)[:, attended].unsqueeze(1)
     else:
         packed_positions = positions[attended].unsqueeze(0)
+    sampled = torch.zeros(sum(lengths), dtype=torch.bool, device=ids.device)
     return PackedRows(
         input_ids=ids[attended].unsqueeze(0),
         position_ids=packed_positions,
@@ -235,7 +260,68 @@ def pack_rows(data: DataProto, lead: int = 1) -> PackedRows:
         target=target[counted],
         place=place.masked_fill(~attended, -1),
         shape=(rows, width),
+        sampled=sampled.index_fill(0, place[:, -width:][counted], True),
     )
+
+
+def pack_shared_rows(data: DataProto, lead: int = 1) -> PackedRows:
+    """Remove the padding of (b, L) rows, and hold tokens with which several rows begin once.
+
+    Rows share a token where ids, positions and images agree up to it. The last token of a shared prefix is read once
+    for each token that follows it.
+    """
+    batch = tensors_of(data)
+    ids, attended, positions = batch["input_ids"], batch["attention_mask"].bool(), batch["position_ids"]
+    counted = response_mask_of(data).bool()
+    rows, width = counted.shape
+    forest = forest_of(neighbours(keys_of(data), attended))
+    if not forest.lengths:  # every row is padding
+        return pack_rows(data, lead)
+    place = torch.full(ids.shape, -1, device=ids.device)
+    place[attended] = forest.place.to(ids.device)
+    held = place[attended]
+    at = place[:, -width:][counted]
+    labels = ids[:, -width:][counted]
+    vocabulary = int(ids.max()) + 1  # a token is read once for each place that it follows
+    read = _shift_right(place, lead)[:, -width:][counted] * vocabulary + labels
+    pairs, readers = torch.unique(read, return_inverse=True)
+    packed = ids.new_zeros(forest.num_tokens)
+    axes = positions.transpose(0, 1) if positions.dim() == 3 else positions.unsqueeze(0)
+    packed_positions = axes.new_zeros(len(axes), forest.num_tokens)
+    packed_positions[:, held] = axes[:, attended]
+    order = torch.tensor(forest.order, device=ids.device)
+    return PackedRows(
+        input_ids=packed.index_copy(0, held, ids[attended]).unsqueeze(0),
+        position_ids=packed_positions.unsqueeze(1) if positions.dim() == 3 else packed_positions,
+        lengths=forest.lengths,
+        row_order=order,
+        keep=pairs // vocabulary,
+        labels=pairs % vocabulary,
+        target=torch.arange(rows * width, device=ids.device)[counted.flatten()],
+        place=place.index_select(0, order),
+        shape=(rows, width),
+        sampled=torch.zeros_like(packed, dtype=torch.bool).index_fill(0, at, True),
+        ends=forest.ends,
+        readers=readers,
+        media_order=torch.tensor(forest.firsts),
+    )
+
+
+def keys_of(data: DataProto) -> Tensor:
+    """Return what tells the tokens of rows apart, (b, L, C); see ``token_keys``.
+
+    Rows with images share tokens if they have the same images and the same prompt: all images stand in what they share.
+    """
+    batch = tensors_of(data)
+    ids = batch["input_ids"]
+    media = data.non_tensor_batch.get("multi_modal_inputs")
+    if media is None:
+        return token_keys(ids, batch["position_ids"])
+    prompts = ids[:, : ids.shape[1] - response_mask_of(data).shape[1]].cpu()
+    shown = [(name, prompt.numpy().tobytes()) for name, prompt in zip(names_of_inputs(media), prompts, strict=True)]
+    number = {each: at for at, each in enumerate(dict.fromkeys(shown))}
+    kinds = torch.tensor([number[each] for each in shown], device=ids.device)
+    return token_keys(ids, batch["position_ids"], kinds.unsqueeze(1).expand_as(ids))
 
 
 def _shift_right(columns: Tensor, lead: int) -> Tensor:
@@ -264,11 +350,19 @@ def named_scores(scores: Iterable[Tensor | None]) -> dict[str, Tensor]:
 
 
 def whole_outputs(
-    values: dict[str, Tensor], target: Tensor, shape: tuple[int, int], group: ProcessGroup | None
+    values: dict[str, Tensor],
+    target: Tensor,
+    shape: tuple[int, int],
+    group: ProcessGroup | None,
+    readers: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Put (k,) values at their places in (b, R), zero elsewhere; each is on one rank of the group."""
+    """Put values (k,) at the places ``target`` (n,) of (b, R), zero elsewhere; each is on one rank of the group.
+
+    Target i takes value ``readers[i]``, by default value i.
+    """
     outputs = {}
-    for name, part in values.items():
+    for name, read in values.items():
+        part = read if readers is None else read.index_select(0, readers)
         output = part.new_zeros(shape[0] * shape[1]).scatter(0, target, part).view(shape)
         outputs[name] = output if group is None else all_gather_tensor(output.unsqueeze(0), 0, group).sum(0)
     return outputs

@@ -30,7 +30,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from verl.models.transformers.attention import PackedSequences, packed_attention
+from verl.models.transformers.attention import packed_attention
+from verl.models.transformers.packed_sequences import PackedSequences
 from verl.utils.kernel.linear_cross_entropy import linear_log_probs_and_entropy, sum_gradients
 from verl.utils.kernel.rows import HeadFormula
 from verl.utils.megatron.tensor_parallel import vocab_range

@@ -131,7 +131,8 @@ def _strategy_rules(roles: list[EngineRole]) -> Iterator[Violation]:
 
 def _option_rules(run: RunConfig, role: EngineRole, engine: McoreEngineConfig) -> Iterator[Violation]:
     """Yield options of model and engine that do not exist on Megatron-Core, or not on these devices."""
-    for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
+    switches = ("use_liger", "enable_activation_offload", "use_prefix_sharing")
+    for name, wanted in (("lora_rank", 0), *((each, False) for each in switches)):
         value = select(role.model, name, wanted)
         if value != wanted:
             expected = f"is not supported with strategy=megatron: write {as_yaml(wanted)}"

@@ -6,7 +6,8 @@ from typing import Any
 
 from verl.algos.names import FULL_KL
 from verl.base_config import Violation, as_yaml
-from verl.models.transformers.names import SHARED_FAMILIES
+from verl.models.transformers.names import PACKED, SHARED_FAMILIES
+from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
@@ -63,6 +64,10 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             yield from (Violation(f"{key}.tokenizer_path", tokenizer, text) for text in found)
         if strategy != "megatron":
             yield from vision_rules(hf_config, (f"{key}.path", path), workers)
+            if key != CRITIC:
+                yield from sharing_rules(policy, POLICY, hf_config)
+            elif isinstance(critic, FSDPCriticConfig):
+                yield from sharing_rules(critic.model, CRITIC, hf_config)
         if critic is not None and key == CRITIC:
             yield from remote_code.trust_rules(
                 hf_config, path, f"{CRITIC}.trust_remote_code", critic.model.trust_remote_code
@@ -110,6 +115,24 @@ def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: i
         yield Violation(*path, expected)
 
 
+def sharing_rules(
+    model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], trains: bool = True
+) -> Iterator[Violation]:
+    """Yield shared prefixes of padded rows, or of a model whose tokens depend on more than those before them.
+
+    Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
+    """
+    if not model["use_prefix_sharing"]:
+        return
+    changes = model.get("override_config") or {}
+    problems = list(sharing_problems({**hf_config, **flat_overrides(changes)}, trains))
+    if not model["use_remove_padding"]:
+        problems.append(f"needs packed sequences: set {key}.use_remove_padding=true")
+    if (attention := changes.get("attn_implementation", PACKED)) != PACKED:
+        problems.append(f"needs {PACKED} attention: leave attn_implementation={attention} out of override_config")
+    yield from (Violation(f"{key}.use_prefix_sharing", True, problem) for problem in problems)
+
+
 def head_rules(
     hf_config: Mapping[str, Any], key: str, size: int, ranks: str, model: str = "model"
 ) -> Iterator[Violation]:
@@ -155,6 +178,8 @@ def option_rules(run: RunConfig) -> Iterator[Violation]:
     for name in ("use_remove_padding", "use_fused_kernels"):
         if name in actor and actor[name] != model[name]:
             yield Violation(f"{ACTOR}.{name}", actor[name], f"follows {POLICY}.{name}: set that one")
+    if actor.use_prefix_grouper and not model.use_prefix_sharing:
+        yield Violation(f"{ACTOR}.use_prefix_grouper", True, f"follows {POLICY}.use_prefix_sharing: set that one")
     if actor.uses_full_kl and actor.strategy == "megatron":
         expected = "needs the whole vocabulary in one worker, which only fsdp has: write low_var_kl, or strategy=fsdp"
         yield Violation(f"{ACTOR}.kl_loss_type", FULL_KL, expected)

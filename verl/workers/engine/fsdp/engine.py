@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.base_config import WrongInput
+from verl.base_config import ConfigError, Violation, WrongInput
+from verl.models.transformers.attention import VARLEN_ATTENTION
 from verl.models.transformers.dense_common import has_fused_head
+from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.models.transformers.remote import adapt, has_remote_code
 from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -57,7 +59,7 @@ class FSDPEngine(BaseEngine):
         )
         self.module = builder.build()
         self.adapter_sizes = builder.adapter_sizes
-        self._adopt(self.model_config.use_remove_padding, self.model_config.enable_activation_offload)
+        self._adopt_own()
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(self._parameters, self.optimizer_config)
             self.lr_scheduler = build_scheduler(self.optimizer, self.optimizer_config)
@@ -109,9 +111,23 @@ class FSDPEngine(BaseEngine):
                 self.layout.sp_size,
             )
 
-    def _adopt(self, remove_padding: bool, offload_activations: bool = False) -> None:
-        """Prepare passes over ``self.module``."""
+    def _adopt_own(self) -> None:
+        """Prepare passes as the model node says."""
+        self._adopt(
+            self.model_config.use_remove_padding,
+            self.model_config.enable_activation_offload,
+            self.model_config.use_prefix_sharing,
+        )
+
+    def _adopt(self, remove_padding: bool, offload_activations: bool = False, shares_prefixes: bool = False) -> None:
+        """Prepare passes over ``self.module``.
+
+        Raises: ConfigError for a model whose rows cannot share tokens.
+        """
         takes_media = uses_media(getattr(self.base_model, "config", None))
+        self.shares_prefixes = shares_prefixes
+        if shares_prefixes:
+            self._check_sharing(remove_padding)
         if has_remote_code(self.base_model):
             adapt(self.base_model, remove_padding)
         elif takes_media:
@@ -127,10 +143,23 @@ class FSDPEngine(BaseEngine):
             fused_head=has_fused_head(self.base_model) and not self.is_value_model,
             entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
             offload_activations=offload_activations,
+            shares_prefixes=shares_prefixes,
         )
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())
         self._accumulates_whole = size <= ACCUMULATION_BUDGET_BYTES
+
+    def _check_sharing(self, remove_padding: bool) -> None:
+        """Raise ConfigError for a model whose rows cannot share tokens."""
+        config = self.base_model.config
+        problems = list(sharing_problems(config.to_dict(), trains=self.optimizer_config is not None))
+        attention = config.get_text_config()._attn_implementation
+        if not remove_padding:
+            problems.append("needs packed sequences: set model.use_remove_padding=true")
+        elif attention != VARLEN_ATTENTION:
+            problems.append(f"needs {VARLEN_ATTENTION}: leave attn_implementation={attention} out of override_config")
+        if problems:
+            raise ConfigError([Violation("model.use_prefix_sharing", True, problem) for problem in problems])
 
     # ---- modes
 
@@ -236,7 +265,7 @@ class FSDPEngine(BaseEngine):
         if module is not self.module:
             check_layout(module, self.layout)
             self.module = module
-            self._adopt(self.model_config.use_remove_padding, self.model_config.enable_activation_offload)
+            self._adopt_own()
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler

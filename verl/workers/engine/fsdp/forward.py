@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verl.models.transformers.attention import PackedSequences
 from verl.models.transformers.dense_common import HeadRequest
+from verl.models.transformers.packed_sequences import PackedSequences
 from verl.models.transformers.vision import MEDIA, Media
 from verl.protocol import DataProto, tensors_of
 from verl.utils.activation_offload import offloaded_activations
@@ -26,7 +26,19 @@ if TYPE_CHECKING:
 _SHOWN, _ROWS = "shown", "rows"  # fields of ``Media`` among the inputs of a multi-modal model
 
 ModelInputs = dict[str, Any]  # keyword arguments of a transformers model: tensors, and objects of our patches
-Read = tuple[Tensor, Tensor, Tensor]  # logits (k, V), labels (k,) and targets (k,) of this rank's positions
+
+
+class Read(NamedTuple):
+    """What the model gives at this rank's positions: ``logits`` (k, V), or the columns of a fused head.
+
+    ``labels`` (k,) are the tokens read there, ``target`` (n,) their places in the flattened (b, R) response. With
+    ``readers`` (n,) target i takes the value of position ``readers[i]``, else n = k and they correspond.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    target: Tensor
+    readers: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -40,6 +52,7 @@ class Forward:
         lead: a token is read this many positions before itself.
         takes_media: the model merges images itself (``verl.models.transformers.vision``).
         fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
+        shares_prefixes: tokens with which several rows begin pass through the model once.
         reference: the policy that ``PassSpec.full_kl`` compares with.
     """
 
@@ -52,6 +65,7 @@ class Forward:
     fused_head: bool
     entropy_chunk_size: int | None
     offload_activations: bool
+    shares_prefixes: bool = False
     reference: "Reference | None" = None
 
     def __call__(self, rows: DataProto, spec: passes.PassSpec) -> "ModelOutput":
@@ -61,7 +75,7 @@ class Forward:
         # The divergence from a reference needs logits, which a fused head does not make.
         fused = spec if self.fused_head and reference is None else None
         with self._activations():
-            packed, (logits, labels, target) = self.read(rows, fused)
+            packed, (logits, labels, target, readers) = self.read(rows, fused)
             if self.is_value_model:
                 values = {"values": logits[:, 0].float()}
             elif fused is not None:
@@ -79,7 +93,7 @@ class Forward:
                 values = passes.named_scores(scores)
             if ref_logits is not None:
                 values["full_kl"] = full_kl(logits, ref_logits, spec.temperature, self.entropy_chunk_size)
-            return passes.whole_outputs(values, target, packed.shape, self.layout.sp_group)
+            return passes.whole_outputs(values, target, packed.shape, self.layout.sp_group, readers)
 
     def idle(self, spec: passes.PassSpec) -> Tensor:
         """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
@@ -87,16 +101,18 @@ class Forward:
         if reference is not None:
             reference.idle()
         with self._activations():
-            logits, _, _ = self.read(passes.idle_rows(self.layout.sp_size, self.layout.device), None)[1]
-        return logits.sum() * 0.0
+            _, read = self.read(passes.idle_rows(self.layout.sp_size, self.layout.device), None)
+        return read.logits.sum() * 0.0
 
     def read(self, rows: DataProto, fused: passes.PassSpec | None) -> tuple[passes.PackedRows, Read]:
-        """Return the packed rows and, for this rank's positions, logits (k, V), labels (k,) and targets (k,).
+        """Return the packed rows, and what the model gives at this rank's positions.
 
         With ``fused`` the columns are the log-probability of the label and, on request, the entropy.
         """
-        packed = passes.pack_rows(rows, self.lead)
-        inputs = self._multi_modal_inputs(rows, packed.row_order if self.remove_padding else None)
+        pack = passes.pack_shared_rows if self.shares_prefixes else passes.pack_rows
+        packed = pack(rows, self.lead)
+        order = packed.row_order if packed.media_order is None else packed.media_order
+        inputs = self._multi_modal_inputs(rows, order if self.remove_padding else None)
         if self.remove_padding:
             return packed, self._packed(packed, inputs, fused)
         return packed, self._padded(packed, rows, inputs, fused)
@@ -117,8 +133,11 @@ class Forward:
         sp_size = self.layout.sp_size
         ids, positions, padding = ulysses_pad(packed.input_ids, packed.position_ids, sp_size)
         assert positions is not None
-        lengths = [*packed.lengths, padding] if padding else packed.lengths
-        sampled = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, packed.keep + self.lead, True)
+        lengths, ends = packed.lengths, packed.ends
+        if padding:
+            lengths = [*lengths, padding]
+            ends = None if ends is None else [*ends, ids.shape[1]]
+        sampled = F.pad(packed.sampled, (0, padding)).unsqueeze(0)
         window = None
         start = 0
         mine: Tensor | slice = slice(None)
@@ -134,8 +153,13 @@ class Forward:
         if fused is not None:
             kept = HeadRequest(packed.keep[mine] - start, packed.labels[mine], fused.temperature, fused.entropy_mode)
         extra = self._extra(inputs, sampled, packed.place, window)
-        logits = self._run(ids, None, positions, kept, PackedSequences(lengths, self.layout.device), extra)
-        return logits, packed.labels[mine], packed.target[mine]
+        logits = self._run(ids, None, positions, kept, PackedSequences(lengths, self.layout.device, ends), extra)
+        if packed.readers is None:
+            return Read(logits, packed.labels[mine], packed.target[mine])
+        if isinstance(mine, slice):
+            return Read(logits, packed.labels, packed.target, packed.readers)
+        here = mine[packed.readers]
+        return Read(logits, packed.labels[mine], packed.target[here], (mine.cumsum(0) - 1)[packed.readers[here]])
 
     def _padded(
         self, packed: passes.PackedRows, data: DataProto, inputs: ModelInputs, fused: passes.PassSpec | None
@@ -163,10 +187,10 @@ class Forward:
         column = packed.target % width
         if fused is not None:
             kept = HeadRequest(row * length + column + before, packed.labels, fused.temperature, fused.entropy_mode)
-            return self._run(ids, attention, positions, kept, None, extra), packed.labels, packed.target
+            return Read(self._run(ids, attention, positions, kept, None, extra), packed.labels, packed.target)
         hidden = self._run(ids, attention, positions, columns, None, extra)
         at = row * len(columns) + column + (before - first)
-        return hidden.reshape(rows * len(columns), -1).index_select(0, at), packed.labels, packed.target
+        return Read(hidden.reshape(rows * len(columns), -1).index_select(0, at), packed.labels, packed.target)
 
     def _multi_modal_inputs(self, rows: DataProto, order: Tensor | None) -> ModelInputs:
         """Join the processor's outputs of the rows, in the order in which they are packed.
@@ -238,8 +262,7 @@ class Reference:
     def logits(self, rows: DataProto) -> Tensor:
         """Return the logits (k, V) at the positions that the policy is asked for, without gradient."""
         with torch.no_grad(), self.context():
-            _, (logits, _, _) = self.forward.read(rows, None)
-        return logits
+            return self.forward.read(rows, None)[1].logits
 
     def idle(self) -> None:
         """Take part in the collectives of ``logits``."""

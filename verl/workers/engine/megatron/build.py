@@ -157,7 +157,7 @@ class ModelBuilder:
     def _refuse_options(self) -> None:
         if self.fuses_head:
             backend_of(self.model_config.fused_kernel_options["impl_backend"], self.layout.device)
-        for name in ("lora_rank", "use_liger", "enable_activation_offload"):
+        for name in ("lora_rank", "use_liger", "enable_activation_offload", "use_prefix_sharing"):
             if value := self.model_config[name]:
                 raise WrongInput(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
 

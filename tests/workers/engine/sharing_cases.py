@@ -1,0 +1,175 @@
+"""Batches whose rows begin alike, and engines that share these tokens or not."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import note
+from tests.utils.batch.test_forest import random_texts
+from tests.workers.engine import cases, loss_cases
+from verl.protocol import DataProto
+from verl.utils.numerics.seeding import sampling_seeds
+from verl.workers.engine import BaseEngine
+from verl.workers.engine.passes import pack_shared_rows
+
+PROMPT, RESPONSE = 24, 24
+
+
+def padded(prompts: list[list[int]], responses: list[list[int]], masks: list[list[int]] | None = None) -> DataProto:
+    """Return rows with prompts padded on the left and responses on the right."""
+    rows = len(prompts)
+    ids = torch.zeros(rows, PROMPT + RESPONSE, dtype=torch.long)
+    held = torch.zeros_like(ids)
+    mask = torch.zeros(rows, RESPONSE, dtype=torch.long)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        text = torch.tensor([*prompt, *response], dtype=torch.long)
+        first = PROMPT - len(prompt)
+        ids[row, first : first + len(text)] = text
+        held[row, first : first + len(text)] = 1
+        counted = [1] * len(response) if masks is None else masks[row]
+        mask[row, : len(response)] = torch.tensor(counted, dtype=torch.long)
+    generator = torch.Generator().manual_seed(rows)
+    data = DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": held,
+            "position_ids": (held.cumsum(-1) - 1).clamp(min=0),
+            "responses": ids[:, PROMPT:],
+            "response_mask": mask,
+            "advantages": torch.randn(rows, RESPONSE, generator=generator),
+        }
+    )
+    data.meta_info.update(temperature=cases.TEMPERATURE, calculate_entropy=True)
+    return data
+
+
+def groups(seed: int = 0, prompts: int = 3, samples: int = 4) -> DataProto:
+    """Return samples of prompts, two of which have a common beginning, in an order that mixes the groups."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(3, cases.VOCAB, (count,), generator=generator).tolist()
+
+    system = draw(10)
+    asked = [system + draw(9), system + draw(12), *(draw(8 + number) for number in range(prompts - 2))]
+    answers = [draw(5 + 4 * (row % 4)) for row in range(prompts * samples)]
+    answers[samples] = answers[0]  # samples of one prompt may be equal: rows 0 and 4 both belong to prompt 0 or 1
+    return padded([asked[row % prompts] for row in range(len(answers))], answers)
+
+
+def branches(seed: int) -> DataProto:
+    """Return the rows of random trees of depth 5, cut anywhere into prompt and response: branched trajectories.
+
+    The same token may count in one row and not in another.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompts, responses, masks = [], [], []
+    for text in random_texts(seed, count=10, depth=5):
+        text = [1, 2, 1, *(3 + token for token in text)][: PROMPT + RESPONSE]  # no row is empty
+        low, high = max(1, len(text) - RESPONSE), min(len(text), PROMPT)
+        cut = int(torch.randint(low, high + 1, (), generator=generator))
+        prompts.append(text[:cut])
+        responses.append(text[cut:])
+        masks.append((torch.rand(len(text) - cut, generator=generator) < 0.7).long().tolist())
+    return padded(prompts, responses, masks)
+
+
+def distinct_tokens(data: DataProto) -> int:
+    """Return the tokens that a pass over these rows computes."""
+    return int(pack_shared_rows(data).input_ids.numel())
+
+
+def with_old_numbers(data: DataProto) -> DataProto:
+    """Add what the losses of the roles read."""
+    rows = len(data)
+    generator = torch.Generator().manual_seed(9)
+
+    def draw(scale: float, mean: float = 0.0) -> Tensor:
+        return mean + scale * torch.randn(rows, RESPONSE, generator=generator)
+
+    data.batch["old_log_probs"], data.batch["ref_log_prob"] = draw(0.8, -4.6), draw(0.5, -4.6)
+    data.batch["values"], data.batch["returns"] = draw(0.5), draw(1.0)
+    data.batch["rollout_is_weights"] = draw(0.2).exp()
+    data.batch["sampling_seed"] = sampling_seeds(1, 1, rows, 1)
+    return data
+
+
+def build(
+    folder: Path,
+    shares: bool,
+    kind: str = "language_model",
+    engine: dict[str, Any] | None = None,
+    **model: Any,
+) -> BaseEngine:
+    return cases.build(folder, {"use_remove_padding": True, "use_prefix_sharing": shares} | model, engine, kind)
+
+
+def outputs(engine: BaseEngine, data: DataProto) -> dict[str, Tensor]:
+    with engine.eval_mode():
+        return engine.infer_batch(data)
+
+
+def gradients(
+    engine: BaseEngine, data: DataProto, loss: Any = cases.loss_fn
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Return metrics and the gradient of a mini-batch."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        metrics = engine.forward_backward_batch(data, loss)
+        return metrics, {name: each.clone() for name, each in loss_cases.gradients(engine).items()}
+
+
+def descend(engine: BaseEngine, data: DataProto, loss: Any = cases.loss_fn, steps: int = 3) -> dict[str, Tensor]:
+    """Return the weights after steps of gradient descent, whose size depends on the gradient, unlike Adam's."""
+    for _ in range(steps):
+        _, found = gradients(engine, data, loss)
+        with torch.no_grad():
+            for name, parameter in engine.module.named_parameters():
+                if name in found:
+                    parameter -= 0.1 * found[name]
+    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
+# Worlds of one and two ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sharded": {"cut": cases.MICRO[4]},
+    "sharded, dynamic": {"cut": cases.dynamic(60), "model": {"enable_gradient_checkpointing": True}},
+    "ulysses": {"cut": cases.MICRO[3], "engine": {"ulysses_sequence_parallel_size": 2}},
+    "ulysses, fused, adapters": {
+        "cut": cases.dynamic(60),
+        "engine": {"ulysses_sequence_parallel_size": 2},
+        "model": {"lora_rank": 4, "lora_alpha": 8},
+    },
+    "ulysses, values": {
+        "cut": cases.MICRO[4],
+        "engine": {"ulysses_sequence_parallel_size": 2},
+        "kind": "value_model",
+    },
+}
+
+
+def run_world(rank: int, world: int, folder: Path, store: str) -> None:
+    """Compute outputs and gradients with and without sharing, and save them by layout."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    results = {}
+    for name, layout in LAYOUTS.items():
+        note(name)
+        kind = layout.get("kind", "language_model")
+        loss = cases.loss_fn
+        for shares in (False, True):
+            engine = build(folder, shares, kind, layout.get("engine"), **layout.get("model", {}))
+            data = groups()
+            data.meta_info.update(layout["cut"])
+            size = engine.get_data_parallel_size()
+            mine = data.select_idxs(list(range(engine.get_data_parallel_rank(), len(data), size)))
+            metrics, gradient = gradients(engine, mine, loss)
+            results[name, shares] = {"output": outputs(engine, mine), "gradient": gradient, "metrics": metrics}
+    torch.save(results, folder.parent / f"sharing_rank_{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,150 @@
+"""Sharing the tokens that rows begin with changes no output and no gradient.
+
+Tolerances: sums of fp32 in another order, 1e-5 relative to the largest element of a tensor.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import Ranks
+from tests.workers.engine import cases, loss_cases, sharing_cases
+from verl.base_config import ConfigError
+from verl.workers.engine import passes
+
+FUSED = {"use_fused_kernels": True}
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+CHECKPOINTED = {"enable_gradient_checkpointing": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sharing")
+    cases.write_model(root / "qwen2")
+    cases.write_family(root / "llama", "Llama", {})
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    cases.write_family(root / "qwen3_moe", "Qwen3Moe", experts)
+    return root
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        scale = max(float(expected[name].abs().max()), 1e-3)
+        assert float((tensor - expected[name]).abs().max()) <= 1e-5 * scale, name
+
+
+BATCHES = {
+    "groups": sharing_cases.groups(),
+    **{f"branches {seed}": sharing_cases.branches(seed) for seed in range(4)},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    "family, kind, model",
+    [
+        ("qwen2", "language_model", {}),
+        ("qwen2", "language_model", FUSED | CHECKPOINTED),
+        ("qwen2", "language_model", LORA),
+        ("qwen2", "value_model", {}),
+        ("llama", "language_model", CHECKPOINTED),
+        ("qwen3_moe", "language_model", {}),
+    ],
+)
+def test_nothing_changes(folder: Path, family: str, kind: str, model: dict[str, Any], batch: str) -> None:
+    data = BATCHES[batch]
+    data.meta_info.update(micro_batch_size_per_gpu=5)
+    assert sharing_cases.distinct_tokens(data) < int(data.batch["attention_mask"].sum())
+    plain, shared = (sharing_cases.build(folder / family, shares, kind, **model) for shares in (False, True))
+    shared.module.load_state_dict(plain.module.state_dict())  # the random heads of critics and adapters
+    assert_close(sharing_cases.outputs(shared, data), sharing_cases.outputs(plain, data))
+    (metrics, found), (expected, gradient) = (sharing_cases.gradients(engine, data) for engine in (shared, plain))
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    assert_close(found, gradient)
+    assert_close(sharing_cases.descend(shared, data), sharing_cases.descend(plain, data))
+
+
+def test_tokens_are_computed_once(folder: Path) -> None:
+    """The model sees the distinct tokens of each micro-batch, whose rows begin alike."""
+    engine, data = sharing_cases.build(folder / "qwen2", True), sharing_cases.groups()
+    data.meta_info.update(micro_batch_size_per_gpu=4)
+    seen = []
+    engine.module.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    sharing_cases.outputs(engine, data)
+    groups = [data.select_idxs(rows) for rows in ([0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11])]
+    assert sorted(seen) == sorted(map(sharing_cases.distinct_tokens, groups))
+
+
+@pytest.mark.parametrize("loss, mode", [*loss_cases.COMBINATIONS, *loss_cases.VALUES])
+def test_every_loss(engines: Any, loss: str, mode: str) -> None:
+    kind = "value_model" if loss == loss_cases.VALUE else "language_model"
+    data = sharing_cases.with_old_numbers(sharing_cases.groups())
+    data.meta_info.update(micro_batch_size_per_gpu=5)
+    found, expected = (loss_cases.gradient(engine, data, loss, mode) for engine in engines[kind])
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+    assert found["names"] == expected["names"]
+    scale = float(expected["gradient"].abs().max())
+    assert float((found["gradient"] - expected["gradient"]).abs().max()) <= 1e-5 * scale
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> dict[str, Any]:
+    """An engine that shares and one that does not, with the same weights, by kind."""
+    made = {}
+    for kind in ("language_model", "value_model"):
+        plain, shared = (sharing_cases.build(folder / "qwen2", shares, kind) for shares in (False, True))
+        shared.module.load_state_dict(plain.module.state_dict())
+        made[kind] = (shared, plain)
+    return made
+
+
+def test_two_ranks(folder: Path) -> None:
+    """Sharded, and with the ranks of a sequence; each rank shares among its own rows."""
+    Ranks(sharing_cases.run_world, (2, folder / "qwen2", str(folder / "store")), nprocs=2).join()
+    for rank in range(2):
+        results = torch.load(folder / f"sharing_rank_{rank}.pt")
+        for name in sharing_cases.LAYOUTS:
+            plain, shared = results[name, False], results[name, True]
+            assert shared["metrics"] == pytest.approx(plain["metrics"], rel=1e-5), name
+            assert_close(shared["output"], plain["output"])
+            assert_close(shared["gradient"], plain["gradient"])
+
+
+@pytest.mark.parametrize("budget", [48, 70, 120, 1000])
+def test_micro_batches_hold_so_many_distinct_tokens(budget: int) -> None:
+    data = sharing_cases.groups()
+    spec = passes.PassSpec(use_dynamic_bsz=True, max_token_len=budget)
+    made = passes.split_batch(data, spec, shares_prefixes=True)
+    assert sorted(row for each in made for row in each.index) == list(range(len(data)))
+    sizes = [sharing_cases.distinct_tokens(each.rows) for each in made]
+    assert max(sizes) <= budget
+    assert len(made) <= len(passes.split_batch(data, spec))
+
+
+def test_the_longest_row_must_fit() -> None:
+    spec = passes.PassSpec(use_dynamic_bsz=True, max_token_len=sharing_cases.PROMPT)
+    with pytest.raises(ValueError, match="below the longest padded row, 48 tokens"):
+        passes.split_batch(sharing_cases.groups(), spec, shares_prefixes=True)
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ({"use_remove_padding": False}, "set model.use_remove_padding=true"),
+        ({"override_config": {"attn_implementation": "sdpa"}}, "needs verl_varlen"),
+        ({"override_config": {"attention_dropout": 0.1}}, "needs attention_dropout=0.0, it is 0.1"),
+        (
+            {"override_config": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}},
+            "layers of type sliding_attention",
+        ),
+    ],
+)
+def test_refused(folder: Path, model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sharing_cases.build(folder / "qwen2", True, **model)

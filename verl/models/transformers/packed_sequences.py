@@ -1,0 +1,96 @@
+"""Where the sequences of a packed row begin and end, and which of them see tokens of others."""
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MAX_PADDING = 1.25
+"""Largest ratio of padded to real tokens in a group of unequal sequences."""
+
+
+@dataclass(frozen=True)
+class PaddedGroup:
+    """Neighbouring sequences, tokens ``start:stop`` of a packed row, padded to (count, length).
+
+    ``index`` holds the padded positions of the real tokens; None if all sequences have equal length.
+    """
+
+    start: int
+    stop: int
+    count: int
+    length: int
+    index: Tensor | None = None
+
+
+class PackedSequences:
+    """The boundaries of the sequences in a packed row, in the forms that kernels need.
+
+    Args: with ``ends`` the sequences are the nodes of a forest in depth-first order, and the tokens up to ``ends[i]``
+        see those of node i (``verl.utils.batch.forest``).
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device | str, ends: list[int] | None = None) -> None:
+        self.lengths = lengths
+        self.max_length = max(lengths)
+        self.device = device
+        self.ends = ends
+
+    @cached_property
+    def prefixes(self) -> list[tuple[int, int, int]]:
+        """Return (start, stop, end) of the nodes that tokens of others see: those of ``stop:end``."""
+        stops = itertools.accumulate(self.lengths)
+        found = zip(self.lengths, stops, self.ends or (), strict=False)
+        return [(stop - length, stop, end) for length, stop, end in found if end > stop]
+
+    @cached_property
+    def visible_until(self) -> Tensor:
+        """Return for each token the place after the last one that sees it, (T,) on the device."""
+        assert self.ends is not None
+        ends, lengths = (torch.tensor(each, device=self.device) for each in (self.ends, self.lengths))
+        return ends.repeat_interleave(lengths)
+
+    @cached_property
+    def block_mask(self) -> Any:
+        """Return the mask of a forest for ``flex_attention``; built once and used by every layer."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        until = self.visible_until
+
+        def sees(batch: Tensor, head: Tensor, at: Tensor, seen: Tensor) -> Tensor:
+            return (seen <= at) & (at < until[seen])
+
+        return create_block_mask(sees, None, None, len(until), len(until), device=until.device)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Return the (n + 1,) int32 offsets on the device."""
+        offsets = F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0))
+        return offsets.to(self.device, torch.int32, non_blocking=True)
+
+    @cached_property
+    def padded_groups(self) -> list[PaddedGroup]:
+        """Return the sequences grouped for batched calls; built once and used by every layer."""
+        groups: list[list[int]] = []
+        for length in self.lengths:
+            joined = [*groups[-1], length] if groups else [length]
+            if groups and max(joined) * len(joined) <= _MAX_PADDING * sum(joined):
+                groups[-1].append(length)
+            else:
+                groups.append([length])
+        padded = []
+        start = 0
+        for group in groups:
+            stop = start + sum(group)
+            longest = max(group)
+            index = None
+            if min(group) < longest:
+                columns = torch.arange(longest)
+                index = (columns < torch.tensor(group).unsqueeze(1)).flatten().nonzero().squeeze(1).to(self.device)
+            padded.append(PaddedGroup(start, stop, len(group), longest, index))
+            start = stop
+        return padded
