@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.ranks import Ranks
 from tests.workers.engine import cases, loss_cases, sharing_cases
+from tests.workers.engine import vision_cases as vision
 from verl.base_config import ConfigError
 from verl.workers.engine import passes
 
@@ -24,6 +25,7 @@ CHECKPOINTED = {"enable_gradient_checkpointing": True}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sharing")
     cases.write_model(root / "qwen2")
+    cases.write_model(root / "other", num_attention_heads=2)
     cases.write_family(root / "llama", "Llama", {})
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
     cases.write_family(root / "qwen3_moe", "Qwen3Moe", experts)
@@ -102,6 +104,48 @@ def engines(folder: Path) -> dict[str, Any]:
         shared.module.load_state_dict(plain.module.state_dict())
         made[kind] = (shared, plain)
     return made
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_samples_of_a_prompt_share_its_images(tmp_path: Path, family: str) -> None:
+    """Rows 2 and 4 differ after their prompt, row 0 holds an image of a tool; tower and model see the images once."""
+    vision.write_model(tmp_path, family)
+    tensors, media = vision.rows(family)
+    torch.save(vision.positions(vision.load(tmp_path), tensors, media), tmp_path / "positions.pt")
+    data = vision.batch(tmp_path, family, [3, 4, 3, 5, 5, 4, 0, 0, 5, 6])
+    generator = torch.Generator().manual_seed(1)
+    for row in (4, 8):
+        data.batch["input_ids"][row, -vision.RESPONSE :] = torch.randint(3, 80, (vision.RESPONSE,), generator=generator)
+    data.batch["responses"] = data.batch["input_ids"][:, -vision.RESPONSE :]
+    engines = [sharing_cases.build(tmp_path, shares) for shares in (True, False)]
+    seen: list[int] = []
+    engines[0].base_model.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    assert_close(*(sharing_cases.outputs(engine, data) for engine in engines))
+    assert len(set(seen)) == 1
+    assert sharing_cases.distinct_tokens(data) < int(data.batch["attention_mask"].sum())
+    (metrics, found), (expected, gradient) = (sharing_cases.gradients(engine, data) for engine in engines)
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    assert_close(found, gradient)
+
+
+def test_a_reward_model_and_the_full_kl(folder: Path) -> None:
+    """A token is read at itself, and its whole distribution is compared with that of a reference."""
+    data = sharing_cases.groups()
+    scores, expected = (sharing_cases.build(folder / "llama", shares, "value_model") for shares in (True, False))
+    scores.module.load_state_dict(expected.module.state_dict())
+    for engine in (scores, expected):
+        engine.forward.lead = engine.lead = 0
+    assert_close(sharing_cases.outputs(scores, data), sharing_cases.outputs(expected, data))
+    kl = []
+    for shares in (True, False):
+        engine, reference = (sharing_cases.build(folder / name, shares) for name in ("qwen2", "other"))
+        for parameter in reference.module.parameters():  # a divergence above the rounding of log-probabilities
+            parameter.data.mul_(3)
+        engine.set_reference(reference)
+        with engine.eval_mode():
+            kl.append(engine.infer_batch(data, passes.PassSpec(full_kl=True)))
+    assert_close(*kl)
+    assert kl[0]["full_kl"].max() > 0.01
 
 
 def test_two_ranks(folder: Path) -> None:

@@ -310,15 +310,20 @@ def pack_shared_rows(data: DataProto, lead: int = 1) -> PackedRows:
 def keys_of(data: DataProto) -> Tensor:
     """Return what tells the tokens of rows apart, (b, L, C); see ``token_keys``.
 
-    Rows with images share tokens if they have the same images and the same prompt: all images stand in what they share.
+    Rows with images share tokens if they have the same images, all in the same prompt: each image is then shown once by
+    what they share. A tool may have shown some of them where a response has tokens that do not count.
     """
     batch = tensors_of(data)
     ids = batch["input_ids"]
     media = data.non_tensor_batch.get("multi_modal_inputs")
     if media is None:
         return token_keys(ids, batch["position_ids"])
-    prompts = ids[:, : ids.shape[1] - response_mask_of(data).shape[1]].cpu()
-    shown = [(name, prompt.numpy().tobytes()) for name, prompt in zip(names_of_inputs(media), prompts, strict=True)]
+    counted = response_mask_of(data).bool()
+    width = counted.shape[1]
+    prompts = ids[:, :-width].cpu().numpy()
+    with_tools = (batch["attention_mask"][:, -width:].bool() & ~counted).any(-1).tolist()
+    names = enumerate(zip(names_of_inputs(media), with_tools, strict=True))
+    shown = [(name, prompts[row].tobytes(), row if tools else -1) for row, (name, tools) in names]
     number = {each: at for at, each in enumerate(dict.fromkeys(shown))}
     kinds = torch.tensor([number[each] for each in shown], device=ids.device)
     return token_keys(ids, batch["position_ids"], kinds.unsqueeze(1).expand_as(ids))
