@@ -259,36 +259,43 @@ class FlopsCounter:
         self.frozen_vision = frozen_vision or (adapters is not None and not adapters.tower + adapters.mergers)
 
     def estimate_flops(
-        self, batch_seqlens: Lengths, delta_time: float, images_seqlens: Lengths = (), forward_only: bool = False
+        self,
+        batch_seqlens: Lengths,
+        delta_time: float,
+        images_seqlens: Lengths = (),
+        forward_only: bool = False,
+        shared: Lengths = (),
     ) -> tuple[float, float]:
         """Return (achieved, promised) TFLOP/s for training on sequences of these lengths in ``delta_time`` seconds.
 
         Args:
             images_seqlens: patches of each image and video frame, before merging.
             forward_only: count the forward pass only.
+            shared: tokens at the beginning of each sequence that another one has computed; by default none.
         """
         promised = get_device_flops()
         if self._text is None or delta_time <= 0:
             return 0.0, promised
-        forward, backward = self._of_text(self._text, batch_seqlens)
+        forward, backward = self._of_text(self._text, batch_seqlens, shared)
         if images_seqlens:
             tower_forward, tower_backward = self._of_tower(images_seqlens)
             forward += tower_forward
             backward += tower_backward
         return (forward if forward_only else forward + backward) / delta_time / 1e12, promised
 
-    def _of_text(self, text: _Text, lengths: Lengths) -> tuple[float, float]:
+    def _of_text(self, text: _Text, lengths: Lengths, shared: Lengths) -> tuple[float, float]:
         """Return the operations of the text model, forward and backward."""
         config = self.config
         layers = range(config.num_hidden_layers)
         of_token = sum(text.attention(config) + text.mlp(config, layer) for layer in layers)
         of_token += config.hidden_size * (self.num_outputs or config.vocab_size)
-        weights = float(of_token * sum(lengths))
-        compared = sum(_pairs(config, layer, lengths) for layer in layers)
+        tokens = sum(lengths) - sum(shared)
+        weights = float(of_token * tokens)
+        compared = sum(_pairs(config, layer, lengths) - _pairs(config, layer, shared) for layer in layers)
         pairs = float(compared * config.num_attention_heads * text.channels(config))
         if self.adapters is None:
             return 2 * (weights + pairs), 4 * (weights + pairs)
-        own = float(self.adapters.text * sum(lengths))
+        own = float(self.adapters.text * tokens)
         return 2 * (weights + pairs + own), 2 * weights + 4 * (pairs + own)
 
     def _of_tower(self, images: Lengths) -> tuple[float, float]:

@@ -101,10 +101,9 @@ def test_rows_without_tokens() -> None:
 def test_unique_tokens_of_neighbours() -> None:
     ids, held, positions = rows_of([[1, 2, 3, 4], [9], [1, 2, 3, 5, 6]])
     found = neighbours(token_keys(ids, positions), held)
-    assert dict(zip(found.order.tolist(), found.unique_tokens().tolist(), strict=True)) in (
-        {0: 4, 1: 1, 2: 2},
-        {0: 1, 1: 1, 2: 5},
-    )
+    own = dict(zip(found.order.tolist(), found.own_tokens(min_shared=1).tolist(), strict=True))
+    assert own in ({0: 4, 1: 1, 2: 2}, {0: 1, 1: 1, 2: 5})
+    assert found.own_tokens(min_shared=4).sum() == 10  # three shared tokens are too few
 
 
 def test_runs_of_neighbours() -> None:

@@ -37,6 +37,8 @@ def healthy(steps: int = STEPS, ranks: int = 2, seed: int = 0) -> dict[int, dict
             "timing_s/update_actor": 0.5,
             "perf/throughput": 5000.0,
             "perf/mfu/actor": 0.3,
+            "perf/total_num_tokens": 4000,
+            "perf/computed_tokens/actor": 1500,
             "perf/memory/actor/max_rss_gb": 2.0,
         }
         entries[step] = {

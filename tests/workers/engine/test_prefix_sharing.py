@@ -81,6 +81,8 @@ def test_tokens_are_computed_once(folder: Path) -> None:
     sharing_cases.outputs(engine, data)
     groups = [data.select_idxs(rows) for rows in ([0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11])]
     assert sorted(seen) == sorted(map(sharing_cases.distinct_tokens, groups))
+    segments = engine.take_segments()
+    assert sum(seen) == sum(until - above for until, above in segments) and engine.take_segments() == []
 
 
 @pytest.mark.parametrize("loss, mode", [*loss_cases.COMBINATIONS, *loss_cases.VALUES])

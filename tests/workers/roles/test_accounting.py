@@ -39,6 +39,31 @@ def test_mfu_is_work_over_time_and_devices(clock, passes, share):
     assert 0.01 < metrics["perf/memory/actor/max_rss_gb"] < 100
 
 
+class Sharing:
+    """An engine whose passes compute two tokens, and below them two rows of one and two more, on each of two ranks."""
+
+    def __init__(self):
+        self.segments = [(1, 0)]  # of an earlier task
+
+    def take_segments(self):
+        segments, self.segments = self.segments, []
+        return segments
+
+    def get_data_parallel_size(self):
+        return 2
+
+
+@pytest.mark.parametrize(("passes", "share"), [(3, 1.0), (INFERENCE, 1 / 3)])
+def test_tokens_that_rows_share_count_once(clock, passes, share):
+    metrics, engine, rounds = {}, Sharing(), 3 if passes == 3 else 1
+    with accounted(metrics, "actor", DataProto(meta_info={"global_token_num": [3, 4] * 2}), passes, COUNTER, 4, engine):
+        engine.segments += [(2, 0), (3, 2), (4, 2)] * rounds
+        clock[0] += 0.5 * rounds
+    assert metrics["perf/computed_tokens/actor"] == 2 * 5
+    flops = 6 * ((8 * 8 * 4 + 3 * 8 * 16) + 8 * 10) * 5 + 12 * (4 + (9 - 4) + (16 - 4)) * 8
+    assert metrics["perf/mfu/actor"] == pytest.approx(2 * flops * share / 0.5 / 1e6 / 4)
+
+
 def test_without_lengths_or_a_model_there_is_no_mfu(clock):
     metrics = {}
     with accounted(metrics, "ref", DataProto(meta_info={}), 1, COUNTER, ranks=1):

@@ -106,6 +106,7 @@ class Forest:
     Attributes:
         lengths: tokens of each node, all above 0.
         ends: for each node, the place after the last token below it.
+        above: for each node, the tokens of the nodes above it.
         order: the rows, as their paths end in depth-first order.
         firsts: for each root, the first of the rows that begin there.
         place: the place of each attended token of the rows, row by row, (sum of the rows' lengths,).
@@ -113,6 +114,7 @@ class Forest:
 
     lengths: list[int]
     ends: list[int]
+    above: list[int]
     order: list[int]
     firsts: list[int]
     place: Tensor
@@ -179,6 +181,7 @@ def _laid_out(root: _Node, found: Neighbours) -> Forest:
     count = len(found.order)
     paths: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # (place, tokens) by row
     firsts: list[int] = []
+    depths: list[int] = []
     at = 0
     todo: list[tuple[_Node, list[tuple[int, int]]]] = [(root, [])]
     while todo:
@@ -189,6 +192,7 @@ def _laid_out(root: _Node, found: Neighbours) -> Forest:
                 firsts.append(int(found.order[node.first]))
             lengths.append(node.stop - node.start)
             ends.append(at + node.size)
+            depths.append(node.start)
             path = [*above, (at, node.stop - node.start)]
             at += node.stop - node.start
         for row in node.ending:
@@ -200,7 +204,7 @@ def _laid_out(root: _Node, found: Neighbours) -> Forest:
     sizes = torch.tensor([size for path in paths for _, size in path], dtype=torch.long)
     before = sizes.cumsum(0) - sizes
     place = torch.arange(int(sizes.sum())) + (starts - before).repeat_interleave(sizes)
-    return Forest(lengths, ends, order, firsts, place)
+    return Forest(lengths, ends, depths, order, firsts, place)
 
 
 def token_keys(ids: Tensor, positions: Tensor, media: Tensor | None = None) -> Tensor:

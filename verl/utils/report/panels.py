@@ -130,6 +130,7 @@ _GRADIENTS = {
 }
 _TRUNCATED = {"response_length/clip_ratio": "truncated at the limit", "response/aborted_ratio": "empty (aborted)"}
 _THROUGHPUT = {"perf/throughput": "all tokens of a step, per worker"}
+_COMPUTED = "perf/computed_tokens/"
 STEP_PHASES = (
     "gen",
     "gen_max",
@@ -355,6 +356,14 @@ def _mfu(ax: "Axes", entries: Entries) -> None:
     _from_zero(ax)
 
 
+def _computed(ax: "Axes", entries: Entries) -> None:
+    """Draw the tokens of the batch beside those that phases with shared prefixes compute; nothing without any."""
+    labels = {key: f"computed: {key.removeprefix(_COMPUTED)}" for key in keys_of(entries, _COMPUTED)}
+    if labels:
+        _lines(ax, entries, {"perf/total_num_tokens": "trained"} | labels)
+        _from_zero(ax)
+
+
 def _memory(ax: "Axes", entries: Entries) -> None:
     """Draw the highest memory over all ranks, by group and kind."""
     highest: dict[str, dict[int, float]] = {}
@@ -407,6 +416,7 @@ WHY_ABSENT = {
     "validation": "trainer.test_freq never validates, or the data has no ground truth",
     "kl": "the run has no reference policy and makes one update per batch",
     "mismatch": "set actor_rollout_ref.rollout.calculate_log_probs=true to record it",
+    "computed": "no model has use_prefix_sharing=true",
     "workers": "one worker",
 }
 """Why a chart of a sound run may be missing."""
@@ -427,6 +437,7 @@ PANELS = (
     Panel("cut", "Truncated responses", "share of responses", lines_of(_TRUNCATED, _from_zero)),
     Panel("times", "Step time by phase", "seconds", _times),
     Panel("throughput", "Throughput", "tokens per second and worker", lines_of(_THROUGHPUT, _from_zero)),
+    Panel("computed", "Tokens trained and computed (shared prefixes)", "tokens of a step", _computed),
     Panel("mfu", "Model FLOPs utilization", "share of the device's peak", _mfu),
     Panel("memory", "Memory", "GiB", _memory),
     Panel("memory_phases", "Memory by phase, highest rank", "GiB", _memory_by_phase),

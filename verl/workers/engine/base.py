@@ -255,6 +255,10 @@ class BaseEngine(ABC):
         """Return the result of ``make`` on all ranks; the ranks that have outputs call it. Collective."""
         return make()
 
+    def take_segments(self) -> list[passes.Segment]:
+        """Return and forget what passes with shared prefixes have computed; empty if no prefixes are shared."""
+        return []
+
     def set_reference(self, engine: "BaseEngine | None") -> None:
         """Set the model that ``PassSpec.full_kl`` compares with; None is this engine without its adapters."""
         raise ValueError(f"{type(self).__name__} compares with no reference: write another kl_loss_type than full")

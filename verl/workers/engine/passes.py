@@ -189,6 +189,10 @@ def split_batch(
     ]
 
 
+Segment = tuple[int, int]
+"""Tokens that several rows may share: the length of a row up to their end, and up to their beginning."""
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """The tokens of some rows end to end, shortest row first, and the positions to read.
@@ -199,7 +203,8 @@ class PackedRows:
 
     With shared prefixes ``lengths`` are those of the nodes of a forest, which end at ``ends``, and a counted token that
     several rows share is read once: ``readers`` (N,) are the places among ``keep`` of the N targets. ``media_order``
-    are the rows whose images stand among the tokens, in their order; by default all, as in ``row_order``.
+    are the rows whose images stand among the tokens, in their order; by default all, as in ``row_order``. ``segments``
+    are what a pass computes.
     """
 
     input_ids: Tensor  # (1, T)
@@ -215,6 +220,7 @@ class PackedRows:
     ends: list[int] | None = None
     readers: Tensor | None = None
     media_order: Tensor | None = None
+    segments: list[Segment] | None = None
 
 
 def idle_rows(length: int, device: torch.device) -> DataProto:
@@ -304,6 +310,7 @@ def pack_shared_rows(data: DataProto, lead: int = 1) -> PackedRows:
         ends=forest.ends,
         readers=readers,
         media_order=torch.tensor(forest.firsts),
+        segments=[(above + own, above) for own, above in zip(forest.lengths, forest.above, strict=True)],
     )
 
 

@@ -13,6 +13,7 @@ from verl.workers.roles.batching import BatchInfo
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
+    from verl.workers.engine import BaseEngine
 
 _GIB = 1024**3
 INFERENCE = 1 / 3
@@ -24,19 +25,36 @@ _peaks = {"allocated": 0.0, "reserved": 0.0}
 
 @contextmanager
 def accounted(
-    metrics: dict[str, float], phase: str, data: "DataProto", passes: float, counter: FlopsCounter | None, ranks: int
+    metrics: dict[str, float],
+    phase: str,
+    data: "DataProto",
+    passes: float,
+    counter: FlopsCounter | None,
+    ranks: int,
+    engine: "BaseEngine | None" = None,
 ) -> Iterator[None]:
     """Measure the enclosed ``passes`` over the batch: add ``perf/mfu/<phase>`` and ``perf/memory/<phase>/...``.
 
-    MFU is that of all ``ranks`` together, from the lengths of the whole batch; without lengths it is left out.
+    MFU is that of all ``ranks`` together, from the lengths of the whole batch; without lengths it is left out. If the
+    ``engine`` shares prefixes, it is that of the tokens that this rank computes, as if all ranks had as many, and
+    ``perf/computed_tokens/<phase>`` is their number in one pass over the whole batch.
     """
     begin_peak()
+    if engine is not None:
+        engine.take_segments()
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
     info = BatchInfo.of(data)
-    if info.token_counts and counter is not None:
-        forward_only = passes == INFERENCE
+    forward_only = passes == INFERENCE
+    if engine is not None and (segments := engine.take_segments()):
+        lengths, shared = (list(each) * engine.get_data_parallel_size() for each in zip(*segments, strict=True))
+        rounds = 1 if forward_only else round(passes)
+        metrics[f"perf/computed_tokens/{phase}"] = (sum(lengths) - sum(shared)) / rounds
+        if counter is not None:
+            images = list(info.image_lengths) * rounds
+            metrics[f"perf/mfu/{phase}"] = mfu(counter, lengths, seconds, ranks, images, forward_only, shared)
+    elif info.token_counts and counter is not None:
         seconds = seconds if forward_only else seconds / passes
         metrics[f"perf/mfu/{phase}"] = mfu(counter, info.token_counts, seconds, ranks, info.image_lengths, forward_only)
     metrics.update(memory_of(phase))
@@ -49,9 +67,13 @@ def mfu(
     ranks: int,
     images: Sequence[int] = (),
     forward_only: bool = False,
+    shared: Sequence[int] = (),
 ) -> float:
-    """Return the MFU of ``ranks`` devices in one pass over sequences of these lengths."""
-    achieved, promised = counter.estimate_flops(lengths, seconds, images, forward_only)
+    """Return the MFU of ``ranks`` devices in one pass over sequences of these lengths.
+
+    Args: shared are the tokens of each sequence that another one has computed; by default none.
+    """
+    achieved, promised = counter.estimate_flops(lengths, seconds, images, forward_only, shared)
     return achieved / promised / ranks
 
 

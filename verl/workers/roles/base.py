@@ -242,8 +242,8 @@ class EngineWorker(Worker, DistProfilerExtension):
         engine: BaseEngine | None = None,
     ) -> AbstractContextManager[None]:
         """Add to ``metrics`` the time and memory of a task, by default of forward passes of the worker's engine."""
-        counter = self.flops_counters.get(id(self.engine if engine is None else engine))
-        return accounted(metrics, phase, data, passes, counter, self.world_size)
+        used = self.engine if engine is None else engine
+        return accounted(metrics, phase, data, passes, self.flops_counters.get(id(used)), self.world_size, used)
 
 
 def engine_config_of(config: RoleConfig) -> AnyEngineConfig:

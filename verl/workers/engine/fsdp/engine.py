@@ -29,7 +29,7 @@ from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, preci
 from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel
 from verl.workers.engine.fsdp.layout import check_layout, make_layout
 from verl.workers.engine.fsdp.remote_code import check_remote_code
-from verl.workers.engine.passes import MicroBatch, PassSpec
+from verl.workers.engine.passes import MicroBatch, PassSpec, Segment
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
@@ -219,6 +219,11 @@ class FSDPEngine(BaseEngine):
                     spec.after_first_forward()
                 if not forward_only:
                     torch.autograd.backward(loss)
+
+    def take_segments(self) -> list[Segment]:
+        """Return and forget what passes with shared prefixes have computed; see ``BaseEngine``."""
+        segments, self.forward.segments = self.forward.segments, []
+        return segments
 
     def _synchronize_gradients(self, last: bool) -> None:
         """Reduce gradients and free gathered weights only after the last micro-batch, if memory allows.

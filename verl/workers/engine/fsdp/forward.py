@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -54,6 +54,7 @@ class Forward:
         fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
         shares_prefixes: tokens with which several rows begin pass through the model once.
         reference: the policy that ``PassSpec.full_kl`` compares with.
+        segments: what passes with shared prefixes have computed, see ``BaseEngine.take_segments``.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class Forward:
     offload_activations: bool
     shares_prefixes: bool = False
     reference: "Reference | None" = None
+    segments: list[passes.Segment] = field(default_factory=list)
 
     def __call__(self, rows: DataProto, spec: passes.PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask."""
@@ -111,6 +113,7 @@ class Forward:
         """
         pack = passes.pack_shared_rows if self.shares_prefixes else passes.pack_rows
         packed = pack(rows, self.lead)
+        self.segments += packed.segments or ()
         order = packed.row_order if packed.media_order is None else packed.media_order
         inputs = self._multi_modal_inputs(rows, order if self.remove_padding else None)
         if self.remove_padding:
