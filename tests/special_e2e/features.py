@@ -69,10 +69,13 @@ DYNAMIC = {
     f"{CRITIC}.ppo_max_token_len_per_gpu": 160,
 }
 
-ALL_AT_ONCE = "two workers: Ulysses 2, TP 2, both offloads, gradient checkpointing, dynamic batch"
+SHARING = both(MODELS, use_prefix_sharing=True)
+
+ALL_AT_ONCE = "two workers: Ulysses 2, TP 2, both offloads, gradient checkpointing, dynamic batch, shared prefixes"
 
 FEATURES: dict[str, Overrides] = {
-    ALL_AT_ONCE: workers(2, 2) | ULYSSES | OFFLOAD | CHECKPOINTING | DYNAMIC,
+    ALL_AT_ONCE: workers(2, 2) | ULYSSES | OFFLOAD | CHECKPOINTING | DYNAMIC | SHARING,
+    "shared prefixes": SHARING,
     "strategy fsdp2": both((ACTOR, CRITIC), strategy="fsdp2"),
     "padded": both(MODELS, use_remove_padding=False),
     "micro-batch size 1": micro_batches(1),

@@ -1,5 +1,6 @@
 """What the driver does with whole batches: rewards, advantages, validation metrics, kept rollouts, pools."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.state import RunState
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import ValidationSamples, add_extras, summarise
+from verl.workers.config import FSDPActorConfig
 
 
 def scored(rewards, uids, mask=None):
@@ -127,6 +129,40 @@ def test_responses_that_cannot_be_scored_are_counted_in_validation():
 # ---- balancing
 
 
+def sharing(is_on, shuffles=False):
+    """What balancing reads of a run that shares prefixes or not, with mini-batches of two prompts with two samples."""
+    actor = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, ppo_mini_batch_size=2, shuffle=shuffles)
+    model, rollout = SimpleNamespace(use_prefix_sharing=is_on), SimpleNamespace(n=2)
+    policy = SimpleNamespace(actor=actor, model=model, rollout=rollout)
+    return SimpleNamespace(actor_rollout_ref=policy, critic=None)
+
+
+@pytest.mark.parametrize("shuffles", [False, True])
+def test_samples_of_a_prompt_go_to_one_worker(shuffles):
+    """Within each mini-batch, unless rows are shuffled: then others would meet in a mini-batch."""
+    attended = torch.ones(8, 6, dtype=torch.long)
+    attended[:, 0] = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1])
+    uids = list("aabbccdd")
+    columns = {"attention_mask": attended, "responses": torch.zeros(8, 3), "row": torch.arange(8)}
+    orders = []
+    for is_on in (False, True):
+        batch = DataProto.from_dict(deepcopy(columns), non_tensors={"uid": np.array(uids, dtype=object)})
+        trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+        trainer.state = RunState(seed=1)
+        trainer.actor_rollout_wg = SimpleNamespace(world_size=2)
+        trainer.run_config = sharing(is_on, shuffles)
+        trainer._balance_batch(batch, {})
+        orders.append(batch.batch["row"].tolist())
+        assert batch.batch["row"][trainer.state.row_order].tolist() == list(range(8))
+    plain, grouped = orders
+    assert (plain == grouped) == shuffles
+    for first in (0, 2):  # two rows of each of two workers
+        before, after = ([order[at : at + 2] for at in (first, first + 4)] for order in orders)
+        assert sorted(before[0] + before[1]) == sorted(after[0] + after[1])
+        pairs = [each for each in range(0, 8, 2) if {each, each + 1} <= {*after[0], *after[1]}]
+        assert shuffles or all(any({each, each + 1} == set(part) for part in after) for each in pairs)
+
+
 def test_balanced_rows_can_be_put_back():
     lengths = [1, 6, 2, 5, 3, 4]
     mask = (torch.arange(6)[None] < torch.tensor(lengths)[:, None]).long()
@@ -134,6 +170,7 @@ def test_balanced_rows_can_be_put_back():
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
     trainer.state = RunState(seed=1)
     trainer.actor_rollout_wg = SimpleNamespace(world_size=2)
+    trainer.run_config = sharing(False)
     metrics = {}
     trainer._balance_batch(batch, metrics)
     tokens = batch.batch["attention_mask"].sum(-1)

@@ -26,6 +26,7 @@ from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, metric_utils, profiling, spares
 from verl.trainer.ppo.checkpoint import Checkpoints
+from verl.trainer.ppo.grouping import keep_groups
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.metric_utils import compute_data_metrics as compute_data_metrics  # forks import these from here
 from verl.trainer.ppo.metric_utils import compute_throughout_metrics as compute_throughout_metrics
@@ -64,7 +65,7 @@ from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.observe.timeline import RECORDED, Part, is_recording
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.vision.multi_modal import count_shared_bytes, replace_inputs, share
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL
 from verl.workers.roles.batching import NUM_TRAJECTORIES
@@ -699,11 +700,43 @@ class RayPPOTrainer:
         # The rows need not be a multiple of the workers, since some workers share rows. Their greatest common divisor
         # is a multiple of the workers that do not share.
         parts = math.gcd(len(lengths), self.actor_rollout_wg.world_size)
-        partitions = get_seqlen_balanced_partitions(lengths, k_partitions=parts, equal_size=True)
+        partitions = self._keep_groups(batch, get_seqlen_balanced_partitions(lengths, parts, equal_size=True))
         order = [row for part in partitions for row in part]
         batch.reorder(torch.tensor(order))
         self.state.row_order = np.argsort(order).tolist()
         metrics.update(log_seqlen_unbalance(lengths, partitions, prefix=logging_prefix))
+
+    def _keep_groups(self, batch: DataProto, parts: Partition) -> Partition:
+        """Give the samples of a prompt to one rank where the actor computes their prompt once.
+
+        Rows that are shuffled or trained in other mini-batches by the critic stay where they are.
+        """
+        run = self.run_config
+        actor, critic, model = run.actor_rollout_ref.actor, run.critic, run.actor_rollout_ref.model
+        sharing = workers_of_a_shard(actor)
+        if (
+            not model.use_prefix_sharing
+            or actor.shuffle
+            or "uid" not in batch.non_tensor_batch
+            or len(parts) <= sharing
+        ):
+            return parts
+        if critic is not None and (critic.shuffle or workers_of_a_shard(critic) != sharing):
+            return parts
+        ranks = [[row for part in parts[at : at + sharing] for row in part] for at in range(0, len(parts), sharing)]
+        roles = [actor] if critic is None else [actor, critic]
+        rows = [role.ppo_mini_batch_size * run.actor_rollout_ref.rollout.n // len(ranks) for role in roles]
+        attended = tensors_of(batch)["attention_mask"]
+        responses = tensors_of(batch)["responses"].shape[1]
+        placed = keep_groups(
+            ranks,
+            batch.non_tensor_batch["uid"].tolist(),
+            attended[:, :-responses].sum(-1).tolist(),
+            attended[:, -responses:].sum(-1).tolist(),
+            math.gcd(len(ranks[0]), *rows),
+        )
+        width = len(parts[0])
+        return [part[at : at + width] for part in placed for at in range(0, len(part), width)]
 
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
         actor = self.run_config.actor_rollout_ref.actor

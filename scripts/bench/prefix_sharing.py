@@ -1,0 +1,195 @@
+"""Measure what shared prefixes save on this machine: time and memory of an update, compared with rows one by one.
+
+Each figure is from processes that have run alone, in the order without, with, with, without ``use_prefix_sharing``. The
+rows are samples of prompts of random tokens, with responses of one length. The share of FLOPs is what the time would be
+if it were all arithmetic: matrices by distinct tokens, the head by response tokens, attention by the pairs that a
+causal mask leaves. Peak memory is ``VmHWM`` of the kernel over the updates, less what was resident before.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+PROMPTS, SAMPLES = (32, 256, 1024), (4, 8, 16)
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="lengths of the prompts")
+    parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES, help="rows of a prompt")
+    parser.add_argument("--rows", type=int, default=32, help="rows of an update (default: 32)")
+    parser.add_argument("--response", type=int, default=64, help="tokens of a response (default: 64)")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model (default: 256)")
+    parser.add_argument("--layers", type=int, default=4, help="its layers (default: 4)")
+    parser.add_argument("--updates", type=int, default=5, help="measured updates of a process (default: 5)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a pass (default: 8192)")
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def write_model(folder: Path, args: argparse.Namespace) -> None:
+    """Write a Qwen2 with random weights."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "intermediate_size": 4 * args.hidden}
+    heads = {"num_attention_heads": args.hidden // 64, "num_key_value_heads": max(1, args.hidden // 128)}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=1000, tie_word_embeddings=False, **sizes, **heads)).save_pretrained(folder)
+
+
+def rows_of(prompt: int, samples: int, args: argparse.Namespace) -> Any:
+    """Return a mini-batch."""
+    import torch
+
+    from verl.protocol import DataProto
+
+    generator = torch.Generator().manual_seed(1)
+    asked = torch.randint(3, 1000, (args.rows // samples, prompt), generator=generator)
+    answers = torch.randint(3, 1000, (args.rows, args.response), generator=generator)
+    ids = torch.cat([asked.repeat_interleave(samples, dim=0), answers], dim=1)
+    ones = torch.ones_like(ids)
+    tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
+    tensors |= {"responses": answers, "response_mask": ones[:, prompt:]}
+    data = DataProto.from_dict(tensors=tensors)
+    data.meta_info.update(temperature=1.0, use_dynamic_bsz=True, max_token_len_per_gpu=args.max_tokens)
+    return data
+
+
+def loss(output: Any, data: Any) -> Any:
+    """Return minus the log-probability by token."""
+    from verl.algos.aggregate import agg_sum
+
+    total = agg_sum(-output["log_probs"], data.batch["response_mask"], "token-mean")
+    return [total], {"loss": total}
+
+
+def status(name: str) -> int:
+    """Return a line of this process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def child(given: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+    """Take updates and measure them."""
+    import torch
+
+    from verl.workers import config
+    from verl.workers.engine import EngineRegistry
+
+    torch.set_num_threads(1)
+    model = config.HFModelConfig(
+        path=given["model"],
+        load_tokenizer=False,
+        use_remove_padding=True,
+        use_prefix_sharing=given["shares"],
+        enable_gradient_checkpointing=False,
+    )
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend="fsdp2",
+        model_config=model,
+        engine_config=config.FSDPEngineConfig(strategy="fsdp2"),
+        optimizer_config=config.FSDPOptimizerConfig(lr=1e-6),
+        checkpoint_config=None,
+    )
+    engine.initialize()
+    data = rows_of(given["prompt"], given["samples"], args)
+    seconds = []
+    with engine.train_mode():
+        for at in range(args.updates + 1):
+            if at == 0:
+                before = status("VmRSS")
+                Path("/proc/self/clear_refs").write_text("5")
+            started = time.process_time()
+            engine.train_batch(data, loss)
+            seconds.append(time.process_time() - started)
+    return {"seconds": statistics.median(seconds[1:]), "peak": (status("VmHWM") - before) / MIB}
+
+
+def needed(prompt: int, samples: int, args: argparse.Namespace, shares: bool, folder: str) -> float:
+    """Return the operations that an update needs."""
+    from transformers import AutoConfig
+
+    from verl.utils.flops_counter import FlopsCounter
+
+    config = AutoConfig.from_pretrained(folder)
+    length = prompt + args.response
+    lengths, shared = [length] * args.rows, [prompt if shares and row % samples else 0 for row in range(args.rows)]
+    counter = FlopsCounter(config, num_outputs=1)
+    tokens = sum(lengths) - sum(shared)
+    matrices = counter.estimate_flops([1] * tokens, 1.0)[0]
+    pairs = counter.estimate_flops(lengths, 1.0, shared=shared)[0] - matrices
+    head = 6 * config.hidden_size * config.vocab_size * args.rows * args.response / 1e12
+    return matrices + pairs / 2 + head
+
+
+def run(given: dict[str, Any]) -> dict[str, float]:
+    """Measure in a process of its own."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Measure every case and print a table."""
+    args = parse_args()
+    if args.child:
+        print(json.dumps(child(json.loads(args.child), args)))
+        return
+    columns = (
+        "prompt",
+        "samples",
+        "distinct tokens",
+        "s",
+        "s shared",
+        "time",
+        "FLOPs",
+        "time / FLOPs",
+        "memory",
+    )
+    if not args.json:
+        print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), args)
+        for prompt in args.prompts:
+            for samples in args.samples:
+                made: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+                for shares in (False, True, True, False):
+                    case = {"model": folder, "prompt": prompt, "samples": samples, "shares": shares}
+                    made[shares].append(run(case))
+                plain, shared = (
+                    {name: statistics.mean(each[name] for each in made[shares]) for name in ("seconds", "peak")}
+                    for shares in (False, True)
+                )
+                flops = needed(prompt, samples, args, True, folder) / needed(prompt, samples, args, False, folder)
+                ratio = shared["seconds"] / plain["seconds"]
+                distinct = args.rows * args.response + args.rows // samples * prompt
+                row = {
+                    "prompt": prompt,
+                    "samples": samples,
+                    "distinct": distinct / (args.rows * (prompt + args.response)),
+                    "seconds": plain["seconds"],
+                    "seconds_shared": shared["seconds"],
+                    "time": ratio,
+                    "flops": flops,
+                    "time_per_flops": ratio / flops,
+                    "memory": shared["peak"] / plain["peak"],
+                }
+                shown = [f"{prompt}", f"{samples}", *(f"{value:.2f}" for value in list(row.values())[2:])]
+                print(json.dumps(row) if args.json else "| " + " | ".join(shown) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

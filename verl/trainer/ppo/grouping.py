@@ -1,0 +1,48 @@
+"""Samples of a prompt on one rank, which then computes the prompt once (``model.use_prefix_sharing``)."""
+
+from collections.abc import Hashable, Sequence
+
+from verl.utils.seqlen_balancing import Partition
+
+
+def keep_groups(
+    ranks: Partition, groups: Sequence[Hashable], prompts: Sequence[int], responses: Sequence[int], stretch: int
+) -> Partition:
+    """Exchange rows between ranks so that those of a group stand together, and ranks compute about the same.
+
+    The rows at places ``k * stretch`` to ``(k + 1) * stretch`` of all ranks together stay the same, so mini-batches of
+    ``stretch`` rows of each rank keep their members. Whole groups go to the rank that has the fewest distinct tokens so
+    far, the largest group first; a group that fits nowhere is cut.
+
+    Args:
+        ranks: the rows of each rank, all of one length, which ``stretch`` divides.
+        groups, prompts, responses: by row, its group and the tokens of its prompt and response.
+    """
+    size = len(ranks[0])
+    placed: Partition = [[] for _ in ranks]
+    for first in range(0, size, stretch):
+        members: dict[Hashable, list[int]] = {}
+        for row in sorted(row for part in ranks for row in part[first : first + stretch]):
+            members.setdefault(groups[row], []).append(row)
+        costs = {
+            group: max(prompts[row] for row in rows) + sum(responses[row] for row in rows)
+            for group, rows in members.items()
+        }
+        loads = [0] * len(ranks)
+        rooms = [stretch] * len(ranks)
+        parts: Partition = [[] for _ in ranks]
+        for group in sorted(members, key=lambda each: (-costs[each], members[each][0])):
+            rows = members[group]
+            while rows:
+                fitting = [rank for rank in range(len(ranks)) if rooms[rank] >= len(rows)]
+                if fitting:
+                    rank = min(fitting, key=lambda each: (loads[each], each))
+                else:
+                    rank = max(range(len(ranks)), key=lambda each: (rooms[each], -loads[each], -each))
+                taken, rows = rows[: rooms[rank]], rows[rooms[rank] :]
+                parts[rank] += taken
+                rooms[rank] -= len(taken)
+                loads[rank] += max(prompts[row] for row in taken) + sum(responses[row] for row in taken)
+        for whole, part in zip(placed, parts, strict=True):
+            whole += sorted(part)
+    return placed
