@@ -84,12 +84,6 @@ def test_the_older_tree_is_moved(trees):
         ("sft_trainer", {"use_prefix_sharing": True}, "use_prefix_sharing", "use_remove_padding=true"),
         (
             "sft_trainer_engine",
-            {"engine.strategy": "megatron", "model.use_prefix_sharing": True},
-            "model.use_prefix_sharing",
-            "must be false with engine=megatron",
-        ),
-        (
-            "sft_trainer_engine",
             {"engine.strategy": "megatron", "model.use_liger": True},
             "model.use_liger",
             "must be false with engine=megatron",

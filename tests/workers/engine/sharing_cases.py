@@ -1,5 +1,6 @@
 """Batches whose rows begin alike, and engines that share these tokens or not."""
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tests.ranks import note
 from tests.utils.batch.test_forest import random_texts
-from tests.workers.engine import cases, loss_cases
+from tests.workers.engine import cases, loss_cases, megatron_cases
 from verl.protocol import DataProto
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.engine import BaseEngine
@@ -173,3 +174,53 @@ def run_world(rank: int, world: int, folder: Path, store: str) -> None:
             results[name, shares] = {"output": outputs(engine, mine), "gradient": gradient, "metrics": metrics}
     torch.save(results, folder.parent / f"sharing_rank_{rank}.pt")
     dist.destroy_process_group()
+
+
+# Megatron-Core
+
+MCORE: dict[str, dict[str, Any]] = {
+    "tp 2": {"cut": cases.MICRO[4], "engine": megatron_cases.TP},
+    "tp 2, experts": {"cut": cases.MICRO[4], "engine": megatron_cases.TP, "folder": "qwen3_moe"},
+    "pp 2, rope scaling, fused head, checkpoints": {
+        "cut": cases.dynamic(60),
+        "engine": megatron_cases.PP,
+        "folder": "llama",
+        "model": {"use_fused_kernels": True, "enable_gradient_checkpointing": True},
+    },
+    "dp 2, values": {"cut": cases.dynamic(60), "engine": megatron_cases.PLAIN, "kind": "value_model"},
+}
+
+
+def run_mcore(rank: int, world: int, folder: Path) -> None:
+    """Compute outputs and gradients with and without sharing, and save them by layout."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    importlib.import_module("verl.workers.engine.megatron")  # which prepares Megatron-Core for the CPU
+    from megatron.core import parallel_state
+
+    results = {}
+    for name, case in MCORE.items():
+        note(name)
+        path = folder / case.get("folder", "plain")
+        for shares in (False, True):
+            model = cases.model_config(path, use_prefix_sharing=shares, **case.get("model", {}))
+            engine = megatron_cases.build(path, case["engine"], case.get("kind", "language_model"), model=model)
+            data = groups()
+            data.meta_info.update(case["cut"])
+            size = engine.get_data_parallel_size()
+            mine = data.select_idxs(list(range(engine.get_data_parallel_rank(), len(data), size)))
+            with engine.train_mode():
+                engine.optimizer_zero_grad()
+                metrics = engine.forward_backward_batch(mine, cases.loss_fn)
+                gradient = megatron_cases.gradients(engine)
+            segments = engine.take_segments()
+            results[name, shares] = {
+                "output": outputs(engine, mine),
+                "gradient": gradient,
+                "metrics": metrics,
+                "computed": sum(until - above for until, above in segments),
+                "tokens": int(mine.batch["attention_mask"].sum()),
+            }
+        parallel_state.destroy_model_parallel()
+    torch.save(results, folder / f"sharing_{rank}.pt")

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.ranks import Ranks
-from tests.workers.engine import cases, loss_cases, sharing_cases
+from tests.workers.engine import cases, loss_cases, megatron_cases, sharing_cases
 from tests.workers.engine import vision_cases as vision
 from verl.base_config import ConfigError
+from verl.models.transformers.prefix_sharing import mcore_sharing_problems
 from verl.workers.engine import passes
 
 FUSED = {"use_fused_kernels": True}
@@ -160,6 +161,35 @@ def test_two_ranks(folder: Path) -> None:
             assert shared["metrics"] == pytest.approx(plain["metrics"], rel=1e-5), name
             assert_close(shared["output"], plain["output"])
             assert_close(shared["gradient"], plain["gradient"])
+
+
+def test_on_megatron_core(tmp_path: Path) -> None:
+    """Positions follow the path of a token, not its place in the packed row."""
+    pytest.importorskip("megatron.core")
+    megatron_cases.write_models(tmp_path)
+    Ranks(sharing_cases.run_mcore, (2, tmp_path), nprocs=2).join()
+    for rank in range(2):
+        results = torch.load(tmp_path / f"sharing_{rank}.pt")
+        for name in sharing_cases.MCORE:
+            plain, shared = results[name, False], results[name, True]
+            assert 0 < shared["computed"] < shared["tokens"] and plain["computed"] == 0, name
+            assert shared["metrics"] == pytest.approx(plain["metrics"], rel=1e-5), name
+            assert_close(shared["output"], plain["output"])
+            assert_close(shared["gradient"], plain["gradient"])
+
+
+@pytest.mark.parametrize(
+    "config, cp_size, use_mbridge, message",
+    [
+        ({"model_type": "qwen2"}, 2, False, "megatron.context_parallel_size=2"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 24}, 1, False, "latent attention"),
+        ({"model_type": "qwen2"}, 1, True, "megatron.use_mbridge=true"),
+    ],
+)
+def test_refused_on_megatron_core(config: dict[str, Any], cp_size: int, use_mbridge: bool, message: str) -> None:
+    (problem,) = mcore_sharing_problems(config, cp_size, use_mbridge)
+    assert message in problem
+    assert not list(mcore_sharing_problems({"model_type": "qwen2"}, 1, False))
 
 
 @pytest.mark.parametrize("budget", [48, 70, 120, 1000])

@@ -48,3 +48,13 @@ def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator
 
 def _is_dropout(name: str) -> bool:
     return name.endswith(("dropout", "dropout_prob", "dropout_rate", "_pdrop")) and "classifier" not in name
+
+
+def mcore_sharing_problems(config: Mapping[str, Any], context_parallel_size: int, use_mbridge: bool) -> Iterator[str]:
+    """Yield why rows of a model on Megatron-Core cannot share tokens, apart from ``sharing_problems``."""
+    if context_parallel_size > 1:
+        yield f"is not supported with megatron.context_parallel_size={context_parallel_size}: write false, or 1"
+    if (config.get("text_config") or config).get("kv_lora_rank") is not None:
+        yield "is not supported with strategy=megatron for latent attention (kv_lora_rank): write false"
+    if use_mbridge:
+        yield "is not supported with megatron.use_mbridge=true: write false"

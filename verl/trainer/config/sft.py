@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import MOST_SEED, BaseConfig, ConfigError, Violation, as_yaml, matches, parse_node, setting
+from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.files import (
@@ -33,7 +34,7 @@ from verl.utils.dataset.config import TRUNCATIONS
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
 from verl.workers.config.actor_critic import async_save_rules
 from verl.workers.config.engine import DEVICES
-from verl.workers.config.model import path_problems, quantized_problem, read_config_json
+from verl.workers.config.model import flat_overrides, path_problems, quantized_problem, read_config_json
 from verl.workers.config.tokenizer_files import tokenizer_problems
 
 EACH_EPOCH = "after_each_epoch"
@@ -210,6 +211,12 @@ def _violations(
             else:
                 node = tree["model"]
                 shape = config_fields(node)
+                if run.model.use_prefix_sharing:
+                    fields = {**hf_config, **flat_overrides(run.model.override_config)}
+                    engine = run.engine
+                    problems = [*sharing_problems(fields)]
+                    problems += mcore_sharing_problems(fields, engine.context_parallel_size, engine.use_mbridge)
+                    yield from (Violation("model.use_prefix_sharing", True, problem) for problem in problems)
                 if bridged := bridged_architecture(node, shape, run.engine):
                     yield from bridge_rules(bridged, "engine", run.trainer.device, "engine=fsdp")
                 else:
@@ -247,12 +254,7 @@ def _batch_rules(run: SFTConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu, expected)
 
 
-NOT_WITH_MEGATRON = {
-    "lora_rank": 0,
-    "use_liger": False,
-    "enable_activation_offload": False,
-    "use_prefix_sharing": False,
-}
+NOT_WITH_MEGATRON = {"lora_rank": 0, "use_liger": False, "enable_activation_offload": False}
 
 
 def _choice_rules(run: SFTConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:

@@ -319,6 +319,8 @@ class FSDPCriticConfig(CriticConfig):
 class McoreCriticModelConfig(BaseModelConfig):
     """The model of the value function, on Megatron-Core."""
 
+    use_prefix_sharing: bool = setting(False, "compute tokens that rows begin with once")
+
 
 @dataclass
 class McoreCriticConfig(CriticConfig):

@@ -68,11 +68,16 @@ class PackedRowParams(PackedSeqParams):
     deep: DeepFeatures | None = None
 
 
-def packed_row_params(lengths: list[int], device: torch.device) -> PackedRowParams:
-    """Return the boundaries of sequences with these lengths, which include padding."""
-    sequences = PackedSequences(lengths, device)
+def packed_row_params(
+    lengths: list[int], device: torch.device, ends: list[int] | None = None, longest: int | None = None
+) -> PackedRowParams:
+    """Return the boundaries of sequences with these lengths, which include padding.
+
+    Args: ``ends`` are those of the nodes of a forest (``PackedSequences``), whose longest path has ``longest`` tokens.
+    """
+    sequences = PackedSequences(lengths, device, ends)
     bounds = sequences.cu_seqlens
-    longest = sequences.max_length
+    longest = longest or sequences.max_length
     return PackedRowParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -83,6 +88,29 @@ def packed_row_params(lengths: list[int], device: torch.device) -> PackedRowPara
         max_seqlen_kv=longest,
         sequences=sequences,
     )
+
+
+class PathRotary:
+    """A hook after the rotary angles of a text model: those of each token's own position, instead of its place.
+
+    ``positions`` (T,) apply to the next passes; None leaves the angles (length, 1, 1, head_dim) as they are.
+    """
+
+    def __init__(self) -> None:
+        self.positions: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
+        if self.positions is None:
+            return angles
+        if isinstance(angles, tuple):  # with the scale of YaRN
+            return (angles[0][self.positions], *angles[1:])
+        return angles[self.positions]
+
+
+def attach_paths(chunk: nn.Module) -> None:
+    """Let the tokens of a text model have other positions than their places in a packed row."""
+    chunk.paths = PathRotary()  # type: ignore[assignment]
+    chunk.rotary_pos_emb.register_forward_hook(chunk.paths)  # type: ignore[union-attr]
 
 
 def _parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from verl.base_config import Violation, as_yaml
 from verl.models.mcore_limits import LIMITS, Limit, causal_name, model_limits
+from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.trainer.config.keys import select
 from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
@@ -22,7 +23,14 @@ from verl.utils.megatron.ranks import expert_layout_problem
 from verl.workers.config import BaseModelConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.config.actor_critic import ActorConfig, CriticConfig, McoreActorConfig, McoreCriticConfig
 from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig
-from verl.workers.config.model import ROPE_KEYS, ConfigFields, apply_overrides, path_problems, read_config_json
+from verl.workers.config.model import (
+    ROPE_KEYS,
+    ConfigFields,
+    apply_overrides,
+    flat_overrides,
+    path_problems,
+    read_config_json,
+)
 from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
 
 Tree = Mapping[str, Any]
@@ -131,12 +139,16 @@ def _strategy_rules(roles: list[EngineRole]) -> Iterator[Violation]:
 
 def _option_rules(run: RunConfig, role: EngineRole, engine: McoreEngineConfig) -> Iterator[Violation]:
     """Yield options of model and engine that do not exist on Megatron-Core, or not on these devices."""
-    switches = ("use_liger", "enable_activation_offload", "use_prefix_sharing")
-    for name, wanted in (("lora_rank", 0), *((each, False) for each in switches)):
+    for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
         value = select(role.model, name, wanted)
         if value != wanted:
             expected = f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
             yield Violation.unsupported(f"{role.model_key}.{name}", value, expected)
+    if select(role.model, "use_prefix_sharing", False) and not list(path_problems(role.model.path)):
+        fields = {**read_config_json(role.model.path), **flat_overrides(select(role.model, "override_config", {}))}
+        problems = [*sharing_problems(fields, trains=not isinstance(role.node, RefConfig | RewardModelConfig))]
+        problems += mcore_sharing_problems(fields, engine.context_parallel_size, engine.use_mbridge)
+        yield from (Violation(f"{role.model_key}.use_prefix_sharing", True, problem) for problem in problems)
     folder = engine.dist_checkpointing_path if engine.use_dist_checkpointing else None
     if folder is not None and "://" not in folder and not os.path.isdir(os.path.expanduser(folder)):
         expected = "no such folder: write one that scripts/converter_hf_to_mcore.py made, or a checkpoint"

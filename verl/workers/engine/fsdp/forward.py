@@ -113,7 +113,7 @@ class Forward:
         """
         pack = passes.pack_shared_rows if self.shares_prefixes else passes.pack_rows
         packed = pack(rows, self.lead)
-        self.segments += packed.segments or ()
+        self.segments.extend(packed.segments or ())
         order = packed.row_order if packed.media_order is None else packed.media_order
         inputs = self._multi_modal_inputs(rows, order if self.remove_padding else None)
         if self.remove_padding:

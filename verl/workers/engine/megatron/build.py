@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from verl.base_config import WrongInput, as_yaml
+from verl.base_config import ConfigError, Violation, WrongInput, as_yaml
 from verl.models.mcore.bridge import Bridge, needs_bridge
 from verl.models.mcore.families import HEAD_NAMES, find_family, num_experts, text_of
 from verl.models.mcore.gpt.build import (
@@ -29,7 +29,10 @@ from verl.models.mcore.gpt.build import (
     load_parts,
     named_parameters,
 )
+from verl.models.mcore.gpt.layers import attach_paths
+from verl.models.mcore.gpt.vision import takes_axes
 from verl.models.mcore.weights import is_stack
+from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local
@@ -110,6 +113,8 @@ class ModelBuilder:
         ]
         for chunk in chunks:
             chunk.to(self.layout.device)  # routers are constructed on the host
+            if self.model_config.use_prefix_sharing and not takes_axes(chunk):
+                attach_paths(chunk)
             if self.fuses_head:
                 backend = self.model_config.fused_kernel_options["impl_backend"]
                 attach_fused_head(chunk, self.text.vocab_size, self.layout.tp_group, backend)
@@ -157,9 +162,23 @@ class ModelBuilder:
     def _refuse_options(self) -> None:
         if self.fuses_head:
             backend_of(self.model_config.fused_kernel_options["impl_backend"], self.layout.device)
-        for name in ("lora_rank", "use_liger", "enable_activation_offload", "use_prefix_sharing"):
+        for name in ("lora_rank", "use_liger", "enable_activation_offload"):
             if value := self.model_config[name]:
                 raise WrongInput(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
+        if self.model_config.use_prefix_sharing:
+            self._refuse_sharing()
+
+    def _refuse_sharing(self) -> None:
+        """Raise ConfigError for a model or a layout that cannot compute shared tokens once."""
+        config, fields = self.engine_config, self.hf_config.to_dict()
+        bridged = needs_bridge(self.hf_config, config.use_mbridge)
+        problems = [*sharing_problems(fields, trains=not config.forward_only)]
+        problems += mcore_sharing_problems(fields, config.context_parallel_size, bridged)
+        kind = config.override_transformer_config.get("transformer_impl") or default_implementation()
+        if kind != "local":
+            problems.append(f"needs megatron.override_transformer_config.transformer_impl=local, it is {kind}")
+        if problems:
+            raise ConfigError([Violation("model.use_prefix_sharing", True, problem) for problem in problems])
 
     def _refuse(self) -> None:
         self._refuse_options()

@@ -27,7 +27,7 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part,
 from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, share_folder, wrap
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import make_layout
-from verl.workers.engine.passes import MicroBatch, PassSpec
+from verl.workers.engine.passes import MicroBatch, PassSpec, Segment
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -87,7 +87,7 @@ class MegatronEngine(BaseEngine):
             settings = init_megatron_optim_config(self.optimizer_config, dtype, config.use_distributed_optimizer)
             self.optimizer = get_megatron_optimizer(self.module, settings)
             self.lr_scheduler = get_megatron_optimizer_param_scheduler(self.optimizer, self.optimizer_config)
-        self._adopt(self.model_config.hf_config, builder.fuses_head)
+        self._adopt(self.model_config.hf_config, builder.fuses_head, self.model_config.use_prefix_sharing)
         self._unload()
 
     @classmethod
@@ -124,10 +124,11 @@ class MegatronEngine(BaseEngine):
         engine._adopt(hf_config, fuses_head)
         return engine
 
-    def _adopt(self, hf_config: "PretrainedConfig", fuses_head: bool) -> None:
+    def _adopt(self, hf_config: "PretrainedConfig", fuses_head: bool, shares_prefixes: bool = False) -> None:
         """Prepare passes over the chunks."""
         self.shares = self.layout.shares
         self.hf_config = hf_config
+        self.shares_prefixes = shares_prefixes
         self.forward = Forward(
             self.layout,
             self.is_value_model,
@@ -136,6 +137,7 @@ class MegatronEngine(BaseEngine):
             self.lead,
             fuses_head,
             takes_axes(self.models[0]),
+            shares_prefixes,
         )
         self.offload = Offload(self.module, self.optimizer, self.layout.device)
         self._set_training(False)
@@ -234,6 +236,12 @@ class MegatronEngine(BaseEngine):
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+
+    def take_segments(self) -> list[Segment]:
+        """Return and forget what passes with shared prefixes have computed; see ``BaseEngine``."""
+        segments = list(self.forward.segments)
+        self.forward.segments.clear()
+        return segments
 
     def _from_output_ranks(self, make: Callable[[], T]) -> T:
         """Return the result of this pipeline's last stage on all of its ranks; collective."""

@@ -1,9 +1,10 @@
 """One micro-batch through this rank's chunk of the model, and from the head of the last stage to the outputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.models.mcore.gpt.layers import HeadRequest, PackedRowParams, packed_row_params
@@ -30,7 +31,8 @@ class PackedShare:
     ``input_ids`` (1, t); ``lengths`` are those of the whole sequences with their padding. ``places`` (T,) are those of
     all tokens of the rows among the (t,) of this rank, before sequence parallelism cuts them; -1 for a token of another
     rank. ``keep`` (k,) are the places to read, with their ``labels`` and ``target`` (k,). A rank without counted tokens
-    keeps one place without label and target: heads and collectives need a position.
+    keeps one place without label and target: heads and collectives need a position. ``ends`` and ``readers`` are those
+    of rows with shared prefixes, see ``PackedRows``.
     """
 
     input_ids: Tensor
@@ -40,6 +42,8 @@ class PackedShare:
     labels: Tensor
     target: Tensor
     shape: tuple[int, int]
+    ends: list[int] | None = None
+    readers: Tensor | None = None
 
 
 def share_of(packed: passes.PackedRows, cp_size: int, cp_rank: int, tp_multiple: int) -> PackedShare:
@@ -68,7 +72,10 @@ def share_of(packed: passes.PackedRows, cp_size: int, cp_rank: int, tp_multiple:
         target = target[mine]
     if not len(keep):
         keep = keep.new_zeros(1)
-    return PackedShare(ids.unsqueeze(0), lengths, places, keep, labels, target, packed.shape)
+    ends = packed.ends
+    if ends is not None and len(lengths) > len(ends):  # padding
+        ends = [*ends, sum(lengths)]
+    return PackedShare(ids.unsqueeze(0), lengths, places, keep, labels, target, packed.shape, ends, packed.readers)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,8 @@ class Forward:
     lead: int
     fuses_head: bool
     takes_axes: bool
+    shares_prefixes: bool = False
+    segments: list[passes.Segment] = field(default_factory=list)
 
     def prepare(self, at: int, micro_batch: passes.MicroBatch | None) -> Round:
         """Pack a micro-batch; a missing one becomes a single token that does not count."""
@@ -123,10 +132,14 @@ class Forward:
             packed = passes.pack_rows(passes.idle_rows(1, device))
         else:
             micro_batch = micro_batch.to(device)
-            packed = passes.pack_rows(micro_batch.rows, self.lead)
+            pack = passes.pack_shared_rows if self.shares_prefixes else passes.pack_rows
+            packed = pack(micro_batch.rows, self.lead)
+            self.segments.extend(packed.segments or ())
         tp_multiple = self.layout.tp_size if self.sequence_parallel else 1
         share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, tp_multiple)
-        return Round(at, micro_batch, packed, share, packed_row_params(share.lengths, device))
+        longest = None if packed.ends is None else int(packed.position_ids.max()) + 1
+        params = packed_row_params(share.lengths, device, share.ends, longest)
+        return Round(at, micro_batch, packed, share, params)
 
     def run(self, model: "MegatronModule", chunk: "GPTModel", round_: Round, spec: passes.PassSpec) -> Tensor:
         """Return the output of this chunk: hidden states, or its head's logits (1, k, V / ranks) or values (1, k, 1).
@@ -140,6 +153,8 @@ class Forward:
             share = round_.share
             labels = share.labels if len(share.labels) else share.keep.new_zeros(len(share.keep))
             chunk.fused_head.request = HeadRequest(labels, spec.temperature, spec.entropy_mode)
+        if hasattr(chunk, "paths"):
+            chunk.paths.positions = self._path_positions(round_)
         if hasattr(chunk, "merger"):
             chunk.merger.request = self._media(round_)
         # A text model takes rotary positions from the boundaries of the sequences; position_ids only have to be there.
@@ -150,6 +165,13 @@ class Forward:
             packed_seq_params=round_.params,
         )
 
+    def _path_positions(self, round_: Round) -> Tensor | None:
+        """Return the positions (T,) of the aligned row of a forest; None where they follow from the boundaries."""
+        if round_.packed.ends is None:
+            return None
+        positions = round_.packed.position_ids[0]
+        return F.pad(positions, (0, sum(round_.share.lengths) - len(positions)))
+
     def _axial_positions(self, round_: Round) -> Tensor:
         """Return the positions (3, 1, T) of the whole aligned row."""
         lengths = round_.share.lengths
@@ -159,10 +181,11 @@ class Forward:
     def _media(self, round_: Round) -> MediaRequest:
         """Return the images and videos of the rows for the stage that embeds them."""
         packed = round_.packed
-        sampled = torch.zeros_like(packed.input_ids, dtype=torch.bool).index_fill(1, packed.keep + self.lead, True)
+        sampled = packed.sampled.unsqueeze(0)
         media = Media(sampled)
         if round_.micro_batch is not None:
-            inputs, shown = passes.media_of(round_.micro_batch.rows, packed.row_order, self.layout.device)
+            order = packed.row_order if packed.media_order is None else packed.media_order
+            inputs, shown = passes.media_of(round_.micro_batch.rows, order, self.layout.device)
             media = Media(sampled, inputs, shown)
         return MediaRequest(media, packed.input_ids, round_.share.places, round_.params)
 
@@ -185,4 +208,4 @@ class Forward:
             )
             values = passes.named_scores(scores)
         group = self.layout.cp_group if self.layout.cp_size > 1 else None
-        return passes.whole_outputs(values, share.target, share.shape, group)
+        return passes.whole_outputs(values, share.target, share.shape, group, share.readers)
