@@ -3,8 +3,9 @@
 python scripts/bench/trl.py --trl-python path/to/venv/bin/python
 
 Both train the same model on the same prompts with the same settings, from one checkpoint per case that this script
-makes: in the case ``fixed`` every response has 32 tokens, in ``varied`` 4 to 64, uniformly (see countdown.py). Without
-``--trl-python``, an interpreter that can import trl, ``verl`` runs alone. The last line printed is JSON.
+makes: in the case ``fixed`` every response has 32 tokens, in ``varied`` 4 to 64, uniformly (see countdown.py), in
+``long_prompt`` 64 after prompts of 512. Without ``--trl-python``, an interpreter that can import trl, ``verl`` runs
+alone. The last line printed is JSON.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from countdown import make_inputs
 from process_tree import run_measured
@@ -25,8 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 WARMUP_STEPS = 2
 RUN_TIMEOUT_S = 1200.0
-# case -> (shortest, longest, limit) of responses; groups longer than the limit never come to their end
-CASES = {"fixed": (34, 40, 32), "varied": (4, 64, 64)}
+
+
+class Case(NamedTuple):
+    """The lengths of responses, and of prompts; groups longer than the limit never come to their end."""
+
+    shortest: int
+    longest: int
+    limit: int
+    prompt_length: int = 32
+
+
+CASES = {"fixed": Case(34, 40, 32), "varied": Case(4, 64, 64), "long_prompt": Case(66, 72, 64, 512)}
 LENGTH_KEYS = {
     "verl": ("response_length/mean", "response_length/min", "response_length/max"),
     "trl": ("completions/mean_length", "completions/min_length", "completions/max_length"),
@@ -38,7 +49,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter of an environment with trl (default: verl runs alone)")
     parser.add_argument("--only", choices=("verl", "trl"), help="leave the other out")
-    parser.add_argument("--case", choices=(*CASES, "both"), default="both")
+    parser.add_argument("--case", choices=(*CASES, "all"), default="all")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turn (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help=f"per run, {WARMUP_STEPS} not counted (default: 12)")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of each (default: 1)")
@@ -46,7 +57,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, default=4096, help="tokens in a forward pass of verl")
     for name, value in (("hidden", 256), ("layers", 4), ("vocab", 1000), ("prompts", 16), ("samples", 8)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
-    parser.add_argument("--prompt-length", type=int, default=32, help="default: 32")
+    parser.add_argument("--prompt-length", type=int, help="default: that of the case")
     parser.add_argument("--seed", type=int, default=1, help="of model, prompts and sampling (default: 1)")
     parser.add_argument("--out", type=Path, help="folder for logs and inputs (default: a temporary one)")
     parser.add_argument("overrides", nargs="*", help="further keys for verl, for instance key=value")
@@ -58,7 +69,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def verl_command(args: argparse.Namespace, inputs: Path, run: Path, limit: int) -> list[str]:
+def verl_command(args: SimpleNamespace, inputs: Path, run: Path) -> list[str]:
     """Return the command of the half that is ours."""
     rows = args.prompts
     settings = {
@@ -67,10 +78,11 @@ def verl_command(args: argparse.Namespace, inputs: Path, run: Path, limit: int) 
         "data.val_files": "null",
         "data.train_batch_size": rows,
         "data.max_prompt_length": args.prompt_length,
-        "data.max_response_length": limit,
+        "data.max_response_length": args.limit,
         "data.dataloader_num_workers": 0,
         "actor_rollout_ref.model.path": inputs / "model",
         "actor_rollout_ref.model.use_remove_padding": "true",
+        "actor_rollout_ref.model.use_prefix_sharing": "true",
         "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
         "actor_rollout_ref.actor.optim.lr": 1e-6,
         "actor_rollout_ref.actor.optim.weight_decay": 0.0,
@@ -96,21 +108,22 @@ def verl_command(args: argparse.Namespace, inputs: Path, run: Path, limit: int) 
     return [sys.executable, "-m", "verl.trainer.main_ppo", *pairs, *args.overrides]
 
 
-def trl_command(args: argparse.Namespace, inputs: Path, run: Path, limit: int) -> list[str]:
+def trl_command(args: SimpleNamespace, inputs: Path, run: Path) -> list[str]:
     """Return the command of the other half; ``-P``, since this folder has a trl.py."""
     options = {
         "inputs": inputs, "progress": run / "metrics.jsonl", "steps": args.steps, "prompts": args.prompts,
-        "samples": args.samples, "limit": limit, "micro": args.trl_micro, "threads": args.threads, "seed": args.seed,
+        "samples": args.samples, "limit": args.limit, "micro": args.trl_micro, "threads": args.threads,
+        "seed": args.seed,
     }  # fmt: skip
     pairs = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return [args.trl_python, "-P", str(HERE / "trl_side.py"), *pairs]
 
 
-def measure(framework: str, args: argparse.Namespace, inputs: Path, run: Path, limit: int) -> dict[str, Any]:
+def measure(framework: str, args: SimpleNamespace, inputs: Path, run: Path) -> dict[str, Any]:
     """Run one framework once and return its figures per counted step."""
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
-    command = (verl_command if framework == "verl" else trl_command)(args, inputs, run, limit)
+    command = (verl_command if framework == "verl" else trl_command)(args, inputs, run)
     threads = str(args.threads)
     env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
@@ -137,17 +150,17 @@ def measure(framework: str, args: argparse.Namespace, inputs: Path, run: Path, l
 
 def compare(case: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run both frameworks in turn on the inputs of a case."""
-    shortest, longest, limit = CASES[case]
-    sizes = SimpleNamespace(**vars(args), shortest=shortest, longest=longest, limit=limit)
+    lengths = CASES[case]._asdict()
+    if args.prompt_length is not None:
+        lengths["prompt_length"] = args.prompt_length
+    sizes = SimpleNamespace(**{**vars(args), **lengths})
     inputs = folder / case
     make_inputs(inputs, sizes, args.steps)
     names = [name for name in ("verl", "trl") if args.only in (None, name) and (name == "verl" or args.trl_python)]
     results = []
     for number in range(args.rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            row = {"case": case, "round": number} | measure(
-                name, args, inputs, folder / f"{case}_{name}_{number}", limit
-            )
+            row = {"case": case, "round": number} | measure(name, sizes, inputs, folder / f"{case}_{name}_{number}")
             results.append(row)
             with (folder / "results.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -192,9 +205,9 @@ def main() -> None:
     """Run the comparison, print the table and the JSON line."""
     args = parse_args()
     folder = args.out or Path(tempfile.mkdtemp(prefix="verl_bench_"))
-    results = [row for case in (CASES if args.case == "both" else [args.case]) for row in compare(case, args, folder)]
+    results = [row for case in (CASES if args.case == "all" else [args.case]) for row in compare(case, args, folder)]
     sys.stdout.write("\n".join([f"inputs, logs: {folder}", "", *table(results), ""]) + "\n")
-    sizes = {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "prompts", "samples", "prompt_length")}
+    sizes = {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "prompts", "samples")}
     settings = sizes | {name: getattr(args, name) for name in ("steps", "threads", "trl_micro", "token_budget")}
     sys.stdout.write(json.dumps({"settings": settings, "results": results}) + "\n")
 

@@ -148,7 +148,12 @@ def test_padded_batch(model, files, pad_mode):
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("data.use_dynamic_bsz=false", "model.use_remove_padding=false", "data.pad_mode=right")]
+    "more",
+    [
+        (),
+        ("data.use_dynamic_bsz=false", "model.use_remove_padding=false", "data.pad_mode=right"),
+        ("model.use_prefix_sharing=true",),
+    ],
 )
 def test_loss_equals_transformers_and_the_export_holds_what_was_learnt(
     options, monkeypatch, tmp_path, files, model, more
