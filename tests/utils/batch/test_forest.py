@@ -22,7 +22,7 @@ def rows_of(texts: list[list[int]], width: int = 0) -> tuple[Tensor, Tensor, Ten
 
 def build(texts: list[list[int]], min_shared: int = 1) -> tuple[Forest, Tensor, Tensor]:
     ids, held, positions = rows_of(texts)
-    return forest_of(neighbours(token_keys(ids, positions), held), min_shared), ids, held
+    return forest_of(neighbours(token_keys(ids, positions, held), held), min_shared), ids, held
 
 
 def test_by_hand() -> None:
@@ -82,14 +82,15 @@ def test_random_rows(seed: int, min_shared: int) -> None:
 
 def test_positions_and_images_tell_rows_apart() -> None:
     ids, held, positions = rows_of([[1, 2, 3], [1, 2, 3]])
-    assert forest_of(neighbours(token_keys(ids, positions), held), 1).num_tokens == 3
+    assert forest_of(neighbours(token_keys(ids, positions, held), held), 1).num_tokens == 3
+    assert token_keys(ids, positions, held).shape[-1] == 1  # they count the tokens
     shifted = positions + torch.tensor([[0], [1]])
-    assert forest_of(neighbours(token_keys(ids, shifted), held), 1).num_tokens == 6
+    assert forest_of(neighbours(token_keys(ids, shifted, held), held), 1).num_tokens == 6
     axes = positions.unsqueeze(1).repeat(1, 3, 1)
     axes[1, 2, -1] += 1  # nothing, since it is padding
-    assert forest_of(neighbours(token_keys(ids, axes), held), 1).num_tokens == 3
+    assert forest_of(neighbours(token_keys(ids, axes, held), held), 1).num_tokens == 3
     media = torch.where(ids == 2, torch.tensor([[0], [1]]), -1)
-    assert forest_of(neighbours(token_keys(ids, positions, media), held), 1).num_tokens == 5
+    assert forest_of(neighbours(token_keys(ids, positions, held, media), held), 1).num_tokens == 5
 
 
 def test_rows_without_tokens() -> None:
@@ -100,7 +101,7 @@ def test_rows_without_tokens() -> None:
 
 def test_unique_tokens_of_neighbours() -> None:
     ids, held, positions = rows_of([[1, 2, 3, 4], [9], [1, 2, 3, 5, 6]])
-    found = neighbours(token_keys(ids, positions), held)
+    found = neighbours(token_keys(ids, positions, held), held)
     own = dict(zip(found.order.tolist(), found.own_tokens(min_shared=1).tolist(), strict=True))
     assert own in ({0: 4, 1: 1, 2: 2}, {0: 1, 1: 1, 2: 5})
     assert found.own_tokens(min_shared=4).sum() == 10  # three shared tokens are too few

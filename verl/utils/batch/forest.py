@@ -4,7 +4,6 @@ Rows share a token only where everything that the model sees up to it agrees, so
 and, for the places of images, which image stands there.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +73,7 @@ def _fill(own: np.ndarray, lengths: np.ndarray, limit: int) -> list[tuple[int, i
 def neighbours(keys: Tensor, attended: Tensor) -> Neighbours:
     """Sort rows such that common beginnings are neighbours.
 
-    Args: keys (b, L, C) int64 say what the model sees at a token, attended (b, L) bool where there is one.
+    Args: keys (b, L, C) say what the model sees at a token, attended (b, L) where there is one.
     """
     held = attended.bool().cpu()
     lengths = held.sum(-1)
@@ -207,11 +206,18 @@ def _laid_out(root: _Node, found: Neighbours) -> Forest:
     return Forest(lengths, ends, depths, order, firsts, place)
 
 
-def token_keys(ids: Tensor, positions: Tensor, media: Tensor | None = None) -> Tensor:
-    """Return what a model sees at each token, (b, L, C).
+def token_keys(ids: Tensor, positions: Tensor, attended: Tensor, media: Tensor | None = None) -> Tensor:
+    """Return what a model sees at each token, (b, L, C) int32.
 
-    Args: ids (b, L), positions (b, L) or (b, A, L), media (b, L) the number of the image that a token stands for.
+    Positions that count the tokens of their row tell nothing more, and are left out.
+
+    Args: ids (b, L), positions (b, L) or (b, A, L), attended (b, L), media (b, L) the number of the images of a row.
     """
-    axes = positions.unsqueeze(-1) if positions.dim() == 2 else positions.transpose(1, 2)
-    parts: Sequence[Tensor] = [ids.unsqueeze(-1), axes, *([] if media is None else [media.unsqueeze(-1)])]
-    return torch.cat([part.long() for part in parts], dim=-1)
+    parts = [ids]
+    if positions.dim() == 3:
+        parts += positions.unbind(1)
+    elif ((positions != attended.cumsum(-1) - 1) & attended.bool()).any():
+        parts.append(positions)
+    if media is not None:
+        parts.append(media)
+    return torch.stack([part.int() for part in parts], dim=-1)

@@ -324,7 +324,7 @@ def keys_of(data: DataProto) -> Tensor:
     ids = batch["input_ids"]
     media = data.non_tensor_batch.get("multi_modal_inputs")
     if media is None:
-        return token_keys(ids, batch["position_ids"])
+        return token_keys(ids, batch["position_ids"], batch["attention_mask"])
     counted = response_mask_of(data).bool()
     width = counted.shape[1]
     prompts = ids[:, :-width].cpu().numpy()
@@ -333,7 +333,7 @@ def keys_of(data: DataProto) -> Tensor:
     shown = [(name, prompts[row].tobytes(), row if tools else -1) for row, (name, tools) in names]
     number = {each: at for at, each in enumerate(dict.fromkeys(shown))}
     kinds = torch.tensor([number[each] for each in shown], device=ids.device)
-    return token_keys(ids, batch["position_ids"], kinds.unsqueeze(1).expand_as(ids))
+    return token_keys(ids, batch["position_ids"], batch["attention_mask"], kinds.unsqueeze(1).expand_as(ids))
 
 
 def _shift_right(columns: Tensor, lead: int) -> Tensor:
