@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with images and SGLang: Qwen2.5-VL-7B-Instruct on Geometry3K, eight GPUs with 80 GB; steps 1 and 2 leave
 # snapshots of GPU memory.
-# SGLang takes no images so far: append actor_rollout_ref.rollout.name=vllm.
 # Data first: python3 examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k
 set -euxo pipefail
 

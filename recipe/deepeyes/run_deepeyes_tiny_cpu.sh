@@ -57,6 +57,7 @@ python3 -m verl.trainer.main_ppo \
     data.custom_cls.name=TextureDataset \
     "actor_rollout_ref.model.path='$(echo "$OUT_DIR"/sft/global_step_*/huggingface)'" \
     actor_rollout_ref.model.custom_chat_template=null \
+    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.model.use_remove_padding=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=5e-4 \

@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.special_sanity.test_examples import IMAGES_FOR_SGLANG, NPU_MEGATRON, ROOT, SCRIPTS, WAITING
+from tests.special_sanity.test_examples import NPU_MEGATRON, ROOT, SCRIPTS, WAITING
 
 PAGE = ROOT / "docs" / "examples.md"
 STATES = {
@@ -13,7 +13,6 @@ STATES = {
     "composed": "a test runs the script with a Python that only notes its arguments, composes the configuration, and "
     "applies the checks that a run makes before it starts. Data and local models are stand-ins. The script waits for "
     "the devices in its row; one for CPU has not been run to its end yet",
-    "waits for images with SGLang": "composed; a run is refused until `actor_rollout_ref.rollout.name=vllm` is added",
     "waits for Megatron-Core on Ascend": "composed for GPUs; this strategy is refused on Ascend",
     "not run": "downloads data; there was no network",
 }
@@ -147,8 +146,6 @@ def state_of(script: str) -> str:
         result, page = RAN[script]
         inside = page.removeprefix("docs/")
         return f"ran: {result} (" + (f"`{page}`" if inside == page else f"[{inside}]({inside})") + ")"
-    if script in IMAGES_FOR_SGLANG:
-        return "waits for images with SGLang"
     return WAITS.get(WAITING.get(script), "composed")
 
 

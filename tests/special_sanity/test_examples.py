@@ -74,12 +74,6 @@ WAITING = {
     "recipe/dapo/run_dapo_qwen3_moe_30b_megatron_npu.sh": NPU_MEGATRON,
 }
 """Script that keeps its established setting -> what it waits for; the README of its folder says so."""
-IMAGES_FOR_SGLANG = (
-    "examples/grpo_trainer/run_qwen2_5_vl-7b-sglang.sh",
-    "recipe/infigui-g1/run_3b.sh",
-    "recipe/infigui-g1/run_7b.sh",
-)
-"""Scripts that are refused once their model can be read, which has images; they run with vllm."""
 SCRIPTS = sorted(path for root in ("examples", "recipe") for path in (ROOT / root).glob("*/**/*.sh"))
 LAUNCHERS = [path for path in SCRIPTS if not path.name.startswith("prepare_")]
 MODEL_KEYS = (

@@ -44,7 +44,7 @@ def test_rows_by_hand():
         "composed",
     )
     assert describe(folder / "grpo_trainer/run_gptoss_20b.sh")[3] == "composed"
-    assert describe(folder / "grpo_trainer/run_qwen2_5_vl-7b-sglang.sh")[3] == "waits for images with SGLang"
+    assert describe(folder / "grpo_trainer/run_qwen2_5_vl-7b-sglang.sh")[3] == "composed"
     assert describe(folder / "grpo_trainer/run_deepseek671b_math_megatron_96gb.sh")[2] == "12 x 8 GPUs"
     assert describe(folder / "split_placement/run_tiny_cpu.sh")[2:] == (
         "2 CPU workers",

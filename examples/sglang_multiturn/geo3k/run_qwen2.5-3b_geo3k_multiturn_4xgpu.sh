@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRPO with images and a tool that scores answers: Qwen2.5-VL-3B-Instruct on Geometry3K, 4 GPUs, parameters and optimizer in CPU memory while others need the GPUs.
 # Data first: python3 examples/data_preprocess/geo3k_multiturn_w_tool.py --local_save_dir ~/data/geo3k_multiturn_w_tool
-# Arguments: the rollout engine (vllm unless given), then overrides.
+# Arguments: the rollout engine (sglang unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=vllm
+ENGINE=sglang
 if [[ $# -gt 0 && "$1" != *=* ]]; then
     ENGINE="$1"
     shift

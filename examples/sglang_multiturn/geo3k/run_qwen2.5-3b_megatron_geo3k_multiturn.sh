@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRPO with images, a tool that scores answers, and Megatron-Core: Qwen2.5-VL-3B-Instruct on Geometry3K, TP 2 x PP 2, one node of 8 GPUs.
 # Data first: python3 examples/data_preprocess/geo3k_multiturn_w_tool.py --local_save_dir ~/data/geo3k_multiturn_w_tool
-# Arguments: the rollout engine (vllm unless given), then overrides.
+# Arguments: the rollout engine (sglang unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=vllm
+ENGINE=sglang
 if [[ $# -gt 0 && "$1" != *=* ]]; then
     ENGINE="$1"
     shift

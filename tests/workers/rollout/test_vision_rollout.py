@@ -8,14 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.workers.rollout import tiny, vision
+from verl.base_config import WrongInput
 from verl.protocol import DataProto
+from verl.utils.dataset.vision_utils import encoded_media
 from verl.utils.py_functional import object_array
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
+from verl.utils.vision.positions import config_rope
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.engine_settings import media_settings
 from verl.workers.rollout.expansion import ExpansionError, check_expansion
 from verl.workers.rollout.server import TokenOutput
+from verl.workers.rollout.sglang_rollout.media import MediaForm
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
 from verl.workers.rollout.vllm_rollout.media import requests_of
 
@@ -182,3 +188,17 @@ def test_arguments_for_a_model_that_sees(tmp_path: Path) -> None:
     assert args["mm_processor_kwargs"] == {"max_pixels": 12544}
     assert args["skip_tokenizer_init"] is False
     assert "limit_mm_per_prompt" not in build_engine_args(tiny.rollout_config("vllm"), model_config)
+
+
+def test_settings_of_the_processor_with_sglang(tmp_path: Path) -> None:
+    _, model_config = vision.make_model(tmp_path / "model", "qwen2_5_vl")
+    given = {"mm_process_config": {"image": {"max_pixels": 28 * 56}}, "limit_mm_data_per_request": {"image": 1}}
+    limits, kwargs = media_settings("sglang", given)
+    image = Image.new("RGB", (112, 112))
+    sizes = [encoded_media(model_config.processor, {"image": [image]}, each)["image_grid_thw"] for each in (kwargs, {})]
+    assert [int(size.prod()) for size in sizes] == [4, 64]
+    form = MediaForm(model_config.processor, config_rope(model_config.hf_config), limits, kwargs)
+    with pytest.raises(WrongInput, match="the prompt has 2 images, and the engine takes 1: raise "):
+        form.expand([5, 6], {"image": [image, image]})
+    with pytest.raises(WrongInput, match="the prompt has tokens for 0 images, and 1 come with it"):
+        form.expand([5, 6], {"image": [image]})
