@@ -30,6 +30,7 @@ ACTIONS = (*SIGNALS, "raise", "slow", "skip")
 OF_ENGINES = ("scheduler", "detokenizer", "owner")
 TARGETS = ("raylet", "gcs", "launch", *OF_ENGINES)
 SLOW_S = 0.5
+_SEARCH_S = 5.0
 SKIPPABLE = ("weight_sync",)
 
 
@@ -110,11 +111,15 @@ def _process_of_engine(target: str) -> psutil.Process:
     """Return a process of the first SGLang engine of this node and run, which has the raylet of this process."""
     here = envs.read("RAY_RAYLET_PID")
     title = "sglang::detokenizer" if target == "detokenizer" else "sglang::scheduler"
-    found = []
-    for each in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is another user's
-            if _title(each).startswith(title) and each.environ().get("RAY_RAYLET_PID") == here:
-                found.append(each)
+    found: list[psutil.Process] = []
+    deadline = time.monotonic() + _SEARCH_S
+    while not found and time.monotonic() < deadline:
+        for each in psutil.process_iter():
+            with suppress(psutil.Error):  # it has ended, or is another user's
+                if _title(each).startswith(title) and each.environ().get("RAY_RAYLET_PID") == here:
+                    found.append(each)
+    if not found:
+        raise RuntimeError(f"VERL_FAULT: this run has no process {title}")
     process = min(found, key=lambda each: each.pid)
     if target == "owner":
         return next(each for each in process.parents() if _title(each).startswith("ray::"))

@@ -25,28 +25,36 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 MAKE = """
-import sys
+import os, sys
+from pathlib import Path
 from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder
 folder = SocketFolder()
 (folder.path / "socket").touch()
+folder.note(f"test{os.getpid()}")
+Path(f"/dev/shm/sglang_loads_test{os.getpid()}_1.shm").touch()
 print(folder.path, flush=True)
-sys.stdin.read()
+if sys.stdin.read():
+    folder.close()
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, None])
-def test_the_folder_goes_with_its_owner(temporary: Path, end: signal.Signals | None) -> None:
-    """However the owner ends, and without the next engine."""
+@pytest.mark.parametrize("end", ["killed", "ended", "closed"])
+def test_the_folder_goes_with_its_owner(temporary: Path, end: str) -> None:
+    """However the owner ends, and without the next engine; with the counters of a start that was not finished."""
     env = {**os.environ, "TMPDIR": str(temporary)}
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", MAKE]
     with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as owner:
-        assert owner.stdout is not None
+        assert owner.stdout is not None and owner.stdin is not None
         folder = Path(owner.stdout.readline().strip())
-        assert (folder / "socket").exists()
-        if end is not None:
-            owner.send_signal(end)
+        counters = Path(f"/dev/shm/sglang_loads_test{owner.pid}_1.shm")
+        assert (folder / "socket").exists() and counters.exists()
+        if end == "killed":
+            owner.send_signal(signal.SIGKILL)
+        elif end == "closed":
+            owner.stdin.write("close")
     wait_until_gone(folder)
+    assert not counters.exists()
     assert not leftovers(owner.pid, patience_s=10)
 
 

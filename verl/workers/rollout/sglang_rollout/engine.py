@@ -61,7 +61,7 @@ class ServedEngine:
         _ignore_quit()
         try:
             with _kept_logging(), patch.sockets_in(self._sockets.path):
-                self._engine: Engine = _engine_class(self._log.path, batch_invariant)(
+                self._engine: Engine = _engine_class(self._log.path, batch_invariant, self._sockets)(
                     custom_sigquit_handler=_nothing, **args
                 )
         except Exception as error:
@@ -320,13 +320,18 @@ class ServedEngine:
         await self._call("abort")
 
 
-def _engine_class(log: str, batch_invariant: bool) -> type["Engine"]:
-    """Return SGLang's engine with our functions for its processes."""
+def _engine_class(log: str, batch_invariant: bool, sockets: SocketFolder) -> type["Engine"]:
+    """Return SGLang's engine with our functions for its processes; it notes its id before they start."""
     from sglang.srt.entrypoints.engine import Engine
 
     class OurEngine(Engine):
         run_scheduler_process_func = staticmethod(partial(engine_process.run_scheduler, log, batch_invariant))
         run_detokenizer_process_func = staticmethod(partial(engine_process.run_detokenizer, log))
+
+        @classmethod
+        def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
+            sockets.note(port_args.instance_id)
+            return super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, server_args: Any, **kwargs: Any) -> Any:

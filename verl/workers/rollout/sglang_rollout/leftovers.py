@@ -12,8 +12,17 @@ from pathlib import Path
 _PREFIX = "verl-sglang-"
 _SHARED_MEMORY = Path("/dev/shm")
 _START_LIMIT_S = 60.0
-_GUARD = 'trap "" HUP INT TERM; exec 3<&0; (read -r _ <&3; rm -rf "$1") &'
-"""Removes a folder at the end of its input. As a grandchild of the owner, since Ray kills the children of an actor."""
+_GUARD = """
+trap "" HUP INT TERM
+exec 3<&0
+(
+    read -r _ <&3
+    read -r id <"$1/instance" && rm -f /dev/shm/sglang_loads_"$id"_*
+    rm -rf "$1"
+) &
+"""
+"""Removes a folder, and the counters of its engine, at the end of its input. As a grandchild of the owner, since Ray
+kills the children of an actor."""
 
 
 class SocketFolder:
@@ -27,6 +36,7 @@ class SocketFolder:
     def __init__(self) -> None:
         _remove_stale()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self.instance: str | None = None
         self._lock = (self.path / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         nothing = subprocess.DEVNULL
@@ -34,8 +44,14 @@ class SocketFolder:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing) as shell:
             self._life, shell.stdin = shell.stdin, None  # else it is closed here
 
+    def note(self, instance: str) -> None:
+        """Note SGLang's id of the engine, whose counters in shared memory are removed with the folder."""
+        self.instance = instance
+        (self.path / "instance").write_text(f"{instance}\n")
+
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the folder, and what is left of the engine's counters."""
+        unlink_shared_memory((), self.instance)
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
         if self._life is not None:
