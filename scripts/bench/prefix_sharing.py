@@ -122,7 +122,7 @@ def needed(prompt: int, samples: int, args: argparse.Namespace, shares: bool, fo
 
     from verl.utils.flops_counter import FlopsCounter
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     length = prompt + args.response
     lengths, shared = [length] * args.rows, [prompt if shares and row % samples else 0 for row in range(args.rows)]
     counter = FlopsCounter(config, num_outputs=1)

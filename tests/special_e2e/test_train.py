@@ -52,11 +52,11 @@ def test_grpo_runs_and_rollout_and_trainer_agree(grpo):
 
 
 def test_a_run_leaves_a_report(grpo):
-    """Every picture that a run of one worker without a KL to a reference has data for, and samples of each step."""
+    """Every picture of a run of one worker without a KL and shared prefixes, and samples of each step."""
     page = (grpo.folder / "report.html").read_text()
     figures = set(re.findall(r'<figure id="(\w+)"', page))
     entries = read_entries(grpo.folder / "metrics.jsonl")
-    assert figures >= {panel.name for panel in expected_panels(entries)} - {"kl", "workers", "mfu"}
+    assert figures >= {panel.name for panel in expected_panels(entries)} - {"kl", "workers", "mfu", "computed"}
     for step in range(1, 5):
         assert sum(entries[step]["response_length"]["counts"]) == 32
         assert {sample["kind"] for sample in entries[step]["samples"]} == {"best", "worst"}
