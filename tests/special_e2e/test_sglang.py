@@ -72,8 +72,9 @@ def check_gaps(numbers):
     return gaps
 
 
+@pytest.mark.full  # engines of tests that run at the same time may look like leftovers of this one
 def test_a_death_ends_the_run_by_name(workspace):
-    """One cell of the matrix, of which ``-m full`` runs all; nothing is left behind."""
+    """One cell of the matrix; nothing is left behind."""
     cell = EngineCell("scheduler", "agent loops", "generate")
     result, _ = kill_process_of_engine(workspace, cell, "sglang-killed", OF_SGLANG | ASYNC | {"trainer.test_freq": -1})
     assert not result.problem, f"{result.problem}\n{result.message}"
