@@ -73,6 +73,11 @@ def test_it_is_checked_like_any_other_device(base, machine):
             f"{MODEL}.fused_kernel_options.impl_backend",
             "needs CUDA: write torch with trainer.device=npu",
         ),
+        (
+            {f"{MODEL}.use_prefix_sharing": True, f"{MODEL}.use_remove_padding": True},
+            f"{MODEL}.use_prefix_sharing",
+            "has no attention for trainer.device=npu: write false",
+        ),
         ({"global_profiler.tool": "torch_memory"}, "global_profiler.tool", "not npu, or profile with npu"),
     ],
 )

@@ -1,12 +1,15 @@
 """Attention over a forest: a token sees its own node up to itself, and all nodes above it.
 
-On a CPU every node attends to itself, causally, in the batched calls of packed attention, and then, for each node that
-others stand below, all tokens below attend to it in one call. Each call returns the logarithm of the sum of its
-exponentials, by which the outputs are merged. Nothing is computed or kept twice, and no mask is needed. The backward
-pass calls the kernel's own with the merged output and sum, which gives each call its part of the exact gradient, as in
-ring attention (arXiv:2310.01889).
+Every node attends to itself, causally, and then all tokens below a node attend to it. Each call of a kernel returns
+the logarithm of the sum of its exponentials, by which the outputs are merged. Nothing is computed or kept twice, and no
+mask is needed. The backward pass calls the kernel's own with the merged output and sum, which gives each call its part
+of the exact gradient, as in ring attention (arXiv:2310.01889).
 
-On a GPU ``flex_attention`` skips the blocks of the mask that are empty. It has not run there yet.
+On a CPU nodes of similar length attend to themselves in one batched call, and each node that others stand below takes a
+call. On a GPU the calls are those of torch's flash attention with boundaries: one for all nodes, and one for each depth
+at which others stand below. Where flash attention does not take the device, dtype or head size, ``flex_attention``
+skips the blocks of the mask that are empty. **Neither has run on a GPU yet**: tests hold the calls to the schemas,
+shapes and dtypes that torch registers for the kernels, and to the dense mask, with a stand-in for their arithmetic.
 
 In plain form, with ``visible_until`` (T,)::
 
@@ -16,14 +19,16 @@ In plain form, with ``visible_until`` (T,)::
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.models.transformers.packed_sequences import PackedSequences, PaddedGroup
+from verl.models.transformers.packed_sequences import Level, PackedSequences, PaddedGroup
 
 
 def forest_attention(
@@ -34,64 +39,133 @@ def forest_attention(
     if width < query.shape[-1]:  # the kernels take heads of one size
         value = F.pad(value, (0, query.shape[-1] - width))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    out = (_with_blocks if query.is_cuda else _with_merges)(query, key, value, packed, scale)
+    kernel = _kernel_for(query)
+    if kernel is None:
+        return _with_blocks(query, key, value, packed, scale)[..., :width]
+    out: Tensor = _Merged.apply(query, key, value, packed, scale, kernel)  # type: ignore[no-untyped-call]
     return out[..., :width]
+
+
+def _kernel_for(query: Tensor) -> "_Kernel | None":
+    """Return the kernel whose calls are merged; None where none takes the device, dtype or head size.
+
+    Flash attention takes half precision, heads of a multiple of 8 up to 256, and GPUs of NVIDIA since Ampere. AMD's has
+    other shapes of sums.
+    """
+    if query.device.type == "cpu":
+        return _OnCpu()
+    if not query.is_cuda or torch.version.hip or query.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    width = query.shape[-1]
+    recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return _OnGpu() if recent and width <= 256 and width % 8 == 0 else None
 
 
 # ---- merged calls
 
 
-def _with_merges(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
-    out: Tensor = _Merged.apply(query, key, value, packed, scale)  # type: ignore[no-untyped-call]
-    return out
+@dataclass(frozen=True)
+class _Call:
+    """Some tokens that attend to some tokens; ``bounds`` is what the kernel has to know of them beyond.
+
+    A call within nodes is causal. Such calls come first, and each token is in one of them.
+    """
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    within: bool
+    bounds: PaddedGroup | PackedSequences | Level | None
+
+    @property
+    def group(self) -> PaddedGroup | None:
+        """The sequences of a batched call; None for a call with one sequence."""
+        assert self.bounds is None or isinstance(self.bounds, PaddedGroup)
+        return self.bounds
+
+    @property
+    def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
+        """The offsets of the sequences in queries and keys, and the longest of each."""
+        if isinstance(self.bounds, Level):
+            level = self.bounds
+            return level.query_bounds, level.key_bounds, level.max_queries, level.max_keys
+        assert isinstance(self.bounds, PackedSequences)
+        offsets, longest = self.bounds.cu_seqlens, self.bounds.max_length
+        return offsets, offsets, longest, longest
 
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+class _Kernel(Protocol):
+    """Attention with the logarithms of its sums, over rows (t, H, D) of a packed row."""
+
+    def calls(self, packed: PackedSequences) -> Iterator[_Call]:
+        """Yield the calls that cover what each token of a forest sees once."""
+
+    def forward(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return the output (t, H, D) and the logarithms of the sums (t, H)."""
+
+    def backward(
+        self,
+        call: _Call,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        sums: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the part of the gradients of query, key and value, for the merged output and sums."""
 
 
 class _Merged(torch.autograd.Function):
-    """Attention by calls of the kernel for parts of the keys; keeps query, key, value, output and sums."""
+    """Attention by calls of a kernel for parts of the keys; keeps query, key, value, output and sums."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, kernel: _Kernel
+    ) -> Tensor:
         tokens, heads, _ = query.shape
         exact = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty(query.shape, dtype=exact)
         sums = query.new_empty(tokens, heads, dtype=exact)  # logarithms
-        for group in packed.padded_groups:
-            parts = (_batched(each, group) for each in (query, key, value))
-            found, log_sum = _forward(*parts, 0.0, True, scale=scale)
-            out[group.start : group.stop] = _rows(found, group)
-            sums[group.start : group.stop] = _rows(log_sum.unsqueeze(-1), group).squeeze(-1)
-        for start, stop, end in packed.prefixes:
-            parts = (_alone(query[stop:end]), _alone(key[start:stop]), _alone(value[start:stop]))
-            found, log_sum = _forward(*parts, 0.0, False, scale=scale)
-            _merge(out[stop:end], sums[stop:end], found[0].transpose(0, 1), log_sum[0].transpose(0, 1))
+        for call in kernel.calls(packed):
+            rows = call.queries
+            parts = (_take(query, rows), _take(key, call.keys), _take(value, call.keys))
+            found, log_sum = kernel.forward(call, *parts, scale)
+            if call.within:
+                out[rows], sums[rows] = found, log_sum
+            else:
+                merged, total = _take(out, rows), _take(sums, rows)
+                _merge(merged, total, found, log_sum)
+                if isinstance(rows, Tensor):
+                    out.index_copy_(0, rows, merged)
+                    sums.index_copy_(0, rows, total)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.packed, ctx.scale = packed, scale
+        ctx.packed, ctx.scale, ctx.kernel = packed, scale, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
-        packed: PackedSequences = ctx.packed
         grad = grads[0].contiguous()
-        grads_in = [torch.empty_like(each) for each in (query, key, value)]
-        for group in packed.padded_groups:
-            parts = [_batched(each, group) for each in (grad, query, key, value, out)]
-            log_sum = _batched(sums.unsqueeze(-1), group).squeeze(-1)
-            for whole, part in zip(grads_in, _backward(*parts, log_sum, 0.0, True, scale=ctx.scale), strict=True):
-                whole[group.start : group.stop] = _rows(part, group)
-        for start, stop, end in packed.prefixes:
-            below, above = slice(stop, end), slice(start, stop)
-            parts = [_alone(grad[below]), _alone(query[below]), _alone(key[above]), _alone(value[above])]
-            parts += [_alone(out[below]), sums[below].transpose(0, 1).unsqueeze(0)]
-            found = _backward(*parts, 0.0, False, scale=ctx.scale)
-            for whole, place, part in zip(grads_in, (below, above, above), found, strict=True):
-                whole[place] += part[0].transpose(0, 1)
-        return *grads_in, None, None
+        wholes = [torch.empty_like(each) for each in (query, key, value)]
+        for call in ctx.kernel.calls(ctx.packed):
+            below, above = call.queries, call.keys
+            parts = [_take(*each) for each in ((grad, below), (query, below), (key, above), (value, above))]
+            found = ctx.kernel.backward(call, *parts, _take(out, below), _take(sums, below), ctx.scale)
+            for whole, rows, part in zip(wholes, (below, above, above), found, strict=True):
+                if call.within:
+                    whole[rows] = part
+                elif isinstance(rows, slice):
+                    whole[rows] += part
+                else:
+                    whole.index_add_(0, rows, part)
+        return *wholes, None, None, None
+
+
+def _take(whole: Tensor, rows: slice | Tensor) -> Tensor:
+    """Return some rows: a view of a slice, a copy by an index."""
+    return whole[rows] if isinstance(rows, slice) else whole.index_select(0, rows)
 
 
 def _merge(out: Tensor, sums: Tensor, found: Tensor, log_sum: Tensor) -> None:
@@ -101,22 +175,89 @@ def _merge(out: Tensor, sums: Tensor, found: Tensor, log_sum: Tensor) -> None:
     sums.copy_(total)
 
 
-def _alone(rows: Tensor) -> Tensor:
-    """Return rows (t, H, D) as one sequence, (1, H, t, D)."""
-    return rows.transpose(0, 1).unsqueeze(0)
+class _OnCpu:
+    """torch's flash attention for a CPU, which takes sequences of one length."""
+
+    def calls(self, packed: PackedSequences) -> Iterator[_Call]:
+        for group in packed.padded_groups:
+            rows = slice(group.start, group.stop)
+            yield _Call(rows, rows, True, group)
+        for start, stop, end in packed.prefixes:
+            yield _Call(slice(stop, end), slice(start, stop), False, None)
+
+    def forward(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        parts = (_batched(each, call.group) for each in (query, key, value))
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, call.within, scale=scale)
+        return _rows(out, call.group), _rows(sums.unsqueeze(-1), call.group).squeeze(-1)
+
+    def backward(
+        self,
+        call: _Call,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        sums: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [_batched(each, call.group) for each in (grad, query, key, value, out, sums.unsqueeze(-1))]
+        parts[-1] = parts[-1].squeeze(-1)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = kernel(*parts, 0.0, call.within, scale=scale)
+        of_query, of_key, of_value = (_rows(each, call.group) for each in found)
+        return of_query, of_key, of_value
 
 
-def _batched(rows: Tensor, group: PaddedGroup) -> Tensor:
-    """Return the sequences of a group, (T, H, D) -> (count, H, length, D); padding is zero."""
-    part = rows[group.start : group.stop]
+class _OnGpu:
+    """torch's flash attention with boundaries, as ``torch.nn.attention.varlen`` calls it.
+
+    That module's own backward pass knows no merged output. Works with torch 2.13.
+    """
+
+    def calls(self, packed: PackedSequences) -> Iterator[_Call]:
+        yield _Call(slice(None), slice(None), True, packed)
+        for level in packed.levels:
+            yield _Call(level.queries, level.keys, False, level)
+
+    def forward(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        kernel = torch.ops.aten._flash_attention_forward
+        out, sums, *_ = kernel(query, key, value, *call.boundaries, 0.0, call.within, False, scale=scale)
+        return out, sums.transpose(0, 1)
+
+    def backward(
+        self,
+        call: _Call,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        sums: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
+        unused = torch.empty(0, device=query.device)
+        parts = (grad, query, key, value, out, sums.transpose(0, 1).contiguous())
+        kernel = torch.ops.aten._flash_attention_backward
+        of_query, of_key, of_value = kernel(*parts, *call.boundaries, 0.0, call.within, state, unused, scale=scale)
+        return of_query, of_key, of_value
+
+
+def _batched(rows: Tensor, group: PaddedGroup | None) -> Tensor:
+    """Return the sequences of a group, (t, H, D) -> (count, H, length, D), padded with zeros; without a group one."""
+    if group is None:
+        return rows.transpose(0, 1).unsqueeze(0)
     if group.index is not None:
-        padded = part.new_zeros(group.count * group.length, *part.shape[1:])
-        part = padded.index_copy_(0, group.index, part)
-    return part.view(group.count, group.length, *part.shape[1:]).transpose(1, 2)
+        padded = rows.new_zeros(group.count * group.length, *rows.shape[1:])
+        rows = padded.index_copy_(0, group.index, rows)
+    return rows.view(group.count, group.length, *rows.shape[1:]).transpose(1, 2)
 
 
-def _rows(batch: Tensor, group: PaddedGroup) -> Tensor:
+def _rows(batch: Tensor, group: PaddedGroup | None) -> Tensor:
     """Return the tokens of a group, (count, H, length, D) -> (t, H, D)."""
+    if group is None:
+        return batch[0].transpose(0, 1)
     rows = batch.transpose(1, 2).reshape(group.count * group.length, batch.shape[1], batch.shape[3])
     return rows if group.index is None else rows.index_select(0, group.index)
 
@@ -126,7 +267,7 @@ def _rows(batch: Tensor, group: PaddedGroup) -> Tensor:
 
 def _with_blocks(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
-    parts = (_alone(query), _alone(key), _alone(value))
+    parts = (_batched(each, None) for each in (query, key, value))
     found: Tensor = _flex()(*parts, block_mask=packed.block_mask, scale=scale, enable_gqa=grouped)
     return found[0].transpose(0, 1)
 

@@ -27,6 +27,27 @@ class PaddedGroup:
     index: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Level:
+    """The nodes of one depth that others stand below: the tokens below each attend to it.
+
+    Attributes:
+        queries: the tokens below the nodes, node by node.
+        keys: the tokens of the nodes.
+        query_bounds: the (n + 1,) int32 offsets of the nodes in ``queries``.
+        key_bounds: those in ``keys``.
+        max_queries: the most tokens below a node.
+        max_keys: the most tokens of a node.
+    """
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+    max_queries: int
+    max_keys: int
+
+
 class PackedSequences:
     """The boundaries of the sequences in a packed row, in the forms that kernels need.
 
@@ -46,6 +67,34 @@ class PackedSequences:
         stops = itertools.accumulate(self.lengths)
         found = zip(self.lengths, stops, self.ends or (), strict=False)
         return [(stop - length, stop, end) for length, stop, end in found if end > stop]
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        """Return the nodes that tokens of others see by their depth, for calls of a kernel with boundaries."""
+        open_until: list[int] = []  # the ends of the nodes above
+        depths: list[list[tuple[int, int, int]]] = []
+        for start, stop, end in self.prefixes:
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            if len(open_until) == len(depths):
+                depths.append([])
+            depths[len(open_until)].append((start, stop, end))
+            open_until.append(end)
+        return [self._level(nodes) for nodes in depths]
+
+    def _level(self, nodes: list[tuple[int, int, int]]) -> Level:
+        below, own = ([(stop, end) for _, stop, end in nodes], [(start, stop) for start, stop, _ in nodes])
+        queries, keys = ([stop - start for start, stop in ranges] for ranges in (below, own))
+        bounds = (self._offsets(sizes) for sizes in (queries, keys))
+        return Level(self._rows(below), self._rows(own), *bounds, max(queries), max(keys))
+
+    def _rows(self, ranges: list[tuple[int, int]]) -> slice | Tensor:
+        if all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges)):
+            return slice(ranges[0][0], ranges[-1][1])
+        return torch.cat([torch.arange(*each) for each in ranges]).to(self.device, non_blocking=True)
+
+    def _offsets(self, sizes: list[int]) -> Tensor:
+        return F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(self.device, torch.int32, non_blocking=True)
 
     @cached_property
     def visible_until(self) -> Tensor:
@@ -69,8 +118,7 @@ class PackedSequences:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """Return the (n + 1,) int32 offsets on the device."""
-        offsets = F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0))
-        return offsets.to(self.device, torch.int32, non_blocking=True)
+        return self._offsets(self.lengths)
 
     @cached_property
     def padded_groups(self) -> list[PaddedGroup]:

@@ -206,7 +206,7 @@ def _violations(
                 yield from vision_rules(hf_config, (key, path), world_size)
                 yield from (
                     violation._replace(key=backwards.get(violation.key, violation.key))
-                    for violation in sharing_rules(tree["model"], "model", hf_config)
+                    for violation in sharing_rules(tree["model"], "model", hf_config, run.trainer.device)
                 )
             else:
                 node = tree["model"]

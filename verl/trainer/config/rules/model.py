@@ -65,9 +65,9 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         if strategy != "megatron":
             yield from vision_rules(hf_config, (f"{key}.path", path), workers)
             if key != CRITIC:
-                yield from sharing_rules(policy, POLICY, hf_config)
+                yield from sharing_rules(policy, POLICY, hf_config, run.trainer.device)
             elif isinstance(critic, FSDPCriticConfig):
-                yield from sharing_rules(critic.model, CRITIC, hf_config)
+                yield from sharing_rules(critic.model, CRITIC, hf_config, run.trainer.device)
         if critic is not None and key == CRITIC:
             yield from remote_code.trust_rules(
                 hf_config, path, f"{CRITIC}.trust_remote_code", critic.model.trust_remote_code
@@ -116,9 +116,9 @@ def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: i
 
 
 def sharing_rules(
-    model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], trains: bool = True
+    model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], device: str, trains: bool = True
 ) -> Iterator[Violation]:
-    """Yield shared prefixes of padded rows, or of a model whose tokens depend on more than those before them.
+    """Yield shared prefixes of padded rows, on Ascend, or of a model whose tokens depend on more than those before them.
 
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """
@@ -126,6 +126,8 @@ def sharing_rules(
         return
     changes = model.get("override_config") or {}
     problems = list(sharing_problems({**hf_config, **flat_overrides(changes)}, trains))
+    if device == "npu":
+        problems.append("has no attention for trainer.device=npu: write false")
     if not model["use_remove_padding"]:
         problems.append(f"needs packed sequences: set {key}.use_remove_padding=true")
     if (attention := changes.get("attn_implementation", PACKED)) != PACKED:

@@ -164,7 +164,8 @@ def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Itera
         if reward.strategy != "megatron":
             yield from vision_rules(hf_config, (key, path), sharing)
         if reward.strategy != "megatron" and not reward.is_generative:
-            yield from sharing_rules(reward.model, f"{NODE}.model", hf_config, reward.model.optimizer is not None)
+            trains = reward.model.optimizer is not None
+            yield from sharing_rules(reward.model, f"{NODE}.model", hf_config, run.trainer.device, trains)
         yield from remote_code.trust_rules(
             hf_config, path, f"{NODE}.model.trust_remote_code", reward.model.trust_remote_code
         )
