@@ -118,7 +118,7 @@ def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: i
 def sharing_rules(
     model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], device: str, trains: bool = True
 ) -> Iterator[Violation]:
-    """Yield shared prefixes of padded rows, on Ascend, or of a model whose tokens depend on more than those before them.
+    """Yield shared prefixes of padded rows, on Ascend, or of a model whose tokens depend on more than those before.
 
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """
