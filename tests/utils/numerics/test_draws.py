@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from verl.utils.numerics import blocks
 from verl.utils.numerics.blocks import on_blocks, product_on_blocks
 from verl.utils.numerics.draws import draw_by_seed, keep_likely, log_probs_within
 
@@ -72,14 +73,48 @@ def test_limits_of_a_row() -> None:
         assert found[left].equal(row[left])
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 40])
-def test_products_on_blocks(rows: int) -> None:
-    x, weight, bias = torch.randn(40, 33), torch.randn(7, 33), torch.randn(7)
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 40, 127, 300, 1500])
+@pytest.mark.parametrize("sizes", [(33, 24), (256, 96), (64, 1000)], ids=str)
+def test_products_on_blocks(rows: int, sizes: tuple[int, int]) -> None:
+    columns, outputs = sizes
+    x, weight, bias = torch.randn(1500, columns), torch.randn(outputs, columns), torch.randn(outputs)
     whole = product_on_blocks(x, weight, bias)
     assert product_on_blocks(x[:rows], weight, bias).equal(whole[:rows])
-    assert on_blocks(lambda block: block @ weight.T + bias, x[:rows]).shape == (rows, 7)
-    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias))
-    assert product_on_blocks(x.view(2, 20, 33), weight).shape == (2, 20, 7)
+    linear = torch.nn.functional.linear
+    assert on_blocks(lambda block: linear(block, weight, bias), x[:rows]).equal(whole[:rows])
+    shifted = torch.cat([torch.zeros(5, columns), x[:rows]])  # other rows of other blocks
+    assert product_on_blocks(shifted, weight, bias)[5:].equal(whole[:rows])
+    torch.testing.assert_close(whole, linear(x, weight, bias))
+    assert product_on_blocks(x.view(2, 750, columns), weight).shape == (2, 750, outputs)
+    assert product_on_blocks(x.T.contiguous().T[:rows], weight, bias).equal(whole[:rows])
+
+
+def test_larger_blocks_have_to_show_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(64, 40), torch.randn(24, 40)
+    plain = torch.nn.functional.linear
+    asked: list[int] = []
+
+    def other_order(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Add in another order in products of 48 and more rows, as some kernels do."""
+        asked.append(len(rows))
+        half = weight.shape[1] // 2
+        if len(rows) < 48:
+            return plain(rows, weight, bias)
+        return plain(rows[:, half:], weight[:, half:]) + plain(rows[:, :half], weight[:, :half])
+
+    monkeypatch.setattr(blocks, "_may_replace", {})
+    monkeypatch.setattr(torch.nn.functional, "linear", other_order)
+    blocks.product_on_blocks(x, weight)
+    asked.clear()
+    found = blocks.product_on_blocks(x, weight)
+    assert max(asked) == 32 or set(asked) == {16}  # on some processors 32 rows have another order already
+    assert found.equal(on_blocks(lambda block: plain(block, weight), x))
+
+    asked.clear()
+    zeros = torch.zeros(25, 40)
+    for _ in range(4):
+        assert not blocks.product_on_blocks(x, zeros).any()
+    assert asked[-4:] == [16] * 4  # nothing is proved by a weight that gives zeros in any order
 
 
 def test_log_probs_among_the_tokens_that_are_kept() -> None:

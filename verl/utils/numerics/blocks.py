@@ -1,7 +1,7 @@
 """Matrix products whose rows do not depend on how many others come with them.
 
 A plain product picks its kernel by the number of rows. On blocks of a fixed number of rows it does not, if one thread
-computes it.
+computes it. Most kernels for more rows add in the same order, and are faster: each is used once it has shown that.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 _BLOCK_ROWS = 16
+_LARGER_BLOCKS = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32)
+_PROBED_COLUMNS = 64
+_PROBES_AT_MOST = 3
+_may_replace: dict[tuple[object, ...], bool] = {}
+_failed_probes: dict[tuple[object, ...], int] = {}
 
 
 def on_blocks(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -22,7 +27,53 @@ def on_blocks(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
 
 def product_on_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``torch.nn.functional.linear``, computed on blocks of 16 rows."""
+    """Return ``torch.nn.functional.linear``, with the bits that blocks of 16 rows give.
+
+    Plain form: ``on_blocks(lambda block: linear(block, weight, bias), x)``. Larger blocks take the place of several
+    where ``_gives_same_bits`` has found that their kernel gives the same.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    product = on_blocks(lambda block: torch.nn.functional.linear(block, weight, bias), rows)
-    return product.reshape(*x.shape[:-1], weight.shape[0])
+    count = rows.shape[0]
+    padded = count + -count % _BLOCK_ROWS
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, padded - count)) if padded != count else rows.contiguous()
+    sizes = _split(padded, weight, bias)
+    if len(sizes) <= 1:
+        product = torch.nn.functional.linear(rows, weight, bias)
+    else:
+        product = torch.cat([torch.nn.functional.linear(block, weight, bias) for block in rows.split(sizes)])
+    return product[:count].reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _split(rows: int, weight: Tensor, bias: Tensor | None) -> list[int]:
+    """Return the sizes of blocks, the largest first, that make up ``rows``, a multiple of 16."""
+    sizes: list[int] = []
+    for size in _LARGER_BLOCKS:
+        while rows >= size and _gives_same_bits(size, weight, bias):
+            sizes.append(size)
+            rows -= size
+    return sizes + [_BLOCK_ROWS] * (rows // _BLOCK_ROWS)
+
+
+def _gives_same_bits(size: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a product of ``size`` rows has the bits of one on blocks of 16, as found at the first use.
+
+    The kernel depends on sizes and layout, not on values, and another order of additions changes some of thousands of
+    sums. A weight that shows no difference (one of zeros) proves nothing, and is tried again later.
+    """
+    key = (size, weight.shape, weight.stride(), weight.dtype, weight.data_ptr() % 64, bias is None)
+    found = _may_replace.get(key)
+    if found is not None:
+        return found
+    draw = torch.Generator().manual_seed(size)
+    x = torch.randn(size, weight.shape[1], generator=draw).to(weight.dtype)
+    linear = torch.nn.functional.linear
+    few = weight[:_PROBED_COLUMNS]
+    block = x[:_BLOCK_ROWS]
+    if linear(block, few).equal(linear(block.flip(1), few.flip(1))):
+        tries = _failed_probes[key] = _failed_probes.get(key, 0) + 1
+        if tries >= _PROBES_AT_MOST:
+            _may_replace[key] = False
+        return False
+    in_blocks = on_blocks(lambda each: linear(each, weight, bias), x)
+    _may_replace[key] = linear(x, weight, bias).equal(in_blocks)
+    return _may_replace[key]
