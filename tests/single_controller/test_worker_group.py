@@ -16,6 +16,7 @@ from ray.util.placement_group import remove_placement_group
 from tests.single_controller.workers import AsyncWorker, EchoWorker, times_rank
 from verl import DataProto
 from verl.protocol import DataProtoFuture
+from verl.protocol.lazy import BY_REFERENCE, LazyTensor, by_reference, fetched, take_touched
 from verl.single_controller.base.decorator import DispatchError
 from verl.single_controller.base.errors import PlacementError, WorkerTaskError, phase
 from verl.single_controller.ray import (
@@ -132,6 +133,51 @@ def test_future_feeds_the_next_call(roles: dict[str, RayWorkerGroup]) -> None:
         assert roles["actor_rollout"].add(future).batch["x"].tolist() == [12, 13, 14, 15]
     assert roles["actor"].add_rank(future).batch["x"].tolist() == [1, 2, 103, 104]
     assert future.get().non_tensor_batch["id"].tolist() == ["row0", "row1", "row2", "row3"]
+
+
+def _columns(rows: int = 4) -> DataProto:
+    data = _batch(rows, meta_info={BY_REFERENCE: True})
+    data.batch["x"] = torch.arange(rows * 3).reshape(rows, 3)
+    return data
+
+
+def test_columns_stay_in_the_object_store(roles: dict[str, RayWorkerGroup], fused: RayWorkerGroup) -> None:
+    plain = _columns()
+    data = by_reference(_columns())
+    take_touched()
+    assert isinstance(data.batch["x"], LazyTensor)
+    order = torch.tensor([3, 0, 2, 1])
+    for call, added in (
+        (roles["actor"].add, torch.ones(4, 1)),
+        (roles["actor"].add_rank, torch.tensor([[0], [0], [100], [100]])),
+        (roles["actor_rollout"].add_rank_pair, torch.tensor(200)),
+        (fused.left.add, torch.tensor(2)),
+    ):
+        output = call(data)
+        assert isinstance(output.batch["x"], LazyTensor)
+        output.meta_info = {BY_REFERENCE: True}
+        output.reorder(order)
+        plain.batch["x"] = (plain.batch["x"] + added.to(torch.int64))[order]
+        assert torch.equal(output.batch["x"].sum(-1), plain.batch["x"].sum(-1))
+        data = DataProto.concat(output.chunk(2))
+    assert not take_touched()  # the driver has not seen a row
+    assert torch.equal(fetched(data).batch["x"], plain.batch["x"])
+    assert torch.equal(data.batch["x"] + 0, plain.batch["x"])
+    assert take_touched() == {"x": 96}
+
+
+def test_a_written_column_and_a_future_of_columns_reach_the_workers(roles: dict[str, RayWorkerGroup]) -> None:
+    data = by_reference(_columns())
+    data.batch["x"][1] = 50
+    future = roles["actor"].add_later(data)
+    output = roles["actor_rollout"].add(future)
+    assert output.batch["x"].tolist() == [[12, 13, 14], [62, 62, 62], [18, 19, 20], [21, 22, 23]]
+    odd = by_reference(_columns(3))
+    odd.meta_info["_verl_auto_padding"] = True
+    padded = roles["actor"].add(odd)
+    assert len(padded) == 3
+    assert isinstance(padded.batch["x"], LazyTensor)
+    assert padded.batch["x"].tolist() == (_columns(3).batch["x"] + 1).tolist()
 
 
 def test_mesh_dispatch(roles: dict[str, RayWorkerGroup]) -> None:

@@ -88,8 +88,8 @@ def tensors_equal(a: Any, b: Any) -> bool:
     if a.shape != b.shape:
         return False
     b = b.to(a.device)
-    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
-        return True
+    if a is b or (a.data_ptr() and a.data_ptr() == b.data_ptr() and a.stride() == b.stride()):
+        return True  # a column by reference has no memory here
     if sys.modules["torch"].equal(a, b):
         return True
     return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypedDict, TypeVar, cast
 
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.protocol.lazy import BY_REFERENCE, by_reference, fetched
 from verl.utils.faults import fault_point
 from verl.utils.observe import timeline
 from verl.utils.py_functional import DynamicEnum
@@ -456,17 +457,28 @@ def attach_future_values(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Args, Kwargs]:
     """Return the arguments of a call as the worker's method takes them.
 
-    It undoes ``attach_future_values``: Ray has replaced the references by values.
+    It undoes ``attach_future_values``: Ray has replaced the references by values. Columns by reference are read here,
+    so that a method of a worker sees plain tensors.
     """
     values = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith(_FUTURE_KEY)}
 
     def received(value: T) -> T | DataProto | DataProtoFuture:
+        if isinstance(value, DataProto):
+            return fetched(value)
         if not isinstance(value, DataProtoFuture):
             return value
         future = replace(value, futures=[values[name] for name in value.futures]) if values else value
-        return future.get() if materialize_futures else future
+        return fetched(future.get()) if materialize_futures else future
 
     return tuple(map(received, args)), {key: received(value) for key, value in kwargs.items()}
+
+
+def _answered(output: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the output of a method, with its columns in the object store if a batch of the call asks for that."""
+    if not isinstance(output, DataProto):
+        return output
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
+    return by_reference(output) if any(batch.meta_info.get(BY_REFERENCE) for batch in batches) else output
 
 
 def _taking_future_values(method: Callable[..., Any]) -> inspect.Signature:
@@ -528,13 +540,13 @@ def register(
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _received(args, kwargs, materialize_futures)
             with _counted(func.__name__, args, is_direct):
-                return method(*args, **kwargs)
+                return _answered(method(*args, **kwargs), args, kwargs)
 
         @wraps(func)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _received(args, kwargs, materialize_futures)
             with _counted(func.__name__, args, is_direct):
-                return await method(*args, **kwargs)
+                return _answered(await method(*args, **kwargs), args, kwargs)
 
         wrapper: Any = call_async if inspect.iscoroutinefunction(func) else call
         wrapper.__signature__ = _taking_future_values(func)

@@ -20,6 +20,10 @@ _OTHER = "object"  # layout name of an entry that is not a tensor
 _NESTED_DICT = "tensordict"  # layout name of a nested TensorDict
 
 
+class PicklesItself:
+    """A tensor of a class that says by itself what is sent of it."""
+
+
 def serialize_single_tensor(obj: Tensor) -> TensorTriple:
     """Return (dtype name, shape, bytes); the bytes of a contiguous CPU tensor are a view."""
     flat = obj.detach().cpu().contiguous().reshape(-1)
@@ -45,7 +49,7 @@ def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None
     for key, value in batch.items():
         if isinstance(value, TensorDict):
             entries[key] = (_NESTED_DICT, serialize_tensordict(value))
-        elif not isinstance(value, Tensor):
+        elif not isinstance(value, Tensor) or isinstance(value, PicklesItself):
             entries[key] = (_OTHER, value)
         elif value.is_nested:
             layout = str(value.layout).removeprefix("torch.")

@@ -4,7 +4,7 @@ Equal digests mean equal bits up to a 64-bit collision. A digest costs one read 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,36 @@ def bytes_digest(*parts: bytes | memoryview) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Return the digest of dtype, shape and bits of a CPU tensor."""
-    plain = tensor.detach().contiguous()
-    bits = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else np.empty(0, dtype=np.uint8)
-    return bytes_digest(f"{plain.dtype} {tuple(plain.shape)}".encode(), memoryview(bits))
+    """Return the digest of dtype, shape and bits of a CPU tensor.
+
+    With two or more dims it is that of the digests of its rows, so that each row can be digested where it lies.
+    """
+    plain = tensor.detach()
+    if plain.dim() >= 2:
+        return digest_of_rows(plain.dtype, plain.shape, row_digests(plain))
+    return bytes_digest(f"{plain.dtype} {tuple(plain.shape)}".encode(), _bits(plain.contiguous()))
+
+
+def row_digests(tensor: Tensor) -> np.ndarray:
+    """Return the digest of the bits of each row of a CPU tensor, (B,) uint64."""
+    count = len(tensor)
+    bits = _bits(tensor.detach().contiguous())
+    width = len(bits) // count if count else 0
+    digest = xxhash.xxh3_64_intdigest
+    return np.array([digest(bits[at * width : (at + 1) * width]) for at in range(count)], dtype=np.uint64)
+
+
+def digest_of_rows(dtype: torch.dtype, shape: Sequence[int], digests: np.ndarray) -> str:
+    """Return the digest of a tensor of two or more dims from those of its rows."""
+    return bytes_digest(f"{dtype} {tuple(shape)}".encode(), digests.tobytes())
+
+
+def _bits(plain: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor."""
+    if not plain.numel():
+        return memoryview(b"")
+    bits: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(bits)
 
 
 def column_digest(values: Iterable[Any]) -> str:
