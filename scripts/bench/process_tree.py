@@ -23,7 +23,8 @@ class ProcessTree:
         self.peak_rss = self.peak_pss = 0
         self._known: dict[tuple[int, float], psutil.Process] = {}
 
-    def _alive(self) -> Iterator[psutil.Process]:
+    def alive(self) -> Iterator[psutil.Process]:
+        """Yield the processes, also those that a call has seen before their parent ended."""
         found = [self.root]
         with suppress(*_GONE):
             found += self.root.children(recursive=True)
@@ -39,9 +40,9 @@ class ProcessTree:
     def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU seconds so far by what the processes are for; one that has ended counts for its parent."""
         sums: dict[str, float] = {}
-        for process in self._alive():
+        for process in self.alive():
             with suppress(*_GONE):
-                name = _role(process)
+                name = role(process)
                 sums[name] = sums.get(name, 0.0) + sum(process.cpu_times()[:4])  # own and reaped, user and system
         return sums
 
@@ -53,11 +54,11 @@ class ProcessTree:
         """
         rss = 0
         sums = {"shared memory": 0, "files": 0}
-        for process in self._alive():
+        for process in self.alive():
             with suppress(*_GONE):
                 rss += process.memory_info().rss
                 anonymous, shared, files = _proportional(process.pid)
-                name = _role(process)
+                name = role(process)
                 sums[name] = sums.get(name, 0) + anonymous
                 sums["shared memory"] += shared
                 sums["files"] += files
@@ -72,7 +73,7 @@ def _proportional(pid: int) -> list[int]:
     return [sizes[f"Pss_{kind}:"] for kind in ("Anon", "Shmem", "File")]
 
 
-def _role(process: psutil.Process) -> str:
+def role(process: psutil.Process) -> str:
     """Return the role of a process: workers of Ray have ``ray::Class.method`` as title, scripts their own name."""
     title, *arguments = process.cmdline() or [process.name()]
     if title.startswith("ray::"):

@@ -6,6 +6,13 @@ Both train the same model on the same prompts with the same settings, from one c
 makes: in the case ``fixed`` every response has 32 tokens, in ``varied`` 4 to 64, uniformly (see countdown.py), in
 ``long_prompt`` 64 after prompts of 512. Without ``--trl-python``, an interpreter that can import trl, ``verl`` runs
 alone. The last line printed is JSON.
+
+TRL generates with transformers, with as many rows in a forward pass as were fastest for the case. To try others:
+
+    --only trl --trl-micro 8 32 128
+    --only trl --trl-options use_transformers_continuous_batching=true
+
+Each size is a row of the table, and the ratio is to the fastest.
 """
 
 import argparse
@@ -29,16 +36,20 @@ RUN_TIMEOUT_S = 1200.0
 
 
 class Case(NamedTuple):
-    """The lengths of responses, and of prompts; groups longer than the limit never come to their end."""
+    """The lengths of responses, and of prompts; groups longer than the limit never come to their end.
+
+    ``trl_micro`` is the rows in a forward pass with which TRL took the fewest CPU seconds (docs/perf/cpu_vs_trl.md).
+    """
 
     shortest: int
     longest: int
     limit: int
     prompt_length: int = 32
+    trl_micro: int = 32
 
 
 CASES = {"fixed": Case(34, 40, 32), "varied": Case(4, 64, 64), "long_prompt": Case(66, 72, 64, 512)}
-LENGTH_KEYS = {
+LENGTH_KEYS = {  # by framework
     "verl": ("response_length/mean", "response_length/min", "response_length/max"),
     "trl": ("completions/mean_length", "completions/min_length", "completions/max_length"),
 }
@@ -53,7 +64,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turn (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help=f"per run, {WARMUP_STEPS} not counted (default: 12)")
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of each (default: 1)")
-    parser.add_argument("--trl-micro", type=int, default=32, help="rows in a forward pass of TRL (default: 32)")
+    parser.add_argument("--trl-micro", type=int, nargs="+", help="rows in a forward pass of TRL (default: by case)")
+    parser.add_argument("--trl-options", nargs="+", default=[], help="key=value in JSON, arguments of its GRPOConfig")
     parser.add_argument("--token-budget", type=int, default=4096, help="tokens in a forward pass of verl")
     for name, value in (("hidden", 256), ("layers", 4), ("vocab", 1000), ("prompts", 16), ("samples", 8)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
@@ -108,36 +120,36 @@ def verl_command(args: SimpleNamespace, inputs: Path, run: Path) -> list[str]:
     return [sys.executable, "-m", "verl.trainer.main_ppo", *pairs, *args.overrides]
 
 
-def trl_command(args: SimpleNamespace, inputs: Path, run: Path) -> list[str]:
+def trl_command(args: SimpleNamespace, inputs: Path, run: Path, micro: int) -> list[str]:
     """Return the command of the other half; ``-P``, since this folder has a trl.py."""
     options = {
         "inputs": inputs, "progress": run / "metrics.jsonl", "steps": args.steps, "prompts": args.prompts,
-        "samples": args.samples, "limit": args.limit, "micro": args.trl_micro, "threads": args.threads,
-        "seed": args.seed,
+        "samples": args.samples, "limit": args.limit, "micro": micro, "threads": args.threads, "seed": args.seed,
     }  # fmt: skip
     pairs = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [args.trl_python, "-P", str(HERE / "trl_side.py"), *pairs]
+    return [args.trl_python, "-P", str(HERE / "trl_side.py"), *pairs, *args.trl_options]
 
 
-def measure(framework: str, args: SimpleNamespace, inputs: Path, run: Path) -> dict[str, Any]:
-    """Run one framework once and return its figures per counted step."""
+def measure(name: str, args: SimpleNamespace, inputs: Path, run: Path) -> dict[str, Any]:
+    """Run ``verl``, or ``trl`` with a number of rows in a pass, once and return its figures per counted step."""
+    framework, _, micro = name.partition(" ")
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
-    command = (verl_command if framework == "verl" else trl_command)(args, inputs, run)
+    command = trl_command(args, inputs, run, int(micro)) if micro else verl_command(args, inputs, run)
     threads = str(args.threads)
     env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     result = run_measured(command, env, run / "metrics.jsonl", run / "output.log", RUN_TIMEOUT_S)
     marks = result["marks"]
     if len(marks) != args.steps:
-        raise RuntimeError(f"{framework}: {len(marks)} steps were seen, not {args.steps}; see {run}/output.log")
+        raise RuntimeError(f"{name}: {len(marks)} steps were seen, not {args.steps}; see {run}/output.log")
     (start, cpu_start), (end, cpu_end) = marks[WARMUP_STEPS - 1], marks[-1]
     counted = args.steps - WARMUP_STEPS
     by_process = {name: (value - cpu_start.get(name, 0.0)) / counted for name, value in cpu_end.items()}
     lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     mean, low, high = ([line[key] for line in lines[WARMUP_STEPS:]] for key in LENGTH_KEYS[framework])
     return {
-        "framework": framework,
+        "framework": name,
         "cpu_s": sum(by_process.values()),
         "wall_s": (end - start) / counted,
         "first_step_s": marks[0][0],
@@ -156,11 +168,15 @@ def compare(case: str, args: argparse.Namespace, folder: Path) -> list[dict[str,
     sizes = SimpleNamespace(**{**vars(args), **lengths})
     inputs = folder / case
     make_inputs(inputs, sizes, args.steps)
-    names = [name for name in ("verl", "trl") if args.only in (None, name) and (name == "verl" or args.trl_python)]
+    names = [] if args.only == "trl" else ["verl"]
+    if args.trl_python and args.only != "verl":
+        names += [f"trl {micro}" for micro in args.trl_micro or [CASES[case].trl_micro]]
     results = []
     for number in range(args.rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            row = {"case": case, "round": number} | measure(name, sizes, inputs, folder / f"{case}_{name}_{number}")
+            row = {"case": case, "round": number} | measure(
+                name, sizes, inputs, folder / f"{case}_{name.replace(' ', '_')}_{number}"
+            )
             results.append(row)
             with (folder / "results.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -168,7 +184,13 @@ def compare(case: str, args: argparse.Namespace, folder: Path) -> list[dict[str,
     return results
 
 
-COLUMNS = {"cpu_s": "CPU s/step", "wall_s": "wall s/step", "peak_rss_gb": "peak RSS GB", "peak_pss_gb": "peak PSS GB"}
+COLUMNS = {
+    "cpu_s": "CPU s/step",
+    "wall_s": "wall s/step",
+    "first_step_s": "start, s",
+    "peak_rss_gb": "peak RSS GB",
+    "peak_pss_gb": "peak PSS GB",
+}
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:
@@ -177,10 +199,11 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     lines.append("|---" * (len(COLUMNS) + 3) + "|")
     for case in dict.fromkeys(row["case"] for row in results):
         medians: dict[str, dict[str, float]] = {}
-        for name in ("verl", "trl"):
-            rows = [row for row in results if row["case"] == case and row["framework"] == name]
-            if not rows:
-                continue
+        of_case = [row for row in results if row["case"] == case]
+        for name in dict.fromkeys(
+            row["framework"] for row in sorted(of_case, key=lambda row: row["framework"] != "verl")
+        ):
+            rows = [row for row in of_case if row["framework"] == name]
             medians[name] = {key: statistics.median(row[key] for row in rows) for key in COLUMNS}
             cells = [
                 f"{medians[name][key]:.2f} ({min(row[key] for row in rows):.2f} to {max(row[key] for row in rows):.2f})"
@@ -189,9 +212,10 @@ def table(results: list[dict[str, Any]]) -> list[str]:
             mean = statistics.fmean(row["length"][0] for row in rows)
             low, high = min(row["length"][1] for row in rows), max(row["length"][2] for row in rows)
             lines.append(f"| {case} | {name} | {' | '.join(cells)} | {mean:.1f}, {low:.0f}, {high:.0f} |")
-        if len(medians) == 2:
-            ratios = [f"{medians['verl'][key] / medians['trl'][key]:.2f}" for key in COLUMNS]
-            lines.append(f"| {case} | verl / trl | {' | '.join(ratios)} | |")
+        if "verl" in medians and len(medians) > 1:
+            best = min((name for name in medians if name != "verl"), key=lambda name: medians[name]["cpu_s"])
+            ratios = [f"{medians['verl'][key] / medians[best][key]:.2f}" for key in COLUMNS]
+            lines.append(f"| {case} | verl / {best} | {' | '.join(ratios)} | |")
     return lines
 
 
@@ -208,7 +232,7 @@ def main() -> None:
     results = [row for case in (CASES if args.case == "all" else [args.case]) for row in compare(case, args, folder)]
     sys.stdout.write("\n".join([f"inputs, logs: {folder}", "", *table(results), ""]) + "\n")
     sizes = {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "prompts", "samples")}
-    settings = sizes | {name: getattr(args, name) for name in ("steps", "threads", "trl_micro", "token_budget")}
+    settings = sizes | {name: getattr(args, name) for name in ("steps", "threads", "trl_options", "token_budget")}
     sys.stdout.write(json.dumps({"settings": settings, "results": results}) + "\n")
 
 

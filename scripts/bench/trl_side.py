@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 PARSER = argparse.ArgumentParser(description=__doc__)
 PARSER.add_argument("--inputs", type=Path, required=True, help="folder of model and prompts")
 PARSER.add_argument("--progress", type=Path, required=True, help="file to which each step appends a line")
+PARSER.add_argument("options", nargs="*", help="key=value in JSON, further arguments of GRPOConfig")
 for option in ("steps", "prompts", "samples", "limit", "micro", "threads", "seed"):
     PARSER.add_argument(f"--{option}", type=int, required=True)
 
@@ -50,30 +51,32 @@ def main() -> None:
         return [score("countdown", completion, "") for completion in completions]
 
     batch = args.prompts * args.samples
-    config = GRPOConfig(
-        output_dir=str(args.progress.parent / "trl"),
-        use_cpu=True,
-        bf16=False,
-        fp16=False,
-        max_steps=args.steps,
-        per_device_train_batch_size=args.micro,
-        gradient_accumulation_steps=batch // args.micro,
-        num_generations=args.samples,
-        max_completion_length=args.limit,
-        temperature=1.0,
-        beta=0.0,
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        loss_type="dapo",
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=args.seed,
-    )
+    further = {key: json.loads(value) for key, _, value in (option.partition("=") for option in args.options)}
+    settings: dict[str, Any] = {
+        "output_dir": str(args.progress.parent / "trl"),
+        "use_cpu": True,
+        "bf16": False,
+        "fp16": False,
+        "max_steps": args.steps,
+        "per_device_train_batch_size": args.micro,
+        "gradient_accumulation_steps": batch // args.micro,
+        "num_generations": args.samples,
+        "max_completion_length": args.limit,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "weight_decay": 0.0,
+        "loss_type": "dapo",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": args.seed,
+    }
+    config = GRPOConfig(**settings | further)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(
             args.inputs / "model", attn_implementation="sdpa", trust_remote_code=False

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -109,3 +110,56 @@ def test_costs_above_a_limit_are_reported(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(sys, "argv", ["algos.py", "--check", "--json", "--repeats", "1", "--only", "demo"])
     assert algos.main() == 1
     assert [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()] == ["demo, cheap", "demo, dear"]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Load scripts that import others of their folder, whose names may be those of packages."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    names = ("countdown", "process_tree", "trl")
+    known = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    yield load
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(known)
+
+
+def test_verl_is_compared_with_the_fastest_setting_of_trl(bench: Callable[[str], ModuleType]) -> None:
+    script = bench("trl")
+
+    def row(name: str, cpu_s: float) -> dict[str, Any]:
+        return {"case": "fixed", "framework": name, "length": [32.0, 32, 32]} | dict.fromkeys(script.COLUMNS, cpu_s)
+
+    lines = script.table(
+        [row("trl 32", 5.0), row("trl 8", 4.0), row("verl", 3.0), row("trl 8", 4.4), row("trl 8", 3.9)]
+    )
+    assert [line.split(" | ")[1] for line in lines[2:]] == ["verl", "trl 32", "trl 8", "verl / trl 8"]
+    assert lines[-1].split(" | ")[2] == "0.75"
+
+
+def test_cpu_seconds_are_split_by_what_is_on_the_stack(
+    bench: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread by its samples, a thread of C++ by its name; what was there before does not count."""
+    script = bench("step_profile")
+    update = "thread (7): MainThread;update_actor (/v/verl/workers/roles/actor.py:1)"
+    stacks = {f"{update};backward (/t/torch/autograd/graph.py:1);_engine_run_backward (/t/graph.py:2)": 30}
+    stacks |= {f"{update};optimizer_step (/v/verl/workers/engine/fsdp/engine.py:9)": 10}
+    (tmp_path / "5.raw").write_text("".join(f"{stack} {count}\n" for stack, count in stacks.items()))
+    recording = script.Recording("py-spy", 100, [], tmp_path)
+    recording.names = {5: "worker", 6: "raylet"}
+    recording.before = {(5, 7): ("worker", 1.0), (6, 6): ("raylet", 2.0)}
+    after = {(5, 7): ("worker", 5.0), (5, 8): ("grpc_1", 0.5), (6, 6): ("raylet", 2.0)}
+    monkeypatch.setattr(script, "counters", lambda processes: after)
+    found = {(row["process"], row["subject"]): (row["cpu_s"], row["samples"]) for row in recording.stop()}
+    assert found == {
+        ("worker", "update: backward"): (3.0, 30),
+        ("worker", "update: optimizer"): (1.0, 10),
+        ("worker", "thread grpc_"): (0.5, 0),
+        ("raylet", "thread raylet"): (0.0, 0),
+    }
+    table = script.table(
+        [{"process": key[0], "subject": key[1], "cpu_s": each[0], "samples": each[1]} for key, each in found.items()],
+        0.1,
+    )
+    assert table[2].startswith("| **worker** | all | **4.500** | 40 |")

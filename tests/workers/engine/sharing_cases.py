@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ranks import note
@@ -79,6 +80,26 @@ def branches(seed: int) -> DataProto:
     return padded(prompts, responses, masks)
 
 
+@st.composite
+def trees(draw: st.DrawFn) -> DataProto:
+    """Draw rows that are paths of trees of up to 5 segments, not all to a leaf; segments may be short or alike."""
+    token = st.integers(3, 5)
+
+    def grow(path: list[int], depth: int) -> list[list[int]]:
+        path = path + draw(st.lists(token, min_size=1 if depth == 1 else 0, max_size=11))
+        below = draw(st.integers(0, 3)) if depth < 5 else 0
+        rows = [row for _ in range(below) for row in grow(path, depth + 1)]
+        return rows + [path] if not rows or draw(st.booleans()) else rows
+
+    texts = [row for _ in range(draw(st.integers(1, 2))) for row in grow([1], 1)]
+    texts = [(text + [4] * 2)[: PROMPT + RESPONSE] for text in texts[:12]]  # all have a prompt and a response
+    cuts = [draw(st.integers(max(1, len(text) - RESPONSE), min(len(text) - 1, PROMPT))) for text in texts]
+    return padded(
+        [text[:cut] for text, cut in zip(texts, cuts, strict=True)],
+        [text[cut:] for text, cut in zip(texts, cuts, strict=True)],
+    )
+
+
 def distinct_tokens(data: DataProto) -> int:
     """Return the tokens that a pass over these rows computes."""
     return int(pack_shared_rows(data).input_ids.numel())
@@ -135,6 +156,13 @@ def descend(engine: BaseEngine, data: DataProto, loss: Any = cases.loss_fn, step
     return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
+def adam(engine: BaseEngine, data: DataProto, loss: Any = cases.loss_fn) -> dict[str, Tensor]:
+    """Return the weights after a step of the engine's optimizer."""
+    with engine.train_mode():
+        engine.train_batch(data, loss)
+    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+
+
 # Worlds of one and two ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -174,6 +202,71 @@ def run_world(rank: int, world: int, folder: Path, store: str) -> None:
             results[name, shares] = {"output": outputs(engine, mine), "gradient": gradient, "metrics": metrics}
     torch.save(results, folder.parent / f"sharing_rank_{rank}.pt")
     dist.destroy_process_group()
+
+
+# Every loss, with every aggregation, in every layout
+
+FUSED = {"use_fused_kernels": True}
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+CHECKPOINTED = {"enable_gradient_checkpointing": True}
+OFFLOAD = {"param_offload": True, "optimizer_offload": True}
+ULYSSES = {"ulysses_sequence_parallel_size": 2}
+
+PRODUCT: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "micro 5": {"cut": {"micro_batch_size_per_gpu": 5}},
+        "dynamic": {"cut": cases.dynamic(60)},
+        "whole, fused head, checkpointing": {"cut": {}, "model": FUSED | CHECKPOINTED},
+        "adapters": {"cut": cases.MICRO[4], "model": LORA},
+        "fsdp2, offload": {"cut": cases.MICRO[3], "engine": {"strategy": "fsdp2"} | OFFLOAD},
+        "branches": {"cut": cases.dynamic(90), "rows": lambda: branches(2)},
+        "branches, adapters, fused head": {"cut": cases.MICRO[4], "rows": lambda: branches(3), "model": LORA | FUSED},
+        "llama": {"cut": cases.MICRO[4], "folder": "llama"},
+        "llama, branches, checkpointing": {
+            "cut": cases.dynamic(60), "folder": "llama", "rows": lambda: branches(1), "model": CHECKPOINTED,
+        },
+        "experts": {"cut": cases.MICRO[4], "folder": "qwen3_moe"},
+    },
+    2: {
+        "two ranks": {"cut": cases.MICRO[4]},
+        "two ranks, dynamic, branches": {"cut": cases.dynamic(60), "rows": lambda: branches(2), "model": CHECKPOINTED},
+        "two ranks, fsdp2, fused head": {"cut": cases.MICRO[3], "engine": {"strategy": "fsdp2"}, "model": FUSED},
+        "ulysses": {"cut": cases.MICRO[3], "engine": ULYSSES},
+        "ulysses, adapters, dynamic": {"cut": cases.dynamic(60), "engine": ULYSSES, "model": LORA},
+        "ulysses, experts": {"cut": cases.MICRO[4], "engine": ULYSSES, "folder": "qwen3_moe"},
+    },
+}  # fmt: skip
+
+
+def run_product(rank: int, world: int, root: Path) -> None:
+    """Compute the gradient of all losses with and without sharing, and save how far apart they are, by layout."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{root}/store_product", rank=rank, world_size=world)
+    results: dict[str, Any] = {}
+    for name, layout in PRODUCT[world].items():
+        note(name)
+        data = with_old_numbers(layout.get("rows", groups)())
+        data.meta_info.update(layout["cut"])
+        results[name] = {}
+        for kind in ("language_model", "value_model"):
+            place = (root / layout.get("folder", "qwen2"), kind, layout.get("engine"), layout.get("model", {}))
+            plain, shared = (build(place[0], shares, *place[1:3], **place[3]) for shares in (False, True))
+            shared.module.load_state_dict(plain.module.state_dict())
+            size, first = plain.get_data_parallel_size(), plain.get_data_parallel_rank()
+            mine = data.select_idxs(list(range(first, len(data), size)))
+            for each in loss_cases.COMBINATIONS if kind == "language_model" else loss_cases.VALUES:
+                expected, found = (loss_cases.gradient(engine, mine, *each) for engine in (plain, shared))
+                apart = (found["gradient"] - expected["gradient"]).norm() / expected["gradient"].norm()
+                results[name][each] = {
+                    "apart": float(apart) if found["names"] == expected["names"] else float("inf"),
+                    "norm": float(expected["gradient"].norm()),
+                    "metrics": (found["metrics"], expected["metrics"]),
+                }
+    torch.save(results, root / f"product_{world}_{rank}.pt")
+    if world > 1:
+        dist.destroy_process_group()
 
 
 # Megatron-Core

@@ -1,6 +1,7 @@
 """Sharing the tokens that rows begin with changes no output and no gradient.
 
-Tolerances: sums of fp32 in another order, 1e-5 relative to the largest element of a tensor.
+Tolerances: sums of fp32 in another order, 1e-5 relative to the largest element of a tensor. Weights after a step of
+Adam are compared as the engine contract compares them: where a gradient is near zero, its sign decides.
 """
 
 from pathlib import Path
@@ -8,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from tests.ranks import Ranks
 from tests.workers.engine import cases, loss_cases, megatron_cases, sharing_cases
 from tests.workers.engine import vision_cases as vision
+from tests.workers.engine.test_engine_contract import assert_weights
 from verl.base_config import ConfigError
 from verl.models.transformers.prefix_sharing import mcore_sharing_problems
 from verl.workers.engine import passes
 
-FUSED = {"use_fused_kernels": True}
-LORA = {"lora_rank": 4, "lora_alpha": 8}
-CHECKPOINTED = {"enable_gradient_checkpointing": True}
+FUSED, LORA, CHECKPOINTED = sharing_cases.FUSED, sharing_cases.LORA, sharing_cases.CHECKPOINTED
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,7 @@ def test_nothing_changes(folder: Path, family: str, kind: str, model: dict[str, 
     assert metrics == pytest.approx(expected, rel=1e-5)
     assert_close(found, gradient)
     assert_close(sharing_cases.descend(shared, data), sharing_cases.descend(plain, data))
+    assert_weights(sharing_cases.adam(shared, data), sharing_cases.adam(plain, data))
 
 
 def test_tokens_are_computed_once(folder: Path) -> None:
@@ -96,6 +98,36 @@ def test_every_loss(engines: Any, loss: str, mode: str) -> None:
     assert found["names"] == expected["names"]
     scale = float(expected["gradient"].abs().max())
     assert float((found["gradient"] - expected["gradient"]).abs().max()) <= 1e-5 * scale
+
+
+@settings(max_examples=15, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=sharing_cases.trees())
+def test_random_trees(engines: Any, data: Any) -> None:
+    data.meta_info.update(micro_batch_size_per_gpu=7)
+    for shared, plain in engines.values():
+        assert_close(sharing_cases.outputs(shared, data), sharing_cases.outputs(plain, data))
+        (metrics, found), (expected, gradient) = (sharing_cases.gradients(engine, data) for engine in (shared, plain))
+        assert metrics == pytest.approx(expected, rel=1e-5)
+        assert_close(found, gradient)
+
+
+@pytest.mark.full
+def test_every_loss_in_every_layout(folder: Path) -> None:
+    """Losses x aggregations x layouts: 480 combinations."""
+    two = Ranks(sharing_cases.run_product, (2, folder), nprocs=2)
+    sharing_cases.run_product(0, 1, folder)
+    two.join()
+    checked = set()
+    for world, layouts in sharing_cases.PRODUCT.items():
+        for rank in range(world):
+            results = torch.load(folder / f"product_{world}_{rank}.pt")
+            for layout in layouts:
+                for each, found in results[layout].items():
+                    assert found["norm"] > 1e-3, (layout, each)
+                    assert found["apart"] < 1e-5, (layout, each)
+                    assert found["metrics"][0] == pytest.approx(found["metrics"][1], rel=1e-5, abs=1e-6), (layout, each)
+                    checked.add((layout, each))
+    assert len(checked) == 16 * len(loss_cases.COMBINATIONS + loss_cases.VALUES)
 
 
 @pytest.fixture(scope="module")
