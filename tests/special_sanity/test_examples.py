@@ -5,7 +5,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.dapo.main_dapo import DAPOTaskRunner
 from recipe.entropy.main_entropy import EntropyTaskRunner
+from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner
 from tests.special_sanity.test_docs import PAGES
 from verl.base_config import ConfigError
 from verl.trainer.config.generation import GenerationConfig
@@ -24,7 +25,7 @@ from verl.trainer.config.keys import OPTIONAL, RENAMED, dotted_keys, is_free
 from verl.trainer.config.rules import profiler
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.sft import parse_sft_config
-from verl.trainer.config.validation import validate_config
+from verl.trainer.config.validation import checked_config
 from verl.trainer.ppo.utils import need_critic
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,7 @@ CONFIG_OF_MODULE = {
     "examples.split_placement.main_ppo_split": "ppo_trainer_split",
     "recipe.dapo.main_dapo": "dapo_trainer",
     "recipe.entropy.main_entropy": "entropy_trainer",
+    "recipe.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
     "recipe.prime.main_prime": "prime_trainer",
     "recipe.spin.main_spin": "spin_trainer",
     "recipe.sppo.main_sppo": "sppo_trainer",
@@ -47,11 +49,13 @@ RECIPE_NODES = {
     "examples.split_placement.main_ppo_split": (),
     "recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes,
     "recipe.entropy.main_entropy": EntropyTaskRunner.recipe_nodes,
+    "recipe.one_step_off_policy.main_ppo": OneStepOffTaskRunner.recipe_nodes,
     "recipe.prime.main_prime": (),
     "recipe.spin.main_spin": (),
     "recipe.sppo.main_sppo": (),
     "verl.trainer.main_ppo": (),
 }
+RECIPE_RULES = {"recipe.one_step_off_policy.main_ppo": OneStepOffTaskRunner.recipe_rules}
 OVERRIDE_OF_OTHERS = {
     "verl.trainer.main_generation_server": ("actor_rollout_ref.rollout.n", "7"),  # before the shorter name
     "verl.trainer.main_generation": ("data.n_samples", "7"),
@@ -160,7 +164,7 @@ def test_script_is_a_run_that_would_start_and_passes_overrides_on(
         (module,) = set(words) & set(CONFIG_OF_MODULE)
         use_files_of_the_test(config, tmp_path)
         if module in RECIPE_NODES:
-            assert_starts(script, config, RECIPE_NODES[module])
+            assert_starts(script, config, module)
         elif module.endswith("sft_trainer"):
             parse_sft_config(config, *map(int, re.findall(r"--nproc_per_node=(\d+)", " ".join(words))))
         elif module == "verl.trainer.main_generation":
@@ -170,21 +174,22 @@ def test_script_is_a_run_that_would_start_and_passes_overrides_on(
     assert sum(overridden) == 1, f"{script.name} must pass its arguments to one command"
 
 
-def assert_starts(script: Path, config: DictConfig, nodes: Collection[str]) -> None:
+def assert_starts(script: Path, config: DictConfig, module: str) -> None:
     """Assert that a run passes the checks before the start, or is refused for what ``WAITING`` says alone."""
     reason = WAITING.get(str(script.relative_to(ROOT)))
     if reason is not None:
         with pytest.raises(ConfigError) as refused:
-            check(config, nodes)
+            check(config, module)
         (told,) = refused.value.violations
         assert told.key == reason.refused
         OmegaConf.update(config, reason.key, reason.instead)
-    check(config, nodes)
+    check(config, module)
 
 
-def check(config: DictConfig, nodes: Collection[str]) -> None:
-    """Check a configuration as a start does."""
-    validate_config(config, RunConfig.parse(config).needs_reference, need_critic(config), nodes)
+def check(config: DictConfig, module: str) -> None:
+    """Check a configuration as a start of the module does."""
+    nodes, rules = RECIPE_NODES[module], RECIPE_RULES.get(module)
+    checked_config(config, RunConfig.parse(config).needs_reference, need_critic(config), nodes, recipe_rules=rules)
 
 
 def use_files_of_the_test(config: DictConfig, folder: Path) -> None:

@@ -7,6 +7,7 @@ trainer runs. It imports neither torch nor transformers.
 import importlib
 import logging
 import os
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from verl.utils.masking import masked
 from verl.workers.config.rollout import serves
 
 if TYPE_CHECKING:
+    from verl.base_config import Violation
     from verl.single_controller.ray import RayWorkerGroup
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.resources import ResourcePoolManager
@@ -64,8 +66,9 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 
     def check() -> tuple[RunConfig, LocalDisplay]:
         recipe_nodes = getattr(task_runner_class, "recipe_nodes", None)  # None: a Ray actor class
-        of_fork = task_runner_class is not None and not recipe_nodes
-        run_config = check_inputs(config, recipe_nodes or (), of_fork)
+        recipe_rules = getattr(task_runner_class, "recipe_rules", None)
+        of_fork = task_runner_class is not None and not recipe_nodes and not recipe_rules
+        run_config = check_inputs(config, recipe_nodes or (), of_fork, recipe_rules)
         folders = {f"trainer.{name}": run_config.trainer[name] for name in RUN_FOLDERS}
         owner.take_folders(folders, is_elsewhere=not run_config.ray_kwargs.is_local)
         return run_config, LocalDisplay(run_config.trainer.live_view, run_folder(config))
@@ -123,11 +126,13 @@ class TaskRunner:
     """Builds workers, data and trainer, and trains; recipes derive from it and override a method.
 
     Attributes: ``role_worker_mapping`` (role to Ray actor class) and ``mapping`` (role to the name of its pool);
-        ``recipe_nodes`` names the nodes of the configuration that a recipe reads, and the main trainer refuses; in a
-        class that names none, any code may run, and the checks before the start leave to it what only it can know.
+        ``recipe_nodes`` names the nodes of the configuration that a recipe reads, and the main trainer refuses, and
+        ``recipe_rules``, a static method, yields what the recipe refuses; in a class that has neither, any code may
+        run, and the checks before the start leave to it what only it can know.
     """
 
     recipe_nodes: tuple[str, ...] = ()
+    recipe_rules: "Callable[[RunConfig], Iterable[Violation]] | None" = None
 
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Any, Any] = {}

@@ -4,12 +4,13 @@ Nothing here imports torch, so that a wrong key is answered in about a second.
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.validation import checked_config
 from verl.trainer.run.environment import check_environment
@@ -36,15 +37,20 @@ from verl.workers.rewards.signature import ONE_BY_ONE
 _SCORE_HEAD = "score.weight"
 
 
-def check_inputs(config: DictConfig, recipe_nodes: Collection[str] = (), of_fork: bool = False) -> RunConfig:
+def check_inputs(
+    config: DictConfig,
+    recipe_nodes: Collection[str] = (),
+    of_fork: bool = False,
+    recipe_rules: Callable[[RunConfig], Iterable[Violation]] | None = None,
+) -> RunConfig:
     """Check everything that can be checked before Ray starts, and return the parsed configuration.
 
-    ``recipe_nodes`` are nodes that the recipe reads, and that the main trainer refuses. What only the code of a fork
-    can know is left to it.
+    ``recipe_nodes`` are nodes that the recipe reads, and that the main trainer refuses; ``recipe_rules`` yields what
+    the recipe refuses. What only the code of a fork can know is left to it.
 
     Raises: ValueError naming the dotted key or the file, the value, and what would be right.
     """
-    run = checked_config(config, recipe_nodes=recipe_nodes, of_fork=of_fork)
+    run = checked_config(config, recipe_nodes=recipe_nodes, of_fork=of_fork, recipe_rules=recipe_rules)
     check_backends(run.trainer.logger)
     check_environment(run.ray_kwargs, run.trainer.logger)
     check_run_machine(run)

@@ -78,6 +78,8 @@ RECIPES = {
         *DYNAMIC_SAMPLING,
         Reader("reward_model.reward_kwargs", "max_resp_len overlong_buffer_cfg", "workers/rewards/managers.py", "self", REWARDS + "test_dapo_punishes_long_responses"),
     )),
+    "one_step_off_ppo_trainer": Recipe("recipe/one_step_off_policy", "ppo_trainer"),
+    "one_step_off_ppo_megatron_trainer": Recipe("recipe/one_step_off_policy", "ppo_megatron_trainer"),
     "prime_trainer": Recipe("recipe/prime", "ppo_trainer", (
         Reader("data", "filter_accuracy accuracy_lower_bound accuracy_upper_bound filter_truncate oversample_factor", TRAINER, "data", PRIME + "test_it_keeps_whole_prompts_the_preferred_ones_first"),
         Reader("algorithm", "reward_gt_coef reward_dpo_coef", TRAINER, "node", PRIME + "test_outcomes_alone_give_the_formula_by_hand"),

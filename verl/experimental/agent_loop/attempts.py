@@ -50,6 +50,7 @@ class Attempt:
         turns: requests so far.
         outcome: ``ok``, ``error``, ``timeout``, ``cancelled``, ``replaced`` or ``dropped``; None while it runs.
         reason: why it ended, unless it is ``ok``.
+        oldest_version: the oldest version of the weights that sampled a token of it; None if no server says.
         is_cancelled: whether its loop has been told to end.
         is_left: whether its loop goes on all the same, and nobody waits for it any more.
     """
@@ -65,6 +66,7 @@ class Attempt:
     turns: int = 0
     outcome: str | None = None
     reason: str | None = None
+    oldest_version: int | None = None
     is_cancelled: bool = False
     is_left: bool = False
 
@@ -82,6 +84,12 @@ class Attempt:
         if turn and self.seed is not None and params.get("seed") == self.seed:
             changed["seed"] = derive_seed(self.seed, "turn", turn)
         return changed
+
+    def sampled_by(self, versions: Iterable[tuple[int, int]]) -> None:
+        """Note the versions of the weights that sampled the tokens of a turn, as ``TokenOutput.versions`` has them."""
+        found = [version for version, count in versions if count and version >= 0]
+        known = [] if self.oldest_version is None else [self.oldest_version]
+        self.oldest_version = min(found + known, default=None)
 
     def finish(self, outcome: str, reason: str | None = None) -> None:
         """End the attempt, once."""

@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,10 +30,11 @@ from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
 from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine
+from verl.utils.py_functional import object_array
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL, ScoresOfParts
-from verl.workers.rollout.base import DROPPED_COLUMN
+from verl.workers.rollout.base import BEHIND_COLUMN, DROPPED_COLUMN
 from verl.workers.rollout.replica import RolloutReplica
-from verl.workers.rollout.standalone import StandaloneServers, replica_class_of
+from verl.workers.rollout.standalone import ServerWatch, StandaloneServers, replica_class_of
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayWorkerGroup
@@ -45,6 +46,36 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_TIMEOUT_S = 600.0
 _ACTIVITIES = ("generate_sequences", "tool_calls")
+
+
+@dataclass
+class PendingGeneration:
+    """A batch that agent loops generate.
+
+    Attributes:
+        prompts: the requests, with their places.
+        parts: the part of each worker that has one.
+        callers: names and handles of these workers.
+        refs: their answers.
+        scores: what scores parts that have ended, if a reward model does.
+        planned_version: the version of the weights that is to sample all rows, if the trainer goes on meanwhile.
+        watch: starts servers again that die while the trainer goes on.
+    """
+
+    prompts: DataProto
+    parts: list[DataProto] = field(default_factory=list)
+    callers: list[tuple[str, Actor]] = field(default_factory=list)
+    refs: list[Any] = field(default_factory=list)
+    scores: ScoresOfParts | None = None
+    started: float = field(default_factory=time.perf_counter)
+    planned_version: int | None = None
+    watch: ServerWatch | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The training step that the batch is for."""
+        step: int | None = self.prompts.meta_info.get("global_steps")
+        return step
 
 
 class AgentLoopManager:
@@ -134,28 +165,49 @@ class AgentLoopManager:
         The workers share the rows as evenly as they can. The engines have the current weights, and are asleep before
         and afterwards.
         """
+        return self.finish(self.begin(prompts))
+
+    def begin(self, prompts: DataProto, trains_meanwhile: bool = False) -> PendingGeneration:
+        """Wake the engines with the current weights, and let the workers begin with a batch; ``finish`` waits for it.
+
+        With ``trains_meanwhile`` the trainer goes on until ``finish``, which standalone servers allow. They keep their
+        weights until then. One that dies is started again, and gets weights only if no other server has them.
+        """
         self.wait_until_ready()
         self.wake_up(prompts.meta_info.get("global_steps"))
-        started = time.perf_counter()
-        attempts: list[AttemptLine] = []
-        try:
-            with self._watched(prompts.meta_info.get("global_steps")):
-                output = self._run_loops(_placed(prompts))  # an error ends the workers
-            attempts = output.meta_info.pop("attempts")
-        except Exception as error:
-            attempts = _account_of(prompts, error)
-            raise
-        finally:
-            self._attempts += attempts
-        seconds = time.perf_counter() - started
+        pending = PendingGeneration(_placed(prompts))
+        if trains_meanwhile:
+            assert self.servers is not None, "only standalone servers generate while the trainer trains"
+            pending.planned_version = self.worker_group.trained_version()[0]
+        with self._accounted(prompts):
+            self._start_loops(pending)
+        if trains_meanwhile and self.servers is not None:
+            pending.watch = ServerWatch(self.servers, None)
+        return pending
+
+    def finish(self, pending: PendingGeneration) -> DataProto:
+        """Return a trajectory for each row of a batch that has begun, in their order.
+
+        Non-tensor ``versions_behind`` says of each row by how many versions the weights that sampled it are older than
+        the trainer's, if the trainer went on meanwhile; None where no server says.
+        """
+        prompts = pending.prompts
+        with self._accounted(prompts):
+            if pending.watch is not None:
+                pending.watch.stop()
+            with self._watched(pending.step, keeps_weights=pending.planned_version is not None):
+                output = self._wait_for_loops(pending)  # an error ends the workers
+        attempts: list[AttemptLine] = output.meta_info.pop("attempts")
+        self._attempts += attempts
+        elapsed_s: float = output.meta_info.pop("elapsed_s")
+        seconds = time.perf_counter() - pending.started if pending.planned_version is None else elapsed_s
         self.sleep()
         replaced = sorted({line["uid"] for line in attempts if line["outcome"] == REPLACED})
         mark_replaced(attempts, replaced)
         if not replaced:
             _check_any(output, attempts)
-        lengths = tensors_of(output)["attention_mask"].sum(-1).tolist()
-        report = self.worker_group.generation_report(seconds, lengths)[0]
         of_loops = _loop_timing(output.meta_info.pop("seconds"))
+        report = self._reported(output, seconds, pending.planned_version)
         output.meta_info["timing"] = report.meta_info["timing"] | of_loops
         output.meta_info["metrics"] = (
             report.meta_info["metrics"] | output.meta_info["metrics"] | attempt_metrics(attempts)
@@ -163,6 +215,32 @@ class AgentLoopManager:
         if replaced:
             output.meta_info["replace"] = replaced
         return output
+
+    def abandon(self, pending: PendingGeneration) -> None:
+        """Wait no more for a batch, because the run ends."""
+        if pending.watch is not None:
+            pending.watch.stop()
+
+    def _reported(self, output: DataProto, seconds: float, planned_version: int | None) -> DataProto:
+        """Return what the workers report of a generation, and write to its rows how old their weights are."""
+        versions: list[int | None] = output.meta_info.pop("versions")
+        oldest = min((version for version in versions if version is not None), default=None)
+        if planned_version is not None:
+            trained = self.worker_group.trained_version()[0]
+            behind = [None if version is None else trained - version for version in versions]
+            output.non_tensor_batch[BEHIND_COLUMN] = object_array(behind)
+        lengths = tensors_of(output)["attention_mask"].sum(-1).tolist()
+        report: DataProto = self.worker_group.generation_report(seconds, lengths, oldest, planned_version)[0]
+        return report
+
+    @contextmanager
+    def _accounted(self, prompts: DataProto) -> Iterator[None]:
+        """Keep the account of the attempts of a batch that an error ends."""
+        try:
+            yield
+        except Exception as error:
+            self._attempts += _account_of(prompts, error)
+            raise
 
     def take_attempts(self) -> list[AttemptLine]:
         """Return the account of all attempts since the last call of this method."""
@@ -183,25 +261,29 @@ class AgentLoopManager:
         parts, self._timeline = self._timeline, []
         return parts
 
-    def _run_loops(self, prompts: DataProto) -> DataProto:
+    def _start_loops(self, pending: PendingGeneration) -> None:
+        """Let the workers begin, each with a part of the batch."""
         handles = [replica.server_handle for replica in self.rollout_replicas]
         if handles != self.server_handles:  # a replica has replaced its server
             self.server_handles = handles
             ray.get([worker.set_servers.remote(handles) for worker in self.agent_loop_workers])
-        parts = _split(len(prompts), len(self.agent_loop_workers))
-        callers, refs, asked, first = [], [], [], 0
-        for index, size in enumerate(parts):
+        prompts, first = pending.prompts, 0
+        for index, size in enumerate(_split(len(prompts), len(self.agent_loop_workers))):
             if size:
-                asked.append(prompts[first : first + size])
-                refs.append(self.agent_loop_workers[index].generate_sequences.remote(asked[-1]))
-                callers.append((self._names[index], self.agent_loop_workers[index]))
+                part = prompts[first : first + size]
+                pending.parts.append(part)
+                pending.refs.append(self.agent_loop_workers[index].generate_sequences.remote(part))
+                pending.callers.append((self._names[index], self.agent_loop_workers[index]))
             first += size
-        scores = None
         if self.rm_wg is not None and prompts.meta_info.get(SCORED_BY_MODEL):
-            scores = ScoresOfParts(self.rm_wg, refs, asked)
-        outputs: list[DataProto] = self.worker_group.wait_for_callers(callers, refs, "generate_sequences")
+            pending.scores = ScoresOfParts(self.rm_wg, pending.refs, pending.parts)
+
+    def _wait_for_loops(self, pending: PendingGeneration) -> DataProto:
+        callers, scores = pending.callers, pending.scores
+        outputs: list[DataProto] = self.worker_group.wait_for_callers(callers, pending.refs, "generate_sequences")
         metrics = {} if scores is None else scores.add_to(outputs)
-        lists: dict[str, list[Any]] = {"seconds": [], "attempts": []}
+        lists: dict[str, list[Any]] = {"seconds": [], "attempts": [], "versions": []}
+        elapsed_s = max((output.meta_info.pop("elapsed_s") for output in outputs), default=0.0)
         for (name, _), output in zip(callers, outputs, strict=True):
             part = output.meta_info.pop(timeline.RECORDED, None)
             if part is not None:
@@ -212,7 +294,7 @@ class AgentLoopManager:
         whole = joined(outputs)
         if extras:
             whole.meta_info["reward_extra_keys"] = extras
-        whole.meta_info |= lists | {"metrics": metrics}
+        whole.meta_info |= lists | {"metrics": metrics, "elapsed_s": elapsed_s}
         return whole
 
     def sync_weights(self, step: int | None = None) -> None:
@@ -220,9 +302,11 @@ class AgentLoopManager:
         if self.servers is not None:
             self.servers.sync(self._sender(step))
 
-    def _watched(self, step: int | None) -> AbstractContextManager[None]:
+    def _watched(self, step: int | None, keeps_weights: bool) -> AbstractContextManager[None]:
         """Replace standalone servers that die meanwhile."""
-        return nullcontext() if self.servers is None else self.servers.watched(self._sender(step))
+        if self.servers is None:
+            return nullcontext()
+        return self.servers.watched(self._sender(step), keeps_weights)
 
     def _sender(self, step: int | None) -> Callable[[dict[str, Actor]], dict[str, str]]:
         def send(handles: dict[str, Actor]) -> dict[str, str]:

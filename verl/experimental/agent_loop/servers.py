@@ -165,6 +165,8 @@ class AsyncLLMServerManager:
                         f"request {request['request_id']}: {server.name} aborted it after {len(output.token_ids)} "
                         "tokens, and no agent loop has given it up"
                     )
+                if attempt is not None:
+                    attempt.sampled_by(output.versions)
                 return output
             except (ServerError, RayActorError) as error:
                 self._take_out(server, _loss_of(error))

@@ -5,6 +5,7 @@ import gc
 import inspect
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from omegaconf import DictConfig
 from ray import cloudpickle
 
 from verl.base_config import omega_conf_to_dataclass
-from verl.experimental.agent_loop.attempts import Attempt
+from verl.experimental.agent_loop.attempts import OK, Attempt
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopInputError, AgentLoopOutput
 from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.blocking import blocking_is_named
@@ -112,10 +113,13 @@ class AgentLoopWorkerBase:
 
         Args: as ``BaseRollout.generate_sequences``; non-tensor ``agent_name`` chooses the loop of a row. Tensors
             ``row`` and ``sample`` (B,) say where a row stands in the batch of the step, and which sample it is.
-        Returns: meta ``seconds`` holds the seconds of each trajectory by activity, ``attempts`` their account, and
-            ``reward_extra_keys`` the columns that the scorer has added, if meta ``SCORED_HERE`` asks to score.
+        Returns: meta ``seconds`` holds the seconds of each trajectory by activity, ``attempts`` their account,
+            ``versions`` the oldest version of the weights that sampled a token of each row, None where nobody knows,
+            ``elapsed_s`` the seconds of the whole call, and ``reward_extra_keys`` the columns that the scorer has
+            added, if meta ``SCORED_HERE`` asks to score.
         Raises: TrajectoryError naming row, loop and attempt, as ``rollout.agent.on_failure`` says.
         """
+        started = time.perf_counter()
         default = self.rollout_config.default_loop
         named = batch.non_tensor_batch.get("agent_name", [None] * len(batch))
         names = [default if name is None else str(name) for name in named]
@@ -148,7 +152,10 @@ class AgentLoopWorkerBase:
         result.meta_info["reward_extra_keys"] = sorted(self.scorer.extra_keys & result.non_tensor_batch.keys())
         result.meta_info["seconds"] = [output.metrics.model_dump() for output in outputs if output is not None]
         result.meta_info["attempts"] = [attempt.line() for attempt in run.attempts]
+        versions = {(each.uid, each.sample): each.oldest_version for each in run.attempts if each.outcome == OK}
+        result.meta_info["versions"] = [versions.get((place.uid, place.sample)) for place in places]
         result.meta_info[timeline.RECORDED] = part
+        result.meta_info["elapsed_s"] = time.perf_counter() - started
         return result
 
     def _warn_of_idle_files(self, names: Sequence[str]) -> None:

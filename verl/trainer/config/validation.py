@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -70,11 +70,12 @@ def checked_config(
     use_critic: bool | None = None,
     recipe_nodes: Collection[str] = (),
     of_fork: bool = False,
+    recipe_rules: Callable[[RunConfig], Iterable[Violation]] | None = None,
 ) -> RunConfig:
     """Parse a tree and apply all rules; without ``use_reference`` and ``use_critic`` the tree decides about both.
 
     A tree ``of_fork`` is read by code of the user, who may add keys, register names and draw prompts for itself: what
-    only that code can know is not refused.
+    only that code can know is not refused. ``recipe_rules`` yields what a recipe refuses.
 
     Raises: as ``validate_config``.
     """
@@ -90,7 +91,10 @@ def checked_config(
     missing = {violation.key for violation in violations}
     found = [violation for violation in found if violation.key not in missing]
     broken = {violation.key for violation in found} | missing
-    violations += [*found, *_rules(run, tree, use_reference, broken, of_fork)]
+    refused_by_recipe = list(recipe_rules(run)) if recipe_rules else []
+    broken |= {violation.key for violation in refused_by_recipe}
+    violations += [*found, *refused_by_recipe]
+    violations += _rules(run, tree, use_reference, broken, of_fork)
     if violations:
         raise config_error(_once_per_key(violations))
     _give_notices(run, tree)

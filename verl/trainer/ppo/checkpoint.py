@@ -2,8 +2,8 @@
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,21 @@ def remove_emptied_folders(root: str | Path) -> None:
 
 
 @dataclass
+class DataPosition:
+    """A place in the training data: the state of the loader, and the number of finished passes."""
+
+    loader_state: Mapping[str, Any]
+    epoch: int
+
+
+@dataclass
 class Checkpoints:
     """The checkpoints of a run: parts of the workers, the state of the driver, and the tracker that names the latest.
 
     Attributes: ``groups`` maps a role to its workers, and ``keep`` actor and critic to the number of checkpoints that
         are kept, None for all; a role that a recipe trains has the number of the actor. With ``in_background`` workers
-        write while training continues.
+        write while training continues. ``extra_files`` are those that a recipe has written to the
+        loaded checkpoint.
     """
 
     run: RunConfig
@@ -81,6 +90,7 @@ class Checkpoints:
     groups: Mapping[str, RayWorkerGroup]
     loader: StatefulDataLoader
     kl_ctrl: KLController
+    extra_files: Sequence[Path] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         options = self.run.trainer
@@ -104,11 +114,19 @@ class Checkpoints:
             return True
         return self.state.is_last_step or self.state.step % options.save_freq == 0
 
-    def save(self) -> None:
+    def position(self) -> DataPosition:
+        """Return where the run stands in its data."""
+        return DataPosition(self.loader.state_dict(), self.state.epoch)
+
+    def save(self, position: DataPosition | None = None, extra_files: Iterable[str] = ()) -> None:
         """Write the parts of the workers, the state of the driver, and last the tracker; then remove older checkpoints.
 
         If workers write in the background, the tracker waits for ``finish``.
+
+        Args: ``position`` is where a resumed run goes on in the data, by default the present place. ``extra_files`` are
+            names of files that a recipe has written to the folder.
         """
+        position = position or self.position()
         self.finish()
         state = self.state
         folder = self.folder(state.step)
@@ -116,14 +134,16 @@ class Checkpoints:
         remote = None if remote is None else f"{remote}/{folder.name}"
         for role, group in self.groups.items():
             group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
-        driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": state.epoch}
+        driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": position.epoch}
         driver["spares_drawn"] = state.spares_drawn
         driver["data_digest"] = digest_of(self.loader.dataset)
         driver["train_batch_size"] = self.run.data.train_batch_size
-        save_driver_state(folder, self.loader.state_dict(), driver)
+        driver["extra_files"] = list(extra_files)
+        save_driver_state(folder, position.loader_state, driver)
         if remote is not None:
             hdfs_io.makedirs(remote, exist_ok=True)
-            hdfs_io.copy(f"{folder}/{DATA_NAME}", f"{remote}/{DATA_NAME}")
+            for name in (*extra_files, DATA_NAME):
+                hdfs_io.copy(f"{folder}/{name}", f"{remote}/{name}")
         state.unfinished_checkpoint = state.step
         self.finish(wait=not self.in_background or state.is_last_step)
 
@@ -159,6 +179,7 @@ class Checkpoints:
         # Checkpoints of older versions do not hold the epoch.
         state.epoch = driver["epoch"] if "epoch" in driver else (state.step - 1) // len(self.loader)
         state.spares_drawn = driver.get("spares_drawn", 0)
+        self.extra_files = [folder / Path(name).name for name in driver.get("extra_files", ())]
         if "kl_ctrl_in_reward" in driver:
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:

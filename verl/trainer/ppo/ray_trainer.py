@@ -301,6 +301,11 @@ class RayPPOTrainer:
                 self.actor_rollout_wg.sync_weights(state.step)
             state.engine_version = state.weights_version
 
+    def _sync_before_generation(self, timing: Timing) -> None:
+        """Bring the rollout engine up to date before ``collect``; a recipe may do it at another time."""
+        with self._timed("gen", timing):
+            self.sync_weights()
+
     # ---- the loop
 
     def fit(self) -> None:
@@ -317,8 +322,7 @@ class RayPPOTrainer:
                 if self.timelines is not None:  # a fork may open its outputs by itself
                     self.timelines.begin(self.state.step, self.worker_groups())
                 with marked_timer("step", timing):
-                    with self._timed("gen", timing):
-                        self.sync_weights()
+                    self._sync_before_generation(timing)
                     batch = self.collect(rows, metrics, timing)
                     if has_segments(batch):
                         batch = self._checked("segments", batch, self.split_segments, metrics, timing)
@@ -426,6 +430,17 @@ class RayPPOTrainer:
 
         The columns that the rollout reads move from ``batch`` to the prompts.
         """
+        prompts, requests, seeds = self._requests(batch, metrics)
+        with self._timed("gen", timing):
+            output = self.rollout_wg_generate(requests)
+        self._receive(requests, output, metrics, timing)
+        return prompts, output, seeds
+
+    def _requests(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, DataProto, torch.Tensor]:
+        """Return the prompts, the requests for their responses, and the seeds of these.
+
+        The columns that the rollout reads move from ``batch`` to the prompts.
+        """
         num_samples = self.run_config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
         count_shared_bytes(prompts.non_tensor_batch, metrics)
@@ -438,8 +453,10 @@ class RayPPOTrainer:
         requests = prompts.repeat(repeat_times=num_samples, interleave=True)
         seeds = self._sampling_seeds(prompts, num_samples)
         tensors_of(requests)["sampling_seed"] = seeds
-        with self._timed("gen", timing):
-            output = self.rollout_wg_generate(requests)
+        return prompts, requests, seeds
+
+    def _receive(self, requests: DataProto, output: DataProto, metrics: Metrics, timing: Timing) -> None:
+        """Check the responses of a rollout, and move their times and metrics to those of the step."""
         check_rollout(requests, output, self.state.step, self.single_turn)
         for name, value in output.meta_info.pop("timing", {}).items():  # several calls in a step add up
             timing[name] = value if "/" in name else timing.get(name, 0.0) + value
@@ -448,7 +465,6 @@ class RayPPOTrainer:
         counts = {name: metrics.get(name, 0.0) + value for name, value in counts.items()}
         without_metrics(output, metrics)
         metrics.update(counts)
-        return prompts, output, seeds
 
     def _replace_failed(
         self,

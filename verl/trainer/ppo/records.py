@@ -32,6 +32,7 @@ from verl.utils.observe.record import Details, SampleCall, SampleTurn
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.utils.observe.timeline import Part
 from verl.utils.observe.tracking import plain
+from verl.workers.rollout.base import BEHIND_COLUMN
 
 logger = logging.getLogger(__name__)
 
@@ -312,8 +313,9 @@ def scored_columns(
         return [values[row] for row in order]
 
     kept = {name: ordered(values) for name, values in extras.items() if len(values) == len(batch)}
-    if "request_id" in batch.non_tensor_batch:
-        kept.setdefault("request_id", ordered(list(batch.non_tensor_batch["request_id"])))
+    for name in ("request_id", BEHIND_COLUMN):
+        if name in batch.non_tensor_batch:
+            kept.setdefault(name, ordered(list(batch.non_tensor_batch[name])))
     turns = conversations(batch, tokenizer)
     if turns is not None:
         kept.setdefault("turns", ordered(turns))

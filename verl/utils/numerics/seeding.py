@@ -5,6 +5,7 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -93,3 +94,23 @@ def seed_process(run_seed: int, *path: int | str) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class ProcessRandomState:
+    """The state of the random generators that ``seed_process`` seeds, as far as they run on the CPU."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the present state."""
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
+
+    def restore(self) -> None:
+        """Go back to this state."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)

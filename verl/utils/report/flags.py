@@ -131,16 +131,21 @@ def _entropy_collapse(entries: Entries) -> Iterator[Flag]:
 
 
 def _stale_weights(entries: Entries) -> Iterator[Flag]:
-    """Flag generation with weights older than the trainer's, or a mismatch that suggests it.
+    """Flag generation with weights older than planned, or a mismatch that suggests it.
 
-    The mismatch is suspicious above 20 times its median and 0.001 nats.
+    A run that generates a step ahead says how old they are to be; without such a plan they are the trainer's. The
+    mismatch is suspicious above 20 times its median and 0.001 nats.
     """
-    behind = [point for point in points_of(entries, "weight_sync/versions_behind") if point[1] > 0]
+    planned = dict(points_of(entries, "weight_sync/versions_planned"))
+    found = points_of(entries, "weight_sync/versions_behind")
+    behind = [(step, value) for step, value in found if value > planned.get(step, 0.0)]
     if behind:
         steps = _listed([step for step, _ in behind])
         most = round(max(value for _, value in behind))
         old = "one update" if most == 1 else f"up to {most} updates"
-        reason = f"{steps} sampled with weights that were {old} old: the weight sync was skipped"
+        plan = round(max(planned.get(step, 0.0) for step, _ in behind))
+        instead = f", {plan} planned" if plan else ""
+        reason = f"{steps} sampled with weights that were {old} old{instead}: the weight sync was skipped"
         yield Flag("stale weights", behind[0][0], reason, "mismatch")
         return
     points = points_of(entries, "training/rollout_log_prob_diff_mean")

@@ -68,13 +68,30 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
         return await self.rollout.health(timeout_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def generation_report(self, seconds: float, lengths: Sequence[int]) -> DataProto:
+    def generation_report(
+        self,
+        seconds: float,
+        lengths: Sequence[int],
+        oldest_version: int | None = None,
+        planned_version: int | None = None,
+    ) -> DataProto:
         """Return timing and metrics since ``wake_up``, as those of ``generate_sequences``.
 
-        Args: the seconds between waking up and sleeping, and the tokens of each sequence of the whole batch.
+        Args: the seconds between waking up and sleeping, and the tokens of each sequence of the whole batch;
+            ``oldest_version`` is the oldest version of the weights that sampled a token, if it is known, and
+            ``planned_version`` the one that was to sample all, if that is not the present one.
         """
         timing = self._sync_timing | {"generate_sequences": seconds}
         self._sync_timing = {}
         config = self.rollout_config
         devices = self.world_size if self._is_rollout else config.nnodes * config.n_gpus_per_node
-        return DataProto(meta_info=self._generation_figures(timing, lengths, num_workers=devices))
+        figures = self._generation_figures(timing, lengths, num_workers=devices)
+        for name, version in (("versions_behind", oldest_version), ("versions_planned", planned_version)):
+            if version is not None and self._is_actor:
+                figures["metrics"][f"weight_sync/{name}"] = float(self.engine.weights_version - version)
+        return DataProto(meta_info=figures)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def trained_version(self) -> int:
+        """Return the version of the weights that are trained."""
+        return self.engine.weights_version

@@ -32,6 +32,9 @@ DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
 DROPPED_COLUMN = "__dropped__"
 """The column that says which rows only fill a batch: no attempt at their trajectory has ended well."""
 
+BEHIND_COLUMN = "versions_behind"
+"""The column that says by how many versions the weights that sampled a row were older than the trainer's."""
+
 NO_WEIGHTS = -1
 """The weight version of an engine that holds no weights of the trainer."""
 

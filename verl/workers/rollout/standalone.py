@@ -108,35 +108,38 @@ class StandaloneServers:
             raise ServerError(f"rollout servers were lost in {_ATTEMPTS} updates of their weights, at last: {lost}")
 
     @contextmanager
-    def watched(self, send: Send) -> Iterator[None]:
+    def watched(self, send: Send, keeps_weights: bool = False) -> Iterator[None]:
         """Replace servers that die meanwhile, and give them the current weights.
+
+        With ``keeps_weights`` the servers have older weights that a batch goes on with: none gets others while one of
+        them lives.
 
         Raises: the error that made this impossible; all servers are ended then, so that nobody waits for one.
         """
-        stop = threading.Event()
-        failures: list[Exception] = []
-
-        def watch() -> None:
-            try:
-                while not stop.wait(_POLL_S):
-                    if not all(self._is_well(replica) for replica in self.replicas) and not stop.is_set():
-                        self.sync(send)
-            except Exception as error:  # the other thread raises it
-                failures.append(error)
-                for replica in self.replicas:
-                    replica.shutdown()
-
-        thread = threading.Thread(target=watch, name="servers", daemon=True)
-        thread.start()
+        watch = ServerWatch(self, send, keeps_weights)
         try:
             yield
         except Exception as error:
-            if failures:
-                raise failures[0] from error
+            if watch.failures:
+                raise watch.failures[0] from error
             raise
         finally:
-            stop.set()
-            thread.join()
+            watch.stop()
+
+    def look_after(self, send: Send | None, keeps_weights: bool, stop: threading.Event) -> None:
+        """Look for dead servers once, and replace them unless nobody needs them any more.
+
+        Args: ``send`` and ``keeps_weights`` as in ``watched``. Without ``send`` servers start again without weights.
+        """
+        are_well = [self._is_well(replica) for replica in self.replicas]
+        if all(are_well) or stop.is_set():
+            return
+        if send is not None and not (keeps_weights and any(are_well)):
+            self.sync(send)
+            return
+        for replica, is_well in zip(self.replicas, are_well, strict=True):
+            if not is_well:
+                self._restart_if_dead(replica)
 
     def _is_well(self, replica: RolloutReplica) -> bool:
         """Whether a server lives and has weights; one that Ray has started again has none."""
@@ -145,6 +148,15 @@ class StandaloneServers:
         except Exception:  # servers of users may raise anything; one that cannot tell its health is not used
             return False
         return bool(health["version"] != NO_WEIGHTS)
+
+    def _restart_if_dead(self, replica: RolloutReplica) -> None:
+        """Start a server again whose engine has ended, without waiting for it; Ray starts one whose process has."""
+        try:
+            ray.get(replica.server_handle.version.remote(), timeout=_POLL_S)
+        except ServerError as error:
+            self._replace(replica, str(cause_of(error)))
+        except Exception as error:  # it starts, or a server of a user raises anything
+            logger.debug("rollout server %s has no version: %r", replica.server_name, error)
 
     def _make_ready(self, replica: RolloutReplica) -> None:
         """Wait until a server has started; start it again if its engine has ended."""
@@ -163,3 +175,31 @@ class StandaloneServers:
         self.replacements += 1
         self._pids.pop(replica.server_name, None)
         replica.restart()
+
+
+class ServerWatch:
+    """A thread that looks after the servers of a run; see ``StandaloneServers.watched``.
+
+    Attributes: ``failures`` holds the error that ended it; all servers are ended then.
+    """
+
+    def __init__(self, servers: StandaloneServers, send: Send | None, keeps_weights: bool = False) -> None:
+        self.failures: list[Exception] = []
+        self._servers, self._send, self._keeps_weights = servers, send, keeps_weights
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="servers", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(_POLL_S):
+                self._servers.look_after(self._send, self._keeps_weights, self._stop)
+        except Exception as error:  # the other thread raises it
+            self.failures.append(error)
+            for replica in self._servers.replicas:
+                replica.shutdown()
+
+    def stop(self) -> None:
+        """End the watch, and wait until it has ended."""
+        self._stop.set()
+        self._thread.join()

@@ -51,7 +51,7 @@ def server_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     if shared.hybrid_engine:
         return
     hybrid = "actor_rollout_ref.hybrid_engine"
-    if not rollout.serves or rollout.name not in SERVED_ROLLOUTS:
+    if f"{_KEY}.mode" not in broken and (not rollout.serves or rollout.name not in SERVED_ROLLOUTS):
         expected = f"needs servers: write {_KEY}.mode=async and {_KEY}.name=vllm or sglang, or {hybrid}=true"
         yield Violation(hybrid, False, expected, others=(f"{_KEY}.mode", f"{_KEY}.name"))
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "n_gpus_per_node")

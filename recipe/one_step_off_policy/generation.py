@@ -1,0 +1,98 @@
+"""A batch that is generated a step ahead, and its place in a checkpoint."""
+
+import logging
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from verl.experimental.agent_loop.manager import PendingGeneration
+from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo.checkpoint import DataPosition
+from verl.trainer.ppo.state import Metrics
+from verl.trainer.run.resume import IncompleteCheckpointError
+from verl.utils.checkpoint.files import CheckpointError, write_file
+from verl.utils.loading import UntrustedClassError
+from verl.utils.numerics.seeding import ProcessRandomState
+from verl.utils.observe.attempts import AttemptLine
+from verl.utils.observe.digest import tensor_digest
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "generation.pkl"
+_ATTEMPTS, _DIGEST = "attempts_of_generation", "digest_of_prompts"
+
+
+@dataclass
+class GenerationBatchFuture:
+    """A batch of a coming step, from its draw to its responses.
+
+    Attributes:
+        step: the step that trains on it.
+        prepared: the batch as it was drawn.
+        batch: the same without the columns that the rollout reads.
+        prompts: those columns, a row for each prompt.
+        requests: those columns, a row for each response.
+        seeds: the sampling seed of each response.
+        metrics: figures of the requests.
+        random_state: that of this process after the draw, with which the step goes on.
+        position: the place in the data before it was drawn.
+        pending: the generation that is under way.
+        gen_batch_output: the responses, once they are there.
+        attempts: the account of the attempts at them.
+    """
+
+    step: int
+    prepared: DataProto
+    batch: DataProto
+    prompts: DataProto
+    requests: DataProto
+    seeds: torch.Tensor
+    metrics: Metrics
+    random_state: ProcessRandomState
+    position: DataPosition | None = None
+    pending: PendingGeneration | None = None
+    gen_batch_output: DataProto | None = None
+    attempts: list[AttemptLine] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """What tells the prompts from others."""
+        return tensor_digest(tensors_of(self.requests)["input_ids"])
+
+    def save(self, folder: Path) -> None:
+        """Write the responses to the folder of a checkpoint."""
+        output = self.gen_batch_output
+        assert output is not None, "only a finished generation is saved"
+        kept = output.select()
+        kept.meta_info = output.meta_info | {_ATTEMPTS: self.attempts, _DIGEST: self.digest}
+        write_file(folder, FILE_NAME, lambda file: pickle.dump(kept, file, protocol=5))
+
+    def take(self, kept: DataProto) -> bool:
+        """Take responses of a checkpoint, if they answer these requests; return whether they do."""
+        attempts, digest = kept.meta_info.pop(_ATTEMPTS, []), kept.meta_info.pop(_DIGEST, None)
+        if digest != self.digest or len(kept) != len(self.requests):
+            logger.warning(
+                "step %d: %s of the checkpoint answers other prompts than those of this run, so they are sampled anew",
+                *(self.step, FILE_NAME),
+            )
+            return False
+        self.gen_batch_output, self.attempts = kept, list(attempts)
+        return True
+
+
+def load_generation(path: Path, trusted_classes: list[str]) -> DataProto:
+    """Return the responses that ``GenerationBatchFuture.save`` has written.
+
+    Raises: UntrustedClassError; IncompleteCheckpointError for a file that is missing or damaged.
+    """
+    how = "without it the step that follows would train on other responses. Copy it back, or resume from another"
+    try:
+        return DataProto.load_from_disk(path, trusted_classes)
+    except UntrustedClassError:
+        raise
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(f"{path} is missing: {how} checkpoint") from None
+    except (CheckpointError, ValueError) as error:
+        raise IncompleteCheckpointError(f"{path}: {error}: {how} checkpoint") from error

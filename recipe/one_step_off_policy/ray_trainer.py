@@ -1,0 +1,178 @@
+"""The training loop with generation one step ahead."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from recipe.one_step_off_policy.generation import FILE_NAME, GenerationBatchFuture, load_generation
+from verl.experimental.agent_loop import AgentLoopManager
+from verl.protocol import DataProto
+from verl.single_controller.base.errors import phase
+from verl.trainer.ppo.loaders import EndOfDataError, Rows
+from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
+from verl.utils.numerics.seeding import ProcessRandomState
+from verl.utils.observe.timeline import RECORDED, is_recording
+from verl.utils.profiler import marked_timer
+
+
+class OneStepOffRayTrainer(RayPPOTrainer):
+    """PPO whose servers generate the batch of the next step while the present one trains.
+
+    At the start of step k the servers, which have just finished batch k, get the weights of step k - 1 and begin with
+    batch k + 1. So batches 1 and 2 are sampled by the first weights, and batch k by those of step k - 2.
+
+    A checkpoint holds the responses of the next step: their weights are older than those of the checkpoint.
+    """
+
+    _next: GenerationBatchFuture | None = None
+    _now: GenerationBatchFuture | None = None
+    _kept: DataProto | None = None
+    _end_of_data: EndOfDataError | None = None
+
+    # ---- the loop
+
+    def fit(self) -> None:
+        """Train until the last step."""
+        try:
+            super().fit()
+        finally:
+            coming, self._next = self._next, None
+            if coming is not None and coming.pending is not None:
+                self._loops.abandon(coming.pending)
+
+    def _sync_before_generation(self, timing: Timing) -> None:
+        """Do nothing: ``collect`` brings the servers up to date when they have finished the batch of the step."""
+
+    def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
+        """Wait for the batch of this step, let the servers begin with that of the next, and score this one."""
+        now = self._take_next(rows, timing)
+        batch = self._checked("prepare", None, lambda: now.prepared)
+        batch = self._checked("generate", batch, self.generate, metrics, timing)
+        if not self.state.is_last_step:
+            with suppress(EndOfDataError):  # the next step raises it
+                self._next = self._launch(rows, self.state.step + 1, timing)
+        now.random_state.restore()  # that of the next step is there after its draw
+        return self._checked("score", batch, self.score, metrics, timing)
+
+    def _take_next(self, rows: Iterator[Rows], timing: Timing) -> GenerationBatchFuture:
+        """Return the batch of this step, which is requested now if nobody has done so before."""
+        if self._end_of_data is not None:
+            raise self._end_of_data
+        now, self._next = self._next, None
+        kept, self._kept = self._kept, None
+        if now is None and kept is not None:
+            now = self._request(rows, self.state.step)
+            if not now.take(kept):
+                self._begin(now, timing)
+        self._now = now or self._launch(rows, self.state.step, timing)
+        return self._now
+
+    def _launch(self, rows: Iterator[Rows], step: int, timing: Timing) -> GenerationBatchFuture:
+        """Draw the batch of a step, and let the servers begin with it."""
+        coming = self._request(rows, step)
+        self._begin(coming, timing)
+        return coming
+
+    def _request(self, rows: Iterator[Rows], step: int) -> GenerationBatchFuture:
+        """Draw the batch of a step with the seeds of that step.
+
+        Raises: EndOfDataError.
+        """
+        position = self.checkpoints.position() if step > self.state.step else None
+        metrics: Metrics = {}
+        with self._as_of_step(step):
+            try:
+                prepared = self.prepare(next(rows))
+            except EndOfDataError as end:
+                self._end_of_data = end
+                raise
+            batch = prepared.select()
+            prompts, requests, seeds = self._requests(batch, metrics)
+        random_state = ProcessRandomState.now()
+        return GenerationBatchFuture(step, prepared, batch, prompts, requests, seeds, metrics, random_state, position)
+
+    def _begin(self, coming: GenerationBatchFuture, timing: Timing) -> None:
+        """Give the newest weights to the servers, and send them the requests."""
+        if is_recording():
+            coming.requests.meta_info[RECORDED] = True
+        with phase("weight_sync", step=self.state.step), marked_timer("sync_rollout_weights", timing):
+            self.sync_weights()
+        with phase("generate", step=coming.step):
+            coming.pending = self._loops.begin(coming.requests, trains_meanwhile=True)
+
+    def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[DataProto, DataProto, torch.Tensor]:
+        """Wait for the responses to the batch of this step; spare prompts are sampled by the newest weights."""
+        now = self._now
+        if now is None or batch is not now.prepared:
+            return super()._sample(batch, metrics, timing)
+        batch.batch, batch.non_tensor_batch = now.batch.batch, now.batch.non_tensor_batch
+        with phase("generate", step=now.step), marked_timer("wait_prev_gen", timing):
+            output = self._finished(now)
+        self.output.attempts.log(now.step, now.attempts)
+        metrics.update(now.metrics)
+        self._receive(now.requests, output, metrics, timing)
+        self._now = None
+        return now.prompts, output, now.seeds
+
+    def _finished(self, batch: GenerationBatchFuture) -> DataProto:
+        """Wait until the responses to a batch are there, and return them."""
+        if batch.gen_batch_output is None:
+            assert batch.pending is not None
+            try:
+                batch.gen_batch_output = self._loops.finish(batch.pending)
+            except Exception:  # what failed is in the account too
+                self.output.attempts.log(batch.step, self._loops.take_attempts())
+                raise
+            batch.pending = None
+            batch.attempts = self._loops.take_attempts()
+        return batch.gen_batch_output
+
+    def _reward_model_need_not_wait(self, prompts: DataProto) -> bool:
+        """Return False: the devices of a reward model may train or score the batch before."""
+        return False
+
+    @property
+    def _loops(self) -> AgentLoopManager:
+        assert self.async_rollout_manager is not None, "the checks before the start ask for rollout.mode=async"
+        return self.async_rollout_manager
+
+    @contextmanager
+    def _as_of_step(self, step: int) -> Iterator[None]:
+        """Let what is drawn have the seeds of a step."""
+        state = self.state
+        before = state.step, state.prompts_drawn
+        if step != state.step:
+            state.step, state.prompts_drawn = step, 0
+        try:
+            yield
+        finally:
+            state.step, state.prompts_drawn = before
+
+    # ---- validation and checkpoints
+
+    def _validate(self) -> Metrics:
+        """Return the metrics of the newest weights; the servers first finish the batch that they have."""
+        if self._next is not None:
+            with phase("generate", step=self._next.step):
+                self._finished(self._next)
+        return super()._validate()
+
+    def _save_checkpoint(self) -> None:
+        """Write a checkpoint with the responses of the next step."""
+        coming = self._next
+        if coming is None:
+            super()._save_checkpoint()
+            return
+        with phase("generate", step=coming.step):
+            self._finished(coming)
+        coming.save(self.checkpoints.folder(self.state.step))
+        self.checkpoints.save(coming.position, [FILE_NAME])
+
+    def _load_checkpoint(self) -> int | None:
+        """Restore the run that the configuration resumes, with the responses of its next step."""
+        step = super()._load_checkpoint()
+        files = [path for path in self.checkpoints.extra_files if path.name == FILE_NAME]
+        for path in files if step is not None else ():
+            self._kept = load_generation(path, list(self.run_config.trainer.trusted_classes))
+        return step
