@@ -17,6 +17,7 @@ from verl.utils.loading import UntrustedClassError
 from verl.utils.numerics.seeding import ProcessRandomState
 from verl.utils.observe.attempts import AttemptLine
 from verl.utils.observe.digest import tensor_digest
+from verl.utils.observe.timeline import Part
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class GenerationBatchFuture:
         pending: the generation that is under way.
         gen_batch_output: the responses, once they are there.
         attempts: the account of the attempts at them.
+        recorded: what agent loops have recorded for the timeline of the step.
     """
 
     step: int
@@ -55,6 +57,7 @@ class GenerationBatchFuture:
     pending: PendingGeneration | None = None
     gen_batch_output: DataProto | None = None
     attempts: list[AttemptLine] = field(default_factory=list)
+    recorded: list[Part] = field(default_factory=list)
 
     @property
     def digest(self) -> str:

@@ -1,6 +1,6 @@
 """The training loop with generation one step ahead."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -12,7 +12,7 @@ from verl.single_controller.base.errors import phase
 from verl.trainer.ppo.loaders import EndOfDataError, Rows
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
 from verl.utils.numerics.seeding import ProcessRandomState
-from verl.utils.observe.timeline import RECORDED, is_recording
+from verl.utils.observe.timeline import RECORDED, Part
 from verl.utils.profiler import marked_timer
 
 
@@ -29,6 +29,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
     _now: GenerationBatchFuture | None = None
     _kept: DataProto | None = None
     _end_of_data: EndOfDataError | None = None
+    _parts: Sequence[Part] = ()
 
     # ---- the loop
 
@@ -94,7 +95,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
 
     def _begin(self, coming: GenerationBatchFuture, timing: Timing) -> None:
         """Give the newest weights to the servers, and send them the requests."""
-        if is_recording():
+        if self.timelines is not None and self.timelines.records(coming.step):
             coming.requests.meta_info[RECORDED] = True
         with phase("weight_sync", step=self.state.step), marked_timer("sync_rollout_weights", timing):
             self.sync_weights()
@@ -112,6 +113,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         self.output.attempts.log(now.step, now.attempts)
         metrics.update(now.metrics)
         self._receive(now.requests, output, metrics, timing)
+        self._parts = now.recorded
         self._now = None
         return now.prompts, output, now.seeds
 
@@ -126,7 +128,12 @@ class OneStepOffRayTrainer(RayPPOTrainer):
                 raise
             batch.pending = None
             batch.attempts = self._loops.take_attempts()
+            batch.recorded = self._loops.take_timeline()
         return batch.gen_batch_output
+
+    def _recorded(self) -> list[Part]:
+        """Return what was recorded for the timeline of the step, which begins with the generation of its batch."""
+        return [*super()._recorded(), *self._parts]
 
     def _reward_model_need_not_wait(self, prompts: DataProto) -> bool:
         """Return False: the devices of a reward model may train or score the batch before."""

@@ -41,6 +41,7 @@ def test_single_turn_loops_equal_the_synchronous_rollout(workspace, request, lay
         assert numbers == plain.numbers(step), f"step {step}"
         assert own["attempts/started"] == 32 and own["attempts/failed"] == 0
     assert served.steps[2]["weight_sync/checksum_ok"] == 1
+    assert {numbers["weight_sync/versions_behind"] for numbers in served.steps.values()} == {0}
     assert served.steps[2]["timing_s/agent_loop/generate_sequences/max"] > 0
     digests = [
         [phases_of(entry) for entry in read_entries(run.folder / "metrics.jsonl").values()] for run in (plain, served)

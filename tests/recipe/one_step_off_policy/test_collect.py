@@ -85,6 +85,9 @@ class Loops:
     def take_attempts(self) -> list[Any]:
         return [{"uid": "u"}]
 
+    def take_timeline(self) -> list[Any]:
+        return []
+
 
 class Checkpoints:
     """Checkpoints of the driver's part alone."""
@@ -120,7 +123,7 @@ def make_trainer(cls: type[RayPPOTrainer], folder: Path, dataset: Prompts | None
     trainer.reward_fn, trainer.device_name = reward, "cpu"
     trainer.actor_rollout_wg = SimpleNamespace(world_size=1)
     trainer.run_config = RunConfig.parse(trainer.config)
-    trainer.attempts = []
+    trainer.attempts, trainer.timelines = [], None
     trainer.output = SimpleNamespace(attempts=SimpleNamespace(log=lambda *line: trainer.attempts.append(line)))
     prompts = dataset or Prompts()
     sampler = SeededRandomSampler(prompts, seed=5)

@@ -66,6 +66,18 @@ def test_each_fault_is_flagged_alone(records, kind, first, reason):
     assert re.search(reason, flags[0].reason), flags[0].reason
 
 
+def test_weights_that_are_as_old_as_planned_are_not_flagged(records):
+    """A run that generates a step ahead says how old they are to be."""
+    entries = records.changed("weight_sync/versions_behind", lambda step: float(step > 1))
+    for step, entry in entries.items():
+        entry["data"]["weight_sync/versions_planned"] = float(step > 1)
+    assert find_flags(entries) == []
+    entries[9]["data"]["weight_sync/versions_behind"] = 2.0
+    (flag,) = find_flags(entries)
+    assert (flag.name, flag.step) == ("stale weights", 9)
+    assert "step 9 sampled with weights that were up to 2 updates old, 1 planned: the weight sync" in flag.reason
+
+
 @pytest.mark.parametrize("begin", [[0.43], [0.43, 0.41]])
 def test_a_score_that_is_lost_in_the_first_steps(records, begin):
     """The drop comes before the running median begins."""

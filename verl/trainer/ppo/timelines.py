@@ -22,9 +22,13 @@ class Timelines:
         self._folder = folder
         self._clock: timeline.Clock | None = None
 
+    def records(self, step: int) -> bool:
+        """Whether a step is chosen."""
+        return step in self._steps
+
     def begin(self, step: int, groups: Mapping[str, RayWorkerGroup]) -> None:
         """Let this process and the workers record, if the step is chosen."""
-        if step not in self._steps:
+        if not self.records(step):
             return
         self._clock = timeline.Clock.now()
         for group in groups.values():
