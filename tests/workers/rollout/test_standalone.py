@@ -1,6 +1,7 @@
 """Standalone servers: how buckets of weights reach them, their classes, and what follows their death."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from verl.base_config import WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig
+from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.replica import NoAddressError
 from verl.workers.rollout.server import ServerError
 from verl.workers.rollout.standalone import replica_class_of
@@ -262,6 +264,21 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
             asyncio.run(asyncio.sleep(0.1))
     servers.sync(send)
     assert answers() == [first, first]
+
+    trainer.weights_version = 2  # the trainer goes on, and a batch is under way with the weights of before
+    with servers.watched(send, keeps_weights=True):
+        ray.get(servers.replicas[0].server_handle.shutdown.remote())
+        while servers.replacements < 3:
+            asyncio.run(asyncio.sleep(0.1))
+    servers.replicas[0].wait_until_ready()
+    versions = [ray.get(replica.server_handle.version.remote()) for replica in servers.replicas]
+    assert versions == [NO_WEIGHTS, 1]  # nobody gets others while one has them
+    with servers.watched(send, keeps_weights=True):
+        ray.get(servers.replicas[1].server_handle.shutdown.remote())
+        while versions != [2, 2]:  # when the last one is gone, all get the newest
+            with contextlib.suppress(ServerError, ray.exceptions.RayActorError):
+                versions = [ray.get(replica.server_handle.version.remote()) for replica in servers.replicas]
+            asyncio.run(asyncio.sleep(0.1))
     for replica in servers.replicas:
         replica.shutdown()
     assert all(replica.resource_pool.pgs is None for replica in servers.replicas)  # their devices are free

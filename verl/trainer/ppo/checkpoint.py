@@ -118,7 +118,7 @@ class Checkpoints:
         """Return where the run stands in its data."""
         return DataPosition(self.loader.state_dict(), self.state.epoch)
 
-    def save(self, position: DataPosition | None = None, extra_files: Iterable[str] = ()) -> None:
+    def save(self, position: DataPosition | None = None, extra_files: Sequence[str] = ()) -> None:
         """Write the parts of the workers, the state of the driver, and last the tracker; then remove older checkpoints.
 
         If workers write in the background, the tracker waits for ``finish``.
@@ -138,7 +138,8 @@ class Checkpoints:
         driver["spares_drawn"] = state.spares_drawn
         driver["data_digest"] = digest_of(self.loader.dataset)
         driver["train_batch_size"] = self.run.data.train_batch_size
-        driver["extra_files"] = list(extra_files)
+        if extra_files:
+            driver["extra_files"] = list(extra_files)
         save_driver_state(folder, position.loader_state, driver)
         if remote is not None:
             hdfs_io.makedirs(remote, exist_ok=True)
