@@ -57,7 +57,7 @@ class Running:
         self.engine = ServedEngine(engine_args(folder, **more), batch_invariant=True)
 
     def __call__(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 120))
 
     def sample(self, prompt: list[int] = PROMPT, count: int = 8, key: str = "r", **more: Any) -> dict[str, Any]:
         return self(self.request(prompt, count, key, **more))
@@ -193,9 +193,9 @@ def test_a_request(running: Running) -> None:
 
 
 def test_a_pause(running: Running) -> None:
-    async def paused() -> bool:
+    async def paused(delay_s: float) -> bool:
         task = asyncio.create_task(running.request(count=50))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(delay_s)
         await running.engine.pause()
         await asyncio.sleep(0.3)
         was_done = task.done()
@@ -203,17 +203,18 @@ def test_a_pause(running: Running) -> None:
         assert len((await task)["output_ids"]) == 50
         return was_done
 
-    assert not running(paused())
+    assert not all(running(paused(delay_s)) for delay_s in (0.05, 0.01, 0.0))  # the first may be over on a busy machine
 
 
 def test_an_abort_ends_one_request(running: Running) -> None:
     async def aborted() -> list[str]:
         tasks = [asyncio.create_task(running.request(count=55, key=key)) for key in ("a", "ab")]
-        while not await running.engine.abort("a"):
+        while not await running.engine.abort("a") and not tasks[0].done():
             await asyncio.sleep(0.001)
         return [(await task)["meta_info"]["finish_reason"]["type"] for task in tasks]
 
-    assert running(aborted()) == ["abort", "length"]
+    ends = [running(aborted()) for _ in range(3)]  # one may be over before it is aborted, on a busy machine
+    assert ["abort", "length"] in ends and {end for _, end in ends} == {"length"}
     assert not running(running.engine.abort("unknown"))
 
 
@@ -468,12 +469,15 @@ def test_death_names_the_culprit(running: Running, subject: Subject) -> None:
             await asyncio.wait([asyncio.create_task(release)], timeout=1.0)
             request.cancel()
 
-        running(released_too_early())
+        for _ in range(10):  # a request may be over before its memory is released, on a busy machine
+            running(released_too_early())
+            if engine.death() is not None:
+                break
         culprit = "should be called only when server is idle"
     else:
         os.kill(pids[-1], signal.SIGKILL)
         culprit = f"process {list(engine._names.values())[-1]} "
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while engine.death() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert culprit in str(engine.death())
