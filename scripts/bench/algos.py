@@ -96,6 +96,24 @@ def loss_cases() -> Iterator[Case]:
         yield Case(f"loss {name}", lambda loss=loss, arguments=arguments: loss(*arguments), limits.get(name))
 
 
+def entropy_cases() -> Iterator[Case]:
+    """Yield the entropy of 8192 tokens over a vocabulary of 8192, forward and backward."""
+    from verl.utils.torch_functional import entropy_from_logits
+
+    logits = torch.randn(64, 128, 8192, generator=torch.Generator().manual_seed(0)).mul_(3).requires_grad_()
+
+    def run() -> None:
+        logits.grad = None
+        entropy_from_logits(logits).mean().backward()
+
+    def forward() -> None:
+        with torch.no_grad():
+            entropy_from_logits(logits)
+
+    yield Case("entropy, forward and backward", run, 85.0)
+    yield Case("entropy, forward", forward)
+
+
 def rollout_is_cases() -> Iterator[Case]:
     """Yield the importance weights of the rollout with all of their metrics, at twice the width."""
     try:
@@ -187,7 +205,7 @@ def main() -> int:
     if args.repeats < 1:
         parser.error("--repeats must be 1 or more")
     torch.set_num_threads(1)
-    generators = (advantage_cases, loss_cases, rollout_is_cases, partition_cases, metric_cases)
+    generators = (advantage_cases, loss_cases, entropy_cases, rollout_is_cases, partition_cases, metric_cases)
     cases = [case for generate in generators for case in generate() if args.only in case.name]
     if not cases:
         parser.error(f"no case has {args.only!r} in its name")

@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from verl.base_config import WrongInput
 from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.numerics.entropy import entropy
 from verl.utils.numerics.log_probs import log_probs_and_entropy
 from verl.utils.numerics.lr_schedules import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
 from verl.utils.numerics.lr_schedules import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup
@@ -95,21 +95,15 @@ logprobs_from_logits_torch_npu = logprobs_from_logits_v2
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Return the entropy of each distribution: (...) from logits (..., V), in fp32 or better."""
-    log_probs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    return -(log_probs.exp() * log_probs.clamp(min=-1e4)).sum(dim=-1)
+    return entropy(logits)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048, checkpointing: bool = False) -> Tensor:
-    """Return the entropy of (..., V) logits, ``chunk_size`` rows at a time.
+    """Return the entropy of (..., V) logits, at most ``chunk_size`` rows at a time.
 
-    With ``checkpointing`` the backward pass recomputes the probabilities of a chunk instead of keeping them.
+    The backward pass always recomputes the probabilities of a chunk, so ``checkpointing`` changes nothing.
     """
-    chunks = logits.reshape(-1, logits.shape[-1]).split(chunk_size)
-    if checkpointing:
-        parts = [checkpoint(entropy_from_logits, chunk, use_reentrant=False) for chunk in chunks]
-    else:
-        parts = [entropy_from_logits(chunk) for chunk in chunks]
-    return torch.cat(parts).view(logits.shape[:-1])
+    return entropy(logits, chunk_size)
 
 
 def log_probs_from_logits_response(input_ids: Tensor, logits: Tensor, response_length: int) -> Tensor:

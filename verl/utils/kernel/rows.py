@@ -116,7 +116,7 @@ class Backend:
                 continue
             exponential = z.exp()
             sums.total[chunk] = exponential.sum(-1)
-            sums.weighted[chunk] = torch.einsum("nv,nv->n", exponential, z.clamp_(min=LOG_ZERO))
+            sums.weighted[chunk] = exponential.mul_(z.clamp_(min=LOG_ZERO)).sum(-1)
         return sums
 
     def logits_gradient(self, rows: Rows, formula: HeadFormula, block: slice, grads: RowGrads) -> Tensor:

@@ -77,7 +77,7 @@ class _VocabParallel(torch.autograd.Function):
                 continue
             exponential = shifted.exp()
             sums[0, chunk] = exponential.sum(-1)
-            sums[1, chunk] = torch.einsum("nv,nv->n", exponential, shifted.clamp_(min=-1e4))
+            sums[1, chunk] = exponential.mul_(shifted.clamp_(min=-1e4)).sum(-1)
         _reduce(sums, group)
         log_sum = sums[0].log()
         log_probs = sums[2] - log_sum

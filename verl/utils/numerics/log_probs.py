@@ -55,7 +55,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             log_p = scaled_log_softmax(logits[chunk], _of_rows(temperature, chunk))
             log_probs[chunk] = log_p.gather(-1, labels[chunk].unsqueeze(-1)).squeeze(-1)
             if entropy_mode != "none":
-                entropy[chunk] = -torch.einsum("nv,nv->n", log_p.exp(), log_p.clamp_(min=LOG_ZERO))
+                entropy[chunk] = log_p.exp().mul_(log_p.clamp_(min=LOG_ZERO)).sum(dim=-1).neg_()
         ctx.save_for_backward(logits, labels, entropy)
         ctx.temperature = temperature
         ctx.entropy_mode = entropy_mode
@@ -176,7 +176,7 @@ def _terms(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tens
     log_probs = scaled_log_softmax(logits, temperature)
     probs = log_probs.exp()
     log_ratio = log_probs.sub_(scaled_log_softmax(ref_logits, temperature)).masked_fill_(probs == 0, 0.0)
-    return probs, log_ratio, torch.einsum("nv,nv->n", probs, log_ratio)
+    return probs, log_ratio, (probs * log_ratio).sum(-1)
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
