@@ -67,6 +67,17 @@ def test_a_feature_changes_no_number(workspace, base, verification_page, name):
     assert found.gap < GAP
 
 
+def test_one_copy_of_the_weights_changes_no_bit(workspace, base):
+    """Trainer and engine share their weights: every number of training and generation is that of two copies."""
+    run = train(workspace, "shared weights", {"actor_rollout_ref.rollout.share_weights": True})
+    for step in range(1, STEPS + 1):
+        assert features.responses(run, step) == features.responses(base, step)
+        assert run.numbers(step) == base.numbers(step), f"step {step}"
+        moved, copied = run.steps[step], base.steps[step]
+        assert moved["weight_sync/bytes"] == 0 and moved["weight_sync/shared_tensors"] == copied["weight_sync/tensors"]
+        assert 0 < moved["weight_sync/probe_gap"] < GAP
+
+
 @pytest.mark.full
 def test_a_change_of_the_loss_is_seen(workspace, base):
     """The comparison above can fail: a tenth more of the entropy bonus is found in the first step."""

@@ -179,6 +179,7 @@ READERS = [
     Reader(ROLLOUT, "calculate_log_probs", "workers/rollout/vllm_rollout/vllm_rollout.py", "self.config", CONTRACT + "test_mask_follows_what_was_sampled"),
     Reader(ROLLOUT, "layered_summon", "workers/rollout/vllm_rollout/vllm_rollout.py", "config"),
     Reader(ROLLOUT, "update_weights_bucket_megabytes", "workers/sharding_manager/__init__.py", "rollout.config", "tests/workers/sharding_manager/test_bucket.py::test_buckets_keep_the_order_and_the_limit"),
+    Reader(ROLLOUT, "share_weights", "workers/roles/actor_rollout_ref.py", "self.rollout_config", "tests/workers/sharding_manager/test_shared_weights.py::test_steps_and_syncs"),
     # reward
     Reader("reward_model", "enable", "trainer/main_ppo.py", "reward", E2E + "test_reward_models.py::test_a_reward_model_scores_training"),
     Reader("reward_model", "enable_resource_pool n_gpus_per_node nnodes", "trainer/main_ppo.py", "reward", E2E + "test_reward_models.py::test_workers_of_its_own_change_no_number"),

@@ -26,6 +26,7 @@ from verl.trainer.config.rules.rollout import (
     rollout_rules,
     server_rules,
 )
+from verl.trainer.config.rules.shared_weights import shared_weight_rules
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
 from verl.workers.config import PolicyLossConfig
@@ -141,6 +142,7 @@ def _rules(
     yield from agent_loop_rules(run)
     yield from multi_turn_rules(run)
     yield from server_rules(run, broken)
+    yield from shared_weight_rules(run)
     yield from megatron_rules(run, use_reference, broken)
     yield from reward_model_rules(run, broken)
 

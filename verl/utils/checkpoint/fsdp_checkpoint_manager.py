@@ -95,10 +95,10 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         """Gather the state dict one tensor at a time, tied tensors once."""
         seen: set[int] = set()
         for name, value in self.model.state_dict().items():
-            storage = _local(value).untyped_storage().data_ptr()
-            if storage in seen and value.numel():
+            first = _local(value).data_ptr()  # of the tensor: others may live in the same storage
+            if first in seen and value.numel():
                 continue
-            seen.add(storage)
+            seen.add(first)
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     # ---- loading

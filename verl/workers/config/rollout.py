@@ -181,6 +181,7 @@ class RolloutConfig(LogProbConfig):
     calculate_log_probs: bool = setting(False, "return the log-probs of the sampled tokens")
     agent: AgentLoopConfig = field(default_factory=AgentLoopConfig)
     update_weights_bucket_megabytes: int = setting(512, "megabytes of one weight bucket", at_least=1)
+    share_weights: bool = setting(False, "trainer and engine hold one copy of the weights")
     trace: TraceConfig = field(default_factory=TraceConfig)
     skip_rollout: bool = setting(False, "read responses from skip_dump_dir if it has them")
     skip_dump_dir: str = setting("/tmp/rollout_dump", "folder of kept responses")

@@ -4,7 +4,7 @@ import importlib
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from itertools import product
@@ -334,6 +334,17 @@ class BaseEngine(ABC):
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) of this rank: a part of the model or a sharded whole. Not collective."""
         return iter(())
+
+    def resident_weights(self) -> dict[str, Tensor]:
+        """Return the tensors in which this rank holds the whole model, by checkpoint name; not copies.
+
+        Raises: WrongInput when it holds a part, or a tensor in another form than a checkpoint.
+        """
+        raise WrongInput(f"{type(self).__name__} does not hold its weights as a checkpoint does")
+
+    def move_weights(self, places: Mapping[str, Tensor]) -> None:
+        """Copy the weights to ``places``, by the names of ``resident_weights``; from then on they live there."""
+        raise WrongInput(f"{type(self).__name__} cannot move its weights into the memory of another engine")
 
     # ---- checkpoints
 

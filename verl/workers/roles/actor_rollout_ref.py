@@ -119,6 +119,8 @@ class ActorRolloutRefWorker(EngineWorker):
             self._build_rollout(trust_remote_code=self.model_config.trust_remote_code)
             self.rollout.seeds = self._request_seeds()
             self.sharding_manager = build_sharding_manager(self.engine if self._is_actor else None, self.rollout)
+            if self.rollout_config.share_weights:
+                self.sharding_manager.share_weights()
 
     @property
     def _ref_node(self) -> FSDPRefConfig | McoreRefConfig:
@@ -352,6 +354,14 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _last_generation(self) -> dict[str, float]:
         return self.rollout.last_generation if self._is_rollout else {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore this rank's part of a checkpoint; the rollout, which may share its weights, sleeps meanwhile."""
+        self._sleep_rollout()
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     # ---- log-probabilities
 

@@ -2,7 +2,7 @@
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -171,6 +171,38 @@ class BaseRollout(ABC):
 
         None if the engine does not know where it holds the tensor. The argument ``name`` is the name in the checkpoint.
         """
+
+    # ---- weights in the memory of the trainer
+
+    def weight_places(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return where the engine holds each tensor of the named checkpoint, as views of what it computes with now.
+
+        Raises: WrongInput when the engine has none of that name, one that is not named, or another form of it.
+        """
+        raise self._apart()
+
+    def begin_shared_update(self) -> None:
+        """Stop generation: the trainer has changed the weights in place."""
+        self._drop_weights()
+
+    def finish_shared_update(self, version: int) -> None:
+        """Drop what was computed with other weights, and record the version."""
+        BaseRollout.finish_update(self, version)
+
+    def prompt_log_probs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability of each token of the prompts but their first, at temperature 1.
+
+        The engine computes them even while it rejects requests.
+        """
+        raise self._apart()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine has no request."""
+        return True
+
+    def _apart(self) -> WrongInput:
+        return WrongInput(f"actor_rollout_ref.rollout.share_weights=true: {type(self).__name__} cannot share weights")
 
     async def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int | None = None, **unused: Any

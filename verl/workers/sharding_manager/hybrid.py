@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from verl.base_config import WrongInput
 from verl.protocol import all_gather_data_proto
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, set_expandable_segments
 from verl.utils.faults import is_skipped
 from verl.workers.sharding_manager.base import BaseShardingManager
+from verl.workers.sharding_manager.shared_weights import SharedWeights
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -58,8 +60,18 @@ class HybridShardingManager(BaseShardingManager):
         if device_mesh is not None and "infer_tp" in (device_mesh.mesh_dim_names or ()):
             group = device_mesh["infer_tp"].get_group()
             self._infer_group = group if group.size() > 1 else None
+        self.shared: SharedWeights | None = None
         if rollout.config.free_cache_engine:
             complete(rollout.release())
+
+    def share_weights(self) -> None:
+        """Let trainer and rollout hold one copy of the weights; see ``SharedWeights``.
+
+        Raises: WrongInput naming what cannot be shared; WeightSyncError if the engine computes with other weights.
+        """
+        if self.engine is None:
+            raise WrongInput("actor_rollout_ref.rollout.share_weights=true: this worker trains no model: write false")
+        self.shared = SharedWeights(self.engine, self.rollout)
 
     @property
     def is_behind(self) -> bool:
@@ -81,7 +93,10 @@ class HybridShardingManager(BaseShardingManager):
         self.last_sync = {}
         if self.is_behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=step):
             assert self.engine is not None
-            self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, step).run()
+            if self.shared is not None:
+                self.last_sync = self.shared.sync(step)
+            else:
+                self.last_sync = WeightSync(self.engine, self.rollout, self.bucket_bytes, step).run()
             logger.debug("weight sync: %s", self.last_sync)
         self._prepared_for = self._trained_version()
 
@@ -109,7 +124,8 @@ class HybridShardingManager(BaseShardingManager):
         if self._prepared_for is None:
             return
         self._prepared_for = None
-        if self.rollout.config.free_cache_engine:
+        # The trainer changes shared weights in place, so no request may go on meanwhile.
+        if self.rollout.config.free_cache_engine or self.shared is not None:
             await self.rollout.release()
         _empty_cache()
         set_expandable_segments(True)

@@ -104,6 +104,7 @@ IDLE = [
     Idle(f"{ROLLOUT}.mode", "sync", f"{ROLLOUT}.agent.custom_async_server", ("path", "name")),
     Idle("actor_rollout_ref.hybrid_engine", True, ROLLOUT, ("nnodes", "n_gpus_per_node")),
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
+    Idle(f"{ROLLOUT}.share_weights", True, ROLLOUT, ("update_weights_bucket_megabytes",)),
     Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
     Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
     Idle(_ENGINE, "hf", ROLLOUT, ("gpu_memory_utilization", "free_cache_engine", "max_num_batched_tokens")),

@@ -1,7 +1,7 @@
 """The FSDP training engine: one implementation for both strategies, one process or many, and every device."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
@@ -29,6 +29,7 @@ from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, preci
 from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel
 from verl.workers.engine.fsdp.layout import check_layout, make_layout
 from verl.workers.engine.fsdp.remote_code import check_remote_code
+from verl.workers.engine.fsdp.residence import move_tensors, resident_tensors
 from verl.workers.engine.passes import MicroBatch, PassSpec, Segment
 
 if TYPE_CHECKING:
@@ -289,6 +290,14 @@ class FSDPEngine(BaseEngine):
             yield from adapters.adapter_weights(self.module)
             return
         yield from checkpoint_names(self.base_model, adapters.merged_weights(self.module, before))
+
+    def resident_weights(self) -> dict[str, Tensor]:
+        """Return the tensors in which this rank holds the whole model, by checkpoint name; see ``BaseEngine``."""
+        return resident_tensors(self.module, self.base_model)
+
+    def move_weights(self, places: Mapping[str, Tensor]) -> None:
+        """Copy the weights to ``places``, where they live from then on; see ``BaseEngine``."""
+        move_tensors(self.module, self.base_model, places)
 
     @property
     def base_model(self) -> Any:

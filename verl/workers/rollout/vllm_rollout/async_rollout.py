@@ -18,6 +18,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from vllm import RequestOutput
 
     from verl.workers.config import HFModelConfig, RolloutConfig
 
@@ -145,6 +146,26 @@ class vLLMAsyncRollout(vLLMRollout):
         """Complete the change, drop cached prefixes and record the version; see ``vLLMRollout``."""
         super().finish_update(version)
         self._llm.llm_engine.set_weight_version(str(version))
+
+    def begin_shared_update(self) -> None:
+        """Pause the engine: the trainer has changed the weights in place."""
+        self._loop.pause()
+        super().begin_shared_update()
+
+    def finish_shared_update(self, version: int) -> None:
+        """Drop cached prefixes, and record the version; see ``vLLMRollout``."""
+        super().finish_shared_update(version)
+        self._llm.llm_engine.set_weight_version(str(version))
+
+    def prompt_log_probs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return log-probabilities of prompts, computed on the thread of the engine; see ``BaseRollout``.
+
+        Requests that are under way take part in its steps, and one may end in them.
+        """
+        return self._loop.call(lambda: super(vLLMAsyncRollout, self).prompt_log_probs(prompts))
+
+    def _hand_over(self, output: "RequestOutput") -> None:
+        self._loop.deliver(output)
 
 
 def _deliver_to(

@@ -9,9 +9,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from verl.workers.rollout.vllm_rollout.media import Request
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from vllm import LLM, RequestOutput, SamplingParams
+
+T = TypeVar("T")
 
 _POLL_S = 1.0
 _GATHER_S, _GATHER_AT_MOST_S = 0.002, 0.2
@@ -160,6 +163,32 @@ class EngineLoop:
     def ask(self, answer: Callable[[], Any]) -> None:
         """Call a function between two steps."""
         self._put(_Ask(answer))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function between two steps, on the thread of the engine, and return its result; not from there.
+
+        Raises: what the function raises; ServerError if the engine is gone.
+        """
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:  # the caller's, wherever it waits
+                answer.set_exception(error)
+
+        self.ask(run)
+        while True:
+            try:
+                return answer.result(_POLL_S)
+            except TimeoutError:
+                if answer.done():  # the function's own
+                    raise
+                self._check_alive()
+
+    def deliver(self, output: "RequestOutput") -> None:
+        """Deliver the output of a request that ended in a step of a function of ``call``."""
+        self._deliver(output.request_id, output)
 
     @property
     def load(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -189,16 +189,62 @@ class vLLMRollout(BaseRollout):
         Raises: RuntimeError naming tensors that did not arrive; the engine then rejects requests.
         """
         self._weights.finish()
+        self._drop_cached()
+        super().finish_update(version)
+
+    def _drop_cached(self) -> None:
         # Requests that are under way compute their keys and values again, with the new weights.
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.engine_core.reset_encoder_cache()  # outputs of the old vision tower
         self._llm.reset_mm_cache()  # images of the last batch, which seldom appear again
-        super().finish_update(version)
 
     def abort_update(self) -> None:
         """Abort the change; the engine rejects requests until a whole update has succeeded."""
         self._weights.abort()
         super().abort_update()
+
+    def weight_places(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return where the engine holds each tensor of a checkpoint; see ``BaseRollout``."""
+        return self._weights.places(names)
+
+    def finish_shared_update(self, version: int) -> None:
+        """Drop cached prefixes and images, and record the version."""
+        self._drop_cached()
+        super().finish_shared_update(version)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine has no request."""
+        return not self._llm.llm_engine.has_unfinished_requests()
+
+    def prompt_log_probs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability of each token of the prompts but their first; see ``BaseRollout``."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        engine = self._llm.llm_engine
+        found: dict[str, Any] = {}
+        with preserved_random_state():
+            requests: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
+            own_ids = self._llm.enqueue(requests, [params] * len(requests), use_tqdm=False)
+            numbers = [engine.output_processor.request_states[own_id].external_req_id for own_id in own_ids]
+            try:
+                while len(found) < len(numbers):
+                    for output in engine.step():
+                        if output.finished and output.request_id in numbers:
+                            found[output.request_id] = output.prompt_logprobs
+                        elif output.finished:
+                            self._hand_over(output)
+            except BaseException:  # as in ``_run``
+                engine.abort_request(own_ids, internal=True)
+                raise
+        return [
+            [scored[token].logprob for token, scored in zip(ids[1:], found[number][1:], strict=True)]
+            for ids, number in zip(prompts, numbers, strict=True)
+        ]
+
+    def _hand_over(self, output: "RequestOutput") -> None:
+        """Deliver the output of a request that ended in a step for others; a rollout of batches has none."""
 
     def weights_checksum(self) -> dict[str, int]:
         """Read the engine's parameters back: checkpoint name in vLLM's form -> checksum of this rank's part."""

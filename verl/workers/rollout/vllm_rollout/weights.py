@@ -8,12 +8,13 @@ columns that this rank holds.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from verl.base_config import WrongInput
 from verl.workers.rollout.base import Bucket
 from verl.workers.rollout.checksum import tensor_checksum
 
@@ -115,9 +116,29 @@ class EngineWeights:
             return None
         return key, tensor_checksum(piece.cut(full), getattr(piece.module, piece.parameter).dtype)
 
+    def places(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return where each tensor of a checkpoint is, as a view of the present parameter; see ``BaseRollout``.
+
+        Raises: WrongInput naming a tensor that has no place here, or that has none in the checkpoint.
+        """
+        if strange := self.layout.opaque | self.layout.derived:
+            raise WrongInput(
+                f"the engine holds {len(strange)} tensors in a form that no checkpoint has, such as {min(strange)}"
+            )
+        pieces = {name: self.layout.find(self.layout.key(name)) for name in names}
+        if unknown := [name for name, piece in pieces.items() if piece is None]:
+            raise WrongInput(f"the engine has no {len(unknown)} tensors of the trainer, such as {min(unknown)}")
+        keys = {self.layout.key(name) for name in names}
+        if missing := self.layout.pieces.keys() - keys - self._joined_parts(keys):
+            raise WrongInput(f"the trainer has no {len(missing)} tensors of the engine, such as {min(missing)}")
+        return {name: piece.whole(name) for name, piece in pieces.items() if piece is not None}
+
     def _arrived_joined(self) -> set[str]:
         """Return the names of the projections that arrived in one tensor."""
-        return {part for name, joined in self.layout.joined.items() if name in self._arrived for part in joined.parts}
+        return self._joined_parts(self._arrived)
+
+    def _joined_parts(self, keys: Collection[str]) -> set[str]:
+        return {part for name, joined in self.layout.joined.items() if name in keys for part in joined.parts}
 
     def _pack_experts_again(self) -> None:
         """Make vLLM prepare layers of experts as at their first load.
@@ -177,6 +198,17 @@ class Piece:
         """Return the engine's values, as a view."""
         return _cut(getattr(self.module, self.parameter), self.held)
 
+    def whole(self, name: str) -> Tensor:
+        """Return the engine's values as a view, if that is the whole tensor of the checkpoint.
+
+        Raises: WrongInput naming the tensor when this rank holds some of its rows, or in another order.
+        """
+        spans = self.stacked or tuple(span for span in self.source if span is not None)
+        starts = [0, *(end for _, end in spans[:-1])] if self.stacked else [0] * len(spans)
+        if [start for start, _ in spans] != starts:
+            raise WrongInput(f"the engine holds tensor {name!r} in part, or its rows in another order")
+        return self.read()
+
     def cut(self, full: Tensor) -> Tensor:
         """Return the part of the full checkpoint tensor that the engine should hold; a view if it is contiguous."""
         if self.stacked:
@@ -203,13 +235,14 @@ class EngineLayout:
 
     ``pieces`` holds the tensors of known layers by their vLLM name, with stacked projections separated. ``joined``
     holds those that may come instead of separate projections, as in GLM-4. ``opaque`` holds the names of parameters of
-    layers with an unknown layout (fused experts).
+    layers with an unknown layout (fused experts), ``derived`` those that vLLM computes from others after a load.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.pieces: dict[str, Piece] = {}
         self.joined: dict[str, Joined] = {}
         self.opaque: set[str] = set()
+        self.derived: set[str] = set()
         self.key = _name_mapper(model)
         """Returns the name of a checkpoint tensor in ``pieces``."""
         packed: dict[str, list[list[str]]] = {}  # stacked module -> the projections in it
@@ -233,6 +266,7 @@ class EngineLayout:
         self, path: str, module: nn.Module, parameter: str, value: Tensor, packed: dict[str, list[list[str]]]
     ) -> None:
         if _LATENT_ATTENTION in type(module).__module__:  # vLLM computes them from kv_b_proj after each load
+            self.derived.add(f"{path}.{parameter}")
             return
         parent, _, leaf = path.rpartition(".")
         pieces = _pieces_of(module, parameter, value)
