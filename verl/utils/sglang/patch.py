@@ -1,7 +1,7 @@
 """All patches of SGLang, with the versions that need them and the condition for their removal.
 
 They were written for and tested with SGLang 0.5.21 to 0.5.23. They change the process of a scheduler before it starts,
-and ``sockets_in`` that of the engine's owner.
+and ``sockets_in`` that of the engine's owner, as long as the engine starts.
 """
 
 import hashlib
@@ -205,12 +205,20 @@ def skip_experts_of_others() -> None:
 
 @contextmanager
 def sockets_in(folder: Path) -> Iterator[None]:
-    """Let an engine that starts meanwhile make the sockets between its processes in a folder.
+    """Let an engine that starts meanwhile make the sockets between its processes in a folder, and wait for none.
 
-    Versions: 0.5.21 to 0.5.23, which make them among all temporary files, and leave them there. Remove when they do
-    not.
+    Versions: 0.5.21 to 0.5.23, which make them among all temporary files, and leave them there. Their owner waits
+    without end, when Python collects them, for a process that is gone to take its last messages. Remove when neither
+    is so.
     """
     from sglang.srt import server_args
+    from sglang.srt.utils import network
+
+    config_socket = network.config_socket
+
+    def config_impatient(socket: Any, *args: Any) -> None:
+        socket.linger = 0
+        config_socket(socket, *args)
 
     class Sockets:
         @staticmethod
@@ -218,10 +226,12 @@ def sockets_in(folder: Path) -> Iterator[None]:
             return tempfile.NamedTemporaryFile(dir=folder, **options)
 
     server_args.tempfile = Sockets
+    network.config_socket = config_impatient
     try:
         yield
     finally:
         server_args.tempfile = tempfile
+        network.config_socket = config_socket
 
 
 def answer_aborted() -> None:
