@@ -70,20 +70,28 @@ def test_kill_ends_the_process_and_leaves_the_proof(tmp_path):
 
 OWNER = """
 import subprocess, sys
-scheduler = subprocess.Popen(["sglang::scheduler_TP0", "60"], executable="sleep")
+env = {} if sys.argv[1:] == ["overwritten"] else None  # by the title
+scheduler = subprocess.Popen(["sglang::scheduler_TP0", "60"], executable="sleep", env=env)
 print("started", flush=True)
 sys.exit(scheduler.wait(60) % 256)
 """
 
 
-@pytest.mark.parametrize("target, code", [("scheduler", 256 - signal.SIGKILL), ("owner", -signal.SIGKILL)])
-def test_a_process_of_an_engine_is_hit_and_the_caller_goes_on(monkeypatch, target, code):
+@pytest.mark.parametrize(
+    "target, code, environment",
+    [
+        ("scheduler", 256 - signal.SIGKILL, "kept"),
+        ("scheduler", 256 - signal.SIGKILL, "overwritten"),
+        ("owner", -signal.SIGKILL, "kept"),
+    ],
+)
+def test_a_process_of_an_engine_is_hit_and_the_caller_goes_on(monkeypatch, target, code, environment):
     """The one of this run, whatever others there are with that title."""
     with ExitStack() as stack:
         owners = []
         raylets = [f"{os.getpid()}{number}" for number in (1, 2)]
         for raylet in raylets:
-            command = ["ray::HybridSGLangServer", "-c", OWNER]
+            command = ["ray::HybridSGLangServer", "-c", OWNER, environment]
             env = os.environ | {"RAY_RAYLET_PID": raylet}
             process = subprocess.Popen(
                 command, executable=sys.executable, env=env, stdout=subprocess.PIPE, start_new_session=True

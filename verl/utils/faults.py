@@ -30,7 +30,7 @@ ACTIONS = (*SIGNALS, "raise", "slow", "skip")
 OF_ENGINES = ("scheduler", "detokenizer", "owner")
 TARGETS = ("raylet", "gcs", "launch", *OF_ENGINES)
 SLOW_S = 0.5
-_SEARCH_S = 5.0
+_SEARCH_S = 120.0  # a standalone server may be starting its engine again
 SKIPPABLE = ("weight_sync",)
 
 
@@ -109,21 +109,31 @@ def _pid_of(target: str | None) -> int:
 
 def _process_of_engine(target: str) -> psutil.Process:
     """Return a process of the first SGLang engine of this node and run, which has the raylet of this process."""
-    here = envs.read("RAY_RAYLET_PID")
+    here = envs.integer("RAY_RAYLET_PID", 0)
     title = "sglang::detokenizer" if target == "detokenizer" else "sglang::scheduler"
     found: list[psutil.Process] = []
     deadline = time.monotonic() + _SEARCH_S
     while not found and time.monotonic() < deadline:
         for each in psutil.process_iter():
             with suppress(psutil.Error):  # it has ended, or is another user's
-                if _title(each).startswith(title) and each.environ().get("RAY_RAYLET_PID") == here:
+                if _title(each).startswith(title) and _is_below(each, here):
                     found.append(each)
+        time.sleep(0 if found else 0.1)
     if not found:
         raise RuntimeError(f"VERL_FAULT: this run has no process {title}")
     process = min(found, key=lambda each: each.pid)
     if target == "owner":
         return next(each for each in process.parents() if _title(each).startswith("ray::"))
     return process
+
+
+def _is_below(process: psutil.Process, raylet: int) -> bool:
+    """Return whether a process, or one that it comes from, belongs to a raylet.
+
+    A process that sets its title, as SGLang's do, may overwrite its environment with it.
+    """
+    lineage = [process, *process.parents()]
+    return any(each.pid == raylet or each.environ().get("RAY_RAYLET_PID") == str(raylet) for each in lineage)
 
 
 def _title(process: psutil.Process) -> str:
