@@ -145,9 +145,11 @@ def postprocess(text):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["vllm", "hf"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
 def test_a_generative_reward_model_scores_training(workspace, engine):
     """It is the policy's own model; a score is the length of what it writes."""
+    if engine == "sglang":
+        pytest.importorskip("sglang")
     (workspace.folder / "judge.py").write_text(JUDGE)
     overrides = {
         "data.return_raw_chat": True,
@@ -164,7 +166,7 @@ def test_a_generative_reward_model_scores_training(workspace, engine):
         "trainer.test_freq": -1,
         "trainer.rollout_data_dir": workspace.folder / f"judged-{engine}",
     }
-    run = workspace.train(f"judged-by-{engine}", overrides | (OWN_POOL if engine == "vllm" else {}))
+    run = workspace.train(f"judged-by-{engine}", overrides | ({} if engine == "hf" else OWN_POOL))
     for step in range(1, STEPS + 1):
         lines = (workspace.folder / f"judged-{engine}" / f"{step}.jsonl").read_text().splitlines()
         scores = [json.loads(line)["score"] for line in lines]

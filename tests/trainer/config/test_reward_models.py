@@ -1,6 +1,7 @@
 """What is refused of a reward model before anything starts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -109,11 +110,12 @@ GENERATIVE = POOL | {
     "reward_model.model_type": "generative",
     "reward_model.name": "vllm",
     "reward_model.response_length": 8,
+    "reward_model.prompt_length": 24,
     "reward_model.micro_batch_size_per_gpu": None,
 }
 
 
-def test_a_generative_reward_model(base, folder):
+def test_a_generative_reward_model(base, folder, tmp_path):
     (folder / "functions.py").write_text("def preprocess(**row): ...\n\n\ndef postprocess(text): ...\n")
     node = GENERATIVE | {"reward_model.data_processor_config": {"path": str(folder / "functions.py")}}
     assert violations(base, node) == {}
@@ -126,8 +128,24 @@ def test_a_generative_reward_model(base, folder):
     assert "must divide the 2 workers" in found["reward_model.tensor_model_parallel_size"]
     found = violations(base, GENERATIVE)
     assert "Python file" in found["reward_model.data_processor_config.path"]
+    found = violations(base, node | {"reward_model.prompt_length": 25})
+    assert "plus answers of 8 tokens exceeds the 32 positions" in found["reward_model.prompt_length"]
+    found = violations(base, node | {"reward_model.max_model_len": 40})
+    assert "write at most 32" in found["reward_model.max_model_len"]
+    served = node | {"reward_model.name": "sglang"}
+    assert violations(base, served) == {}
+    found = violations(base, served | {"reward_model.tensor_model_parallel_size": 3})
+    assert "must divide the 2 workers" in found["reward_model.tensor_model_parallel_size"]
+    found = violations(base, served | {"reward_model.engine_kwargs": {"sglang": {"tp_size": 2}}})
+    assert "tensor_model_parallel_size" in found["reward_model.engine_kwargs.sglang.tp_size"]
+    shutil.copytree(folder, tmp_path / "llava")
+    unseen = {"model_type": "llava", "vision_config": {}}
+    (tmp_path / "llava" / "config.json").write_text(json.dumps(unseen))
+    found = violations(base, served | {PATH: str(tmp_path / "llava")})
+    assert "takes no vision-language model of model_type 'llava'" in found.get("reward_model.name", ""), found
     shared = node | {"reward_model.enable_resource_pool": False}
-    assert "or write hf" in violations(base, shared)["reward_model.name"]
+    for name in ("vllm", "sglang"):
+        assert "or write hf" in violations(base, shared | {"reward_model.name": name})["reward_model.name"]
     assert violations(base, shared | {"reward_model.name": "hf"}) == {}
 
 

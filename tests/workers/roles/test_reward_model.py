@@ -317,8 +317,18 @@ def judged_by_hand(folder: Path, text: str | list[dict[str, str]]) -> float | No
     return value if isinstance(value, float) else None
 
 
-def test_scores_of_a_generative_model_are_read_from_what_it_writes(judge_folder: Path, alone: Any, caplog: Any) -> None:
-    worker = alone(judge(scoring={"failure_score": -3.0}))
+POOL = {"enable_resource_pool": True, "n_gpus_per_node": 1, "nnodes": 1}
+
+
+@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=pytest.mark.full)])
+def test_scores_of_a_generative_model_are_read_from_what_it_writes(
+    judge_folder: Path, alone: Any, caplog: Any, engine: str, request: pytest.FixtureRequest
+) -> None:
+    if engine == "sglang":
+        pytest.importorskip("sglang")
+        request.getfixturevalue("ray_cluster")
+    own = POOL | {"name": engine, "tensor_model_parallel_size": 1, "max_num_seqs": 8, "prompt_length": 200}
+    worker = alone(judge(scoring={"failure_score": -3.0}, **({} if engine == "hf" else own)))
     data = truths(cases.batch(), {4: "raise", 5: "messages"})
     caplog.set_level("WARNING")
     output = worker.compute_rm_score(data)
@@ -337,6 +347,8 @@ def test_scores_of_a_generative_model_are_read_from_what_it_writes(judge_folder:
     order = [5, 0, 7, 2, 4, 1, 6, 3]
     moved = worker.compute_rm_score(data.select_idxs(order)).batch["rm_scores"]
     assert torch.equal(moved, output.batch["rm_scores"][order])
+    if engine == "sglang":
+        worker.judge.rollout.shutdown()
 
 
 def test_a_long_question_is_cut_at_its_beginning_and_sampling_repeats(judge_folder: Path, alone: Any) -> None:
@@ -356,7 +368,8 @@ def test_a_long_question_is_cut_at_its_beginning_and_sampling_repeats(judge_fold
     ("changes", "message"),
     [
         ({"name": "vllm"}, "reward_model.enable_resource_pool=true, or write hf"),
-        ({"name": "sglang"}, "must be one of vllm, hf"),
+        ({"name": "sglang"}, "reward_model.enable_resource_pool=true, or write hf"),
+        ({"name": "trt"}, "must be one of vllm, sglang, hf"),
         ({"response_length": 0}, "response_length=0: must be 1 or more"),
         ({"model.input_tokenizer": None}, "must name the policy's tokenizer"),
         ({"data_processor_config": {}}, "is missing: write the Python file"),

@@ -12,10 +12,14 @@ from verl.workers.config.actor_critic import micro_batch_rules, packing_rules
 from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optimizer import OptimizerConfig
-from verl.workers.config.rollout import RolloutConfig, SamplingConfig
+from verl.workers.config.rollout import (
+    ROLLOUTS,
+    SERVED_ROLLOUTS,
+    RolloutConfig,
+    SamplingConfig,
+    sglang_argument_rules,
+)
 
-JUDGES = ("vllm", "hf")
-"""The engines of generative reward models."""
 WITHOUT_MODEL = (
     "enable",
     "enable_resource_pool",
@@ -225,11 +229,13 @@ class RewardModelConfig(BaseConfig):
         return self.model_type == "generative"
 
     def _generative_rules(self) -> Iterator[Violation]:
-        if self.name not in JUDGES:
-            yield Violation("name", self.name, f"must be one of {', '.join(JUDGES)}")
-        elif self.name == "vllm" and not self.enable_resource_pool:
+        if self.name not in ROLLOUTS:
+            yield Violation("name", self.name, f"must be one of {', '.join(ROLLOUTS)}")
+        elif self.name in SERVED_ROLLOUTS and not self.enable_resource_pool:
             expected = "needs separate workers: set reward_model.enable_resource_pool=true, or write hf"
             yield Violation("name", self.name, expected)
+        if self.name == "sglang":
+            yield from sglang_argument_rules(self.engine_kwargs)
         if self.response_length < 1:
             yield Violation("response_length", self.response_length, "must be 1 or more")
         if self.model["input_tokenizer"] is None:

@@ -29,6 +29,13 @@ def cold_rules(temperature: float) -> Iterator[Violation]:
         yield Violation("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
 
 
+def sglang_argument_rules(engine_kwargs: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield arguments of SGLang that it does not have, or that other keys decide."""
+    own = engine_kwargs.get("sglang") or {}
+    for name, expected in wrong_sglang_arguments([name for name in own if own[name] is not None]):
+        yield Violation(f"engine_kwargs.sglang.{name}", own[name], expected)
+
+
 def serves(rollout: Mapping[str, Any]) -> bool:
     """Return whether the engine of a rollout node answers single requests."""
     return rollout["mode"] == "async" or (rollout["name"] == "sglang" and rollout["multi_turn"]["enable"])
@@ -239,9 +246,7 @@ class RolloutConfig(LogProbConfig):
             if self.repetition_penalty > MAX_PENALTY_SGLANG:
                 expected = f"must be at most {MAX_PENALTY_SGLANG} with sglang"
                 yield Violation("repetition_penalty", self.repetition_penalty, expected)
-            own = self.engine_kwargs.get("sglang") or {}
-            for name, expected in wrong_sglang_arguments([name for name in own if own[name] is not None]):
-                yield Violation(f"engine_kwargs.sglang.{name}", own[name], expected)
+            yield from sglang_argument_rules(self.engine_kwargs)
         if self.pipeline_model_parallel_size > 1:
             expected = f"is not supported by {self.name}: write 1, and use tensor_model_parallel_size"
             yield Violation.unsupported("pipeline_model_parallel_size", self.pipeline_model_parallel_size, expected)

@@ -159,13 +159,18 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
     if isinstance(shared.actor, FSDPActorConfig):
         ulysses = shared.actor.ulysses_sequence_parallel_size
         yield from head_rules(hf_config, f"{ACTOR}.ulysses_sequence_parallel_size", ulysses, "Ulysses ranks")
-    family = hf_config.get("model_type")
-    lacks_kernels = run.trainer.device == "cpu" and importlib.util.find_spec("sgl_kernel") is None
-    if rollout.name == "sglang" and (problem := sglang_problem(family, "vision_config" in hf_config, lacks_kernels)):
-        yield Violation("actor_rollout_ref.rollout.name", rollout.name, problem)
+    yield from sglang_rules("actor_rollout_ref.rollout.name", rollout.name, hf_config, run.trainer.device)
     if rollout.name != "hf":
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         yield from head_rules(hf_config, key, rollout.tensor_model_parallel_size, "tensor-parallel ranks")
+
+
+def sglang_rules(key: str, name: str, hf_config: Mapping[str, Any], device: str | None) -> Iterator[Violation]:
+    """Yield a family that SGLang does not run, if it is the engine that a key names."""
+    lacks_kernels = device == "cpu" and importlib.util.find_spec("sgl_kernel") is None
+    problem = sglang_problem(hf_config.get("model_type"), "vision_config" in hf_config, lacks_kernels)
+    if name == "sglang" and problem:
+        yield Violation(key, name, problem)
 
 
 # ---- options of the model that exclude others

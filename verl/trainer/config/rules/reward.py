@@ -7,7 +7,7 @@ from verl.base_config import Violation, matches, parse_node
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.batch import sharding_rules
 from verl.trainer.config.rules.files import python_file_rules
-from verl.trainer.config.rules.model import head_rules, sharing_rules, vision_rules
+from verl.trainer.config.rules.model import head_rules, sglang_rules, sharing_rules, vision_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.config import OverlongBufferConfig, RewardModelConfig
 from verl.workers.config.model import (
@@ -16,6 +16,7 @@ from verl.workers.config.model import (
     quantized_problem,
     read_config_json,
 )
+from verl.workers.config.rollout import SERVED_ROLLOUTS
 from verl.workers.config.tokenizer_files import tokenizer_problems
 from verl.workers.rewards.signature import MANAGER_KWARGS, SCORER_CALLS
 
@@ -169,7 +170,9 @@ def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Itera
         yield from remote_code.trust_rules(
             hf_config, path, f"{NODE}.model.trust_remote_code", reward.model.trust_remote_code
         )
-        if not reward.is_generative:
+        if reward.is_generative:
+            yield from sglang_rules(f"{NODE}.name", reward.name, hf_config, run.trainer.device)
+        else:
             yield from remote_code.value_model_rules(hf_config, key, path, "name a reward model of another family")
         yield from _size_rules(run, hf_config, broken)
 
@@ -187,6 +190,14 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
         if limit is not None and limit > positions:
             expected = f"{shown} tokens exceed the {positions} positions of the reward model: write at most {positions}"
             yield Violation(f"{NODE}.max_length", reward.max_length, expected)
+    if positions is not None and reward.is_generative and reward.name in SERVED_ROLLOUTS:
+        name = "prompt_length" if reward.max_model_len is None else "max_model_len"
+        longest = reward.max_model_len or reward.prompt_length + reward.response_length
+        if longest > positions:
+            sizes = "" if reward.max_model_len else f" plus answers of {reward.response_length} tokens"
+            most = positions - (longest - reward[name])
+            expected = f"{sizes} exceeds the {positions} positions of the reward model: write at most {most}"
+            yield Violation(f"{NODE}.{name}", reward[name], expected.strip())
     key = f"{NODE}.ulysses_sequence_parallel_size"
     yield from head_rules(hf_config, key, reward.ulysses_sequence_parallel_size, "Ulysses ranks", "reward model")
 
@@ -201,5 +212,5 @@ def _judge_rules(reward: RewardModelConfig, workers: int | None, broken: set[str
             yield from violations
     size = reward.tensor_model_parallel_size
     size_key = f"{NODE}.tensor_model_parallel_size"
-    if workers is not None and size_key not in broken and reward.name == "vllm" and workers % size:
+    if workers is not None and size_key not in broken and reward.name in SERVED_ROLLOUTS and workers % size:
         yield Violation(size_key, size, f"must divide the {workers} workers of the reward model")
