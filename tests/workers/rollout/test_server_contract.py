@@ -91,7 +91,7 @@ async def ask(server: Server, prompts: DataProto, row: int, delay_s: float = 0.0
 
 
 async def seen_running(server: Server, request: asyncio.Task[TokenOutput]) -> None:
-    """Return when the engine has begun with the only request, or when the request has ended, unseen on a busy machine."""
+    """Return when the engine has begun with its only request, which may also end unseen on a busy machine."""
     while not request.done() and not (await server.health(WAIT_S))["running"]:
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""The tests of SGLang's engine with another supported version."""
+"""The tests of SGLang's engine, and those of images, with the other supported versions."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("version", ["0.5.21"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.22"])
 def test_another_version(version: str, tmp_path: Path) -> None:
     pytest.importorskip("sglang")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]
@@ -22,8 +22,11 @@ def test_another_version(version: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     told = [sys.executable, "-c", "from verl.utils.sglang import installed_version; print(installed_version())"]
     assert subprocess.run(told, cwd=ROOT, env=env, capture_output=True, text=True).stdout.strip() == version
-    suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full"]
-    tests = [str(ROOT / "tests" / "workers" / "rollout" / "test_sglang_engine.py")]
-    done = subprocess.run([*suite, *tests], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    tests = ROOT / "tests" / "workers" / "rollout"
+    parts = ([tests / "test_sglang_engine.py", "-m", "not full"], [tests / "test_vision_rollout.py", "-k", "sglang"])
+    for part in parts:
+        command = [*suite, *map(str, part)]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert " passed" in done.stdout
