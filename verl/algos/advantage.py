@@ -97,10 +97,15 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -
     compares = "index" in inputs and any(p.name == "index" for p in named)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         inputs = {p.name: inputs[p.name] for p in named if p.name in inputs}
+    return _on_used_rows(estimator, inputs, compares)
+
+
+def _on_used_rows(estimator: AdvantageFn, inputs: dict[str, Any], compares: bool) -> tuple[Tensor, Tensor]:
+    """Call an estimator with the rows that it is to see; the results of the others are zero."""
     mask = inputs.get("response_mask")
     if not isinstance(mask, Tensor) or bool(mask.any(dim=-1).all()):
         return estimator(**inputs)
-    used = _rows_to_use(mask, inputs["index"] if compares else None)
+    used = rows_to_use(mask, inputs["index"] if compares else None)
     if not used.any():
         return torch.zeros(mask.shape), torch.zeros(mask.shape)
     found = estimator(**{name: _select(value, used) for name, value in inputs.items()})
@@ -108,7 +113,7 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -
     return advantages, returns
 
 
-def _rows_to_use(mask: Tensor, index: Index | None) -> Tensor:
+def rows_to_use(mask: Tensor, index: Index | None) -> Tensor:
     """Return which rows (B,) have a token and, with the numbers of their prompts, another sample to compare with."""
     used = mask.any(dim=-1)
     if index is not None:
@@ -194,14 +199,33 @@ def _whiten_(x: Tensor, keep: Tensor) -> Tensor:
     Raises: ValueError when the mask keeps fewer than two tokens.
     """
     count = int(sum(as_numbers(keep[rows], torch.float32).sum(dim=-1).sum(dtype=torch.float64) for rows in _blocks(x)))
+    squares = centre_(x, keep, whitening_mean(x.sum(dim=-1), count))
+    return x.mul_(whitening_scale(squares, count))
+
+
+def whitening_mean(sums: Tensor, count: int) -> float:
+    """Return the mean of all tokens from the sums of the rows, (B,).
+
+    Raises: ValueError when there are fewer than two tokens.
+    """
     if count < 2:
         raise ValueError(f"whitening needs at least 2 elements inside the response mask, it keeps {count}")
-    mean = x.sum(dim=-1).sum(dtype=torch.float64).item() / count
-    squares = 0.0
+    return sums.sum(dtype=torch.float64).item() / count
+
+
+def centre_(x: Tensor, keep: Tensor, mean: float) -> Tensor:
+    """Subtract the mean inside the mask, in place; return the sum of the squares of each row, (B,) float64."""
+    squares = []
     for rows in _blocks(x):
         x[rows].sub_(as_numbers(keep[rows], x.dtype), alpha=mean)
-        squares += torch.linalg.vector_norm(x[rows], dim=-1).double().square().sum().item()
-    return x.mul_((squares / (count - 1) + _WHITEN_EPSILON) ** -0.5)
+        squares.append(torch.linalg.vector_norm(x[rows], dim=-1).double().square())
+    return torch.cat(squares) if squares else x.new_zeros(0, dtype=torch.float64)
+
+
+def whitening_scale(squares: Tensor, count: int) -> float:
+    """Return the factor that gives centred tokens variance 1, from the sums of squares of the rows, (B,)."""
+    total = sum(squares[rows].sum().item() for rows in _blocks(squares))
+    return float((total / (count - 1) + _WHITEN_EPSILON) ** -0.5)
 
 
 @register_adv_est(AdvantageEstimator.GAE)
@@ -232,6 +256,15 @@ def compute_gae_advantage_return(
     """
     gamma = _option(gamma, config, "gamma", 1.0)
     lam = _option(lam, config, "lam", 1.0)
+    advantages, returns = gae_of_rows(token_level_rewards, values, response_mask, gamma, lam)
+    with torch.no_grad():
+        return _whiten_(advantages, response_mask.bool()), returns
+
+
+def gae_of_rows(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Return advantages before whitening and returns, (B, T): each row by itself."""
     with torch.no_grad():
         keep = response_mask.bool()
         rewards = _clean(token_level_rewards, keep)
@@ -249,7 +282,7 @@ def compute_gae_advantage_return(
             to_come[:, :-1] += handed[rows, 1:]
             torch.mul(to_come, inside, out=returns[rows])
             torch.addcmul(returns[rows], values[rows], inside, value=-1, out=advantages[rows])
-        return _whiten_(advantages, keep), returns
+        return advantages, returns
 
 
 @register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
@@ -333,7 +366,13 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
     Raises: ValueError when the mask holds fewer than two tokens.
     """
-    gamma = _option(gamma, config, "gamma", 1.0)
+    advantages, returns = discounted_returns(token_level_rewards, response_mask, _option(gamma, config, "gamma", 1.0))
+    with torch.no_grad():
+        return _whiten_(advantages, response_mask.bool()), returns
+
+
+def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Return the discounted returns of the tokens twice, (B, T): each row by itself."""
     with torch.no_grad():
         keep = response_mask.bool()
         rewards = _clean(token_level_rewards, keep)
@@ -344,7 +383,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
         for rows in _blocks(rewards):
             returns[rows] *= as_numbers(keep[rows], rewards.dtype)
             advantages[rows] = returns[rows]
-        return _whiten_(advantages, keep), returns
+        return advantages, returns
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
@@ -363,11 +402,20 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     Raises: ValueError when the mask holds fewer than two tokens.
     """
+    advantages, _ = centred_scores(token_level_rewards, response_mask, index)
+    with torch.no_grad():
+        _whiten_(advantages, response_mask.bool())
+    return advantages, advantages
+
+
+def centred_scores(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None
+) -> tuple[Tensor, Tensor]:
+    """Subtract the mean of the prompt's samples: ``(S - mean) * m``, twice the same tensor."""
     with torch.no_grad():
         scores, group = _scores(token_level_rewards, response_mask, index)
         mean, _ = _group_means(scores, group)
-        advantages = _whiten_(_spread(scores - mean, token_level_rewards, response_mask)[0], response_mask.bool())
-    return advantages, advantages
+    return _spread(scores - mean, token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
@@ -391,18 +439,24 @@ def compute_rloo_outcome_advantage(
 
 @register_adv_est(AdvantageEstimator.OPO)
 def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **unused: object
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index | None = None,
+    lengths: Tensor | None = None,
+    **unused: object,
 ) -> tuple[Tensor, Tensor]:
     """Subtract the length-weighted mean of the prompt's samples, the baseline of least variance.
 
     Plain form, with L the lengths of the group: ``(S - (L * S).sum() / L.sum()) * m``.
+
+    ``lengths`` (B,) are the tokens of the responses, by default those inside the mask.
 
     Source: On-policy RL with optimal reward baseline (arXiv:2505.23585), section 3.
     """
     with torch.no_grad():
         scores, group = _scores(token_level_rewards, response_mask, index)
         size = group_count(group)
-        length = response_mask.sum(dim=-1).double()
+        length = (response_mask.sum(dim=-1) if lengths is None else lengths).double()
         weighted = group_sum(length * scores, group, len(size)) / group_sum(length, group, len(size)).clamp(min=1)
         advantages = scores - weighted.masked_fill(size <= 1, 0.0)[group]
     return _spread(advantages, token_level_rewards, response_mask)
@@ -450,6 +504,57 @@ def compute_gpg_outcome_advantage(
         scale = alpha * len(scores) / scores.count_nonzero().clamp(min=1)
         advantages = scale * (scores - mean) / f_norm
     return _spread(advantages, token_level_rewards, response_mask)
+
+
+# Estimates from scalars of the rows, for columns that lie with the workers
+
+OF_RESPONSES = frozenset(
+    {
+        AdvantageEstimator.GRPO,
+        AdvantageEstimator.GRPO_VECTORIZED,
+        AdvantageEstimator.GRPO_PASSK,
+        AdvantageEstimator.RLOO,
+        AdvantageEstimator.RLOO_VECTORIZED,
+        AdvantageEstimator.OPO,
+        AdvantageEstimator.GPG,
+    }
+)
+"""Estimators that give all tokens of a response one advantage, which depends on scores and lengths alone."""
+OF_ROWS = frozenset({AdvantageEstimator.REMAX})
+"""Estimators that read each row by itself."""
+WHITENED = frozenset(
+    {
+        AdvantageEstimator.GAE,
+        AdvantageEstimator.REINFORCE_PLUS_PLUS,
+        AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE,
+    }
+)
+"""Estimators that whiten over the batch what they read of each row."""
+
+
+def advantages_of_responses(
+    name: str, scores: Tensor, lengths: Tensor, index: Index | None, config: Any = None, **options: Any
+) -> Tensor:
+    """Return the advantage that each token of a response gets, (B,), for an estimator of ``OF_RESPONSES``.
+
+    It calls the estimator with responses of one token. For ``REINFORCE_PLUS_PLUS_BASELINE`` it is that before
+    whitening.
+
+    Args: scores and numbers of sampled tokens are (B,).
+    """
+    inputs = {
+        "token_level_rewards": scores.unsqueeze(-1),
+        "response_mask": (lengths > 0).unsqueeze(-1).to(torch.int64),
+        **({} if index is None else {"index": index}),
+    }
+    if name == AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE:
+        return _on_used_rows(centred_scores, inputs, index is not None)[0].squeeze(-1)
+    return estimate_advantages(name, **inputs, lengths=lengths, config=config, **options)[0].squeeze(-1)
+
+
+def spread_over_tokens(advantages: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Give each token inside the mask (B, T) the advantage of its response, (B,)."""
+    return _spread(advantages, response_mask.new_zeros((), dtype=dtype), response_mask)[0]
 
 
 # Established names of a second implementation of the same formulas.

@@ -109,6 +109,21 @@ def scan_log_probs(
     Source: truncated importance sampling between engines, "Your Efficient RL Framework Secretly Brings You Off-Policy
     RL Training" (Yao et al. 2025); sequence level and masks, "When Speed Kills Stability" (Liu et al. 2025).
     """
+    columns, weights, quantiles, batch = _scan(old_log_prob, rollout_log_prob, response_mask, options)
+    _check(columns)
+    percentiles = None
+    if quantiles is not None:
+        count = int(columns["tokens"].sum())
+        percentiles = quantiles.result(count, _exp) or batch.all_quantiles(count)
+    elif options:
+        percentiles = percentiles_of_rows(columns)
+    used = columns["tokens"] > 0
+    return Scan({name: column[used] for name, column in columns.items()}, weights, percentiles)
+
+
+def _scan(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, options: WeightOptions | None
+) -> "tuple[Columns, Tensor | None, StreamedQuantiles | None, _Batch]":
     shapes = {tuple(tensor.shape) for tensor in (old_log_prob, rollout_log_prob, response_mask)}
     if len(shapes) != 1 or old_log_prob.dim() != 2:
         raise ValueError(f"old_log_prob, rollout_log_prob and response_mask must have one shape (B, T), got {shapes}")
@@ -124,20 +139,38 @@ def scan_log_probs(
             quantiles.add(block.ratio_or_inf.cpu().numpy())
         parts.append(part)
     columns = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]} if parts else {}
-    _check(columns)
-    percentiles = None
-    if quantiles:
-        count = int(columns["tokens"].sum())
-        percentiles = quantiles.result(count, _exp) or batch.all_quantiles(count)
-    elif options and weights is not None:
+    if options and weights is not None and not by_token and columns:
         factors, more = _weigh_rows(columns, options)
         weights.copy_(response_mask).mul_(factors.to(batch.dtype).unsqueeze(-1))
         columns |= more
-        percentiles = weighted_quantiles(
-            _exp(columns["log_weight"].cpu().numpy()), columns["tokens"].long().cpu().numpy(), QUANTILES
-        )
+    return columns, weights, quantiles, batch
+
+
+def scan_rows(
+    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, options: WeightOptions
+) -> tuple[Columns, Tensor]:
+    """Return the sums of the rows and the weights (b, T) of some rows of a batch; see ``scan_log_probs``."""
+    columns, weights, _, _ = _scan(old_log_prob, rollout_log_prob, response_mask, options)
+    assert weights is not None
+    return columns, weights
+
+
+def percentiles_of_rows(columns: Columns) -> list[float]:
+    """Return the percentiles of the weights of whole responses over the tokens of the batch."""
+    weights = _exp(columns["log_weight"].cpu().numpy())
+    return weighted_quantiles(weights, columns["tokens"].long().cpu().numpy(), QUANTILES)
+
+
+def metrics_of_rows(columns: Columns, options: WeightOptions, percentiles: list[float]) -> dict[str, float]:
+    """Return the metrics of ``compute_rollout_importance_weights`` from the sums of all rows of a batch.
+
+    Raises: as ``scan_log_probs``.
+    """
+    _check(columns)
     used = columns["tokens"] > 0
-    return Scan({name: column[used] for name, column in columns.items()}, weights, percentiles)
+    scan = Scan({name: column[used] for name, column in columns.items()}, None, percentiles)
+    metrics = _weight_metrics(scan, options) | _log_prob_metrics(scan.columns)
+    return {PREFIX + name: value for name, value in metrics.items()}
 
 
 def _exp(log_ratio: Floats) -> Floats:
@@ -464,6 +497,20 @@ def gap_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict
         "gap_max": torch.cat([gap, nothing]).max(),
         **{name: value.sum() for name, value in sums.items()},
     }
+
+
+def gap_sums_of_rows(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return ``gap_sums`` of each row, (b,) each."""
+    rows = [gap_sums(*row) for row in zip(log_probs, rollout_log_probs, mask, strict=True)]
+    names = rows[0] if rows else gap_sums(log_probs, rollout_log_probs, mask)
+    return {name: torch.stack([row[name] for row in rows]) if rows else torch.zeros(0) for name in names}
+
+
+def gap_metrics_of_rows(columns: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the metrics of a batch from the ``gap_sums`` of its rows, (B,) each."""
+    return gap_metrics(
+        {name: (each.max() if name in GAP_MAXIMA else each.sum()).item() for name, each in columns.items()}
+    )
 
 
 def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ Ray moves a lazy column as addresses. Any other pickle holds its values.
 import logging
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from verl.protocol.data_proto import DataProto
 from verl.utils.batch.serialization import PicklesItself, TensorTriple, serialize_single_tensor
-from verl.utils.observe.digest import row_digests
+from verl.utils.observe.digest import digest_of_rows, row_digests
 
 logger = logging.getLogger(__name__)
 _log_once = cache(logger.warning)
@@ -50,25 +50,33 @@ class Places:
         blocks: references of blocks, or in tests the blocks themselves.
         block, row: number of the block of each row, and of the row in it, (B,) int32.
         sums: the sum of each row over the last dim, (B,); None unless the column has two dims.
-        digests: the digest of each row, (B,) uint64.
+        digests: the digest of each row, (B,) uint64; None for some of the columns of a column.
+        window: first and last column, of those in the blocks; None for all.
     """
 
     blocks: tuple[Any, ...]
     block: np.ndarray
     row: np.ndarray
     sums: Tensor | None
-    digests: np.ndarray
+    digests: np.ndarray | None
+    window: tuple[int, int] | None = None
 
     def take(self, rows: slice | np.ndarray) -> "Places":
         """Return the places of some rows."""
         sums = None if self.sums is None else self.sums[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
-        return Places(self.blocks, self.block[rows], self.row[rows], sums, self.digests[rows])
+        digests = None if self.digests is None else self.digests[rows]
+        return Places(self.blocks, self.block[rows], self.row[rows], sums, digests, self.window)
 
     def used(self) -> "Places":
         """Return the same places with only the blocks that hold one of the rows."""
         numbers, block = np.unique(self.block, return_inverse=True)
         blocks = tuple(self.blocks[number] for number in numbers)
-        return Places(blocks, block.astype(np.int32).reshape(-1), self.row, self.sums, self.digests)
+        return replace(self, blocks=blocks, block=block.astype(np.int32).reshape(-1))
+
+    def within(self, first: int, last: int) -> "Places":
+        """Return the places of some of the columns."""
+        start = 0 if self.window is None else self.window[0]
+        return replace(self, sums=None, digests=None, window=(start + first, start + last))
 
     @staticmethod
     def joined(parts: "Sequence[Places]") -> "Places":
@@ -83,12 +91,14 @@ class Places:
             known = np.array([number[_identity(each)] for each in part.blocks], dtype=np.int32)
             block.append(known[part.block] if len(known) else part.block)
         sums = [part.sums for part in parts if part.sums is not None]
+        digests = [part.digests for part in parts if part.digests is not None]
         return Places(
             tuple(blocks.values()),
             np.concatenate(block),
             np.concatenate([part.row for part in parts]),
             torch.cat(sums) if len(sums) == len(parts) else None,
-            np.concatenate([part.digests for part in parts]),
+            np.concatenate(digests) if len(digests) == len(parts) else None,
+            parts[0].window,
         )
 
 
@@ -103,7 +113,7 @@ class LazyTensor(Tensor, PicklesItself):
     places: Places
     _value: Tensor | None
     _written: bool
-    _whole: "tuple[LazyTensor, slice] | None"
+    _whole: "tuple[LazyTensor, tuple[slice, ...]] | None"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -129,7 +139,14 @@ class LazyTensor(Tensor, PicklesItself):
     def _rows(self, rows: slice) -> "LazyTensor":
         """Return rows that stay part of this column, as a view of a tensor does."""
         part = self._at(self.places.take(rows))
-        part._whole = (self, rows)
+        part._whole = (self, (rows,))
+        return part
+
+    def _window(self, first: int, last: int) -> "LazyTensor":
+        """Return some of the columns, likewise."""
+        shape = (last - first, *self.shape[2:])
+        part = LazyTensor(self.column, self.places.within(first, last), shape, self.dtype)
+        part._whole = (self, (slice(None), slice(first, last)))
         return part
 
     # ---- values
@@ -160,12 +177,13 @@ class LazyTensor(Tensor, PicklesItself):
         if known is not None:
             return known.clone()
         found = read_blocks(self.places.used().blocks) if blocks is None else blocks
-        dtype, count = self.dtype, len(self.places.row)
-        width = int(np.prod(self.shape[1:], dtype=np.int64)) * dtype.itemsize
-        out = np.empty((count, width), dtype=np.uint8)
-        for rows, block, first, stop in _runs(self.places):
+        dtype = self.dtype
+        width = int(np.prod(self.shape[2:], dtype=np.int64)) * dtype.itemsize
+        out = np.empty((*self.shape[:2], width), dtype=np.uint8)
+        first, last = (0, self.shape[1]) if self.places.window is None else self.places.window
+        for rows, block, start, stop in _runs(self.places):
             _, shape, data = found[_identity(self.places.blocks[block])][self.column]
-            out[rows] = np.asarray(data).reshape(shape[0], width)[first:stop]
+            out[rows] = np.asarray(data).reshape(*shape[:2], width)[start:stop, first:last]
         if not out.size:
             return torch.empty(self.shape, dtype=dtype)
         return torch.from_numpy(out.reshape(-1)).view(dtype).view(self.shape)
@@ -176,7 +194,7 @@ class LazyTensor(Tensor, PicklesItself):
         if known is None:
             self._value = known = self.fetched()
             size = known.numel() * known.element_size()
-            _touched[self.column] = _touched.get(self.column, 0) + size
+            _count(self.column, known)
             _log_once(
                 "column %r is read by the driver: %s reads %d bytes, %s of %s; "
                 "trainer.lazy_columns keeps columns in the object store until a process needs them",
@@ -285,9 +303,12 @@ def _caller() -> str:
 
 
 def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    if dim % x.dim() or x.is_written:
+    if dim % x.dim() > 1 or x.is_written:
         return NotImplemented
-    return x._rows(slice(*slice(start, end, step).indices(len(x))))
+    first, last, step = slice(start, end, step).indices(x.shape[dim % x.dim()])
+    if dim % x.dim() == 0:
+        return x._rows(slice(first, last, step))
+    return x._window(first, max(first, last)) if step == 1 else NotImplemented
 
 
 def _select(x: Any, dim: int, index: int) -> Any:
@@ -324,7 +345,7 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
     first = parts[0]
     if not all(isinstance(part, LazyTensor) and not part.is_written for part in parts) or dim % first.dim():
         return NotImplemented
-    if len({(part.column, part.shape[1:], part.dtype) for part in parts}) > 1:
+    if len({(part.column, part.shape[1:], part.dtype, part.places.window) for part in parts}) > 1:
         return NotImplemented
     return first._at(Places.joined([part.places for part in parts]))
 
@@ -345,6 +366,8 @@ def _sum(x: Any, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: to
 
 def _equal(x: Any, y: Any) -> Any:
     if not isinstance(x, LazyTensor) or not isinstance(y, LazyTensor) or x.is_written or y.is_written:
+        return NotImplemented
+    if x.places.digests is None or y.places.digests is None:
         return NotImplemented
     return x.shape == y.shape and x.dtype == y.dtype and bool((x.places.digests == y.places.digests).all())
 
@@ -443,8 +466,11 @@ def _may_leave(value: Tensor) -> bool:
     return value.dim() >= 2 and not value.is_nested and value.layout == torch.strided and value.device.type == "cpu"
 
 
-def fetched(data: DataProto) -> DataProto:
-    """Return the batch with the values of its columns by reference; each block is read once."""
+def fetched(data: DataProto, counted: bool = False) -> DataProto:
+    """Return the batch with the values of its columns by reference; each block is read once.
+
+    With ``counted``, ``take_touched`` counts them.
+    """
     lazy = lazy_columns(data)
     if not lazy:
         return data
@@ -453,8 +479,24 @@ def fetched(data: DataProto) -> DataProto:
     whole = data.select()
     assert whole.batch is not None
     for name, column in lazy.items():
-        whole.batch[name] = column.fetched(blocks)
+        whole.batch[name] = values = column.fetched(blocks)
+        if counted:
+            _count(name, values)
     return whole
+
+
+def _count(name: str, values: Tensor) -> None:
+    _touched[name] = _touched.get(name, 0) + values.numel() * values.element_size()
+
+
+def digest_of(column: Tensor, order: Sequence[int] | None = None) -> str:
+    """Return the digest of a column of two or more dims with its rows in the given order, from those of its rows."""
+    digests = None
+    if isinstance(column, LazyTensor) and not column.is_written:
+        digests = column.places.digests
+    if digests is None:
+        digests = row_digests(_plain(column))
+    return digest_of_rows(column.dtype, column.shape, digests if order is None else digests[list(order)])
 
 
 def read_blocks(references: Iterable[Any]) -> dict[Hashable, Block]:

@@ -34,6 +34,7 @@ from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.spans import trajectory_span
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
+from verl.protocol.lazy import BY_REFERENCE, by_reference, fetched
 from verl.utils import envs
 from verl.utils.import_utils import import_external_libs
 from verl.utils.observe import timeline
@@ -120,6 +121,7 @@ class AgentLoopWorkerBase:
         Raises: TrajectoryError naming row, loop and attempt, as ``rollout.agent.on_failure`` says.
         """
         started = time.perf_counter()
+        batch = fetched(batch)
         default = self.rollout_config.default_loop
         named = batch.non_tensor_batch.get("agent_name", [None] * len(batch))
         names = [default if name is None else str(name) for name in named]
@@ -156,7 +158,7 @@ class AgentLoopWorkerBase:
         result.meta_info["versions"] = [versions.get((place.uid, place.sample)) for place in places]
         result.meta_info[timeline.RECORDED] = part
         result.meta_info["elapsed_s"] = time.perf_counter() - started
-        return result
+        return by_reference(result) if meta.get(BY_REFERENCE) else result
 
     def _warn_of_idle_files(self, names: Sequence[str]) -> None:
         """Warn once if files of tools or users are named, and all rows go to the loop that asks once."""

@@ -34,6 +34,7 @@ class TrainerConfig(BaseConfig):
     """Length of the run, devices, records, validation and checkpoints."""
 
     balance_batch: bool = setting(True, "reorder rows so that workers get similar numbers of tokens")
+    lazy_columns: bool = setting(False, "leave columns of tokens with the workers")
     total_epochs: int = setting(30, "passes over the training set", at_least=1)
     total_training_steps: int | None = setting(None, "training steps; null: epochs x batches per epoch", at_least=1)
     project_name: str = setting("verl_examples", "project in trackers and in the checkpoint folder", empty=False)

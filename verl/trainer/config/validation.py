@@ -152,6 +152,8 @@ def _step_rules(run: RunConfig) -> Iterator[Violation]:
     if run.algorithm.use_pf_ppo and run.algorithm.adv_estimator != "gae":
         expected = "needs algorithm.adv_estimator=gae: write false"
         yield Violation("algorithm.use_pf_ppo", True, expected, others=("algorithm.adv_estimator",))
+    if run.trainer.lazy_columns:
+        yield from _lazy_rules(run)
     optimizers = {
         "actor_rollout_ref.actor.optim": run.actor_rollout_ref.actor.optim,
         "critic.optim": run.critic.optim if run.critic else None,
@@ -161,6 +163,20 @@ def _step_rules(run: RunConfig) -> Iterator[Violation]:
         if optimizer is not None and optimizer.total_training_steps not in (None, -1):
             expected = "is set by the trainer: leave it at -1, and write trainer.total_training_steps"
             yield Violation(f"{key}.total_training_steps", optimizer.total_training_steps, expected)
+
+
+def _lazy_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield what needs the tokens of the whole batch in one process."""
+    name = run.algorithm.adv_estimator
+    if name not in ADV_ESTIMATORS:
+        expected = (
+            f"cannot be combined with algorithm.adv_estimator={name}, which may read the tokens of the whole batch: "
+            f"write false, or an estimator out of {', '.join(ADV_ESTIMATORS)}"
+        )
+        yield Violation("trainer.lazy_columns", True, expected, others=("algorithm.adv_estimator",))
+    if run.algorithm.use_pf_ppo:
+        expected = "cannot be combined with algorithm.use_pf_ppo=true, which draws whole rows: write false"
+        yield Violation("trainer.lazy_columns", True, expected, others=("algorithm.use_pf_ppo",))
 
 
 _LOSS = "actor_rollout_ref.actor.policy_loss"

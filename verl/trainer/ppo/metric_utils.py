@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.conversations import turn_metrics
+from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.segments import Joined, per_trajectory
 from verl.utils.metric import reduce_metrics as reduce_metrics
 from verl.workers.rollout.base import DROPPED_COLUMN
@@ -32,11 +33,11 @@ def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
     """
     tensors = tensors_of(batch)
     width = tensors["responses"].shape[-1]
-    mask = tensors["attention_mask"]
+    prompt_length, response_length = lengths_of(batch)
     return {
-        "response_mask": mask[:, -width:],
-        "prompt_length": mask[:, :-width].sum(-1).float(),
-        "response_length": mask[:, -width:].sum(-1).float(),
+        "response_mask": tensors["attention_mask"][:, -width:],
+        "prompt_length": prompt_length.float(),
+        "response_length": response_length.float(),
     }
 
 
@@ -52,12 +53,14 @@ def _length_summary(name: str, lengths: Tensor, is_full: Tensor) -> dict[str, fl
     return {**_summary(name, lengths), f"{name}/clip_ratio": is_full.float().mean().item()}
 
 
-def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+def compute_data_metrics(
+    batch: DataProto, use_critic: bool = True, token_metrics: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
     Scores and rewards leave out aborted responses, which have no token. Rows without a trajectory are left out of all.
     A trajectory of several rows counts once: it has their tokens together, and is as long as allowed if one of them is.
-    Prompts are those of all rows.
+    Prompts are those of all rows. ``token_metrics`` are those of advantages, returns and values; None computes them.
 
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """
@@ -72,7 +75,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         response_length, is_full = whole.total(response_length), whole.total(is_full.float()) > 0
         scores, rewards = whole.rewards(scores), whole.rewards(rewards)
     finished = response_length > 0
-    mask = tensors["response_mask"].bool()
+    mask = tensors["response_mask"].bool() if token_metrics is None else torch.tensor(bool(token_metrics))
     if not finished.any() or not mask.any():
         raise ValueError(f"all {len(response_length)} responses of this step are empty: there is nothing to learn from")
 
@@ -80,14 +83,16 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     metrics = {
         **_summary("critic/score", scores.sum(-1)[finished]),
         **_summary("critic/rewards", rewards.sum(-1)[finished]),
-        **_summary("critic/advantages", tensors["advantages"][mask]),
-        **_summary("critic/returns", tensors["returns"][mask]),
+        **({} if token_metrics is None else token_metrics),
         **_length_summary("response_length", response_length, is_full),
         **_length_summary("response_length_non_aborted", response_length[finished], is_full[finished]),
         "response/aborted_ratio": (~finished).float().mean().item(),
         **_length_summary("prompt_length", prompt_length, prompt_length == prompt_limit),
     }
-    if use_critic:
+    if token_metrics is None:
+        metrics |= _summary("critic/advantages", tensors["advantages"][mask])
+        metrics |= _summary("critic/returns", tensors["returns"][mask])
+    if use_critic and token_metrics is None:
         values = tensors["values"][mask]
         returns = tensors["returns"][mask]
         unexplained = (returns - values).var() / (returns.var() + 1e-5) if len(returns) > 1 else torch.tensor(0.0)

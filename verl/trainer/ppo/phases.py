@@ -105,7 +105,7 @@ def check_rollout(asked: DataProto, output: DataProto, step: int, single_turn: b
     if len(output) != len(asked):
         raise RolloutInvariantError(f"step {step}: {len(asked)} responses were asked for, {len(output)} came back")
     uids = asked.non_tensor_batch.get("uid")
-    for bad_rows, fault in _faults(asked, output, single_turn):
+    for bad_rows, fault in rollout_faults(asked, output, single_turn):
         if bad_rows.any():
             row = int(bad_rows.nonzero()[0])
             uid = "" if uids is None else f" (uid {uids[row]})"
@@ -113,8 +113,8 @@ def check_rollout(asked: DataProto, output: DataProto, step: int, single_turn: b
             raise RolloutInvariantError(f"step {step}, row {row}{uid}: {fault}; {others} more rows have the same fault")
 
 
-def _faults(asked: DataProto, output: DataProto, single_turn: bool) -> Iterator[tuple[Tensor, str]]:
-    """Yield for each invariant the rows that break it, (B,), and how."""
+def rollout_faults(asked: DataProto, output: DataProto, single_turn: bool) -> Iterator[tuple[Tensor, str]]:
+    """Yield for each invariant the rows that break it, (B,), and how; the invariants are the same for all rows."""
     got = tensors_of(output)
     requests = tensors_of(asked)
     prompts = got["prompts"]
@@ -149,10 +149,10 @@ def _single_turn_faults(
     yield (mask[:, 1:] > mask[:, :-1]).any(-1), "response_mask is not one run from position 0"
     yield _differ(mask, attended), "response_mask and attention mask of the response differ"
     outside = mask == 0
-    if outside.any():
-        pad = meta.get("pad_token_id")
-        pad = responses[outside][0].item() if pad is None else pad
-        yield (outside & (responses != pad)).any(-1), "a token after the response is not padding"
+    pad = meta.get("pad_token_id")
+    if pad is None:
+        pad = responses[outside][0].item() if outside.any() else 0
+    yield (outside & (responses != pad)).any(-1), "a token after the response is not padding"
     eos = meta.get("eos_token_id")
     if eos is not None and not meta.get("ignore_eos", False):
         is_eos = torch.isin(responses, torch.as_tensor(eos)) & (mask != 0)

@@ -20,13 +20,15 @@ from verl.algos.mismatch import calculate_debug_metrics
 from verl.algos.names import AdvantageEstimator
 from verl.base_config import WrongInput
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
+from verl.protocol.lazy import BY_REFERENCE, by_reference, is_lazy, take_touched
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import loaders, metric_utils, profiling, spares
+from verl.trainer.ppo import columns, loaders, metric_utils, profiling, spares
 from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.grouping import keep_groups
+from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.metric_utils import compute_data_metrics as compute_data_metrics  # forks import these from here
 from verl.trainer.ppo.metric_utils import compute_throughout_metrics as compute_throughout_metrics
@@ -444,6 +446,9 @@ class RayPPOTrainer:
         num_samples = self.run_config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
         count_shared_bytes(prompts.non_tensor_batch, metrics)
+        if self.run_config.trainer.lazy_columns:
+            prompts = by_reference(prompts)
+            prompts.meta_info[BY_REFERENCE] = batch.meta_info[BY_REFERENCE] = True
         prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
         prompts.meta_info["global_steps"] = self.state.step
         if self._loops_score(self.reward_fn):
@@ -457,7 +462,7 @@ class RayPPOTrainer:
 
     def _receive(self, requests: DataProto, output: DataProto, metrics: Metrics, timing: Timing) -> None:
         """Check the responses of a rollout, and move their times and metrics to those of the step."""
-        check_rollout(requests, output, self.state.step, self.single_turn)
+        self._check_rollout(requests, output)
         for name, value in output.meta_info.pop("timing", {}).items():  # several calls in a step add up
             timing[name] = value if "/" in name else timing.get(name, 0.0) + value
         found = output.meta_info.get("metrics", {})
@@ -579,7 +584,11 @@ class RayPPOTrainer:
         with self._timed("reward", timing):
             self._add_scores(batch, metrics)
         with self._timed("adv", timing):
-            if algorithm.use_kl_in_reward:
+            if algorithm.use_kl_in_reward and columns.stays_with_workers(batch):
+                controller, kind = self.kl_ctrl_in_reward, algorithm.kl_penalty
+                batch, kl_metrics = columns.apply_kl_penalty(self.actor_rollout_wg, batch, controller, kind)
+                metrics.update(kl_metrics)
+            elif algorithm.use_kl_in_reward:
                 batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 metrics.update(kl_metrics)
             else:
@@ -591,6 +600,9 @@ class RayPPOTrainer:
     def add_advantages(self, batch: DataProto) -> DataProto:
         """Add ``advantages`` and ``returns`` (B, R) by the token-level rewards; the last part of ``shape``."""
         algorithm = self.run_config.algorithm
+        if columns.stays_with_workers(batch):
+            estimator = algorithm.adv_estimator
+            return columns.add_advantages(self.actor_rollout_wg, batch, algorithm, self.config.algorithm, estimator)
         return compute_advantage(
             batch,
             adv_estimator=algorithm.adv_estimator,
@@ -649,11 +661,19 @@ class RayPPOTrainer:
         batch.meta_info["images_seqlens"] = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
         return batch
 
+    def _check_rollout(self, requests: DataProto, output: DataProto) -> None:
+        """Check a rollout where its columns are."""
+        if is_lazy(output):
+            group = self.actor_rollout_wg
+            columns.describe_rollout(group, requests, output, self.state.step, self.single_turn)
+        else:
+            check_rollout(requests, output, self.state.step, self.single_turn)
+
     def _generate_padded(self, requests: DataProto) -> DataProto:
         """Generate for any number of requests, and drop the timers and metrics of the rollout."""
         padded, pad_size = pad_dataproto_to_divisor(requests, self.actor_rollout_wg.world_size)
         output = unpad_dataproto(self.rollout_wg_generate(padded), pad_size=pad_size)
-        check_rollout(requests, output, self.state.step, self.single_turn)
+        self._check_rollout(requests, output)
         output.non_tensor_batch.pop("__later_inputs__", None)  # of images of later turns; only training reads them
         output.meta_info.pop("timing", None)
         output.meta_info.pop("metrics", None)
@@ -742,13 +762,12 @@ class RayPPOTrainer:
         ranks = [[row for part in parts[at : at + sharing] for row in part] for at in range(0, len(parts), sharing)]
         roles = [actor] if critic is None else [actor, critic]
         rows = [role.ppo_mini_batch_size * run.actor_rollout_ref.rollout.n // len(ranks) for role in roles]
-        attended = tensors_of(batch)["attention_mask"]
-        responses = tensors_of(batch)["responses"].shape[1]
+        prompts, responses = lengths_of(batch)
         placed = keep_groups(
             ranks,
             batch.non_tensor_batch["uid"].tolist(),
-            attended[:, :-responses].sum(-1).tolist(),
-            attended[:, -responses:].sum(-1).tolist(),
+            prompts.tolist(),
+            responses.tolist(),
             math.gcd(len(ranks[0]), *rows),
         )
         width = len(parts[0])
@@ -759,6 +778,11 @@ class RayPPOTrainer:
         output = without_metrics(self.actor_rollout_wg.compute_log_prob(for_model(batch)), metrics)
         entropies = tensors_of(output).pop("entropys")
         assert isinstance(entropies, torch.Tensor)
+        if columns.stays_with_workers(batch):
+            batch = batch.union(output)
+            mode, length = actor.loss_agg_mode, actor.loss_scale_factor
+            metrics.update(columns.log_prob_metrics(self.actor_rollout_wg, batch, entropies, mode, length))
+            return batch
         mask = tensors_of(batch)["response_mask"]
         shares = tensors_of(batch).get(SHARE_COLUMN, None)
         entropy = agg_loss(entropies, mask, actor.loss_agg_mode, length=actor.loss_scale_factor, shares=shares)
@@ -773,7 +797,11 @@ class RayPPOTrainer:
 
         Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
         """
-        return add_rollout_weights(batch, self.run_config.algorithm)
+        algorithm = self.run_config.algorithm
+        can_weigh = algorithm.rollout_is_threshold is not None and "rollout_log_probs" in tensors_of(batch).keys()
+        if can_weigh and columns.stays_with_workers(batch):
+            return columns.add_rollout_weights(self.actor_rollout_wg, batch, algorithm)
+        return add_rollout_weights(batch, algorithm)
 
     def _add_scores(self, batch: DataProto, metrics: Metrics) -> None:
         """Wait for the reward that ``score`` started, and add scores and extras to the batch; once per batch."""
@@ -826,7 +854,10 @@ class RayPPOTrainer:
         self.step_record.ask_workers(self.worker_groups())
         metrics["training/global_step"] = state.step
         metrics["training/epoch"] = state.epoch
-        metrics.update(metric_utils.compute_data_metrics(batch, use_critic=self.use_critic))
+        tokens = None
+        if columns.stays_with_workers(batch):
+            tokens = columns.token_metrics(self.actor_rollout_wg, metric_utils.without_dropped(batch), self.use_critic)
+        metrics.update(metric_utils.compute_data_metrics(batch, use_critic=self.use_critic, token_metrics=tokens))
         metrics.update(metric_utils.compute_timing_metrics(batch, timing))
         workers = self.resource_pool_manager.get_n_gpus()
         metrics.update(metric_utils.compute_throughput_metrics(batch, timing, workers))
@@ -840,6 +871,8 @@ class RayPPOTrainer:
             scores = tensors_of(trajectories)["token_level_scores"].sum(-1)
             trace_batch(trajectories, scores, state.step, self.tokenizer)
         details = self.step_record.finish(batch, metrics)
+        if self.run_config.trainer.lazy_columns:
+            metrics["driver/column_bytes"] = float(sum(take_touched().values()))
         self.output.log(metrics, state.step, details, finished=True)
         if self.timelines is not None:
             self.timelines.finish(state.step, self._recorded())

@@ -20,11 +20,13 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.experimental.agent_loop.segments import EarlierSegments
 from verl.protocol import DataProto, tensors_of
+from verl.protocol.lazy import digest_of, fetched, is_lazy
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.columns import VETOED
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
+from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.metric_utils import without_dropped
 from verl.trainer.ppo.segments import earlier_segments, per_trajectory
-from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests, take_parts
 from verl.utils.observe.digest import column_digest, tensor_digest
@@ -89,7 +91,7 @@ class StepRecord:
         }
         self._seen.update(new)
         rows = None if row_order is None or list(row_order) == sorted(row_order) else torch.as_tensor(row_order)
-        found = {key: tensor_digest(value if rows is None else value[rows]) for key, value in new.items()}
+        found = {key: _digest_in_order(value, rows) for key, value in new.items()}
         if name == "prepare":
             columns = batch.non_tensor_batch
             chosen = [key for key in sorted(columns) if _COPY_OF.get(key) not in {*columns, *new}]
@@ -139,11 +141,16 @@ class StepRecord:
         return kept
 
 
+def _digest_in_order(column: Tensor, rows: Tensor | None) -> str:
+    if column.dim() >= 2 and not column.is_nested:
+        return digest_of(column, None if rows is None else rows.tolist())
+    return tensor_digest(column if rows is None else column[rows])
+
+
 def length_histogram(batch: DataProto) -> dict[str, Any]:
     """Return the counts of response lengths in equal bins from 0 to ``limit`` tokens."""
-    attended = compute_response_mask(batch)
-    limit = attended.shape[-1]
-    lengths = attended.sum(-1).numpy()
+    limit = tensors_of(batch)["responses"].shape[-1]
+    lengths = lengths_of(batch)[1].numpy()
     counts, _ = np.histogram(lengths, bins=min(LENGTH_BINS, limit), range=(0, limit))
     return {"limit": limit, "counts": counts.tolist()}
 
@@ -156,10 +163,14 @@ def sample_rows(
     scores = tensors["token_level_scores"].sum(-1)
     chosen = choose_rows(scores, vetoed_rows(batch, veto_threshold), count, batch.non_tensor_batch.get("uid"))
     rows = list(chosen)
-    turns = conversations(batch[rows], tokenizer) or [None] * len(rows)
-    prompts = tokenizer.batch_decode(tensors["prompts"][rows], skip_special_tokens=True)
-    responses = tokenizer.batch_decode(tensors["responses"][rows], skip_special_tokens=True)
-    lengths = compute_response_mask(batch).sum(-1).tolist()
+    shown = batch[rows]
+    if is_lazy(shown):
+        read = ("prompts", "responses", "attention_mask")
+        shown = fetched(shown.select([name for name in read if name in tensors.keys()]), counted=True)
+    turns = conversations(shown, tokenizer) or [None] * len(rows)
+    prompts = tokenizer.batch_decode(tensors_of(shown)["prompts"], skip_special_tokens=True)
+    responses = tokenizer.batch_decode(tensors_of(shown)["responses"], skip_special_tokens=True)
+    lengths = lengths_of(batch)[1].tolist()
     truths = ground_truths(batch)
     extras = batch.non_tensor_batch
     before = list(earlier_segments(batch))
@@ -247,6 +258,8 @@ def _spread(order: Iterable[int], scores: Tensor, uids: Sequence[Hashable] | np.
 def vetoed_rows(batch: DataProto, threshold: float | None) -> Tensor:
     """Return the responses with a token whose ratio of trainer to rollout is below the veto threshold, (B,) bool."""
     tensors = tensors_of(batch)
+    if threshold is not None and VETOED in batch.non_tensor_batch:
+        return torch.from_numpy(batch.non_tensor_batch[VETOED].astype(bool))
     if threshold is None or not {"old_log_probs", "rollout_log_probs"} <= set(tensors.keys()):
         return torch.zeros(len(batch), dtype=torch.bool)
     gap = tensors["old_log_probs"] - tensors["rollout_log_probs"]

@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
@@ -14,8 +14,17 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.experimental.agent_loop.rewards import OWN_COLUMNS
+from verl.experimental.agent_loop.rewards import OWN_COLUMNS, scores_one_by_one
 from verl.protocol import DataProto, DataProtoFuture, tensors_of
+from verl.protocol.lazy import (
+    BLOCK_BYTES,
+    Block,
+    LazyTensor,
+    by_reference,
+    fetched,
+    is_lazy,
+    register_with_ray,
+)
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.metric_utils import without_dropped
 from verl.utils.metric import reduce_metrics
@@ -141,6 +150,78 @@ def compute_reward_async(
     return compute_reward(data, reward_fn)
 
 
+_BYTES_OF_A_TASK = 1 << 30
+"""Columns by reference that one scoring task reads, if the reward function judges each response by itself."""
+
+
+@ray.remote(num_cpus=1)
+def compute_reward_by_reference(data: DataProto, reward_fn: RewardFn, num_blocks: int) -> list[Any]:
+    """Score a batch with columns by reference in a Ray task, which reads them.
+
+    Returns: the scores as ``StoredScores``, and then ``num_blocks`` blocks of them. The caller owns the blocks, so they
+        outlive the process of the task.
+    """
+    scores, extras = compute_reward(fetched(data), reward_fn)
+    blocks: list[Any] = []
+
+    def number_of(block: Block) -> int:
+        blocks.append(block)
+        return len(blocks) - 1
+
+    width = -(-len(scores) // num_blocks) * scores[0].numel() * scores.element_size()
+    stored = by_reference(DataProto.from_dict({_SCORES: scores}), put=number_of, block_bytes=width)
+    column = tensors_of(stored)[_SCORES]
+    assert isinstance(column, LazyTensor)
+    blocks += [{}] * (num_blocks - len(blocks))
+    return [(column.places, tuple(scores.shape[1:]), scores.dtype, extras), *blocks]
+
+
+_SCORES = "token_level_scores"
+
+
+class ScoresByReference:
+    """The scores of a batch with columns by reference, by Ray tasks that have begun: the driver reads no column.
+
+    A reward function that judges each response by itself gets the batch in parts, and so
+    ``reward_model.scoring.max_failed_ratio`` counts in each part.
+    """
+
+    def __init__(self, batch: DataProto, reward_fn: RewardFn, num_cpus: int) -> None:
+        tensors = tensors_of(batch)
+        row_bytes = sum(value[:1].numel() * value.element_size() for value in tensors.values())
+        most = max(1, _BYTES_OF_A_TASK // max(1, row_bytes)) if scores_one_by_one(reward_fn) else len(batch)
+        register_with_ray()
+        task: Any = compute_reward_by_reference.options
+        score_bytes = tensors["responses"].shape[-1] * 4
+        self._refs: list[list[ray.ObjectRef[Any]]] = []
+        for part in batch.split(most):
+            num_blocks = max(1, -(-len(part) * score_bytes // BLOCK_BYTES))
+            options = {"num_returns": 1 + num_blocks, "num_cpus": num_cpus, **without_nsight()}
+            self._refs.append(task(**options).remote(part, reward_fn, num_blocks))
+
+    def result(self, timeout_s: float | None) -> Reward:
+        """Return the scores by reference, and the extras.
+
+        Raises: GetTimeoutError after ``timeout_s``.
+        """
+        heads = ray.get([refs[0] for refs in self._refs], timeout=timeout_s)
+        columns: list[Tensor] = []
+        extras: ExtraColumns = {}
+        for (places, row_shape, dtype, found), (_, *blocks) in zip(heads, self._refs, strict=True):
+            known = tuple(blocks[number] for number in places.blocks)
+            columns.append(LazyTensor(_SCORES, replace(places, blocks=known), row_shape, dtype))
+            before = sum(len(column) for column in columns[:-1])
+            for name in {*extras, *found}:
+                values = extras.get(name, [None] * before)
+                extras[name] = values + list(found.get(name, [None] * len(columns[-1])))
+        return torch.cat(columns) if len(columns) > 1 else columns[0], extras
+
+    def cancel(self) -> None:
+        """End the tasks."""
+        for refs in self._refs:
+            ray.cancel(refs[0], force=True)
+
+
 @dataclass
 class PendingReward:
     """The reward of one batch: the reward model scores it first, then the reward function.
@@ -163,7 +244,7 @@ class PendingReward:
     num_cpus: int = 1
     timeout_s: float | None = None
     _model_scores: DataProtoFuture | None = field(init=False, default=None)
-    _rule: Reward | ray.ObjectRef[Reward] | None = field(init=False, default=None)
+    _rule: Reward | ray.ObjectRef[Reward] | ScoresByReference | None = field(init=False, default=None)
 
     def start(self, batch: DataProto, metrics: dict[str, float]) -> Self:
         """Start scoring; ``take`` does the part that must wait."""
@@ -186,11 +267,13 @@ class PendingReward:
         rule = self._rule
         self._rule = None
         assert rule is not None, "take() needs start(), and works once"
-        if isinstance(rule, ray.ObjectRef):
+        if isinstance(rule, ray.ObjectRef | ScoresByReference):
             try:
+                if isinstance(rule, ScoresByReference):
+                    return rule.result(self.timeout_s)
                 return ray.get(rule, timeout=self.timeout_s)
             except ray.exceptions.GetTimeoutError as error:
-                ray.cancel(rule, force=True)
+                rule.cancel() if isinstance(rule, ScoresByReference) else ray.cancel(rule, force=True)
                 raise RewardError(
                     f"the task of {describe_scorer(self.reward_fn)} did not end within "
                     f"trainer.worker_call_timeout_s={self.timeout_s:g}: "
@@ -205,6 +288,9 @@ class PendingReward:
             self._model_scores = None
             metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
             tensors_of(batch)["rm_scores"] = tensors_of(output)["rm_scores"]
+        if is_lazy(batch):
+            self._rule = ScoresByReference(batch, self.reward_fn, self.num_cpus)
+            return
         if not self.in_task:
             self._rule = compute_reward(batch, self.reward_fn)
             return

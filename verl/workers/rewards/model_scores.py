@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from verl.protocol import DataProto, tensors_of
+from verl.protocol.lazy import BY_REFERENCE
 from verl.utils.metric import reduce_metrics
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def for_reward_model(batch: DataProto, columns: DataProto | None = None) -> Data
     return DataProto.from_dict(
         tensors={name: tensors[name] for name in names},
         non_tensors={name: known[name] for name in _COLUMNS if name in known},
-        meta_info={"global_steps": batch.meta_info.get("global_steps")},
+        meta_info={"global_steps": batch.meta_info.get("global_steps")}
+        | ({BY_REFERENCE: True} if batch.meta_info.get(BY_REFERENCE) else {}),
         auto_padding=True,
     )
 
