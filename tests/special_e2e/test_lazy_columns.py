@@ -1,4 +1,4 @@
-"""Whole runs with ``trainer.lazy_columns`` equal the plain runs: digests and weights bit for bit, metrics to rounding."""
+"""Whole runs with ``trainer.lazy_columns`` equal plain ones: digests and weights bit for bit, metrics to rounding."""
 
 import pytest
 

@@ -423,14 +423,15 @@ def lazy_columns(data: DataProto) -> dict[str, LazyTensor]:
 
 
 def by_reference(
-    data: DataProto, put: Callable[[Block], Any] | None = None, block_bytes: int = BLOCK_BYTES
+    data: DataProto, put: Callable[[Block], Any] | None = None, block_bytes: int | None = None
 ) -> DataProto:
     """Return the batch with its dense tensors of two or more dims in the object store.
 
     A block holds some rows of all these columns. The process that calls this owns the blocks: they are lost with it.
     Columns of one number per row, arrays and jagged tensors stay.
 
-    Args: ``put`` stores a block and returns its reference, by default ``ray.put``.
+    Args: ``put`` stores a block and returns its reference, by default ``ray.put``; ``block_bytes`` is the size up to
+        which a block takes further rows, by default ``BLOCK_BYTES``.
     """
     if data.batch is None:
         return data
@@ -447,7 +448,8 @@ def by_reference(
         return stored
     assert stored.batch is not None
     row_bytes = sum(value[0].numel() * value.element_size() for value in columns.values())
-    size = max(1, min(count, block_bytes // max(1, row_bytes)))
+    most = BLOCK_BYTES if block_bytes is None else block_bytes
+    size = max(1, min(count, most // max(1, row_bytes)))
     blocks = tuple(
         store({name: serialize_single_tensor(value[at : at + size]) for name, value in columns.items()})
         for at in range(0, count, size)

@@ -105,3 +105,26 @@ def test_options_of_losses(base: Any, caplog: pytest.LogCaptureFixture, name: st
     for key, value in OPTIONS.items():
         is_read = any(not torch.equal(a, b) for a, b in zip(usual, loss_with(name, key), strict=True))
         assert is_read != (f"{key}={value} ({ACTOR}.policy_loss.loss_mode={name})" in notice), key
+
+
+@pytest.mark.parametrize(
+    "changes, other",
+    [
+        ({"algorithm.adv_estimator": "estimator_of_a_user"}, "algorithm.adv_estimator=estimator_of_a_user"),
+        ({"algorithm.adv_estimator": "gae", "algorithm.use_pf_ppo": True}, "algorithm.use_pf_ppo=true"),
+    ],
+)
+def test_what_needs_all_tokens_in_one_process_is_refused_by_name(
+    base: Any, changes: dict[str, Any], other: str
+) -> None:
+    config = base.copy()
+    for key, value in (changes | {"trainer.lazy_columns": True}).items():
+        OmegaConf.update(config, key, value)
+    with pytest.raises(ValueError, match=r"trainer.lazy_columns") as refused:
+        validate_config(config, use_reference_policy=False, use_critic=False)
+    assert other in str(refused.value)
+    OmegaConf.update(config, "trainer.lazy_columns", False)
+    try:
+        validate_config(config, use_reference_policy=False, use_critic=False)
+    except ValueError as error:
+        assert "lazy_columns" not in str(error)

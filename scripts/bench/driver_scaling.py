@@ -1,0 +1,442 @@
+"""Measure what a training step costs the driver, with columns sent through it and with columns by reference.
+
+``measure`` runs steps without models: real batches, a real worker group, and the functions of the trainer for each
+phase. A few actors play any number of workers: the driver makes as many calls, parts and answers as it would. Each
+run appends one JSON line. ``model`` fits a cost model to the lines and predicts others:
+
+    python scripts/bench/driver_scaling.py measure --out runs.jsonl
+    python scripts/bench/driver_scaling.py model runs.jsonl
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl import DataProto
+from verl.algos.config import AlgoConfig
+from verl.protocol import lazy, tensors_of
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+
+PHASES = ("generate", "infer", "shape", "update", "finish")
+SAMPLES = 8
+ROWS_OF_A_BLOCK = 24
+"""Rows of 8,192 tokens that a block of generated columns holds."""
+
+
+class SimulatedWorker(Worker):
+    """Answers as a worker does, without a model."""
+
+    def __init__(self, block_rows: int = ROWS_OF_A_BLOCK) -> None:
+        super().__init__()
+        self.block_rows = block_rows
+
+    def _blocks(self, data: DataProto, row_bytes: int) -> None:
+        lazy.BLOCK_BYTES = self.block_rows * row_bytes
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        """Return responses as long as they may be."""
+        tensors = tensors_of(data)
+        prompts = tensors["input_ids"]
+        rows, width = len(prompts), data.meta_info["response_length"]
+        responses = torch.full((rows, width), 7)
+        mask = torch.ones(rows, width, dtype=torch.int64)
+        ids = torch.cat([prompts, responses], -1)
+        self._blocks(data, 8 * (3 * ids.shape[1] + prompts.shape[1] + 2 * width) + 4 * width)
+        return DataProto.from_dict(
+            {
+                "prompts": prompts,
+                "responses": responses,
+                "input_ids": ids,
+                "attention_mask": torch.cat([tensors["attention_mask"], mask], -1),
+                "position_ids": torch.arange(ids.shape[1]).repeat(rows, 1),
+                "response_mask": mask,
+                "rollout_log_probs": torch.full((rows, width), -0.5),
+            }
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Return log-probabilities and entropies."""
+        shape = tensors_of(data)["response_mask"].shape
+        self._blocks(data, 8 * shape[1])
+        return DataProto.from_dict({"old_log_probs": torch.full(shape, -0.5), "entropys": torch.full(shape, 0.1)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Return log-probabilities of a reference."""
+        shape = tensors_of(data)["response_mask"].shape
+        self._blocks(data, 4 * shape[1])
+        return DataProto.from_dict({"ref_log_prob": torch.full(shape, -0.6)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def score(self, data: DataProto) -> DataProto:
+        """Return one score for each response, at its last token."""
+        shape = tensors_of(data)["response_mask"].shape
+        self._blocks(data, 4 * shape[1])
+        scores = torch.zeros(shape)
+        scores[:, -1] = torch.arange(shape[0]) % 3
+        return DataProto.from_dict({"token_level_scores": scores})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Return metrics only."""
+        return DataProto(meta_info={"metrics": {"actor/loss": 0.0}})
+
+
+# ---- one step
+
+
+def dense_bytes(data: DataProto) -> int:
+    """Return the bytes of the columns of a batch that are in this process."""
+    values = data.batch.values() if data.batch is not None else ()
+    return sum(v.numel() * v.element_size() for v in values if not isinstance(v, lazy.LazyTensor) or v.is_known)
+
+
+def address_bytes(data: DataProto) -> int:
+    """Return the bytes that stand for the columns of a batch that are elsewhere."""
+    found = 0
+    for column in lazy.lazy_columns(data).values():
+        places = column.places
+        found += places.block.nbytes + places.row.nbytes + (0 if places.digests is None else places.digests.nbytes)
+        found += 0 if places.sums is None else places.sums.nbytes
+    return found
+
+
+class Step:
+    """One step of a driver, phase by phase."""
+
+    def __init__(self, group: Any, by_reference: bool, rows: int, tokens: int) -> None:
+        from verl.trainer.ppo.records import StepRecord
+
+        self.group = group
+        self.by_reference = by_reference
+        self.rows, self.tokens = rows, tokens
+        self.record = StepRecord(digests=True, num_samples=0)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.through = dict.fromkeys(PHASES, 0)
+        self.held = 0
+        self.addresses = 0
+        self._phase = "generate"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the CPU seconds of all threads of this process."""
+        self._phase = name
+        started = time.process_time()
+        yield
+        self.seconds[name] += time.process_time() - started
+
+    def call(self, method: str, data: DataProto) -> DataProto:
+        """Call the workers; count the bytes of columns that this process sends and gets."""
+        output: DataProto = getattr(self.group, method)(data)
+        self.through[self._phase] += dense_bytes(data) + dense_bytes(output)
+        return output
+
+    def run(self) -> None:
+        """Run the phases as the trainer does."""
+        with self.phase("generate"):
+            batch = self.generate()
+        with self.phase("infer"):
+            batch = self.infer(batch)
+        with self.phase("shape"):
+            batch = self.shape(batch)
+        self.held, self.addresses = dense_bytes(batch), address_bytes(batch)
+        with self.phase("update"):
+            self.call("update_actor", self.for_model(batch))
+        with self.phase("finish"):
+            self.finish(batch)
+
+    def for_model(self, batch: DataProto) -> DataProto:
+        """Select what a model reads."""
+        return batch.select(non_tensor_batch_keys=[])
+
+    def generate(self) -> DataProto:
+        """Make requests, generate, check, balance and digest."""
+        from verl.trainer.ppo import columns
+        from verl.trainer.ppo.phases import check_rollout
+
+        prompt = self.tokens // 8
+        prompts = DataProto.from_dict(
+            {
+                "input_ids": torch.full((self.rows // SAMPLES, prompt), 5),
+                "attention_mask": torch.ones(self.rows // SAMPLES, prompt, dtype=torch.int64),
+            },
+            meta_info={"response_length": self.tokens - prompt},
+        )
+        uid = np.array([f"prompt {row // SAMPLES}" for row in range(self.rows)], dtype=object)
+        if self.by_reference:
+            prompts = lazy.by_reference(prompts)
+            prompts.meta_info[lazy.BY_REFERENCE] = True
+        requests = prompts.repeat(SAMPLES, interleave=True)
+        requests.non_tensor_batch["uid"] = uid
+        output = self.call("generate_sequences", self.for_model(requests))
+        if self.by_reference:
+            columns.describe_rollout(self.group, requests, output, 1, single_turn=True)
+        else:
+            check_rollout(requests, output, 1)
+        output.non_tensor_batch["uid"] = uid
+        output.meta_info = {lazy.BY_REFERENCE: True} if self.by_reference else {}
+        output.meta_info["global_token_num"] = tensors_of(output)["attention_mask"].sum(-1).tolist()
+        order = np.random.default_rng(0).permutation(self.rows)  # as token counts that differ would have it
+        output.reorder(torch.from_numpy(order))
+        self.row_order = np.argsort(order).tolist()
+        self.record.phase("generate", output, self.row_order)
+        return output
+
+    def infer(self, batch: DataProto) -> DataProto:
+        """Score, and compute log-probabilities and their metrics."""
+        from verl.algos.aggregate import agg_loss
+        from verl.algos.mismatch import calculate_debug_metrics
+        from verl.trainer.ppo import columns
+
+        scored = self.call("score", batch.select(["responses", "response_mask"], []))
+        output = self.call("compute_log_prob", self.for_model(batch))
+        entropies = tensors_of(output).pop("entropys")
+        assert isinstance(entropies, torch.Tensor)
+        batch = batch.union(output).union(scored)
+        if self.by_reference:
+            columns.log_prob_metrics(self.group, batch, entropies, "token-mean", None)
+        else:
+            agg_loss(entropies, tensors_of(batch)["response_mask"], "token-mean")
+            calculate_debug_metrics(batch)
+        batch = batch.union(self.call("compute_ref_log_prob", self.for_model(batch)))
+        self.record.phase("infer", batch, self.row_order)
+        return batch
+
+    def shape(self, batch: DataProto) -> DataProto:
+        """Subtract the KL, weigh the rollout and compute the advantages of GRPO."""
+        from verl.algos.kl import FixedKLController
+        from verl.trainer.ppo import columns, shaping
+
+        algorithm = AlgoConfig(adv_estimator="grpo", rollout_is=True, rollout_is_threshold=2.0)
+        algorithm = AlgoConfig(**{**algorithm, "rollout_is_level": "sequence"})
+        control = FixedKLController(0.1)
+        if self.by_reference:
+            batch, _ = columns.apply_kl_penalty(self.group, batch, control, "kl")
+            batch, _ = columns.add_rollout_weights(self.group, batch, algorithm)
+            batch = columns.add_advantages(self.group, batch, algorithm, None, "grpo")
+        else:
+            batch, _ = shaping.apply_kl_penalty(batch, control, "kl")
+            batch, _ = shaping.add_rollout_weights(batch, algorithm)
+            batch = shaping.compute_advantage(batch, "grpo")
+        self.record.phase("shape", batch, self.row_order)
+        return batch
+
+    def finish(self, batch: DataProto) -> None:
+        """Compute the metrics of the step."""
+        from verl.trainer.ppo import columns
+        from verl.trainer.ppo.metric_utils import compute_data_metrics
+        from verl.trainer.ppo.records import length_histogram
+
+        tokens = columns.token_metrics(self.group, batch, use_critic=False) if self.by_reference else None
+        compute_data_metrics(batch, use_critic=False, token_metrics=tokens)
+        length_histogram(batch)
+
+
+# ---- measure
+
+FITTED = [
+    (rows, tokens, workers)
+    for rows, tokens in ((512, 64), (512, 1024), (2048, 64), (2048, 256), (8192, 32))
+    for workers in (8, 64)
+] + [(1024, 128, 256), (8192, 32, 256)]
+PREDICTED = [(4096, 128, 32), (1024, 768, 128), (16384, 32, 128), (4096, 64, 512), (65536, 16, 64)]
+LARGE = [(65536, 16, 512)]
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Run all cases, each several times."""
+    import ray
+
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    ray.init(
+        address="local",
+        num_cpus=arguments.actors,
+        include_dashboard=False,
+        object_store_memory=arguments.store_mb << 20,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}},
+    )
+    torch.set_num_threads(1)
+    cls = ray.remote(SimulatedWorker)
+    pool = RayResourcePool([arguments.actors], max_colocate_count=1, name_prefix="simulated")
+    actors = RayWorkerGroup(pool, RayClassWithInitArgs(cls), device_name="cpu")
+    cases = [("fit", *case) for case in FITTED] + [("predict", *case) for case in PREDICTED]
+    if arguments.large:
+        cases = [("large", *case) for case in LARGE]
+    with Path(arguments.out).open("a", encoding="utf-8") as file:
+        for turn in range(arguments.rounds):
+            for kind, rows, tokens, workers in cases:
+                handles = [actors.workers[number % arguments.actors] for number in range(workers)]
+                names = [f"simulated:{number}" for number in range(workers)]
+                group = RayWorkerGroup.from_detached(
+                    worker_names=names, worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls)
+                )
+                for by_reference in (False, True):
+                    step = Step(group, by_reference, rows, tokens)
+                    gc.collect()
+                    step.run()
+                    if turn == 0 and kind == "fit":
+                        step = Step(group, by_reference, rows, tokens)  # the first call of all warms up
+                        step.run()
+                    line = {
+                        "kind": kind,
+                        "by_reference": by_reference,
+                        "rows": rows,
+                        "tokens": tokens,
+                        "workers": workers,
+                        "seconds": step.seconds,
+                        "through_bytes": step.through,
+                        "held_bytes": step.held,
+                        "address_bytes": step.addresses,
+                    }
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    sys.stderr.write(f"{kind} {rows} x {tokens}, {workers} workers, by reference {by_reference}: ")
+                    sys.stderr.write(f"{sum(step.seconds.values()):.2f} CPU s\n")
+                    del step
+    ray.shutdown()
+
+
+# ---- model
+
+
+def features(by_reference: bool, rows: int, tokens: int, workers: int) -> list[float]:
+    """Return what the cost of a phase is a sum of: nothing, calls, rows, and tokens or addresses of blocks.
+
+    A part of a batch that was reordered has rows of many blocks, and each is a reference of its own.
+    """
+    if not by_reference:
+        return [1.0, workers, rows, rows * tokens]
+    blocks = max(workers, rows / ROWS_OF_A_BLOCK)
+    pairs = workers * blocks * (1 - (1 - 1 / blocks) ** (rows / workers))
+    return [1.0, workers, rows, pairs]
+
+
+NAMES = {False: ("step", "worker", "row", "token"), True: ("step", "worker", "row", "block of a part")}
+
+
+def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return the non-negative coefficients with the least relative error, by coordinate descent."""
+    weighted = matrix / target[:, None]
+    scale = np.linalg.norm(weighted, axis=0)
+    weighted = weighted / scale
+    found = np.zeros(matrix.shape[1])
+    residual = np.ones(len(target))
+    for _ in range(20_000):
+        for column in range(len(found)):
+            change = max(-found[column], float(weighted[:, column] @ residual))
+            found[column] += change
+            residual -= change * weighted[:, column]
+    fitted: np.ndarray = found / scale
+    return fitted
+
+
+Lines = Sequence[dict[str, Any]]
+
+
+def medians(lines: Lines) -> list[dict[str, Any]]:
+    """Return one line for each case, with the median seconds of its rounds."""
+    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in lines:
+        key = tuple(line[name] for name in ("kind", "by_reference", "rows", "tokens", "workers"))
+        cases.setdefault(key, []).append(line)
+    return [
+        {**rounds[0], "seconds": {p: float(np.median([line["seconds"][p] for line in rounds])) for p in PHASES}}
+        for rounds in cases.values()
+    ]
+
+
+def fit(lines: Lines, by_reference: bool) -> dict[str, np.ndarray]:
+    """Return the coefficients of each phase."""
+    used = [line for line in lines if line["kind"] == "fit" and line["by_reference"] == by_reference]
+    matrix = np.array([features(by_reference, line["rows"], line["tokens"], line["workers"]) for line in used])
+    return {p: non_negative(matrix, np.array([max(line["seconds"][p], 1e-4) for line in used])) for p in PHASES}
+
+
+def queue(dispatch_s: float, work_s: float, collect_s: float, workers: int) -> float:
+    """Return when the driver has all answers of a call: it is one server, before and after the workers.
+
+    It sends the parts one after the other, each worker begins when its part is there, and the driver takes the answers
+    in the order in which they come, after its last part is sent.
+    """
+    arrivals = [(number + 1) * dispatch_s / workers + work_s for number in range(workers)]
+    now = dispatch_s
+    for arrival in arrivals:
+        now = max(now, arrival) + collect_s / workers
+    return now
+
+
+def model(arguments: argparse.Namespace) -> None:
+    """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
+    read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
+    lines = medians(read)
+    say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731
+    models = {by_reference: fit(lines, by_reference) for by_reference in (False, True)}
+    for by_reference, phases in models.items():
+        say(f"\n{'by reference' if by_reference else 'through the driver'}, CPU microseconds:")
+        say(f"| phase | {' | '.join(NAMES[by_reference])} |")
+        say("| --- " * (1 + len(NAMES[by_reference])) + "|")
+        for name, values in phases.items():
+            say(f"| {name} | {' | '.join(f'{value * 1e6:.4g}' for value in values)} |")
+    say("\n| kind | by reference | rows | tokens | workers | measured s | predicted s | error |")
+    say("| --- " * 8 + "|")
+    for line in lines:
+        terms = np.array(features(line["by_reference"], line["rows"], line["tokens"], line["workers"]))
+        predicted = float(sum(terms @ models[line["by_reference"]][p] for p in PHASES))
+        measured = sum(line["seconds"].values())
+        cells = [line["kind"], line["by_reference"], line["rows"], line["tokens"], line["workers"]]
+        cells += [f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured - 1:+.1%}"]
+        say(f"| {' | '.join(map(str, cells))} |")
+    say("\n| rows | workers | mode | " + " | ".join(PHASES) + " | sum s | columns held GB | through GB |")
+    say("| --- " * (6 + len(PHASES)) + "|")
+    for rows in (4096, 16384, 65536):
+        for workers in (8, 64, 512):
+            for by_reference in (False, True):
+                terms = np.array(features(by_reference, rows, 8192, workers))
+                seconds = [float(terms @ models[by_reference][p]) for p in PHASES]
+                like = next(line for line in lines if line["by_reference"] == by_reference and line["tokens"] >= 256)
+                scale = rows * 8192 / (like["rows"] * like["tokens"])
+                held = rows * like["address_bytes"] / like["rows"] if by_reference else like["held_bytes"] * scale
+                through = 0 if by_reference else sum(like["through_bytes"].values()) * scale
+                cells = [str(rows), str(workers), "reference" if by_reference else "driver"]
+                cells += [f"{value:.1f}" for value in seconds] + [f"{sum(seconds):.1f}"]
+                say(f"| {' | '.join([*cells, f'{held / 1e9:.2f}', f'{through / 1e9:.1f}'])} |")
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("--out", default="driver_scaling.jsonl")
+    measuring.add_argument("--actors", type=int, default=2, help="actors that play the workers")
+    measuring.add_argument("--rounds", type=int, default=3)
+    measuring.add_argument("--store-mb", type=int, default=1200, help="size of the object store")
+    measuring.add_argument("--large", action="store_true", help="65,536 rows and 512 workers only")
+    measuring.set_defaults(run=measure)
+    modelling = commands.add_parser("model")
+    modelling.add_argument("runs", nargs="+")
+    modelling.set_defaults(run=model)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    main()
