@@ -97,10 +97,9 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         """Give the newest weights to the servers, and send them the requests."""
         if self.timelines is not None and self.timelines.records(coming.step):
             coming.requests.meta_info[RECORDED] = True
-        with phase("weight_sync", step=self.state.step), marked_timer("sync_rollout_weights", timing):
-            self.sync_weights()
-        with phase("generate", step=coming.step):
+        with phase("weight_sync", step=coming.step), marked_timer("sync_rollout_weights", timing):
             coming.pending = self._loops.begin(coming.requests, trains_meanwhile=True)
+        self.state.engine_version = self.state.weights_version
 
     def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[DataProto, DataProto, torch.Tensor]:
         """Wait for the responses to the batch of this step; spare prompts are sampled by the newest weights."""

@@ -161,7 +161,7 @@ def test_a_checkpoint_without_its_responses_is_refused(workspace):
 
 @pytest.mark.full
 def test_a_server_that_dies_changes_nothing_while_another_lives(workspace, tmp_path):
-    fault = {"VERL_FAULT": "kill:generate:rank=0:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    fault = {"VERL_FAULT": "kill:generate:rank=0:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
     whole = train(workspace, "one_step_two_servers", TWO_SERVERS)
     struck = train(workspace, "one_step_struck", TWO_SERVERS, env=fault)
     assert (tmp_path / "fault").exists()
@@ -174,7 +174,7 @@ def test_a_server_that_dies_changes_nothing_while_another_lives(workspace, tmp_p
 @pytest.mark.full
 def test_the_only_server_that_dies_comes_back_with_the_newest_weights(workspace, tmp_path):
     """The rows that had no answer are sampled by weights that are not behind, and say so."""
-    fault = {"VERL_FAULT": "kill:generate:rank=0:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    fault = {"VERL_FAULT": "kill:generate:rank=0:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
     run = train(workspace, "one_step_only_server", env=fault)
     assert (tmp_path / "fault").exists() and sorted(run.steps) == [1, 2, 3]
     assert {row["versions_behind"] for row in rows_of(run, 2)} == {1}
@@ -193,7 +193,7 @@ def test_importance_weights_compare_with_the_weights_that_sampled(workspace):
 
 @pytest.mark.full
 def test_a_skipped_sync_is_flagged(workspace):
-    run = train(workspace, "one_step_skipped", env={"VERL_FAULT": "skip:weight_sync:step=2"})
+    run = train(workspace, "one_step_skipped", env={"VERL_FAULT": "skip:weight_sync:step=3"})
     assert behind_of(run) == {1: 0, 2: 1, 3: 2}
     (flag,) = [flag for flag in find_flags(read_entries(run.folder / "metrics.jsonl")) if flag.name == "stale weights"]
     assert flag.step == 3 and "up to 2 updates old, 1 planned" in flag.reason

@@ -163,7 +163,7 @@ def test_each_batch_is_asked_for_one_step_ahead(tmp_path: Path) -> None:
     """The weights that sample it are those after the step before the one in which it is asked for."""
     trainer = make_trainer(OneStepOffRayTrainer, tmp_path)
     collect(trainer, STEPS)
-    expected = [("sync", 1), ("begin", 1), ("finish", 1), ("begin", 2), ("finish", 2), ("sync", 2), ("begin", 3)]
+    expected = [("begin", 1), ("finish", 1), ("begin", 2), ("finish", 2), ("begin", 3), ("finish", 3), ("begin", 4)]
     assert trainer.async_rollout_manager.calls[:7] == expected
     assert trainer.async_rollout_manager.calls[-1] == ("finish", STEPS)  # nothing is asked for after the last step
     assert [step for step, _ in trainer.attempts] == list(range(1, STEPS + 1))
