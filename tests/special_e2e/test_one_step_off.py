@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import yaml
 
+from verl.utils.observe.attempts import read_attempts
 from verl.utils.observe.record import read_entries
 from verl.utils.report.flags import find_flags
 
@@ -197,3 +199,23 @@ def test_a_skipped_sync_is_flagged(workspace):
     assert behind_of(run) == {1: 0, 2: 1, 3: 2}
     (flag,) = [flag for flag in find_flags(read_entries(run.folder / "metrics.jsonl")) if flag.name == "stale weights"]
     assert flag.step == 3 and "up to 2 updates old, 1 planned" in flag.reason
+
+
+@pytest.mark.full
+def test_replaced_prompts_are_the_same_after_a_resume(workspace, tmp_path):
+    """Spare prompts are sampled when the step begins; its batch waits in the checkpoint, with what failed in it."""
+    path = tmp_path / "loops.yaml"
+    path.write_text(yaml.dump([{"name": "flaky", "_target_": "tests.special_e2e.flaky_loop.FlakyLoop"}]))
+    agent = {"agent_loop_config_path": path, "default_agent_loop": "flaky", "num_retries": 0, "on_failure": "replace"}
+    loops = {f"{ROLLOUT}.agent.{name}": value for name, value in agent.items()}
+    changes = loops | {f"{ROLLOUT}.agent.trajectory_timeout_s": 30, "trainer.save_freq": 2}
+    changes |= {"trainer.total_training_steps": 4, "trainer.record_digests": True}
+    whole = train(workspace, "one_step_replacing", changes)
+    assert all(whole.steps[step]["attempts/replaced"] > 0 for step in (3, 4))
+    stopped = {"VERL_FAULT": "raise:update_actor:rank=0:step=3"}
+    train(workspace, "one_step_replacing_parts", changes, env=stopped, fails=True)
+    parts = train(workspace, "one_step_replacing_parts", changes)
+    assert_bit_for_bit(parts, whole, range(1, 5))
+    for run in (whole, parts):
+        steps = {line["step"] for line in read_attempts(run.folder) if "-train-" in line["id"]}
+        assert steps == {1, 2, 3, 4}
