@@ -137,6 +137,15 @@ def test_a_batch_that_fails_is_in_the_account() -> None:
     assert {line["uid"] for line in manager.take_attempts()} == set("abcd")
 
 
+def test_what_keeps_servers_from_coming_back_ends_the_batch() -> None:
+    manager = make_manager(loops(3))
+    pending = manager.begin(prompts(), trains_meanwhile=True)
+    pending.watch.failures.append(OSError("no device is left"))
+    with pytest.raises(OSError, match="no device is left"):
+        manager.finish(pending)
+    assert len(manager.take_attempts()) == 4
+
+
 def test_only_servers_with_their_own_devices_generate_meanwhile() -> None:
     manager = make_manager(loops(3))
     manager.servers = None

@@ -195,6 +195,8 @@ class AgentLoopManager:
         with self._accounted(prompts):
             if pending.watch is not None:
                 pending.watch.stop()
+                if pending.watch.failures:  # all servers are ended
+                    raise pending.watch.failures[0]
             with self._watched(pending.step, keeps_weights=pending.planned_version is not None):
                 output = self._wait_for_loops(pending)  # an error ends the workers
         attempts: list[AttemptLine] = output.meta_info.pop("attempts")
