@@ -125,6 +125,7 @@ def test_the_chat_template_gets_its_arguments(folder, tmp_path):
         (["rollout.temperature=0"], r"data\.n_samples=5.* must be 1 without sampling"),
         (["rollout.mode=async"], r"rollout\.mode=async.* must be sync"),
         (["rollout.load_format=dummy"], r"rollout\.load_format=dummy.*write auto"),
+        (["+rollout.share_weights=true"], r"rollout\.share_weights=true.*needs a trainer.*write false"),
         (["rollout.top_p=2"], r"rollout\.top_p=2"),
         (["data.batch_size=0"], r"data\.batch_size=0.* must be an integer in \[1, 65536\]"),
         (["data.path=/nowhere.parquet"], r"data\.path=.*/nowhere\.parquet.*no such file"),

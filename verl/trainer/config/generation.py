@@ -100,6 +100,8 @@ class GenerationConfig:
             yield Violation("rollout.mode", rollout.mode, "must be sync: this command starts no server")
         if rollout.load_format == "dummy":
             yield Violation("rollout.load_format", "dummy", "waits for the weights of a trainer: write auto")
+        if rollout.share_weights:
+            yield Violation("rollout.share_weights", True, "needs a trainer, and this command has none: write false")
         if trainer.device not in DEVICES:
             yield Violation("trainer.device", trainer.device, f"must be one of {', '.join(DEVICES)}")
         workers = trainer.nnodes * trainer.n_gpus_per_node
