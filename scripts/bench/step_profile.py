@@ -29,6 +29,8 @@ from process_tree import ProcessTree, role
 from trl import CASES, ROOT, verl_command
 
 SKIPPED_STEPS = 3
+WATCHED_S = 0.02
+"""py-spy costs CPU itself: it looks only at processes that use so much in a step."""
 ATTACH_S = 5.0
 RUN_TIMEOUT_S = 3600.0
 TICKS_PER_S = 100.0  # of the counters in /proc
@@ -98,10 +100,12 @@ def samples_of(path: Path) -> dict[int, Counter[str]]:
 class Recording:
     """py-spy on every Python process of a run, and the counters of its threads."""
 
-    def __init__(self, program: str, rate: int, processes: list[psutil.Process], folder: Path) -> None:
+    def __init__(
+        self, program: str, rate: int, processes: list[psutil.Process], watched: list[psutil.Process], folder: Path
+    ) -> None:
         self.processes, self.folder = processes, folder
         self.spies = []
-        for process in processes:
+        for process in watched:
             options = ["--threads", "--nonblocking", "--full-filenames", "--format", "raw", "-d", "100000"]
             target = ["-p", str(process.pid), "-r", str(rate), "-o", str(folder / f"{process.pid}.raw")]
             command = [program, "record", *options, *target]
@@ -139,6 +143,15 @@ class Recording:
         return sorted(rows, key=lambda row: -row["cpu_s"])
 
 
+def used_by(tree: ProcessTree) -> dict[psutil.Process, float]:
+    """Return the CPU seconds of each process so far."""
+    found = {}
+    for process in tree.alive():
+        with suppress(psutil.Error):
+            found[process] = sum(process.cpu_times()[:2])
+    return found
+
+
 def lines_of(path: Path) -> int:
     """Return the finished steps of a run."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -162,8 +175,12 @@ def record(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         child = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         tree = ProcessTree(child.pid)
         try:
+            wait_for(SKIPPED_STEPS - 1, progress, child, tree)
+            before = used_by(tree)
             wait_for(SKIPPED_STEPS, progress, child, tree)
-            recording = Recording(args.py_spy, args.rate, list(tree.alive()), run)
+            spent = {process: seconds - before.get(process, 0.0) for process, seconds in used_by(tree).items()}
+            watched = [process for process, seconds in spent.items() if seconds >= WATCHED_S]
+            recording = Recording(args.py_spy, args.rate, list(spent), watched, run)
             time.sleep(ATTACH_S)
             first = lines_of(progress) + 1
             wait_for(first, progress, child, tree)

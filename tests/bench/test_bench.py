@@ -146,7 +146,7 @@ def test_cpu_seconds_are_split_by_what_is_on_the_stack(
     stacks = {f"{update};backward (/t/torch/autograd/graph.py:1);_engine_run_backward (/t/graph.py:2)": 30}
     stacks |= {f"{update};optimizer_step (/v/verl/workers/engine/fsdp/engine.py:9)": 10}
     (tmp_path / "5.raw").write_text("".join(f"{stack} {count}\n" for stack, count in stacks.items()))
-    recording = script.Recording("py-spy", 100, [], tmp_path)
+    recording = script.Recording("py-spy", 100, [], [], tmp_path)
     recording.names = {5: "worker", 6: "raylet"}
     recording.before = {(5, 7): ("worker", 1.0), (6, 6): ("raylet", 2.0)}
     after = {(5, 7): ("worker", 5.0), (5, 8): ("grpc_1", 0.5), (6, 6): ("raylet", 2.0)}
