@@ -18,7 +18,7 @@ VOCABULARY, PROMPT_LENGTH, RESPONSE_LENGTH, TEMPERATURE = 131, 12, 10, 0.7
 EOS, PAD = 2, 0
 
 
-def build_model(tied: bool = False, num_key_value_heads: int = 2) -> Any:
+def build_model(tied: bool = False, num_key_value_heads: int = 2, max_positions: int = 64) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -28,7 +28,7 @@ def build_model(tied: bool = False, num_key_value_heads: int = 2) -> Any:
         num_attention_heads=4,
         num_key_value_heads=num_key_value_heads,
         intermediate_size=192,
-        max_position_embeddings=64,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
         bos_token_id=1,
         eos_token_id=EOS,

@@ -26,41 +26,46 @@ def on_blocks(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:count]
 
 
-def product_on_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def product_on_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Product | None = None) -> Tensor:
     """Return ``torch.nn.functional.linear``, with the bits that blocks of 16 rows give.
 
     Plain form: ``on_blocks(lambda block: linear(block, weight, bias), x)``. Larger blocks take the place of several
-    where ``_gives_same_bits`` has found that their kernel gives the same.
+    where ``_gives_same_bits`` has found that their kernel gives the same. ``product`` may take the place of ``linear``.
     """
+    product = product or torch.nn.functional.linear
     rows = x.reshape(-1, x.shape[-1])
     count = rows.shape[0]
     padded = count + -count % _BLOCK_ROWS
     rows = torch.nn.functional.pad(rows, (0, 0, 0, padded - count)) if padded != count else rows.contiguous()
-    sizes = _split(padded, weight, bias)
+    sizes = _split(padded, weight, bias, product)
     if len(sizes) <= 1:
-        product = torch.nn.functional.linear(rows, weight, bias)
+        result = product(rows, weight, bias)
     else:
-        product = torch.cat([torch.nn.functional.linear(block, weight, bias) for block in rows.split(sizes)])
-    return product[:count].reshape(*x.shape[:-1], weight.shape[0])
+        result = torch.cat([product(block, weight, bias) for block in rows.split(sizes)])
+    return result[:count].reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _split(rows: int, weight: Tensor, bias: Tensor | None) -> list[int]:
+def _split(rows: int, weight: Tensor, bias: Tensor | None, product: Product) -> list[int]:
     """Return the sizes of blocks, the largest first, that make up ``rows``, a multiple of 16."""
     sizes: list[int] = []
     for size in _LARGER_BLOCKS:
-        while rows >= size and _gives_same_bits(size, weight, bias):
+        while rows >= size and _gives_same_bits(size, weight, bias, product):
             sizes.append(size)
             rows -= size
     return sizes + [_BLOCK_ROWS] * (rows // _BLOCK_ROWS)
 
 
-def _gives_same_bits(size: int, weight: Tensor, bias: Tensor | None) -> bool:
+def _gives_same_bits(size: int, weight: Tensor, bias: Tensor | None, product: Product) -> bool:
     """Return whether a product of ``size`` rows has the bits of one on blocks of 16, as found at the first use.
 
     The kernel depends on sizes and layout, not on values, and another order of additions changes some of thousands of
     sums. A weight that shows no difference (one of zeros) proves nothing, and is tried again later.
     """
-    key = (size, weight.shape, weight.stride(), weight.dtype, weight.data_ptr() % 64, bias is None)
+    layout = (weight.shape, weight.stride(), weight.dtype, weight.data_ptr() % 64, bias is None)
+    key = (size, *layout, getattr(product, "__qualname__", ""))
     found = _may_replace.get(key)
     if found is not None:
         return found
@@ -74,6 +79,6 @@ def _gives_same_bits(size: int, weight: Tensor, bias: Tensor | None) -> bool:
         if tries >= _PROBES_AT_MOST:
             _may_replace[key] = False
         return False
-    in_blocks = on_blocks(lambda each: linear(each, weight, bias), x)
-    _may_replace[key] = linear(x, weight, bias).equal(in_blocks)
+    in_blocks = on_blocks(lambda each: product(each, weight, bias), x)
+    _may_replace[key] = product(x, weight, bias).equal(in_blocks)
     return _may_replace[key]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from verl.utils import envs
 from verl.utils.numerics.blocks import product_on_blocks
+from verl.utils.vllm.partial_blocks import PartialBlocks
 
 
 @cache
@@ -29,6 +30,8 @@ def apply(on_cpu: bool) -> None:
         permit_amx()
         keep_plain_weights()
         draw_seeds_by_counter()
+        compute_sampled_log_probs_only()
+        share_partial_blocks()
 
 
 def quiet_reload() -> None:
@@ -53,9 +56,9 @@ def permit_amx() -> None:
 def keep_plain_weights() -> None:
     """Keep the weights of linear layers on a CPU as parameters instead of packing them into oneDNN handles.
 
-    Versions: 0.25 to 0.32. A packed weight cannot be read back for verification, and a tied output layer keeps the
-    packed copy of the old weight after a reload. The patch costs about a tenth of generation speed at hidden size 256.
-    Remove when packed weights are readable and a reload packs tied layers again.
+    Versions: 0.25 to 0.32. A packed weight of vLLM cannot be read back for verification, and a tied output layer keeps
+    the packed copy of the old weight after a reload. ``rollout.pack_weights`` packs without either. Remove when vLLM's
+    packed weights are readable and a reload packs tied layers again.
     """
     from vllm.model_executor.layers import utils
 
@@ -155,15 +158,174 @@ def draw_seeds_by_counter() -> None:
             return forward_cpu(self, logits, plain, k, p)
         logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p).to(torch.float32)
         rows = logits.shape[0]
-        seeds = torch.randint(0, 2**31, (rows,)) if len(generators) < rows else torch.empty(rows, dtype=torch.long)
-        for row, stream in generators.items():  # greedy requests have none, and do not change those of others
-            seeds[row] = stream.draw()
+        if len(generators) == rows:
+            seeds = torch.tensor([generators[row].draw() for row in range(rows)], dtype=torch.long)
+        else:  # greedy requests have none, and do not change those of others
+            seeds = torch.randint(0, 2**31, (rows,))
+            for row, stream in generators.items():
+                seeds[row] = stream.draw()
         processed = {"processed_logits": lambda: logits, "processed_logprobs": lambda: logits.log_softmax(dim=-1)}
-        wanted = processed[self.logprobs_mode]() if self.logprobs_mode in processed else None
+        is_read = getattr(self, "are_log_probs_read", True) and self.logprobs_mode in processed
+        wanted = processed[self.logprobs_mode]() if is_read else None
         return torch.ops._C.fused_gumbel_argmax(logits, seeds), wanted
 
     CPUModelRunner._update_states = update_states_with_streams
     topk_topp_sampler.TopKTopPSampler.forward_cpu = forward
+
+
+def compute_sampled_log_probs_only() -> None:
+    """Compute log-probabilities for requests that ask for them, and no ranks of sampled tokens, which nobody reads.
+
+    Versions: 0.32 on a CPU. vLLM computes the log-probabilities of the vocabulary in every step, and passes over them
+    once more to count those above the sampled token's, although ``logprobs=0`` asks for that token's alone. Remove when
+    vLLM leaves both out.
+    """
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.sampler import Sampler
+
+    sample = Sampler.sample
+    gather_logprobs = Sampler.gather_logprobs
+
+    def sample_what_is_read(self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = sampling_metadata.max_num_logprobs is not None or bool(sampling_metadata.logprob_token_ids)
+        self.topk_topp_sampler.are_log_probs_read = asked
+        return sample(self, logits, sampling_metadata, *args, **kwargs)
+
+    def gather_without_ranks(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
+        if num_logprobs:
+            return gather_logprobs(logprobs, num_logprobs, token_ids)
+        sampled = token_ids.unsqueeze(-1)
+        return LogprobsTensors(sampled.to(torch.int32), logprobs.gather(-1, sampled), torch.zeros_like(token_ids))
+
+    Sampler.sample = sample_what_is_read
+    Sampler.gather_logprobs = staticmethod(gather_without_ranks)
+
+
+def share_partial_blocks() -> None:
+    """Let a request begin with a copy of a block that begins like its own; see ``PartialBlocks``.
+
+    Versions: 0.32 on a CPU, where a block has at least 32 tokens. vLLM finds beginnings of blocks for hybrid models
+    only, and copies before it computes, so that requests of one step could not share. Here the copies are made in each
+    layer, when the keys and values of the step are in the cache. Remove when vLLM shares the end of a prompt.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    init_scheduler = Scheduler.__init__
+    execute_model = CPUModelRunner.execute_model
+    update_cache = CPUAttentionBackendImpl.do_kv_cache_update
+    copies: list[Tensor] = []  # of the step that this process computes: blocks to read and blocks to write
+
+    def init_scheduler_with_partial_blocks(self: Any, *args: Any, **kwargs: Any) -> None:
+        init_scheduler(self, *args, **kwargs)
+        parallel = self.vllm_config.parallel_config
+        is_plain = (
+            not self.vllm_config.use_v2_model_runner
+            and self.vllm_config.speculative_config is None
+            and self.connector is None
+            and parallel.pipeline_parallel_size == 1
+            and parallel.decode_context_parallel_size == 1
+            and parallel.prefill_context_parallel_size == 1
+        )
+        manager = self.kv_cache_manager
+        if is_plain and manager.enable_caching and not manager.enable_kv_cache_events:
+            if _has_one_plain_group(manager.kv_cache_config):
+                _find_partial_blocks(manager)
+
+    def execute_model_with_copies(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = scheduler_output.kv_cache_block_copies
+        if pairs and _has_one_plain_group(self.kv_cache_config):
+            scheduler_output.kv_cache_block_copies = None
+            copies[:] = torch.tensor(pairs).unbind(dim=1)
+        try:
+            return execute_model(self, scheduler_output, *args, **kwargs)
+        finally:
+            copies.clear()
+
+    def update_cache_with_copies(
+        self: Any, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        update_cache(self, layer, key, value, kv_cache, slot_mapping)
+        if copies:
+            read, written = copies
+            kv_cache[written] = kv_cache[read]
+            update_cache(self, layer, key, value, kv_cache, slot_mapping)  # the step's own tokens in the copies
+
+    Scheduler.__init__ = init_scheduler_with_partial_blocks  # type: ignore[method-assign]
+    CPUModelRunner.execute_model = execute_model_with_copies
+    CPUAttentionBackendImpl.do_kv_cache_update = update_cache_with_copies
+
+
+def _has_one_plain_group(kv_cache_config: Any) -> bool:
+    """Whether all layers with a cache are of full attention, with blocks in common."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
+
+
+def _find_partial_blocks(manager: Any) -> None:
+    """Make a ``KVCacheManager`` note the beginnings of blocks, and find them for new requests."""
+    partial = PartialBlocks(manager)
+    get_computed_blocks = manager.get_computed_blocks
+    allocate_slots = manager.allocate_slots
+    pop_blocks_for_free = manager.pop_blocks_for_free
+    free = manager.free
+    cache_full_blocks = manager.block_pool.cache_full_blocks
+
+    def get_computed_blocks_and_part(request: Any) -> Any:
+        blocks, num_computed, boundary = get_computed_blocks(request)
+        found = partial.find(request, num_computed) if manager.prefix_cache_lookup_enabled(request) else None
+        if found is None:
+            return blocks, num_computed, boundary
+        block, count = found
+        return manager.create_kv_cache_blocks(([*blocks.blocks[0], block],)), num_computed + count, boundary
+
+    def allocate_slots_and_note(
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: Any = None,
+        num_lookahead_tokens: int = 0,
+        **kwargs: Any,
+    ) -> Any:
+        is_prefill = new_computed_blocks is not None or request.num_computed_tokens < request.num_prompt_tokens
+        if not is_prefill and partial.has_room(request, num_new_tokens + num_lookahead_tokens):
+            return manager.empty_kv_cache_blocks  # what vLLM finds in ten times the time, once per token
+        blocks = allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, **kwargs
+        )
+        if is_prefill and blocks is not None:
+            num_tokens = request.num_tokens - 1
+            if request.num_computed_tokens + num_new_computed_tokens + num_new_tokens > num_tokens:
+                partial.note(request, num_tokens)
+        return blocks
+
+    def note_end(request: Any) -> None:
+        if request.is_finished():
+            partial.note(request, min(request.num_computed_tokens, request.num_tokens - 1))
+
+    def free_and_note(request: Any) -> None:
+        note_end(request)
+        free(request)
+
+    def pop_blocks_and_note(request: Any) -> Any:
+        note_end(request)
+        return pop_blocks_for_free(request)
+
+    def cache_full_blocks_and_keep(
+        request: Any, blocks: list[Any], num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
+    ) -> None:
+        keys = partial.keys_of(blocks[num_cached_blocks:num_full_blocks])
+        cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
+        partial.keep(keys)
+
+    manager.get_computed_blocks = get_computed_blocks_and_part
+    manager.allocate_slots = allocate_slots_and_note
+    manager.free = free_and_note
+    manager.pop_blocks_for_free = pop_blocks_and_note
+    manager.block_pool.cache_full_blocks = cache_full_blocks_and_keep
 
 
 def name_shared_memory(token: int) -> None:

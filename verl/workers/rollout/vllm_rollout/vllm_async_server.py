@@ -9,7 +9,7 @@ from verl.workers.rollout.engine_settings import is_batch_invariant
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.server import TokenOutput
 from verl.workers.rollout.vllm_rollout.engine import ServedEngine
-from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, build_engine_args
+from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, PACKED_VARIABLE, build_engine_args
 from verl.workers.rollout.vllm_rollout.media import Request
 from verl.workers.rollout.vllm_rollout.requests import RequestForm, refusals, token_output
 
@@ -30,7 +30,7 @@ class vLLMServer(EngineServer):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        envs.write({INVARIANT_VARIABLE: str(int(invariant))})
+        envs.write({INVARIANT_VARIABLE: str(int(invariant)), PACKED_VARIABLE: str(int(self.config.pack_weights))})
         args = build_engine_args(self.config, model_config, standalone=True)
         engine = ServedEngine(AsyncLLM.from_engine_args(AsyncEngineArgs(**args)))
         seeds = self.seeds

@@ -61,7 +61,8 @@ class vLLMRollout(BaseRollout):
         self._sleep_level = sleep_level(config)
         worker = self._llm.collective_rpc(lambda worker: worker)[0]
         runner = worker.model_runner
-        self._weights = EngineWeights(runner.get_model(), runner.model_config, torch.device(runner.device))
+        device = torch.device(runner.device)
+        self._weights = EngineWeights(runner.get_model(), runner.model_config, device, config.pack_weights)
         use_training_positions(runner.get_model(), model_config.hf_config)
         logger.info("vLLM engine started in %.1f s", time.perf_counter() - started)
         if config.free_cache_engine and not self._can_sleep:
