@@ -22,10 +22,13 @@ from .verification import record
 
 LAYOUT = "actor_rollout_ref.actor.megatron"
 MEGATRON = {"--config-name": "ppo_megatron_trainer"}
+MEGATRON_TP = MEGATRON | {f"{LAYOUT}.tensor_model_parallel_size": 2}
+SGLANG = {"actor_rollout_ref.rollout.name": "sglang"}
 ENGINES: dict[str, dict[str, object]] = {
     "fsdp": {},
-    "sglang": {"actor_rollout_ref.rollout.name": "sglang"},
-    "megatron tp": MEGATRON | {f"{LAYOUT}.tensor_model_parallel_size": 2},
+    "sglang": SGLANG,
+    "megatron tp": MEGATRON_TP,
+    "megatron tp, sglang": MEGATRON_TP | SGLANG,
     "megatron pp": MEGATRON
     | {f"{LAYOUT}.pipeline_model_parallel_size": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2},
 }
@@ -39,6 +42,7 @@ FULL = [
         ("qwen2_5_vl", "sglang"),
         ("qwen2_5_vl", "megatron tp"),
         ("qwen2_5_vl", "megatron pp"),
+        ("qwen2_5_vl", "megatron tp, sglang"),
         ("qwen3_vl_moe", "megatron tp"),
     )
 ]
@@ -94,6 +98,11 @@ def judge(policy: str, folder: Path) -> Path:
     return folder
 
 
+def named(engine: str) -> str:
+    """Return the part of a folder's name that names an engine."""
+    return engine.replace(",", "").replace(" ", "_")
+
+
 @pytest.mark.parametrize(("kind", "engine"), [("qwen2_5_vl", "fsdp"), *FULL])
 def test_images_reach_training_and_generation_alike(
     workspace: Workspace, tmp_path: Path, kind: str, engine: str
@@ -102,12 +111,12 @@ def test_images_reach_training_and_generation_alike(
     on_megatron = engine.startswith("megatron")
     if on_megatron:
         pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-    if engine == "sglang":
+    if "sglang" in engine:
         pytest.importorskip("sglang")
     shapes.write(tmp_path, train=32, test=4, supervised=4)
     model = tiny(tmp_path, kind, 128 if on_megatron else 64)  # with two key and value heads
     chosen = overrides(tmp_path, model, 2) | LETTERS | ENGINES[engine]
-    run = workspace.train(f"vision_{kind}_{engine.replace(' ', '_')}", chosen)
+    run = workspace.train(f"vision_{kind}_{named(engine)}", chosen)
     side = 64 if kind.startswith("qwen3_vl") else shapes.SIZE  # a multiple of two patches of 16 or 14
     pixels, grid = side**2 * 3, 3 * 8
     put = 16 * (pixels + 4 * 2 * pixels + grid)  # as bytes, and as fp32 of two frames
@@ -138,12 +147,18 @@ TWO_SERVERS = {
     "ray_kwargs.ray_init.num_cpus": 4,
 }
 SERVED = {"actor_rollout_ref.rollout.mode": "async", "actor_rollout_ref.rollout.agent.num_workers": 1}
-LAYOUTS = ENGINES | {"tensor parallel": TENSOR_PARALLEL, "two servers": TWO_SERVERS}
+LAYOUTS = ENGINES | {
+    "tensor parallel": TENSOR_PARALLEL,
+    "two servers": TWO_SERVERS,
+    "two servers, sglang": TWO_SERVERS | SGLANG,
+}
 LOOKING = [
     pytest.param(kind, engine, tools, marks=pytest.mark.full)
     for kind, engine, tools in (
         ("qwen2_5_vl", "sglang", 2),
         ("qwen2_5_vl", "two servers", 1),
+        ("qwen2_5_vl", "two servers, sglang", 2),
+        ("qwen2_5_vl", "megatron tp, sglang", 2),
         ("qwen2_5_vl", "tensor parallel", 2),
         ("qwen2_5_vl", "megatron tp", 2),
         ("qwen2_5_vl", "megatron pp", 1),
@@ -165,7 +180,7 @@ def test_images_and_films_of_tools_are_trained(
     """
     if "megatron" in engine:
         pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-    if engine == "sglang":
+    if "sglang" in engine:
         pytest.importorskip("sglang")
     (tmp_path / "tools.yaml").write_text(yaml.dump({"tools": LOOKS[:tools]}))
     shapes.write(tmp_path, train=16, test=4, supervised=4, side=SIDE)
@@ -186,7 +201,7 @@ def test_images_and_films_of_tools_are_trained(
         "trainer.rollout_data_dir": tmp_path / "dumps",
         "trainer.val_before_train": False,
     }
-    run = workspace.train(f"looks_{kind}_{engine.replace(' ', '_')}", chosen)
+    run = workspace.train(f"looks_{kind}_{named(engine)}", chosen)
     seen: set[str] = set()
     for step in (1, 2):
         numbers = run.steps[step]
