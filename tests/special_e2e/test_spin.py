@@ -7,6 +7,7 @@ import pytest
 from tests import metrics_page
 
 from .conftest import Run, assert_bit_for_bit, call
+from .features import GAP
 
 pytestmark = pytest.mark.full
 
@@ -55,9 +56,29 @@ def test_a_killed_run_resumes_bit_for_bit(workspace, spin, tmp_path, killed_at):
     assert_bit_for_bit(train(workspace, name), spin, range(1, 6))
 
 
+def test_it_trains_with_sglang(workspace):
+    """The gap of log-probabilities is that of the trainer that recipes start from, after an update too."""
+    pytest.importorskip("sglang")
+    changes = {"actor_rollout_ref.rollout.name": "sglang", "trainer.total_training_steps": 2, "trainer.save_freq": -1}
+    run = train(workspace, "spin-sglang", changes)
+    for step in (1, 2):
+        numbers = run.steps[step]
+        assert metrics_page.unknown(set(numbers)) == set()
+        assert numbers["actor/grad_norm"] > 0 and numbers["weight_sync/checksum_ok"] == 1
+        assert numbers[GAP] < 1e-4
+    assert run.steps[1]["actor/dpo_loss"] == pytest.approx(math.log(2), abs=0.05)
+
+
 @pytest.mark.timeout(1800)
-def test_the_example_learns(warmed_up, tmp_path):
-    steps = ["trainer.total_training_steps=40", "trainer.test_freq=40", "trainer.save_freq=-1"]
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_example_learns(warmed_up, tmp_path, engine):
+    pytest.importorskip(engine)
+    steps = [
+        f"actor_rollout_ref.rollout.name={engine}",
+        "trainer.total_training_steps=40",
+        "trainer.test_freq=40",
+        "trainer.save_freq=-1",
+    ]
     call(["bash", "recipe/spin/run_spin_tiny_cpu.sh", *steps], OUT_DIR=tmp_path, **warmed_up)
     run = Run(0, "", 0.0, tmp_path)
     accuracy = "val-core/openai/gsm8k/reward/mean@1"
