@@ -29,6 +29,8 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 
 PHASES = ("generate", "infer", "shape", "update", "finish")
+ANSWERS = "answers"
+"""The part of the phases in which the driver takes answers of the workers."""
 SAMPLES = 8
 ROWS_OF_A_BLOCK = 24
 """Rows of 8,192 tokens that a block of generated columns holds."""
@@ -124,11 +126,26 @@ class Step:
         self.by_reference = by_reference
         self.rows, self.tokens = rows, tokens
         self.record = StepRecord(digests=True, num_samples=0)
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict.fromkeys((*PHASES, ANSWERS), 0.0)
+        self.calls = 0
+        self._watch(group)
         self.through = dict.fromkeys(PHASES, 0)
         self.held = 0
         self.addresses = 0
         self._phase = "generate"
+
+    def _watch(self, group: Any) -> None:
+        """Count what the driver spends while it takes the answers of a call: it overlaps with slower workers."""
+        wait = group.wait
+
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            values = wait(*args, **kwargs)
+            self.seconds[ANSWERS] += time.process_time() - began
+            self.calls += 1
+            return values
+
+        group.wait = waiting
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -245,6 +262,11 @@ class Step:
         length_histogram(batch)
 
 
+def total(seconds: dict[str, float]) -> float:
+    """Return the seconds of all phases."""
+    return sum(seconds[phase] for phase in PHASES)
+
+
 # ---- measure
 
 FITTED = [
@@ -302,6 +324,7 @@ def measure(arguments: argparse.Namespace) -> None:
                         "tokens": tokens,
                         "workers": workers,
                         "seconds": step.seconds,
+                        "calls": step.calls,
                         "through_bytes": step.through,
                         "held_bytes": step.held,
                         "address_bytes": step.addresses,
@@ -309,7 +332,7 @@ def measure(arguments: argparse.Namespace) -> None:
                     file.write(json.dumps(line) + "\n")
                     file.flush()
                     sys.stderr.write(f"{kind} {rows} x {tokens}, {workers} workers, by reference {by_reference}: ")
-                    sys.stderr.write(f"{sum(step.seconds.values()):.2f} CPU s\n")
+                    sys.stderr.write(f"{total(step.seconds):.2f} CPU s\n")
                     del step
     ray.shutdown()
 
@@ -358,7 +381,10 @@ def medians(lines: Lines) -> list[dict[str, Any]]:
         key = tuple(line[name] for name in ("kind", "by_reference", "rows", "tokens", "workers"))
         cases.setdefault(key, []).append(line)
     return [
-        {**rounds[0], "seconds": {p: float(np.median([line["seconds"][p] for line in rounds])) for p in PHASES}}
+        {
+            **rounds[0],
+            "seconds": {p: float(np.median([line["seconds"][p] for line in rounds])) for p in (*PHASES, ANSWERS)},
+        }
         for rounds in cases.values()
     ]
 
@@ -367,19 +393,21 @@ def fit(lines: Lines, by_reference: bool) -> dict[str, np.ndarray]:
     """Return the coefficients of each phase."""
     used = [line for line in lines if line["kind"] == "fit" and line["by_reference"] == by_reference]
     matrix = np.array([features(by_reference, line["rows"], line["tokens"], line["workers"]) for line in used])
-    return {p: non_negative(matrix, np.array([max(line["seconds"][p], 1e-4) for line in used])) for p in PHASES}
+    return {
+        p: non_negative(matrix, np.array([max(line["seconds"][p], 1e-4) for line in used])) for p in (*PHASES, ANSWERS)
+    }
 
 
-def queue(dispatch_s: float, work_s: float, collect_s: float, workers: int) -> float:
-    """Return when the driver has all answers of a call: it is one server, before and after the workers.
+def queue(serial_s: float, answers_s: float, work_s: float, workers: int) -> float:
+    """Return how long a call takes: the driver is one server, before and after the workers.
 
-    It sends the parts one after the other, each worker begins when its part is there, and the driver takes the answers
-    in the order in which they come, after its last part is sent.
+    It sends the parts one after the other, each worker begins when its part is there and takes ``work_s``, and the
+    driver takes the answers in the order in which they come, after its last part is sent.
     """
-    arrivals = [(number + 1) * dispatch_s / workers + work_s for number in range(workers)]
-    now = dispatch_s
-    for arrival in arrivals:
-        now = max(now, arrival) + collect_s / workers
+    now = serial_s
+    for number in range(workers):
+        arrival = (number + 1) * serial_s / workers + work_s
+        now = max(now, arrival) + answers_s / workers
     return now
 
 
@@ -400,12 +428,16 @@ def model(arguments: argparse.Namespace) -> None:
     for line in lines:
         terms = np.array(features(line["by_reference"], line["rows"], line["tokens"], line["workers"]))
         predicted = float(sum(terms @ models[line["by_reference"]][p] for p in PHASES))
-        measured = sum(line["seconds"].values())
+        measured = total(line["seconds"])
         cells = [line["kind"], line["by_reference"], line["rows"], line["tokens"], line["workers"]]
         cells += [f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured - 1:+.1%}"]
         say(f"| {' | '.join(map(str, cells))} |")
-    say("\n| rows | workers | mode | " + " | ".join(PHASES) + " | sum s | columns held GB | through GB |")
-    say("| --- " * (6 + len(PHASES)) + "|")
+    say(
+        "\n| rows | workers | mode | "
+        + " | ".join(PHASES)
+        + " | sum s | added to a step s | columns held GB | through GB |"
+    )
+    say("| --- " * (7 + len(PHASES)) + "|")
     for rows in (4096, 16384, 65536):
         for workers in (8, 64, 512):
             for by_reference in (False, True):
@@ -416,7 +448,12 @@ def model(arguments: argparse.Namespace) -> None:
                 held = rows * like["address_bytes"] / like["rows"] if by_reference else like["held_bytes"] * scale
                 through = 0 if by_reference else sum(like["through_bytes"].values()) * scale
                 cells = [str(rows), str(workers), "reference" if by_reference else "driver"]
-                cells += [f"{value:.1f}" for value in seconds] + [f"{sum(seconds):.1f}"]
+                answers = min(float(terms @ models[by_reference][ANSWERS]), sum(seconds))
+                calls = like["calls"]
+                work = arguments.work_s / calls
+                step = calls * queue((sum(seconds) - answers) / calls, answers / calls, work, workers)
+                cells += [f"{value:.1f}" for value in seconds]
+                cells += [f"{sum(seconds):.1f}", f"{step - arguments.work_s:.1f}"]
                 say(f"| {' | '.join([*cells, f'{held / 1e9:.2f}', f'{through / 1e9:.1f}'])} |")
 
 
@@ -433,6 +470,7 @@ def main() -> None:
     measuring.set_defaults(run=measure)
     modelling = commands.add_parser("model")
     modelling.add_argument("runs", nargs="+")
+    modelling.add_argument("--work-s", type=float, default=300.0, help="seconds that the workers work in a step")
     modelling.set_defaults(run=model)
     arguments = parser.parse_args()
     arguments.run(arguments)
