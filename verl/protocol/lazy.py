@@ -84,11 +84,15 @@ class Places:
         blocks: dict[Hashable, Any] = {}
         number: dict[Hashable, int] = {}
         block = []
+        numbers: dict[int, np.ndarray] = {}  # parts of one batch have the same tuple of blocks
         for part in parts:
-            for each in part.blocks:
-                number.setdefault(_identity(each), len(number))
-                blocks.setdefault(_identity(each), each)
-            known = np.array([number[_identity(each)] for each in part.blocks], dtype=np.int32)
+            if id(part.blocks) not in numbers:
+                for each in part.blocks:
+                    number.setdefault(_identity(each), len(number))
+                    blocks.setdefault(_identity(each), each)
+                known = np.array([number[_identity(each)] for each in part.blocks], dtype=np.int32)
+                numbers[id(part.blocks)] = known
+            known = numbers[id(part.blocks)]
             block.append(known[part.block] if len(known) else part.block)
         sums = [part.sums for part in parts if part.sums is not None]
         digests = [part.digests for part in parts if part.digests is not None]
