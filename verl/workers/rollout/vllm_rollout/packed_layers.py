@@ -38,7 +38,8 @@ class PackedLayers:
     def make(self) -> None:
         """Pack all weights."""
         for layer, plain in self._plain.items():
-            layer.cpu_linear = PackedProduct(layer.weight, on_blocks=plain is product_on_blocks)  # type: ignore
+            product = PackedProduct(layer.get_parameter("weight"), on_blocks=plain is product_on_blocks)
+            layer.cpu_linear = product  # type: ignore[assignment]
 
     def drop(self) -> None:
         """Free the packed weights; products use the plain ones until they are packed again."""
@@ -48,6 +49,6 @@ class PackedLayers:
     def check(self) -> None:
         """Raise RuntimeError if an output layer has another packed weight than plain one, which may be an embedding."""
         for layer in self._vocabulary:
-            product: Any = layer.cpu_linear
-            if isinstance(product, PackedProduct) and not product.weight().equal(layer.weight):
+            product, weight = vars(layer)["cpu_linear"], layer.get_parameter("weight")
+            if isinstance(product, PackedProduct) and not product.weight().equal(weight):
                 raise RuntimeError("weight sync: the packed output layer has other weights than the plain one")
