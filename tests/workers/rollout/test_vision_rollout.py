@@ -15,6 +15,7 @@ from verl.base_config import WrongInput
 from verl.protocol import DataProto
 from verl.utils.dataset.vision_utils import encoded_media
 from verl.utils.py_functional import object_array
+from verl.utils.sglang import import_sglang
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import config_rope
 from verl.workers.rollout.base import BaseRollout
@@ -140,6 +141,7 @@ def test_log_probs_of_images_and_videos(name: str, kind: str, tmp_path: Path, re
     if name != "hf":
         pytest.importorskip(name)
     if name == "sglang":
+        import_sglang()  # it changes transformers
         request.getfixturevalue("ray_cluster")
     model, model_config = vision.make_model(tmp_path / "model", kind)
     rollout = vision.start(name, model, model_config)

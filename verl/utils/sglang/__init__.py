@@ -56,6 +56,9 @@ def import_sglang() -> ModuleType:
         ) from error
     finally:
         asyncio.set_event_loop_policy(policy)  # SGLang sets its own, for all loops of this process
+    from verl.utils.sglang import patch  # which needs this module
+
+    patch.standardize_towers()
     return sglang
 
 

@@ -1,7 +1,8 @@
 """All patches of SGLang, with the versions that need them and the condition for their removal.
 
 They were written for and tested with SGLang 0.5.21 to 0.5.23. They change the process of a scheduler before it starts,
-and ``sockets_in`` that of the engine's owner, as long as the engine starts.
+``sockets_in`` that of the engine's owner, as long as the engine starts, and ``standardize_towers`` any process that
+imports SGLang.
 """
 
 import hashlib
@@ -32,6 +33,7 @@ def apply(batch_invariant: bool) -> None:
 
     Args: with ``batch_invariant`` no log-probability of a dense model depends on the other requests of a step.
     """
+    standardize_towers()
     bind_no_threads()
     answer_aborted()
     end_at_own_tokens()
@@ -201,6 +203,29 @@ def skip_experts_of_others() -> None:
         return compute(layer, rows, ones, moe_runner_config).reshape(len(x), -1, x.shape[-1]).sum(dim=1)
 
     fused_moe_native.moe_forward_native = compute_own
+
+
+def standardize_towers() -> None:
+    """Let transformers complete the configs of towers, whose positions have two axes.
+
+    Versions: 0.5.21, whose import lets transformers skip each config without ``max_position_embeddings``, so that it
+    builds no vision-language model. Remove with the support of 0.5.21.
+    """
+    from transformers import PretrainedConfig
+
+    skipping = getattr(PretrainedConfig, "standardize_rope_params", None)
+    if getattr(skipping, "__name__", "") != "_safe_standardize" or installed_version() != "0.5.21":
+        return
+    (original,) = (cell.cell_contents for cell in skipping.__closure__)
+
+    def standardize(self: Any) -> None:
+        try:
+            original(self)
+        except AttributeError as error:
+            if "max_position_embeddings" not in str(error):
+                raise
+
+    PretrainedConfig.standardize_rope_params = standardize
 
 
 @contextmanager
