@@ -10,8 +10,10 @@ run appends one JSON line. ``model`` fits a cost model to the lines and predicts
 
 import argparse
 import gc
+import io
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +99,107 @@ class SimulatedWorker(Worker):
         return DataProto(meta_info={"metrics": {"actor/loss": 0.0}})
 
 
+class InProcess:
+    """Workers without Ray: parts are pickled as Ray does it, and copied once as into the object store.
+
+    Their work is not counted, and neither is that of Ray itself: sockets, tasks, references and memory of the store.
+    """
+
+    def __init__(self, workers: int, account: "Account") -> None:
+        self.world_size = workers
+        self.account = account
+        self.worker = SimulatedWorker.__new__(SimulatedWorker)
+        self.worker.block_rows = ROWS_OF_A_BLOCK
+
+    def wait(self, values: Any) -> Any:
+        """Return the answers, which are there."""
+        return values
+
+    def execute_with_func_generator(self, program: Any, data: DataProto) -> DataProto:
+        """Run a program of the trainer."""
+        return self._call(lambda part: program(self.worker, part), data)
+
+    def __getattr__(self, name: str) -> Callable[[DataProto], DataProto]:
+        method = getattr(SimulatedWorker, name)
+        return lambda data: self._call(lambda part: method(self.worker, part), data)
+
+    def _call(self, work: Callable[[DataProto], DataProto], data: DataProto) -> DataProto:
+        sent = [pack(part) for part in data.chunk(self.world_size)]
+        with self.account.paused():
+            answers = [pack(self._answer(work, unpack(part))) for part in sent]
+        began = time.process_time()
+        parts = self.wait([unpack(answer) for answer in answers])
+        self.account.answers(time.process_time() - began)
+        return DataProto.concat(parts)
+
+    def _answer(self, work: Callable[[DataProto], DataProto], part: DataProto) -> DataProto:
+        output = work(lazy.fetched(part))
+        return lazy.by_reference(output, put=Held) if part.meta_info.get(lazy.BY_REFERENCE) else output
+
+
+class Held(dict[str, Any]):
+    """A block that stays where it is: a pickle holds its number."""
+
+    known: "list[Held]" = []
+
+    def __init__(self, block: lazy.Block) -> None:
+        super().__init__({name: (dtype, shape, data.copy()) for name, (dtype, shape, data) in block.items()})
+        self.number = len(Held.known)
+        Held.known.append(self)
+
+    def __reduce__(self) -> Any:
+        return _held, (self.number,)
+
+
+def _held(number: int) -> Held:
+    return Held.known[number]
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return (lazy._column, (lazy._address(value),)) if isinstance(value, lazy.LazyTensor) else NotImplemented
+
+
+Packed = tuple[bytes, list[bytearray]]
+
+
+def pack(data: DataProto) -> Packed:
+    """Pickle with buffers out of band, and copy these."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(data)
+    return stream.getvalue(), [bytearray(buffer.raw()) for buffer in buffers]
+
+
+def unpack(packed: Packed) -> DataProto:
+    """Return the batch with memory of its own, as from the read-only memory of the store."""
+    data: DataProto = pickle.loads(packed[0], buffers=[memoryview(each).toreadonly() for each in packed[1]])
+    return data
+
+
+class Account:
+    """CPU seconds of this process without those of the workers in it."""
+
+    def __init__(self) -> None:
+        self.left_out = 0.0
+        self.of_answers = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens in the block."""
+        began = time.process_time()
+        yield
+        self.left_out += time.process_time() - began
+
+    def answers(self, seconds: float) -> None:
+        """Add to the seconds for the answers of workers."""
+        self.of_answers += seconds
+
+    def now(self) -> float:
+        """Return the seconds so far."""
+        return time.process_time() - self.left_out
+
+
 # ---- one step
 
 
@@ -119,7 +222,7 @@ def address_bytes(data: DataProto) -> int:
 class Step:
     """One step of a driver, phase by phase."""
 
-    def __init__(self, group: Any, by_reference: bool, rows: int, tokens: int) -> None:
+    def __init__(self, group: Any, by_reference: bool, rows: int, tokens: int, account: Account | None = None) -> None:
         from verl.trainer.ppo.records import StepRecord
 
         self.group = group
@@ -128,6 +231,7 @@ class Step:
         self.record = StepRecord(digests=True, num_samples=0)
         self.seconds = dict.fromkeys((*PHASES, ANSWERS), 0.0)
         self.calls = 0
+        self.account = account or Account()
         self._watch(group)
         self.through = dict.fromkeys(PHASES, 0)
         self.held = 0
@@ -151,9 +255,9 @@ class Step:
     def phase(self, name: str) -> Iterator[None]:
         """Count the CPU seconds of all threads of this process."""
         self._phase = name
-        started = time.process_time()
+        started = self.account.now()
         yield
-        self.seconds[name] += time.process_time() - started
+        self.seconds[name] += self.account.now() - started
 
     def call(self, method: str, data: DataProto) -> DataProto:
         """Call the workers; count the bytes of columns that this process sends and gets."""
@@ -194,7 +298,7 @@ class Step:
         )
         uid = np.array([f"prompt {row // SAMPLES}" for row in range(self.rows)], dtype=object)
         if self.by_reference:
-            prompts = lazy.by_reference(prompts)
+            prompts = lazy.by_reference(prompts, put=Held if isinstance(self.group, InProcess) else None)
             prompts.meta_info[lazy.BY_REFERENCE] = True
         requests = prompts.repeat(SAMPLES, interleave=True)
         requests.non_tensor_batch["uid"] = uid
@@ -280,6 +384,10 @@ LARGE = [(65536, 16, 512)]
 
 def measure(arguments: argparse.Namespace) -> None:
     """Run all cases, each several times."""
+    if arguments.without_ray:
+        torch.set_num_threads(1)
+        run_cases(arguments, InProcess)
+        return
     import ray
 
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -299,24 +407,34 @@ def measure(arguments: argparse.Namespace) -> None:
     cls = ray.remote(SimulatedWorker)
     pool = RayResourcePool([arguments.actors], max_colocate_count=1, name_prefix="simulated")
     actors = RayWorkerGroup(pool, RayClassWithInitArgs(cls), device_name="cpu")
+
+    def group_of(workers: int, account: Account) -> Any:
+        handles = [actors.workers[number % arguments.actors] for number in range(workers)]
+        names = [f"simulated:{number}" for number in range(workers)]
+        return RayWorkerGroup.from_detached(
+            worker_names=names, worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls)
+        )
+
+    run_cases(arguments, group_of)
+    ray.shutdown()
+
+
+def run_cases(arguments: argparse.Namespace, group_of: Callable[[int, Account], Any]) -> None:
+    """Run the cases in turn, and append a line for each."""
     cases = [("fit", *case) for case in FITTED] + [("predict", *case) for case in PREDICTED]
     if arguments.large:
         cases = [("large", *case) for case in LARGE]
     with Path(arguments.out).open("a", encoding="utf-8") as file:
         for turn in range(arguments.rounds):
-            for kind, rows, tokens, workers in cases:
-                handles = [actors.workers[number % arguments.actors] for number in range(workers)]
-                names = [f"simulated:{number}" for number in range(workers)]
-                group = RayWorkerGroup.from_detached(
-                    worker_names=names, worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls)
-                )
+            for number, (kind, rows, tokens, workers) in enumerate(cases):
                 for by_reference in (False, True):
-                    step = Step(group, by_reference, rows, tokens)
-                    gc.collect()
-                    step.run()
-                    if turn == 0 and kind == "fit":
-                        step = Step(group, by_reference, rows, tokens)  # the first call of all warms up
+                    for _ in range(2 if turn == number == 0 else 1):  # the first call of all warms up
+                        account = Account()
+                        Held.known.clear()
+                        step = Step(group_of(workers, account), by_reference, rows, tokens, account)
+                        gc.collect()
                         step.run()
+                    step.seconds[ANSWERS] += account.of_answers
                     line = {
                         "kind": kind,
                         "by_reference": by_reference,
@@ -328,13 +446,13 @@ def measure(arguments: argparse.Namespace) -> None:
                         "through_bytes": step.through,
                         "held_bytes": step.held,
                         "address_bytes": step.addresses,
+                        "with_ray": not arguments.without_ray,
                     }
                     file.write(json.dumps(line) + "\n")
                     file.flush()
                     sys.stderr.write(f"{kind} {rows} x {tokens}, {workers} workers, by reference {by_reference}: ")
                     sys.stderr.write(f"{total(step.seconds):.2f} CPU s\n")
                     del step
-    ray.shutdown()
 
 
 # ---- model
@@ -467,6 +585,7 @@ def main() -> None:
     measuring.add_argument("--rounds", type=int, default=3)
     measuring.add_argument("--store-mb", type=int, default=1200, help="size of the object store")
     measuring.add_argument("--large", action="store_true", help="65,536 rows and 512 workers only")
+    measuring.add_argument("--without-ray", action="store_true", help="leave out Ray and its costs")
     measuring.set_defaults(run=measure)
     modelling = commands.add_parser("model")
     modelling.add_argument("runs", nargs="+")

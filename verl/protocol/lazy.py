@@ -554,5 +554,8 @@ def _address(column: LazyTensor) -> Address:
 def _column(address: Address) -> Tensor:
     if isinstance(address, Tensor):
         return address
-    register_with_ray()  # this process may send it on
+    import ray
+
+    if ray.is_initialized():  # this process may send it on
+        register_with_ray()
     return LazyTensor(*address)
