@@ -7,6 +7,7 @@ from verl.protocol.data_proto import DataProtoConfig as DataProtoConfig
 from verl.protocol.data_proto import DataProtoItem as DataProtoItem
 from verl.protocol.data_proto import _padding_size_key as _padding_size_key
 from verl.protocol.data_proto import collate_fn as collate_fn
+from verl.protocol.data_proto import delayed_copies as delayed_copies
 from verl.protocol.data_proto import fold_batch_dim as fold_batch_dim
 from verl.protocol.data_proto import list_of_dict_to_dict_of_list as list_of_dict_to_dict_of_list
 from verl.protocol.data_proto import pad_dataproto_to_divisor as pad_dataproto_to_divisor

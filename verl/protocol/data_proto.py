@@ -1,7 +1,8 @@
 """DataProto: the batch that travels between the driver and the workers.
 
 Slices and chunks are views. Concatenation and repetition allocate once. A batch is pickled as numpy buffers, so that
-Ray moves it out of band; the receiver can write to it.
+Ray moves it out of band; the receiver can write to it, because the tensors are copied out of the buffers: when the
+batch is unpickled, or within ``delayed_copies`` when they are first used.
 """
 
 import copy
@@ -10,9 +11,12 @@ import logging
 import os
 import pickle
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -34,11 +38,34 @@ Value = TypeVar("Value")
 MetaInfo = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 # The encoded tensors (bytes of torch.save, or the triples of serialize_tensordict), the arrays and meta_info.
-State = tuple[bytes | tuple[tuple[int, ...], str | None, MetaInfo] | None, MetaInfo, MetaInfo]
+State = tuple[bytes | serialization.BatchState | None, MetaInfo, MetaInfo]
 
 SERIALIZATION_ENV = "VERL_DATAPROTO_SERIALIZATION_METHOD"
 _padding_size_key = "_padding_size_key_x123d"  # the keyword argument that carries the number of padded rows of a call
 _AUTO_PADDING_META_KEY = "_verl_auto_padding"
+
+
+_RECEIVED = "_received"  # the attribute that holds the encoded tensors until they are copied
+_in_thread = threading.local()
+
+
+@contextmanager
+def delayed_copies() -> Iterator[None]:
+    """Let batches that this thread unpickles in the block keep the received buffers until their tensors are used.
+
+    ``DataProto.concat`` then writes the joined tensors straight from the buffers, once. At the end of the block the
+    other batches are copied, so that nothing refers to the memory of Ray outside of it.
+    """
+    before = getattr(_in_thread, "delayed", None)
+    delayed: list[weakref.ref[DataProto]] = []
+    _in_thread.delayed = delayed
+    try:
+        yield
+    finally:
+        _in_thread.delayed = before
+        for data in (reference() for reference in delayed):
+            if data is not None and data._not_copied() is not None:
+                data._copy_received()
 
 
 union_numpy_dict = union_two_dict
@@ -81,7 +108,8 @@ class DataProtoItem:
 class DataProto:
     """Tensors with one batch dim, arrays with the same number of rows, and values that all rows share."""
 
-    batch: TensorDict | None = None
+    # A factory leaves no default in the class, so that __getattr__ is asked for a batch that has not been copied yet.
+    batch: TensorDict | None = field(default_factory=lambda: None)
     non_tensor_batch: Arrays = field(default_factory=dict)
     meta_info: MetaInfo = field(default_factory=dict)
 
@@ -205,7 +233,10 @@ class DataProto:
             buffer = io.BytesIO()
             torch.save(None if self.batch is None else self.batch.contiguous(), buffer)
             return buffer.getvalue(), arrays, meta_info
-        return None if self.batch is None else serialization.serialize_tensordict(self.batch), arrays, meta_info
+        if (received := self._not_copied()) is not None:
+            return received, arrays, meta_info
+        batch = None if self.batch is None else serialization.serialize_tensordict(self.batch, compact=True)
+        return batch, arrays, meta_info
 
     def __setstate__(self, state: State) -> None:
         batch, arrays, meta_info = state
@@ -215,14 +246,42 @@ class DataProto:
             if loaded is not None and loaded.device is not None:
                 loaded = loaded.to(serialization.available_device(str(loaded.device)))
             self.batch = loaded
+        elif batch is None:
+            self.batch = None
+        elif (delayed := getattr(_in_thread, "delayed", None)) is not None:
+            self.__dict__[_RECEIVED] = batch
+            delayed.append(weakref.ref(self))
         else:
-            self.batch = None if batch is None else serialization.deserialize_tensordict(batch)
+            self.batch = serialization.deserialize_tensordict(batch)
         # Packed arrays arrive writable. The others may lie in shared memory, which is read-only.
         self.non_tensor_batch = {
             key: serialization.writable(value) if isinstance(value, np.ndarray) else value
             for key, value in arrays.items()
         }
         self.meta_info = meta_info
+
+    def _not_copied(self) -> serialization.BatchState | None:
+        """Return the received form of the tensors if they have not been copied yet."""
+        return self.__dict__.get(_RECEIVED)
+
+    def _copy_received(self) -> TensorDict:
+        batch = serialization.deserialize_tensordict(self.__dict__[_RECEIVED])
+        self.batch = batch
+        return batch
+
+    if not TYPE_CHECKING:  # it would give every name a type
+
+        def __getattr__(self, name: str) -> Any:
+            """Copy the tensors of a received batch when they are first used."""
+            if name != "batch" or _RECEIVED not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return self._copy_received()
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute; a new batch replaces one that has not been copied yet."""
+            if name == "batch":
+                self.__dict__.pop(_RECEIVED, None)
+            object.__setattr__(self, name, value)
 
     # ---- inspection
 
@@ -397,10 +456,13 @@ class DataProto:
         if not data:
             raise BatchError("concat needs at least one part")
         first = data[0]
-        batch = None
-        tensors = concat_entries([part._tensors() for part in data], tensordict_utils.concat_tensors)
-        if first.batch is not None:
+        received = [state for part in data if (state := part._not_copied()) is not None]
+        batch = serialization.join_tensordicts(received) if len(received) == len(data) > 1 else None
+        if batch is None and first.batch is not None:
+            tensors = concat_entries([part._tensors() for part in data], tensordict_utils.concat_tensors)
             batch = TensorDict(tensors, batch_size=[sum(len(part) for part in data)], device=first.batch.device)
+        elif batch is None:
+            concat_entries([part._tensors() for part in data], tensordict_utils.concat_tensors)
         arrays = concat_entries([part.non_tensor_batch for part in data], concat_arrays)
         return type(first)(
             batch=batch, non_tensor_batch=arrays, meta_info=_merge_meta_info([part.meta_info for part in data])

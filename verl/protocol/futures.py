@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.protocol.data_proto import DataProto
+from verl.protocol.data_proto import DataProto, delayed_copies
 from verl.utils.tensordict_utils import BatchError
 
 if TYPE_CHECKING:
@@ -50,17 +50,21 @@ class DataProtoFuture:
         """
         import ray
 
-        values: list[DataProto]
-        if all(isinstance(value, DataProto) for value in self.futures):
-            values = list(self.futures)
-        elif self.wait_fn is not None:
-            values = self.wait_fn(self.futures)
-        else:
-            values = ray.get(self.futures, timeout=self.timeout_s)
-        for value in values:
-            if not isinstance(value, DataProto):
-                raise BatchError(f"a future must hold DataProto, got {type(value).__name__}")
-        data = self.collect_fn(values)
+        def results() -> list[DataProto]:
+            values: list[DataProto]
+            if all(isinstance(value, DataProto) for value in self.futures):
+                values = list(self.futures)
+            elif self.wait_fn is not None:
+                values = self.wait_fn(self.futures)
+            else:
+                values = ray.get(self.futures, timeout=self.timeout_s)
+            for value in values:
+                if not isinstance(value, DataProto):
+                    raise BatchError(f"a future must hold DataProto, got {type(value).__name__}")
+            return values
+
+        with delayed_copies():
+            data = self.collect_fn(results())
         return data if self.dispatch_fn is None else self.dispatch_fn(data)
 
     def __getstate__(self) -> dict[str, "Callable[..., DataProto] | list[ObjectRef[DataProto]] | float | None"]:

@@ -1,7 +1,9 @@
 """Chat templates, which are programs: rendering within a time limit, and a trial in a process before a run starts."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import jinja2
@@ -14,6 +16,7 @@ RENDER_TIMEOUT_S = 60.0
 TRIAL_TIMEOUT_S = 10.0
 _MAY_LOOP = re.compile(r"range|macro|recursive|lipsum|\*|\d{5}")
 _SHOWN_CHARS = 200
+_in_thread = threading.local()
 
 
 class ChatTemplateTimeout(jinja2.TemplateError):
@@ -33,12 +36,28 @@ def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Ma
     Raises: ChatTemplateTimeout after ``RENDER_TIMEOUT_S``, and the errors of the template.
     """
     try:
-        with time_limit(RENDER_TIMEOUT_S):
+        with nullcontext() if getattr(_in_thread, "shares_limit", False) else time_limit(RENDER_TIMEOUT_S):
             text: str = templater.apply_chat_template(messages, **options)
             return text
     except TimeLimitExceeded as error:
         shown = repr(messages)[:_SHOWN_CHARS]
         raise ChatTemplateTimeout(f"it did not end within {RENDER_TIMEOUT_S:g} s for {shown}") from error
+
+
+@contextmanager
+def shared_time_limit() -> Iterator[None]:
+    """Let all ``render_chat`` in the block share one limit of ``RENDER_TIMEOUT_S``: many short ones cost less so.
+
+    Raises: ChatTemplateTimeout for the whole block; render again without it to learn which chat takes the time.
+    """
+    try:
+        with time_limit(RENDER_TIMEOUT_S):
+            _in_thread.shares_limit = True
+            yield
+    except TimeLimitExceeded as error:
+        raise ChatTemplateTimeout(f"many chats did not end within {RENDER_TIMEOUT_S:g} s") from error
+    finally:
+        _in_thread.shares_limit = False
 
 
 def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str | None:

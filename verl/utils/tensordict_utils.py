@@ -12,6 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from verl.utils.numerics import host_memory
 from verl.utils.py_functional import ConflictError, deep_equal, tensors_equal
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,15 @@ def take_rows(value: Any, index: Tensor) -> Any:
     if value.is_nested:
         parts = value.unbind()
         return torch.nested.as_nested_tensor([parts[i] for i in index.tolist()], layout=value.layout)
-    return value.index_select(0, index.to(value.device))
+    if not _is_plain(value):
+        return value.index_select(0, index.to(value.device))
+    rows = host_memory.empty((len(index), *value.shape[1:]), value.dtype)
+    return torch.index_select(value, 0, index.to(value.device), out=rows)
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether the result of an operation may be written to memory of the caller's choice."""
+    return type(value) is Tensor and value.device.type == "cpu" and value.dim() > 0 and not value.requires_grad
 
 
 def index_select_tensor_dict(batch: TensorDict | None, indices: Indices) -> TensorDict | None:
@@ -338,7 +347,10 @@ def concat_tensors(key: str, parts: Sequence[Tensor]) -> Tensor:
     dtypes = {part.dtype for part in parts}
     if len(shapes) > 1 or len(dtypes) > 1:
         raise BatchError(f"parts of {key!r} differ: row shapes {sorted(shapes)}, dtypes {sorted(map(str, dtypes))}")
-    return torch.cat(list(parts), dim=0)
+    if not all(map(_is_plain, parts)):
+        return torch.cat(list(parts), dim=0)
+    joined = host_memory.empty((sum(len(part) for part in parts), *shapes.pop()), dtypes.pop())
+    return torch.cat(list(parts), dim=0, out=joined)
 
 
 def all_gather_rows(tensor: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.base_config import WrongInput
-from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
+from verl.protocol import DataProto, DataProtoFuture, _padding_size_key, delayed_copies
 from verl.single_controller.base import errors
 from verl.single_controller.base.decorator import CollectFn, DispatchFn, Kwargs, attach_future_values
 from verl.single_controller.base.errors import CallSite, WorkerError
@@ -76,7 +76,8 @@ def func_generator(
         args, kwargs = dispatch_fn(group, *args, **kwargs)
         padding = kwargs.pop(_padding_size_key, 0)
         started = execute_fn(method_name, *args, **kwargs)
-        output = collect_fn(group, group.wait(started, method_name) if blocking else started)
+        with delayed_copies():
+            output = collect_fn(group, group.wait(started, method_name) if blocking else started)
         if isinstance(output, DataProtoFuture):
             output.wait_fn = group.waiter(method_name, started)
             output.timeout_s = group.call_timeout_s

@@ -2,9 +2,12 @@
 
 Ray delivers buffers in read-only shared memory. They are copied once when they are unpickled: torch would write to a
 tensor on read-only memory without an error, and ranks that share an object would see each other's writes.
+
+A batch is sent in compact form: large columns of int64, such as token ids and masks, travel in the smallest integers
+that hold their values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +16,18 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.utils.device import is_cuda_available, is_npu_available
+from verl.utils.numerics import host_memory
 
 TensorTriple = tuple[str, tuple[int, ...], np.ndarray]
+BatchState = tuple[tuple[int, ...], str | None, dict[str, Any]]
+"""What ``serialize_tensordict`` returns."""
 
 _OTHER = "object"  # layout name of an entry that is not a tensor
 _NESTED_DICT = "tensordict"  # layout name of a nested TensorDict
+_NARROW = "narrow"  # layout name of an int64 tensor that is sent as smaller integers
+_NARROW_DTYPES = (torch.uint8, torch.int16, torch.int32)
+NARROW_BYTES = 1 << 18
+"""Columns of int64 from this size on are sent in compact form."""
 
 
 class PicklesItself:
@@ -43,24 +53,42 @@ def writable(array: np.ndarray) -> np.ndarray:
     return array if array.flags.writeable else array.copy()
 
 
-def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
-    """Return (batch size, device, entries); an entry is a triple, or (layout name, parts) if it is not dense."""
+def _narrowed(value: Tensor) -> Tensor | None:
+    """Return a large int64 tensor in the smallest integers that hold its values; None for other tensors."""
+    if type(value) is not Tensor or value.dtype != torch.int64 or value.layout != torch.strided:
+        return None
+    if value.device.type != "cpu" or value.nbytes < NARROW_BYTES:
+        return None
+    low, high = (int(bound) for bound in torch.aminmax(value))
+    for dtype in _NARROW_DTYPES:
+        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return host_memory.empty(value.shape, dtype).copy_(value)
+    return None
+
+
+def serialize_tensordict(batch: TensorDict, compact: bool = False) -> BatchState:
+    """Return (batch size, device, entries); an entry is a triple, or (layout name, parts) if it is not dense.
+
+    With ``compact``, large int64 tensors are pairs too.
+    """
     entries: dict[str, Any] = {}
     for key, value in batch.items():
         if isinstance(value, TensorDict):
-            entries[key] = (_NESTED_DICT, serialize_tensordict(value))
+            entries[key] = (_NESTED_DICT, serialize_tensordict(value, compact))
         elif not isinstance(value, Tensor) or isinstance(value, PicklesItself):
             entries[key] = (_OTHER, value)
         elif value.is_nested:
             layout = str(value.layout).removeprefix("torch.")
             entries[key] = (layout, [serialize_single_tensor(part) for part in value.unbind()])
+        elif compact and (small := _narrowed(value)) is not None:
+            entries[key] = (_NARROW, serialize_single_tensor(small))
         else:
             entries[key] = serialize_single_tensor(value)
     device = None if batch.device is None else str(batch.device)
     return tuple(batch.batch_size), device, entries
 
 
-def deserialize_tensordict(arr: tuple[Any, str | None, dict[str, Any]]) -> TensorDict:
+def deserialize_tensordict(arr: BatchState) -> TensorDict:
     """Rebuild a TensorDict on its device, or on the CPU if this process lacks that device.
 
     Raises: ValueError for an entry that is neither a triple nor a pair.
@@ -80,8 +108,58 @@ def _deserialize_entry(key: str, entry: Any) -> Any:
         return deserialize_tensordict(parts)
     if layout == _OTHER:
         return parts
+    if layout == _NARROW:
+        return join_tensors([entry])
     tensors = [deserialize_single_tensor(part) for part in parts]
     return torch.nested.as_nested_tensor(tensors, layout=getattr(torch, layout))
+
+
+def _dense(entry: Any) -> tuple[torch.dtype, TensorTriple] | None:
+    """Return the dtype and the triple of an entry that is one dense tensor, else None."""
+    if len(entry) == 3:
+        return getattr(torch, entry[0]), entry
+    return (torch.int64, entry[1]) if entry[0] == _NARROW else None
+
+
+def join_tensors(entries: Sequence[Any]) -> Tensor | None:
+    """Return the rows of several entries as one tensor, written once from the received buffers.
+
+    None when an entry is no dense tensor, or when dtypes or row shapes differ.
+    """
+    found = [_dense(entry) for entry in entries]
+    parts = [part for part in found if part is not None]
+    kinds = {(dtype, tuple(shape[1:])) for dtype, (_, shape, _) in parts}
+    if len(parts) < len(found) or len(kinds) != 1 or any(not shape for _, (_, shape, _) in parts):
+        return None
+    dtype, row_shape = kinds.pop()
+    joined = host_memory.empty((sum(shape[0] for _, (_, shape, _) in parts), *row_shape), dtype)
+    row = 0
+    for _, (name, shape, buffer) in parts:
+        rows = joined[row : row + shape[0]]
+        row += shape[0]
+        if not rows.numel():
+            continue
+        sent = getattr(torch, name)
+        if sent is dtype:  # as bytes, because numpy does not have every dtype
+            np.copyto(rows.view(-1).view(torch.uint8).numpy(), buffer)
+        else:
+            np.copyto(rows.view(-1).numpy(), buffer.view(name))
+    return joined
+
+
+def join_tensordicts(states: Sequence[BatchState]) -> TensorDict | None:
+    """Return the rows of several encoded TensorDicts as one, or None unless all entries are dense and agree."""
+    keys = states[0][2].keys()
+    if any(state[2].keys() != keys or state[1] != states[0][1] for state in states):
+        return None
+    tensors = {}
+    for key in keys:
+        joined = join_tensors([state[2][key] for state in states])
+        if joined is None:
+            return None
+        tensors[key] = joined
+    rows = sum(state[0][0] for state in states)
+    return TensorDict(tensors, batch_size=[rows], device=available_device(states[0][1]))
 
 
 def available_device(device: str | None) -> str | None:

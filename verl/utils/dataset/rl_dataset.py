@@ -6,6 +6,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import datasets
 import jinja2
@@ -15,10 +16,11 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.utils.chat_template import ChatTemplateTimeout, render_chat
+from verl.utils.chat_template import ChatTemplateTimeout, render_chat, shared_time_limit
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
+from verl.utils.dataset.token_bounds import count_tokens, most_tokens
 from verl.utils.dataset.vision_utils import Media, MediaEncoder, MediaError, check_media, model_inputs, templater_of
 from verl.utils.py_functional import object_array
 from verl.utils.vision.positions import position_ids
@@ -161,7 +163,7 @@ class RLHFDataset(Dataset):
         if not self.filter_overlong_prompts:
             return dataframe
         limit = self.max_prompt_length
-        fits = self.prompt_lengths(dataframe) <= limit
+        fits = self.prompt_lengths(dataframe, enough=limit) <= limit
         if fits.all():
             return dataframe
         kept = np.flatnonzero(fits)
@@ -171,10 +173,11 @@ class RLHFDataset(Dataset):
         logger.warning("dropped %s prompts, which are longer than data.max_prompt_length=%d", share, limit)
         return dataframe.select(kept)
 
-    def prompt_lengths(self, dataframe: datasets.Dataset) -> np.ndarray:
+    def prompt_lengths(self, dataframe: datasets.Dataset, enough: int | None = None) -> np.ndarray:
         """Count the tokens of every templated prompt, including those of images, videos and tools that loops show.
 
-        ``filter_overlong_prompts_workers`` processes share the work.
+        ``filter_overlong_prompts_workers`` processes share the work. With ``enough``, a text that cannot have more
+        tokens than that is not tokenized; its length is an upper bound, which is at most ``enough``.
         """
         workers = min(self.num_workers, 1 + len(dataframe) // FILTER_BATCH_ROWS)
         read = (self.prompt_key, self.image_key, self.video_key, LOOP_COLUMN)
@@ -185,7 +188,7 @@ class RLHFDataset(Dataset):
             batch_size=FILTER_BATCH_ROWS,
             num_proc=workers if workers > 1 else None,
             remove_columns=keys,
-            fn_kwargs={"dataset": self._without_data()},
+            fn_kwargs={"dataset": self._without_data(), "enough": enough},
             new_fingerprint="prompt_lengths",
             desc="Filtering overlong prompts",
         )
@@ -328,24 +331,41 @@ class MissingChatTemplateError(DataError, AssertionError):
     """The tokenizer has no chat template."""
 
 
-def _count_tokens(batch: Row, dataset: RLHFDataset) -> dict[str, list[int]]:
-    rows = [{key: values[i] for key, values in batch.items()} for i in range(len(batch[dataset.prompt_key]))]
-    texts = []
-    lengths = {}
-    for index, row in enumerate(rows):
-        text = ""
+def _count_tokens(batch: Row, dataset: RLHFDataset, enough: int | None = None) -> dict[str, list[int]]:
+    lengths: dict[int, int] = {}
+    try:
+        with shared_time_limit() if dataset.media is None else nullcontext():
+            texts = _texts_to_count(batch, dataset, lengths, enough)
+    except ChatTemplateTimeout:
+        lengths.clear()
+        texts = _texts_to_count(batch, dataset, lengths, enough)
+    counted = dict(zip(texts, count_tokens(dataset.tokenizer, list(texts.values())), strict=True))
+    return {"length": [lengths[i] if i in lengths else counted[i] for i in range(len(batch[dataset.prompt_key]))]}
+
+
+def _texts_to_count(
+    batch: Row, dataset: RLHFDataset, lengths: dict[int, int], enough: int | None = None
+) -> dict[int, str]:
+    """Return the texts to tokenize, by row; write the lengths of the other rows."""
+    bound = None if enough is None else most_tokens(dataset.tokenizer)
+    texts: dict[int, str] = {}
+    for index in range(len(batch[dataset.prompt_key])):
+        row = {key: values[index] for key, values in batch.items()}
         try:
             text, count = _count_media_tokens(dataset, row)
-            lengths |= {index: count} if count else {}
         except ChatTemplateTimeout:
             raise  # the next row would take as long
         except jinja2.TemplateError:
-            pass  # __getitem__ names the row
+            text, count = "", 0  # __getitem__ names the row
         except MediaError:
-            lengths[index] = UNREADABLE
-        texts.append("" if index in lengths else text)
-    counted = [len(ids) for ids in dataset.tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    return {"length": [lengths.get(index, count) for index, count in enumerate(counted)]}
+            text, count = "", UNREADABLE
+        if not count and enough is not None and bound is not None and (most := bound(text)) <= enough:
+            count = most
+        if count:
+            lengths[index] = count
+        else:
+            texts[index] = text
+    return texts
 
 
 def _count_media_tokens(dataset: RLHFDataset, row: Row) -> tuple[str, int]:

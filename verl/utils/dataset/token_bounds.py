@@ -1,0 +1,62 @@
+"""The number of tokens of a text, and a bound of it that needs no tokenization."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_CUTS_ONLY = {"Sequence", "Split", "Digits", "Punctuation", "ByteLevel"}
+"""Pre-tokenizers that cut a text and add nothing to it, if ``ByteLevel`` adds no space."""
+_NFC_GROWTH = 3
+"""The most bytes of UTF-8 that NFC makes of one. Source: Unicode FAQ, Normalization, "maximum expansion factors"."""
+
+
+def most_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int] | None:
+    """Return a function that bounds the number of tokens of a text from above, without special tokens around it.
+
+    Byte-level byte-pair encoding gives at most one token per byte. None for other tokenizers, and for classes that
+    change how transformers calls them.
+    """
+    backend = _usual_backend(tokenizer)
+    if backend is None or type(backend.model).__name__ != "BPE" or not _is_byte_level(backend.pre_tokenizer):
+        return None
+    normalizer = backend.normalizer
+    if normalizer is None:
+        return lambda text: len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    if type(normalizer).__name__ != "NFC":
+        return None
+    return lambda text: len(text) if text.isascii() else _NFC_GROWTH * len(text.encode("utf-8", "surrogatepass"))
+
+
+def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
+    """Return the number of tokens of each text, without special tokens around it."""
+    if not texts:
+        return []
+    backend = _usual_backend(tokenizer)
+    if backend is None:
+        return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+    tokenizer("", add_special_tokens=False)  # it ends truncation and padding that an earlier call has set
+    return [len(encoding) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _usual_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the tokenizer in Rust; None if there is none, or if a class changes how transformers calls it."""
+    for name in ("__call__", "_encode_plus"):
+        if getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name):
+            return None
+    return getattr(tokenizer, "backend_tokenizer", None)
+
+
+def _is_byte_level(pre_tokenizer: Any) -> bool:
+    if pre_tokenizer is None:
+        return False
+    parts = list(_parts(json.loads(pre_tokenizer.__getstate__())))
+    spaces = [part["add_prefix_space"] for part in parts if part["type"] == "ByteLevel"]
+    return bool(spaces) and not any(spaces) and {part["type"] for part in parts} <= _CUTS_ONLY
+
+
+def _parts(described: dict[str, Any]) -> Any:
+    yield described
+    for part in described.get("pretokenizers", ()):
+        yield from _parts(part)
