@@ -3,6 +3,8 @@
 import pickle
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,7 +73,7 @@ def test_integers_travel_in_the_smallest_type_that_holds_them(kind: str) -> None
     assert len(wider[2]["x"]) == (3 if kind == "int32" else 2) or wider[2]["x"][1][0] != kind
 
 
-def test_other_columns_travel_as_they_are() -> None:
+def test_other_columns_travel_as_they_are(tmp_path: Path) -> None:
     jagged = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     tensors = {"j": jagged, "i32": torch.ones(2, dtype=torch.int32), "big": torch.tensor([2**40, 1])}
     state = serialize_tensordict(TensorDict(tensors, [2]), compact=True)
@@ -80,6 +82,8 @@ def test_other_columns_travel_as_they_are() -> None:
     assert serialize_tensordict(_batch().batch)[2]["ids"][0] == "int64"
     strided = torch.arange(12).reshape(3, 4).T[1:]
     data = DataProto.from_dict({"x": strided})
+    data.save_to_disk(tmp_path / "batch.pkl")
+    assert DataProto.load_from_disk(tmp_path / "batch.pkl").batch["x"].tolist() == strided.tolist()
     assert pickle.loads(pickle.dumps(data)).batch["x"].tolist() == strided.tolist()
 
 
@@ -141,6 +145,26 @@ def test_parts_are_joined_from_their_buffers(monkeypatch: pytest.MonkeyPatch) ->
     assert _equal(future.get(), data) and not copies
     joined.batch["ids"][0] = -1
     assert _equal(DataProto.concat([_receive(part) for part in parts]), data) and len(copies) == 3
+
+
+def test_a_call_of_workers_returns_tensors_that_the_caller_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+    func_generator = pytest.importorskip("verl.single_controller.ray.worker_group").func_generator
+    data = _batch()
+    parts = [_send(part) for part in data.chunk(3)]
+    copies: list[int] = []
+    copy = serialization.deserialize_tensordict
+    monkeypatch.setattr(serialization, "deserialize_tensordict", lambda arr: (copies.append(1), copy(arr))[1])
+    # Ray unpickles results in the thread that waits for them.
+    group = SimpleNamespace(wait=lambda started, name: [_receive(part) for part in started])
+
+    def call(collect: Any) -> Any:
+        return func_generator(group, "m", lambda _: ((), {}), collect, lambda name: parts, True)()
+
+    assert _equal(call(lambda _, outputs: DataProto.concat(outputs)), data) and not copies
+    outputs = call(lambda _, outputs: outputs)
+    assert len(copies) == 3 and all(output._not_copied() is None for output in outputs)
+    assert _equal(call(lambda _, outputs: {"all": outputs})["all"][1], data[2:4])
+    assert _receive(parts[0])._not_copied() is None
 
 
 def test_parts_that_do_not_fit_are_refused_as_usual() -> None:

@@ -102,7 +102,7 @@ def pickle_cases() -> Iterator[Case]:
         # Ray hands out buffers in memory that is read-only.
         pickle.loads(text, buffers=[memoryview(buffer).toreadonly() for buffer in buffers]).batch  # noqa: B018
 
-    yield Case("pickle and load, 96 MB", in_band, 20.0)
+    yield Case("pickle and load, 96 MB", in_band, 100.0)
     yield Case("save and load a file, 96 MB", on_disk)
     yield Case("load from read-only buffers, 96 MB", out_of_band)
     with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ def filter_cases() -> Iterator[Case]:
             def run(dataset: Any = dataset, rows: Any = rows) -> None:
                 assert len(dataset.maybe_filter_out_long_prompts(rows)) == len(dataset)
 
-            yield Case(f"20,000 prompts {name}", run, 500.0, repeats=3)
+            yield Case(f"20,000 prompts {name}", run, 2000.0 if limit < 1000 else 600.0, repeats=3)
 
 
 def _tokenizer(texts: list[str]) -> Any:

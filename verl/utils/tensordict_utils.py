@@ -154,7 +154,8 @@ def take_rows(value: Any, index: Tensor) -> Any:
 
 def _is_plain(value: Tensor) -> bool:
     """Whether the result of an operation may be written to memory of the caller's choice."""
-    return type(value) is Tensor and value.device.type == "cpu" and value.dim() > 0 and not value.requires_grad
+    ordinary = type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu"
+    return ordinary and value.dim() > 0 and not value.requires_grad
 
 
 def index_select_tensor_dict(batch: TensorDict | None, indices: Indices) -> TensorDict | None:
