@@ -202,7 +202,7 @@ class BaseRollout(ABC):
         return True
 
     def _apart(self) -> WrongInput:
-        return WrongInput(f"actor_rollout_ref.rollout.share_weights=true: {type(self).__name__} cannot share weights")
+        return WrongInput(f"{type(self).__name__} cannot share weights")
 
     async def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int | None = None, **unused: Any

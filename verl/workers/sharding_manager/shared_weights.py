@@ -56,20 +56,16 @@ class SharedWeights:
 
         Raises: WrongInput naming what cannot be shared; WeightSyncError if the engine computes with other weights.
         """
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise WrongInput(f"{KEY}=true: needs one worker, and there are {torch.distributed.get_world_size()}")
         self._engine = engine
         self._rollout = rollout
+        try:
+            self._dtype, places = self._memory_of_the_engine()
+        except WrongInput as error:
+            raise WrongInput(f"{KEY}=true: {error}; write false") from error
         self._probe = probe_tokens(engine.model_config.hf_config, rollout.config.context_length)
-        tensors = engine.resident_weights()
-        self._dtype = _common_dtype(tensors)
-        places = rollout.weight_places(tensors.keys())
-        for name, tensor in tensors.items():
-            _check_form(name, tensor, places[name])
         rollout.begin_shared_update()
         if not rollout.is_idle:
             raise WeightSyncError("weights cannot move while the rollout engine has requests")
-        del tensors
         engine.move_weights(places)
         if get_device_name() == "cpu":
             return_freed_host_memory()
@@ -78,6 +74,19 @@ class SharedWeights:
         with flipped(places.values()):
             self.check_probe()
         rollout.begin_shared_update()
+
+    def _memory_of_the_engine(self) -> tuple[torch.dtype, dict[str, Tensor]]:
+        """Return the dtype of the weights, and the place of each in the engine.
+
+        Raises: WrongInput naming what cannot be shared.
+        """
+        if torch.distributed.is_initialized() and (workers := torch.distributed.get_world_size()) > 1:
+            raise WrongInput(f"each of {workers} workers holds a part of the model")
+        tensors = self._engine.resident_weights()
+        places = self._rollout.weight_places(tensors.keys())
+        for name, tensor in tensors.items():
+            _check_form(name, tensor, places[name])
+        return _common_dtype(tensors), places
 
     def sync(self, step: int | None) -> dict[str, float]:
         """Check that trainer and engine compute with the same weights, and return the metrics of the sync.
@@ -185,7 +194,7 @@ def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     found = {tensor.dtype for tensor in tensors.values()}
     dtype = next(iter(found))
     if len(found) > 1 or dtype not in TOLERANCES:
-        raise WrongInput(f"{KEY}=true: the trainer's weights have the dtypes {sorted(map(str, found))}, not one float")
+        raise WrongInput(f"the trainer's weights have the dtypes {sorted(map(str, found))}, not one float")
     return dtype
 
 
@@ -194,9 +203,9 @@ def _check_form(name: str, tensor: Tensor, place: Tensor) -> None:
     for what in ("shape", "dtype", "device"):
         here, there = getattr(tensor, what), getattr(place, what)
         if here != there:
-            raise WrongInput(f"{KEY}=true: {name} has {what} {here} in the trainer and {there} in the rollout engine")
+            raise WrongInput(f"{name} has {what} {here} in the trainer and {there} in the rollout engine")
     if not place.is_contiguous() or place.is_inference():
-        raise WrongInput(f"{KEY}=true: the rollout engine holds {name} in memory that cannot be trained in place")
+        raise WrongInput(f"the rollout engine holds {name} in memory that cannot be trained in place")
 
 
 def _apart(tensor: Tensor, place: Tensor) -> str:
