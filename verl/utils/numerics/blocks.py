@@ -79,6 +79,6 @@ def _gives_same_bits(size: int, weight: Tensor, bias: Tensor | None, product: Pr
         if tries >= _PROBES_AT_MOST:
             _may_replace[key] = False
         return False
-    in_blocks = on_blocks(lambda each: product(each, weight, bias), x)
-    _may_replace[key] = product(x, weight, bias).equal(in_blocks)
+    blocks = zip(x.split(_BLOCK_ROWS), product(x, weight, bias).split(_BLOCK_ROWS), strict=True)
+    _may_replace[key] = all(product(rows, weight, bias).equal(found) for rows, found in blocks)
     return _may_replace[key]
