@@ -43,7 +43,7 @@ SUBJECTS = [
     ("update: forward, attention", r"update_actor.*(forest_attention|models/transformers/attention)\.py"),
     ("update: forward", r"update_actor.*(engine/fsdp/forward\.py|/transformers/models/)"),
     ("update: other", r"update_actor"),
-    ("weight sync", r"sharding_manager|update_weights|begin_update|finish_update|vllm_rollout.*load"),
+    ("weight sync", r"weight_sync\.py|checksum|begin_update|finish_update"),
     ("generation: sampling", r"/vllm/v1/sample/|_sample \("),
     ("generation: model", r"/vllm/model_executor/models/"),
     ("generation: steps of the engine", r"/vllm/v1/"),
