@@ -478,7 +478,11 @@ def _answered(output: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(output, DataProto):
         return output
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
-    return by_reference(output) if any(batch.meta_info.get(BY_REFERENCE) for batch in batches) else output
+    if not any(batch.meta_info.get(BY_REFERENCE) for batch in batches):
+        return output
+    import ray
+
+    return by_reference(output) if ray.is_initialized() else output  # a worker in a plain process has no store
 
 
 def _taking_future_values(method: Callable[..., Any]) -> inspect.Signature:
