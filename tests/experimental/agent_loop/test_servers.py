@@ -130,6 +130,14 @@ def test_no_server_is_left() -> None:
         await asyncio.sleep(0.1)
         alone.state = "well"  # servers on devices of their own may be started again
         assert (await waits).token_ids == [1, 0]
+        alone = FakeServer(state="dead")
+        manager = manager_of(alone, hybrid=False, server_timeout_s=0.1)  # its start may take longer
+        OmegaConf.update(manager.config, "actor_rollout_ref.rollout.server.max_start_wait_time", 120.0, force_add=True)
+        manager = AsyncLLMServerManager(manager.config, [alone])
+        waits = asyncio.create_task(ask(manager, "chat", 2))
+        await asyncio.sleep(1.5)
+        alone.state = "well"
+        assert (await waits).token_ids == [1, 0]
 
     asyncio.run(run())
 

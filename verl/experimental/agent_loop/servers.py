@@ -84,6 +84,8 @@ class AsyncLLMServerManager:
         agent = OmegaConf.select(config, "actor_rollout_ref.rollout.agent") or {}
         self._turn_timeout_s: float | None = agent.get("turn_timeout_s")
         self._server_timeout_s = float(agent.get("server_timeout_s") or 120.0)
+        start_s = OmegaConf.select(config, "actor_rollout_ref.rollout.server.max_start_wait_time") or 0.0
+        self._return_timeout_s = max(self._server_timeout_s, float(start_s))
         self._servers: list[_Server] = []
         self.set_servers(server_handles)
         self._server_of: OrderedDict[str, _Server] = OrderedDict()
@@ -251,7 +253,7 @@ class AsyncLLMServerManager:
         """
         server = self._choose_server(conversation, prompt_tokens)
         hybrid = OmegaConf.select(self.config, "actor_rollout_ref.hybrid_engine")
-        until = asyncio.get_running_loop().time() + (0 if hybrid in (None, True) else self._server_timeout_s)
+        until = asyncio.get_running_loop().time() + (0 if hybrid in (None, True) else self._return_timeout_s)
         while server is None:
             if asyncio.get_running_loop().time() >= until:
                 reasons = "; ".join(f"{each.name}: {each.gone}" for each in self._servers)
