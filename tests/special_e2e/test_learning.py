@@ -117,6 +117,7 @@ def with_sglang(layout: str) -> tuple[str, list[str], dict[str, str]]:
 
 TOOLS = {
     "calculator": ("run_calculator_cpu.sh", "products", {}),
+    "calculator, SGLang": ("run_calculator_cpu.sh", "products", {"ENGINE": "sglang"}),
     "search": ("search_r1_like/run_search_cpu.sh", "lockers", {"SEARCH_PORT": "8617"}),
 }
 """Tool -> script below examples/sglang_multiturn, data source, and environment."""
@@ -126,6 +127,8 @@ TOOLS = {
 def test_a_tool_is_learnt(verification_page, tmp_path, tool):
     """Supervised rows teach the form of a call; reinforcement teaches to make it; without the tool the model fails."""
     script, source, env = TOOLS[tool]
+    if "ENGINE" in env:
+        pytest.importorskip(env["ENGINE"])
     call(["bash", f"examples/sglang_multiturn/{script}"], OUT_DIR=tmp_path, **env)
     trained, without = (Run(0, "", 0.0, tmp_path / name) for name in ("grpo", "without_tool"))
     name, last = f"val-core/{source}/reward/mean@1", max(trained.steps)
