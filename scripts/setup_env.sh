@@ -151,7 +151,7 @@ pip_install -e ".[$EXTRAS]" || pip_failed "verl[$EXTRAS]"
 install_sglang
 say "checking torchvision, torchaudio and torchcodec"
 "$VENV/bin/python" scripts/torch_extras.py
-say "compiling the packages on all cores" # pip would do so on one; a file that Python 3 cannot read is left as it is
-"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" || true
+say "compiling the packages and verl on all cores" # pip would do so on one; a file that Python 3 cannot read is left as it is
+"$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" verl recipe || true
 fingerprint >"$STAMP"
 say "$VENV is ready"

@@ -157,6 +157,8 @@ def measure(name: str, args: SimpleNamespace, inputs: Path, run: Path) -> dict[s
         "peak_pss_gb": result["peak_pss"] / 1e9,
         "length": [statistics.fmean(mean), min(low), max(high)],
         "cpu_s_by_process": {name: round(value, 3) for name, value in by_process.items() if value >= 0.005},
+        "start_cpu_s_by_process": {name: round(value, 2) for name, value in marks[0][1].items()},
+        "pss_mb_by_process": {name: round(value / 1e6) for name, value in result["pss_at_marks"][-1].items()},
     }
 
 

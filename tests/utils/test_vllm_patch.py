@@ -1,11 +1,12 @@
 """Helpers for forks that load weights into vLLM by themselves, on modules shaped as vLLM's."""
 
+import psutil
 import torch
 from torch import nn
 
 from verl.third_party import vllm as names
 from verl.utils.vllm import installed_version, is_version_ge
-from verl.utils.vllm.patch import patch_vllm_moe_model_weight_loader
+from verl.utils.vllm.patch import _UntouchedZeros, patch_vllm_moe_model_weight_loader
 
 
 class Experts(nn.Module):
@@ -37,3 +38,15 @@ def test_names_of_vllm_at_the_established_path():
     assert names.vllm_version == installed_version("vllm")
     assert is_version_ge("vllm", "0.8.5") == (names.VLLM_SLEEP_LEVEL == 2)
     assert not hasattr(names, "LLMEngine") and "LLM" in names.__all__
+
+
+def test_a_cache_takes_memory_where_it_is_written():
+    size = 1 << 28
+    before = psutil.Process().memory_info().rss
+    with _UntouchedZeros():
+        cache = torch.zeros(size, dtype=torch.int8, device="cpu")
+        other = torch.zeros(3, dtype=torch.int32)
+    taken = psutil.Process().memory_info().rss - before
+    assert taken < size // 4 and cache.shape == (size,) and cache.dtype == torch.int8 and other.dtype == torch.int32
+    cache[-4:].fill_(1)
+    assert int(cache[: 1 << 20].sum()) == 0 and int(cache[-8:].sum()) == 4

@@ -84,6 +84,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
             lambda watch: _run_in_actor(config, run_config, runner_class, Terminal(display), watch),
             display,
             run_config.trainer.worker_call_timeout_s,
+            run_config.trainer.prometheus,
         )
 
 

@@ -1,7 +1,10 @@
 """Small helpers for Ray."""
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +13,8 @@ from verl.utils import envs
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
+logger = logging.getLogger(__name__)
 
 _NOSET = "RAY_EXPERIMENTAL_NOSET_"
 """Prefix of the variables, one per kind of device, that tell Ray not to change what its workers see."""
@@ -36,6 +41,93 @@ def loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = supports_clusters
+
+
+_AGENT = "--dashboard_agent_command="
+# As Ray's own agent does without its optional packages: it serves no port, says so, and lives as long as the raylet.
+_NO_AGENT = """for name in metrics_agent metrics_export dashboard_agent_listen
+do printf %s -1 >"$1/$name$2" && mv "$1/$name$2" "$1/${name}_port_$2"
+done
+exec cat"""
+
+
+@contextmanager
+def lean_cluster(keep_agent: bool) -> Iterator[None]:
+    """Let ``ray.init`` in the block start a cluster without the processes that a run on one machine does not use.
+
+    These are the autoscaler, the server of the dashboard, which loads without its pages too, the log monitor, whose
+    work ``LogForwarder`` does in a thread, and, unless ``keep_agent``, the agent that serves metrics and the dashboard
+    of this machine. Together they take 240 MB and more than 3 CPU seconds.
+
+    Versions: Ray 2.60, which starts all of them without asking. Remove what ``ray.init`` can leave out by itself.
+    """
+    from ray._private import ray_constants, services
+    from ray._private.node import Node
+
+    unused = ("start_monitor", "start_api_server", "start_log_monitor")
+    methods = {name: getattr(Node, name) for name in unused}
+    start = services.start_ray_process
+
+    def start_lean(command: Sequence[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+            command = [_lean(word, command, keep_agent) for word in command]
+        return start(list(command), process_type, *args, **kwargs)
+
+    for name in unused:
+        setattr(Node, name, lambda self, *args, **kwargs: None)
+    services.start_ray_process = start_lean
+    try:
+        yield
+    finally:
+        services.start_ray_process = start
+        for name, method in methods.items():
+            setattr(Node, name, method)
+
+
+def _lean(word: str, command: Sequence[str], keep_agent: bool) -> str:
+    """Return a word of the command that starts the raylet."""
+    if word.startswith(_AGENT) and not keep_agent:
+        options = dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
+        words = ["sh", "-c", _NO_AGENT, "sh", options["--session_dir"], options["--node_id"]]
+        return _AGENT + subprocess.list2cmdline(words)
+    return word
+
+
+class LogForwarder:
+    """Shows the lines that the processes of a local cluster write, in a thread of the process that has started Ray."""
+
+    def __init__(self) -> None:
+        import ray
+        from ray._private.log_monitor import LogMonitor, is_proc_alive
+
+        # Of a dead GCS, the launching process tells by itself.
+        logging.getLogger("ray._private.log_monitor").setLevel(logging.CRITICAL)
+        node = ray._private.worker._global_node
+        client = ray._raylet.GcsClient(address=node.gcs_address)
+        self._monitor = LogMonitor(node.node_ip_address, node.get_logs_dir_path(), client, is_proc_alive)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop before Ray ends; a thread that waits for a stopped GCS is left alone."""
+        self._is_over.set()
+        self._thread.join(_LOG_STOP_S)
+
+    def _run(self) -> None:
+        monitor = self._monitor
+        try:
+            while not self._is_over.is_set():
+                monitor.update_log_filenames()
+                monitor.open_closed_files()
+                if not monitor.check_log_files_and_publish_updates():
+                    self._is_over.wait(_LOG_POLL_S)
+        except Exception:  # the run goes on without them
+            logger.exception("the lines of the workers are no longer shown; they are in Ray's folder")
+
+
+_LOG_POLL_S = 0.1
+_LOG_STOP_S = 1.0
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[ObjectRef[Any]]":

@@ -131,12 +131,15 @@ def test_ray_is_local_unless_an_address_is_given(monkeypatch, options, environme
     seen = {}
     monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(launch.ray, "init", lambda **kwargs: seen.update(kwargs))
+    monkeypatch.setattr(launch, "LogForwarder", lambda: seen.update(forwards_lines=True))
+    monkeypatch.setattr(launch, "_log_forwarder", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if environment:
         monkeypatch.setenv("RAY_ADDRESS", environment)
     assert launch.start_ray("cpu", RayConfig(ray_init=options))
     assert {name: seen[name] for name in expected} == expected
     assert ("num_cpus" in seen) == (options.get("num_cpus") is not None)
+    assert ("forwards_lines" in seen) == (seen["address"] == "local" and not seen["include_dashboard"])
 
 
 def test_the_established_path_gives_the_same_environment(monkeypatch):
@@ -380,17 +383,25 @@ def test_a_local_cluster_inherits_secrets_instead_of_writing_them_down(monkeypat
 
 @pytest.mark.slow
 def test_a_local_cluster_is_closed_to_others_and_ends_with_its_launch():
-    """All that listens is on 127.0.0.1 only. After SIGKILL, Ray's agents alone would stay for a minute."""
+    """All that listens is on 127.0.0.1 only. After SIGKILL, Ray's agents alone would stay for a minute.
+
+    It has only the processes that a run uses, and the launching process shows what its workers write.
+    """
     code = (
-        "import json, os, psutil, ray, sys\n"
+        "import json, os, psutil, ray, sys, threading\n"
+        "from ray._private.ray_logging import global_worker_stdstream_dispatcher\n"
         "from verl.trainer.config.run_config import RayConfig\n"
         "from verl.trainer.run.launch import start_ray\n"
         "start_ray('cpu', RayConfig(ray_init={'num_cpus': 1, 'include_dashboard': False}))\n"
-        "ray.get(ray.remote(lambda: os.getpid()).remote())\n"
+        "seen = threading.Event()\n"
+        "told = lambda batch: 'a line of a worker' in batch['lines'] and seen.set()\n"
+        "global_worker_stdstream_dispatcher.add_handler('test', told)\n"
+        "ray.get(ray.remote(lambda: print('a line of a worker')).remote())\n"
+        "assert seen.wait(60)\n"
         "family = [psutil.Process(), *psutil.Process().children(recursive=True)]\n"
         "ports = [(each.laddr.ip, process.name()) for process in family for each in process.net_connections()\n"
         "         if each.status == psutil.CONN_LISTEN]\n"
-        "print(json.dumps(ports))\n"
+        "print(json.dumps([ports, [' '.join(each.cmdline()) for each in family]]))\n"
         "sys.stdout.flush()\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -399,7 +410,9 @@ def test_a_local_cluster_is_closed_to_others_and_ends_with_its_launch():
         out, errors = run.communicate(timeout=120)
     assert run.returncode == -9, errors.decode()
     assert not leftovers(run.pid, patience_s=15)
-    ports = json.loads(out.splitlines()[-1])
+    ports, commands = json.loads(out.splitlines()[-1])
+    unused = ("dashboard", "log_monitor", "autoscaler", "DashboardAgent")
+    assert not [each for each in commands if any(name in each for name in unused) and "raylet" not in each], commands
     assert ports and {ip.removeprefix("::ffff:") for ip, _ in ports} == {"127.0.0.1"}, ports
 
 

@@ -343,3 +343,21 @@ def test_loaded_tensors_may_be_reused(rollout: BaseRollout, model: Any) -> None:
     assert sums == {name: int(value) for name, value in due.items()}
     whole = {name: int(tensor_checksum(parameter)) for name, parameter in model.named_parameters()}
     assert sums == whole  # one rank holds everything
+
+
+def test_after_a_sync_vllm_uses_the_same_part_of_its_cache_again(started: Any) -> None:
+    """Otherwise a cache is in memory as a whole after a while, however little of it a batch needs."""
+    rollout, model = started
+    if not hasattr(rollout, "_llm"):
+        pytest.skip("of vLLM's blocks")
+    pool = rollout._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+
+    def free_blocks() -> list[int]:
+        return [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+
+    rollout.generate_sequences(tiny.prompts_batch(6, repeat=2))
+    used = free_blocks()
+    tiny.load_all(rollout, model, rollout.weights_version + 1)
+    assert free_blocks() == sorted(used) != used
+    rollout.generate_sequences(tiny.prompts_batch(6, repeat=2))
+    assert sorted(free_blocks()) == sorted(used)

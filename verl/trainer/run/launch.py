@@ -30,7 +30,7 @@ from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
 from verl.utils.processes import end_all, end_with_this_process
-from verl.utils.ray_utils import loopback
+from verl.utils.ray_utils import LogForwarder, lean_cluster, loopback
 
 T = TypeVar("T")
 
@@ -92,10 +92,12 @@ def run_on_ray(
     talk: Callable[[Watch], None],
     display: LocalDisplay,
     timeout_s: float = math.inf,
+    serves_metrics: bool = False,
 ) -> None:
     """Let ``talk``, in a thread, use Ray, which is started or joined before and left afterwards; report a failure.
 
-    ``timeout_s`` is that of the trainer; see ``Watch``. The report comes before the end of Ray, which may take a while.
+    ``timeout_s`` is that of the trainer; see ``Watch``. For ``serves_metrics`` see ``start_ray``. The report
+    comes before the end of Ray, which may take a while.
 
     Raises: SystemExit after a short message on standard error, with the whole trace in ``error.log`` of ``folder``:
         its code is 2 for a wrong input, that of the signal for an interruption, and else 1.
@@ -113,7 +115,7 @@ def run_on_ray(
                 ray.timeline(filename=os.path.expanduser(cluster.timeline_json_file))
 
     try:
-        owns_ray = start_ray(device, cluster)
+        owns_ray = start_ray(device, cluster, serves_metrics)
         catch_sigterm()  # Ray has set another handler
         watch = Watch(timeout_s, display.write)
         watch.run(partial(talk_and_trace, watch))
@@ -124,6 +126,7 @@ def run_on_ray(
     with suppress(KeyboardInterrupt):  # a second one: the message and the end of Ray come anyway
         display.close()
         time.sleep(_LOG_GRACE_S if owns_ray else 0)
+        stop_forwarding()
     if failure is not None:
         sys.stderr.write(f"\n{failure[0]}\n")
         sys.stderr.flush()
@@ -149,12 +152,18 @@ _ray_processes: list[psutil.Process] = []
 """The processes of the local cluster as it starts, its agents too: they lose their parent when the raylet dies."""
 
 
-def start_ray(device: str, cluster: RayConfig) -> bool:
+_log_forwarder: LogForwarder | None = None
+"""What shows the lines of the processes of the local cluster, if Ray's own process for this does not run."""
+
+
+def start_ray(device: str, cluster: RayConfig, serves_metrics: bool = False) -> bool:
     """Start or join Ray unless this process already has; return whether it did.
 
     Starts a cluster on this machine unless the node ``cluster`` or ``RAY_ADDRESS`` has the address of one. ``device``
-    is that of the workers.
+    is that of the workers. A cluster on this machine has a dashboard only if ``ray_init`` asks for it, and otherwise
+    only the processes that a run uses, with Ray's agent if it ``serves_metrics``.
     """
+    global _log_forwarder
     if ray.is_initialized():
         return False
     options = dict(cluster.ray_init or {})
@@ -174,13 +183,26 @@ def start_ray(device: str, cluster: RayConfig) -> bool:
             if options.get(name) is None:
                 options.pop(name, None)
     options.setdefault("logging_level", "WARNING")
-    with loopback() if on_loopback else nullcontext():
+    is_lean = cluster.is_local and not options.get("include_dashboard")
+    keeps_agent = serves_metrics or options.get("_metrics_export_port") is not None
+    lean = lean_cluster(keeps_agent) if is_lean else nullcontext()
+    with loopback() if on_loopback else nullcontext(), lean:
         ray.init(**options)
+    if is_lean and options.get("log_to_driver") is not False:
+        _log_forwarder = LogForwarder()
     if cluster.is_local:
         # Of a dead GCS, Ray's agents take a minute to notice that nobody hears their last words.
         _ray_processes[:] = psutil.Process().children(recursive=True)
         end_with_this_process(_ray_processes)
     return True
+
+
+def stop_forwarding() -> None:
+    """Show no more lines of the processes of the local cluster."""
+    global _log_forwarder
+    if _log_forwarder is not None:
+        _log_forwarder.stop()
+        _log_forwarder = None
 
 
 def protect_token() -> None:
@@ -254,6 +276,7 @@ def stop_ray(kill: bool = False) -> bool:
 
     They are killed with ``kill``, after ``SHUTDOWN_TIMEOUT_S``, or at another Ctrl-C.
     """
+    stop_forwarding()
     if not ray.is_initialized():
         return True
     processes = {*_ray_processes, *psutil.Process().children(recursive=True)}

@@ -6,6 +6,7 @@ process.
 
 import contextlib
 import logging
+import mmap
 import os
 import re
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from verl.utils import envs
 from verl.utils.numerics.blocks import product_on_blocks
@@ -32,6 +34,7 @@ def apply(on_cpu: bool) -> None:
         draw_seeds_by_counter()
         compute_sampled_log_probs_only()
         share_partial_blocks()
+        touch_cache_on_use()
 
 
 def quiet_reload() -> None:
@@ -326,6 +329,46 @@ def _find_partial_blocks(manager: Any) -> None:
     manager.free = free_and_note
     manager.pop_blocks_for_free = pop_blocks_and_note
     manager.block_pool.cache_full_blocks = cache_full_blocks_and_keep
+
+
+def touch_cache_on_use() -> None:
+    """Let the key-value cache on a CPU take memory only for the blocks that are used.
+
+    Versions: 0.32 on a CPU. vLLM writes zeros to the whole cache, which has room for ``max_num_seqs`` full sequences,
+    and uses all blocks in turn, so that a cache of which a batch needs a tenth is in memory as a whole. Here the kernel
+    gives zeros at the first touch, and the blocks with the lowest numbers come first again after each reset of the
+    prefix cache, that is after each change of the weights. Remove when vLLM does both.
+    """
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+    from vllm.v1.worker import gpu_model_runner
+
+    allocate = gpu_model_runner.allocate_kv_cache
+    reset = BlockPool.reset_prefix_cache
+
+    def allocate_untouched(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        with _UntouchedZeros():
+            return allocate(*args, **kwargs)
+
+    def reset_and_sort(self: Any) -> bool:
+        is_reset = reset(self)
+        if is_reset:  # then all blocks are free, except for the null block
+            self.free_block_queue = FreeKVCacheBlockQueue([block for block in self.blocks if not block.is_null])
+        return is_reset
+
+    gpu_model_runner.allocate_kv_cache = allocate_untouched
+    BlockPool.reset_prefix_cache = reset_and_sort
+
+
+class _UntouchedZeros(TorchFunctionMode):
+    """Let ``torch.zeros(size, dtype=torch.int8)`` return memory that the kernel fills with zeros at the first touch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch.zeros and options.get("dtype") is torch.int8:
+            pages = mmap.mmap(-1, *args, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(pages, dtype=torch.int8)
+        return func(*args, **options)
 
 
 def name_shared_memory(token: int) -> None:
