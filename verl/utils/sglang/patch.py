@@ -213,7 +213,8 @@ def standardize_towers() -> None:
     """
     from transformers import PretrainedConfig
 
-    skipping = getattr(PretrainedConfig, "standardize_rope_params", None)
+    config_class: Any = PretrainedConfig
+    skipping: Any = getattr(config_class, "standardize_rope_params", None)
     if getattr(skipping, "__name__", "") != "_safe_standardize" or installed_version() != "0.5.21":
         return
     (original,) = (cell.cell_contents for cell in skipping.__closure__)
@@ -225,7 +226,7 @@ def standardize_towers() -> None:
             if "max_position_embeddings" not in str(error):
                 raise
 
-    PretrainedConfig.standardize_rope_params = standardize
+    config_class.standardize_rope_params = standardize
 
 
 @contextmanager
