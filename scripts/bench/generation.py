@@ -21,6 +21,8 @@ from typing import Any
 
 from countdown import END, PAD, make_inputs
 
+from verl.utils.loading import load_tensors
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RUN_TIMEOUT_S = 900.0
@@ -146,7 +148,6 @@ def ask_all(rollout: Any, args: argparse.Namespace, rows: list[list[int]], seed:
 
 def measure(tree: Path, args: argparse.Namespace, folder: Path, name: str) -> list[dict[str, Any]]:
     """Run a checkout once and return its batches."""
-    import torch
 
     result = folder / f"{name}.pt"
     words = [sys.executable, __file__, "--worker", str(result), "--out", str(folder), *sys.argv[1:]]
@@ -155,7 +156,7 @@ def measure(tree: Path, args: argparse.Namespace, folder: Path, name: str) -> li
         done = subprocess.run(words, env=env, stdout=log, stderr=log, timeout=RUN_TIMEOUT_S, check=False, cwd=tree)
     if not result.exists():
         raise RuntimeError(f"{tree}: exit status {done.returncode}, see {folder}/{name}.log")
-    return list(torch.load(result))
+    return list(load_tensors(result))
 
 
 def main() -> None:

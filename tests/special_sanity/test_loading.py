@@ -37,6 +37,8 @@ UNPICKLERS = {
 EXCEPTIONS = {
     ("verl/utils/loading.py", "pickle._Unpickler"): "the list of classes stands there",
     ("verl/utils/loading.py", "torch.load"): "it reads by that list",
+    ("scripts/bench/dispatch.py", "pickle.loads"): "it times the loading of what it has pickled itself",
+    ("scripts/bench/driver_scaling.py", "pickle.loads"): "it times the loading of what it has pickled itself",
     ("verl/utils/process_pool.py", "cloudpickle.loads"): "between a process and the processes that it starts",
 }
 """Uses that are right, and why. Ray and torch.distributed unpickle inside themselves what processes of a run send."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from verl.utils import sglang
-from verl.utils.sglang import STAND_IN, has_kernels, import_sglang, patch
+from verl.utils.sglang import import_sglang, patch
+from verl.utils.sglang.installed import STAND_IN, has_kernels, offer_stand_in
 
 KERNELS = [
     "assign_draft_cache_locs_contiguous_cpu",
@@ -64,13 +65,13 @@ def test_the_stand_in_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(sys, "path", [*plain, str(tmp_path)])
     assert has_kernels()
-    sglang._offer_stand_in()
+    offer_stand_in()
     assert str(STAND_IN) not in sys.path
 
     monkeypatch.setattr(sys, "path", list(plain))
     assert not has_kernels()
     for _ in range(2):
-        sglang._offer_stand_in()
+        offer_stand_in()
     assert sys.path == [*plain, str(STAND_IN)]
     assert not has_kernels()
     sys.path.insert(len(plain), str(tmp_path))  # as in the folder of all packages, before what is appended

@@ -238,7 +238,7 @@ def test_unknown_loops_and_failing_loops_are_named(engine: Any) -> None:
     asked.non_tensor_batch["agent_name"][:] = "twice"
     del asked.non_tensor_batch["extra"]
     with pytest.raises(
-        TrajectoryError, match=r"row 0 \(uid row0, sample 0\): agent loop twice failed .*KeyError: 'extra'"
+        TrajectoryError, match=r"row (\d) \(uid row\1, sample 0\): agent loop twice failed .*KeyError: 'extra'"
     ):
         asyncio.run(build_worker(engine).generate_sequences(asked))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from verl.utils.device import get_device_name
 from verl.utils.numerics.blocks import on_blocks, product_on_blocks
 from verl.utils.numerics.draws import draw_by_seed, keep_likely, log_probs_within
-from verl.utils.sglang import FIRST_VERSION, LAST_VERSION, has_kernels, installed_version
+from verl.utils.sglang.installed import FIRST_VERSION, LAST_VERSION, has_kernels, installed_version
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from verl.base_config import WrongInput
 from verl.utils.device import get_device_name
 from verl.utils.engine_arguments import sglang_arguments
-from verl.utils.sglang import has_kernels
+from verl.utils.sglang.installed import has_kernels
 from verl.workers.config.model import flat_overrides, sglang_problem
 from verl.workers.rollout.engine_settings import check_context, check_prefill, cpu_cache_tokens, engine_dtype
 
