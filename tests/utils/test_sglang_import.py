@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from verl.utils import sglang
-from verl.utils.sglang import import_sglang, patch
+from verl.utils.sglang import importing, patch
+from verl.utils.sglang.importing import import_sglang
 from verl.utils.sglang.installed import STAND_IN, has_kernels, offer_stand_in
 
 KERNELS = [
@@ -82,7 +82,7 @@ def test_the_stand_in_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_stand_in_is_not_offered_next_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(STAND_IN)])
-    monkeypatch.setattr(sglang, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(importing, "get_device_name", lambda: "cuda")
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(ImportError, match=r"rollout.name=sglang needs SGLang.*: pip install"):
         import_sglang()

