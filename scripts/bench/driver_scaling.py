@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ class InProcess:
         self.account = account
         self.worker = SimulatedWorker.__new__(SimulatedWorker)
         self.worker.block_rows = ROWS_OF_A_BLOCK
+        self.messages: list[tuple[int, int]] = []
 
     def wait(self, values: Any) -> Any:
         """Return the answers, which are there."""
@@ -127,6 +129,7 @@ class InProcess:
         sent = [pack(part) for part in data.chunk(self.world_size)]
         with self.account.paused():
             answers = [pack(self._answer(work, unpack(part))) for part in sent]
+        self.messages.append((packed_bytes(sent[0]), packed_bytes(answers[0])))
         began = time.process_time()
         parts = self.wait([unpack(answer) for answer in answers])
         self.account.answers(time.process_time() - began)
@@ -169,6 +172,11 @@ def pack(data: DataProto) -> Packed:
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(data)
     return stream.getvalue(), [bytearray(buffer.raw()) for buffer in buffers]
+
+
+def packed_bytes(packed: Packed) -> int:
+    """Return the size of a message."""
+    return len(packed[0]) + sum(map(len, packed[1]))
 
 
 def unpack(packed: Packed) -> DataProto:
@@ -374,12 +382,34 @@ def total(seconds: dict[str, float]) -> float:
 # ---- measure
 
 FITTED = [
-    (rows, tokens, workers)
-    for rows, tokens in ((512, 64), (512, 1024), (2048, 64), (2048, 256), (8192, 32))
-    for workers in (8, 64)
-] + [(1024, 128, 256), (8192, 32, 256)]
-PREDICTED = [(4096, 128, 32), (1024, 768, 128), (16384, 32, 128), (4096, 64, 512), (65536, 16, 64)]
+    (512, 64, 8),
+    (512, 64, 64),
+    (512, 1024, 8),
+    (512, 1024, 64),
+    (2048, 64, 64),
+    (2048, 256, 8),
+    (2048, 256, 64),
+    (8192, 32, 8),
+    (8192, 32, 64),
+    (8192, 32, 256),
+    (1024, 128, 256),
+    (512, 4096, 8),
+    (1024, 2048, 64),
+    (1024, 4096, 16),
+]
+PREDICTED = [
+    (4096, 128, 32),
+    (1024, 768, 128),
+    (16384, 32, 128),
+    (4096, 64, 512),
+    (65536, 16, 64),
+    (2048, 4096, 32),
+    (1024, 8192, 16),
+]
+"""Responses, tokens of each and workers. The model sees the first list only."""
 LARGE = [(65536, 16, 512)]
+LONG = 2048
+"""Responses of this length or longer are sent through the driver only: by reference, tokens cost it nothing."""
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -427,7 +457,7 @@ def run_cases(arguments: argparse.Namespace, group_of: Callable[[int, Account], 
     with Path(arguments.out).open("a", encoding="utf-8") as file:
         for turn in range(arguments.rounds):
             for number, (kind, rows, tokens, workers) in enumerate(cases):
-                for by_reference in (False, True):
+                for by_reference in (False, True) if tokens < LONG else (False,):
                     for _ in range(2 if turn == number == 0 else 1):  # the first call of all warms up
                         account = Account()
                         Held.known.clear()
@@ -458,28 +488,57 @@ def run_cases(arguments: argparse.Namespace, group_of: Callable[[int, Account], 
 # ---- model
 
 
-def features(by_reference: bool, rows: int, tokens: int, workers: int) -> list[float]:
-    """Return what the cost of a phase is a sum of: nothing, calls, rows, and tokens or addresses of blocks.
+INLINE_BYTES = 100 << 10
+"""Ray sends a message up to this size in the call itself, a larger one through the object store."""
+CALLS = {"generate": 1, "infer": 3, "shape": 0, "update": 1, "finish": 0}
+"""Calls of the workers in a step whose columns go through the driver, in their order."""
 
-    A part of a batch that was reordered has rows of many blocks, and each is a reference of its own.
+
+@cache
+def messages(rows_of_a_part: int, tokens: int) -> list[tuple[int, int]]:
+    """Return the bytes of a part and of its answer for each call: those of a small step, and in proportion above it."""
+    rows = min(max(SAMPLES, rows_of_a_part // SAMPLES * SAMPLES), max(SAMPLES, (1 << 21) // tokens))
+    group = InProcess(1, Account())
+    Step(group, False, rows // SAMPLES * SAMPLES, tokens).run()
+    scale = rows_of_a_part / (rows // SAMPLES * SAMPLES)
+    return [(round(sent * scale), round(answer * scale)) for sent, answer in group.messages]
+
+
+def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: int) -> list[float]:
+    """Return what the cost of a phase is a sum of.
+
+    Through the driver: the step, calls of a worker, messages that go through the object store, rows, megabytes sent and
+    received, and tokens.
+
+    By reference: the step, workers, rows, blocks, and references. A part of a batch that was reordered has rows of many
+    blocks, and sends a reference of each.
     """
-    if not by_reference:
-        return [1.0, workers, rows, rows * tokens]
-    blocks = max(workers, rows / ROWS_OF_A_BLOCK)
-    pairs = workers * blocks * (1 - (1 - 1 / blocks) ** (rows / workers))
-    return [1.0, workers, rows, pairs]
+    of_a_worker = -(-rows // workers)
+    if by_reference:
+        whole, rest = divmod(of_a_worker, ROWS_OF_A_BLOCK)
+        sizes = [ROWS_OF_A_BLOCK] * whole + [rest] * (rest > 0)
+        pairs = workers * workers * sum(1 - (1 - size / rows) ** of_a_worker for size in sizes)
+        return [1.0, workers, rows, workers * len(sizes), pairs]
+    first = {"generate": 0, "infer": 1, "update": 4}.get(phase, 0)
+    calls = messages(of_a_worker, tokens)
+    calls = calls if phase == ANSWERS else calls[first : first + CALLS[phase]]
+    stored = sum((sent > INLINE_BYTES) + (answer > INLINE_BYTES) for sent, answer in calls)
+    moved = sum(map(sum, calls))
+    return [1.0, workers * len(calls), workers * stored, rows, workers * moved / 1e6, rows * tokens / 1e6]
 
 
-NAMES = {False: ("step", "worker", "row", "token"), True: ("step", "worker", "row", "block of a part")}
+NAMES = {
+    False: ("step", "call of a worker", "message in the store", "row", "MB moved", "million tokens"),
+    True: ("step", "worker", "row", "block", "block of a part"),
+}
 
 
 def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the non-negative coefficients with the least relative error, by coordinate descent."""
-    weighted = matrix / target[:, None]
-    scale = np.linalg.norm(weighted, axis=0)
-    weighted = weighted / scale
+    """Return the non-negative coefficients with the least squared error, by coordinate descent."""
+    scale = np.linalg.norm(matrix, axis=0)
+    weighted = matrix / scale
     found = np.zeros(matrix.shape[1])
-    residual = np.ones(len(target))
+    residual = target.copy()
     for _ in range(20_000):
         for column in range(len(found)):
             change = max(-found[column], float(weighted[:, column] @ residual))
@@ -492,28 +551,35 @@ def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 Lines = Sequence[dict[str, Any]]
 
 
-def medians(lines: Lines) -> list[dict[str, Any]]:
-    """Return one line for each case, with the median seconds of its rounds."""
+def minima(lines: Lines) -> list[dict[str, Any]]:
+    """Return one line for each case, with the least CPU seconds of a phase: other work on the machine only adds."""
     cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         key = tuple(line[name] for name in ("kind", "by_reference", "rows", "tokens", "workers"))
         cases.setdefault(key, []).append(line)
     return [
-        {
-            **rounds[0],
-            "seconds": {p: float(np.median([line["seconds"][p] for line in rounds])) for p in (*PHASES, ANSWERS)},
-        }
+        {**rounds[0], "seconds": {p: min(line["seconds"][p] for line in rounds) for p in (*PHASES, ANSWERS)}}
         for rounds in cases.values()
     ]
 
 
 def fit(lines: Lines, by_reference: bool) -> dict[str, np.ndarray]:
-    """Return the coefficients of each phase."""
+    """Return the coefficients of each phase, from the lines that are for fitting."""
     used = [line for line in lines if line["kind"] == "fit" and line["by_reference"] == by_reference]
-    matrix = np.array([features(by_reference, line["rows"], line["tokens"], line["workers"]) for line in used])
-    return {
-        p: non_negative(matrix, np.array([max(line["seconds"][p], 1e-4) for line in used])) for p in (*PHASES, ANSWERS)
-    }
+    found = {}
+    for phase in (*PHASES, ANSWERS):
+        matrix = np.array([_features(phase, line) for line in used])
+        keep = matrix.any(axis=0)
+        # a phase of a few milliseconds counts no more than its part of the step
+        target = np.array([line["seconds"][phase] for line in used])
+        weight = np.array([max(line["seconds"][phase], 0.1 * total(line["seconds"])) for line in used])
+        found[phase] = np.zeros(matrix.shape[1])
+        found[phase][keep] = non_negative(matrix[:, keep] / weight[:, None], target / weight)
+    return found
+
+
+def _features(phase: str, line: dict[str, Any]) -> list[float]:
+    return features(phase, line["by_reference"], line["rows"], line["tokens"], line["workers"])
 
 
 def queue(serial_s: float, answers_s: float, work_s: float, workers: int) -> float:
@@ -532,7 +598,7 @@ def queue(serial_s: float, answers_s: float, work_s: float, workers: int) -> flo
 def model(arguments: argparse.Namespace) -> None:
     """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
-    lines = medians(read)
+    lines = minima(read)
     say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731
     models = {by_reference: fit(lines, by_reference) for by_reference in (False, True)}
     for by_reference, phases in models.items():
@@ -544,8 +610,7 @@ def model(arguments: argparse.Namespace) -> None:
     say("\n| kind | by reference | rows | tokens | workers | measured s | predicted s | error |")
     say("| --- " * 8 + "|")
     for line in lines:
-        terms = np.array(features(line["by_reference"], line["rows"], line["tokens"], line["workers"]))
-        predicted = float(sum(terms @ models[line["by_reference"]][p] for p in PHASES))
+        predicted = float(sum(np.dot(_features(p, line), models[line["by_reference"]][p]) for p in PHASES))
         measured = total(line["seconds"])
         cells = [line["kind"], line["by_reference"], line["rows"], line["tokens"], line["workers"]]
         cells += [f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured - 1:+.1%}"]
@@ -559,14 +624,16 @@ def model(arguments: argparse.Namespace) -> None:
     for rows in (4096, 16384, 65536):
         for workers in (8, 64, 512):
             for by_reference in (False, True):
-                terms = np.array(features(by_reference, rows, 8192, workers))
-                seconds = [float(terms @ models[by_reference][p]) for p in PHASES]
+                case = {"by_reference": by_reference, "rows": rows, "tokens": 8192, "workers": workers}
+                *seconds, of_answers = [
+                    float(np.dot(_features(p, case), models[by_reference][p])) for p in (*PHASES, ANSWERS)
+                ]
                 like = next(line for line in lines if line["by_reference"] == by_reference and line["tokens"] >= 256)
                 scale = rows * 8192 / (like["rows"] * like["tokens"])
                 held = rows * like["address_bytes"] / like["rows"] if by_reference else like["held_bytes"] * scale
                 through = 0 if by_reference else sum(like["through_bytes"].values()) * scale
                 cells = [str(rows), str(workers), "reference" if by_reference else "driver"]
-                answers = min(float(terms @ models[by_reference][ANSWERS]), sum(seconds))
+                answers = min(of_answers, sum(seconds))
                 calls = like["calls"]
                 work = arguments.work_s / calls
                 step = calls * queue((sum(seconds) - answers) / calls, answers / calls, work, workers)
@@ -583,7 +650,7 @@ def main() -> None:
     measuring.add_argument("--out", default="driver_scaling.jsonl")
     measuring.add_argument("--actors", type=int, default=2, help="actors that play the workers")
     measuring.add_argument("--rounds", type=int, default=3)
-    measuring.add_argument("--store-mb", type=int, default=1200, help="size of the object store")
+    measuring.add_argument("--store-mb", type=int, default=2000, help="size of the object store")
     measuring.add_argument("--large", action="store_true", help="65,536 rows and 512 workers only")
     measuring.add_argument("--without-ray", action="store_true", help="leave out Ray and its costs")
     measuring.set_defaults(run=measure)

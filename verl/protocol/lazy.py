@@ -11,7 +11,10 @@ Ray moves a lazy column as addresses. Any other pickle holds its values.
 """
 
 import logging
+import operator
 import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +26,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from verl.protocol.data_proto import DataProto
-from verl.utils.batch.serialization import PicklesItself, TensorTriple, serialize_single_tensor
+from verl.utils.batch.serialization import (
+    PicklesItself,
+    TensorTriple,
+    deserialize_single_tensor,
+    serialize_single_tensor,
+)
 from verl.utils.observe.digest import digest_of_rows, row_digests
 
 logger = logging.getLogger(__name__)
@@ -542,13 +550,61 @@ def register_with_ray() -> None:
     ray.util.register_serializer(LazyTensor, serializer=_address, deserializer=_column)
 
 
-Address = tuple[str, Places, tuple[int, ...], torch.dtype] | Tensor
+class _Rows:
+    """Where the rows of a column lie, as it is sent: columns of one message with the same rows share it."""
+
+    def __init__(self, places: Places) -> None:
+        self.of = places
+        used = places.used()
+        self.sent: RowsAddress = (used.blocks, used.block, used.row)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self.sent,)
+
+    def serves(self, places: Places) -> bool:
+        """Whether the rows of a column lie in the same places."""
+        mine = self.of
+        if not np.array_equal(mine.block, places.block) or not np.array_equal(mine.row, places.row):
+            return False
+        return len(mine.blocks) == len(places.blocks) and all(map(operator.is_, mine.blocks, places.blocks))
+
+
+RowsAddress = tuple[tuple[Any, ...], np.ndarray, np.ndarray]
+Address = (
+    tuple[
+        str,
+        _Rows | RowsAddress,
+        TensorTriple | None,
+        np.ndarray | None,
+        tuple[int, int] | None,
+        tuple[int, ...],
+        torch.dtype,
+    ]
+    | Tensor
+)
+
+_RECENT = 8
+_recent: "deque[weakref.ref[_Rows]]" = deque(maxlen=_RECENT)
+"""Rows that were sent last, while the pickle of their message is written."""
+
+
+def _rows_of(places: Places) -> _Rows:
+    for known in tuple(_recent):
+        rows = known()
+        if rows is not None and rows.serves(places):
+            return rows
+    rows = _Rows(places)
+    _recent.append(weakref.ref(rows))
+    return rows
 
 
 def _address(column: LazyTensor) -> Address:
     if column.is_written:
         return column.fetched()
-    return column.column, column.places.used(), tuple(column.shape[1:]), column.dtype
+    places = column.places
+    sums = None if places.sums is None else serialize_single_tensor(places.sums)  # torch takes longer
+    rows = _rows_of(places)
+    return column.column, rows, sums, places.digests, places.window, tuple(column.shape[1:]), column.dtype
 
 
 def _column(address: Address) -> Tensor:
@@ -558,4 +614,8 @@ def _column(address: Address) -> Tensor:
 
     if ray.is_initialized():  # this process may send it on
         register_with_ray()
-    return LazyTensor(*address)
+    name, rows, sums, digests, window, row_shape, dtype = address
+    blocks, block, row = rows.sent if isinstance(rows, _Rows) else rows
+    known = None if sums is None else deserialize_single_tensor(sums)
+    places = Places(blocks, block, row, known, digests, window)
+    return LazyTensor(name, places, row_shape, dtype)
