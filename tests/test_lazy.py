@@ -1,6 +1,7 @@
 """Columns by reference: every verb of DataProto gives what it gives for plain columns, and moves no row."""
 
 import copy
+import io
 import logging
 import pickle
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl import DataProto
-from verl.protocol import fold_batch_dim, pad_dataproto_to_divisor, unfold_batch_dim, unpad_dataproto
+from verl.protocol import fold_batch_dim, lazy, pad_dataproto_to_divisor, unfold_batch_dim, unpad_dataproto
 from verl.protocol.lazy import LazyTensor, by_reference, fetched, is_lazy, lazy_columns, take_touched
 from verl.utils.observe.digest import digest_of_rows, row_digests, tensor_digest
 
@@ -275,6 +276,42 @@ def test_pickles_and_files_hold_values(tmp_path, monkeypatch):
     assert_same(DataProto.load_from_disk(tmp_path / "batch"), plain)
     monkeypatch.setenv("VERL_DATAPROTO_SERIALIZATION_METHOD", "torch")
     assert_same(pickle.loads(pickle.dumps(stored(plain))), plain)
+
+
+class Sent(pickle.Pickler):
+    """Pickles columns as Ray does: as addresses."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (lazy._column, (lazy._address(value),)) if isinstance(value, LazyTensor) else NotImplemented
+
+
+def test_columns_of_the_same_rows_share_what_is_sent():
+    first, second = (stored(plain_batch(6, seed)) for seed in (0, 1))
+    first.union(second.rename(["ids", "log_probs", "half", "mask"], ["a", "b", "c", "d"]).select(["a", "b"]))
+    first.reorder(torch.tensor([5, 0, 3, 1, 4, 2]))
+    part = first.chunk(2)[1]
+    part.batch["ids"] = first.chunk(2)[0].batch["ids"]  # other rows of the same blocks
+    part.batch["mask"][0] = True  # written: its values are sent
+    stream = io.BytesIO()
+    Sent(stream, protocol=5).dump({str(name): value for name, value in part.batch.items()})
+    got = pickle.loads(stream.getvalue())
+    assert {name for name, value in got.items() if isinstance(value, LazyTensor)} == {
+        "ids",
+        "log_probs",
+        "half",
+        "a",
+        "b",
+    }
+    for name, value in part.batch.items():
+        assert torch.equal(fetched_values(got[name]), fetched_values(value)), name
+    rows = {name: id(value.places.block) for name, value in got.items() if isinstance(value, LazyTensor)}
+    assert rows["log_probs"] == rows["half"] and rows["a"] == rows["b"] and len(set(rows.values())) == 3
+    assert torch.equal(got["log_probs"].sum(-1), part.batch["log_probs"].sum(-1))
+    assert not any(rows() for rows in lazy._recent), "what was sent keeps its blocks"
+
+
+def fetched_values(value: torch.Tensor) -> torch.Tensor:
+    return value.fetched() if isinstance(value, LazyTensor) else value
 
 
 def test_shapes_change_and_tensordicts():

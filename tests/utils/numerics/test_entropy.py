@@ -63,6 +63,24 @@ def test_masked_and_extreme_logits() -> None:
         assert entropy(torch.tensor([[0.0, broken]])).isnan().all() and plain_entropy(torch.tensor([[broken]])).isnan()
 
 
+def test_a_second_backward_pass_and_rows_masked_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CPU_CHUNK_ELEMENTS", 9)  # a chunk is a row
+    leaf = torch.randn(15, 9, generator=torch.Generator().manual_seed(3)).view(3, 5, 9)
+    leaf[1, 2, 4:] = -torch.inf
+    leaf[2, 0, :3] = torch.finfo(torch.float32).min
+    exact = leaf.double().requires_grad_()
+    want = plain_entropy(exact)
+    (want * WEIGHTS).nansum().backward()
+    leaf.requires_grad_()
+    result = entropy(leaf)
+    torch.testing.assert_close(result.double(), want, atol=1e-6, rtol=1e-6)
+    first, second = (torch.autograd.grad((result * WEIGHTS).sum(), leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+    finite = exact.grad.isfinite()  # the plain form gives NaN where a logit is minus infinity
+    torch.testing.assert_close(first.double()[finite], exact.grad[finite], atol=1e-6, rtol=1e-6)
+    assert not first.isnan().any() and first[1, 2, 4:].abs().max() == 0
+
+
 def test_shapes_and_established_names() -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(2, 3, 4, 11, generator=generator)
