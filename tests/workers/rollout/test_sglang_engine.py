@@ -1,6 +1,7 @@
 """SGLang's engine as a server sees it: requests, pause, death."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import torch
+import zmq
 from torch import Tensor
 
 from tests.workers.rollout.tiny import VOCABULARY, build_model, disturb
@@ -23,7 +25,7 @@ from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layou
 
 pytest.importorskip("sglang")
 
-from verl.workers.rollout.sglang_rollout.engine import ServedEngine
+from verl.workers.rollout.sglang_rollout.engine import ServedEngine, StoppedError
 from verl.workers.rollout.sglang_rollout.weights import serialized
 
 T = TypeVar("T")
@@ -438,11 +440,26 @@ def test_a_request_goes_on_with_new_weights(running: Running, subject: Subject) 
 # The end
 
 
+def open_sockets() -> list[Any]:
+    """Return this process's open sockets of ZeroMQ."""
+    return [each for each in gc.get_objects() if issubclass(type(each), zmq.Socket) and not each.closed]
+
+
 def test_a_start_that_fails(tmp_path: Path) -> None:
+    """It leaves no process, and no socket that Python would close after its context: the context waits for it."""
     before = set(psutil.Process().children())
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["Unheard"]}')
-    with pytest.raises(RuntimeError, match="SGLang's engine has not started with Unheard: "):
-        ServedEngine(engine_args(tmp_path))
+    others = open_sockets()
+    gc.disable()  # the sockets of this engine are garbage from its end on
+    try:
+        with pytest.raises(RuntimeError, match="SGLang's engine has not started with Unheard: "):
+            ServedEngine(engine_args(tmp_path))
+        left = [each for each in open_sockets() if each not in others]
+        for each in left:
+            each.close(linger=0)
+    finally:
+        gc.enable()
+    assert not left
     assert not [each for each in psutil.Process().children() if each not in before and "sglang" in each.name()]
 
 
@@ -483,3 +500,6 @@ def test_death_names_the_culprit(running: Running, subject: Subject) -> None:
     assert culprit in str(engine.death())
     engine.stop()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not running(engine.abort("r"))
+    with pytest.raises(StoppedError):
+        running(engine.ping())

@@ -93,6 +93,37 @@ def test_shared_memory_loses_its_name() -> None:
             path.unlink(missing_ok=True)
 
 
+LEAVER = """
+import contextlib, gc, sys
+from pathlib import Path
+from tests.workers.rollout.test_sglang_engine import engine_args
+from verl.workers.rollout.sglang_rollout.engine import ServedEngine
+if __name__ == "__main__":
+    gc.disable()  # else parts of the engine may be collected earlier
+    with contextlib.suppress(RuntimeError):
+        ServedEngine(engine_args(Path(sys.argv[1]))).stop()
+        print("started")
+    gc.collect()
+    print("collected")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("starts", [True, False])
+def test_the_owner_of_an_engine_that_is_gone_ends(tmp_path: Path, starts: bool) -> None:
+    """Python collects the engine's sockets and their contexts together, and a context waits for open sockets."""
+    pytest.importorskip("sglang")
+    build_model().save_pretrained(tmp_path / "model")
+    if not starts:
+        (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "leaver.py").write_text(LEAVER)
+    command = [sys.executable, str(tmp_path / "leaver.py"), str(tmp_path / "model")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["started"] * starts + ["collected"]
+
+
 OWNER = """
 import sys, time
 from pathlib import Path

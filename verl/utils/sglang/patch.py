@@ -26,6 +26,7 @@ from verl.utils.sglang.installed import FIRST_VERSION, LAST_VERSION, has_kernels
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from zmq import Socket
 
 
 def apply(batch_invariant: bool) -> None:
@@ -230,20 +231,22 @@ def standardize_towers() -> None:
 
 
 @contextmanager
-def sockets_in(folder: Path) -> Iterator[None]:
-    """Let an engine that starts meanwhile make the sockets between its processes in a folder, and wait for none.
+def sockets_in(folder: Path, opened: "list[Socket[Any]]") -> Iterator[None]:
+    """Let an engine that starts meanwhile make the sockets between its processes in a folder.
 
-    Versions: 0.5.21 to 0.5.23, which make them among all temporary files, and leave them there. Their owner waits
-    without end, when Python collects them, for a process that is gone to take its last messages. Remove when neither
-    is so.
+    ``opened`` gets those of this process, whoever starts the engine closes them: SGLang never does. If Python collects
+    them open, the owner of the engine waits without end, since their context may be collected first.
+
+    Versions: 0.5.21 to 0.5.23, which make them among all temporary files, and leave them there. Remove when an engine
+    has a folder for them, and closes them when it ends or does not start.
     """
     from sglang.srt import server_args
     from sglang.srt.utils import network
 
     config_socket = network.config_socket
 
-    def config_impatient(socket: Any, *args: Any) -> None:
-        socket.linger = 0
+    def config_noted(socket: "Socket[Any]", *args: Any) -> None:
+        opened.append(socket)
         config_socket(socket, *args)
 
     class Sockets:
@@ -252,7 +255,7 @@ def sockets_in(folder: Path) -> Iterator[None]:
             return tempfile.NamedTemporaryFile(dir=folder, **options)
 
     server_args.tempfile = Sockets
-    network.config_socket = config_impatient
+    network.config_socket = config_noted
     try:
         yield
     finally:

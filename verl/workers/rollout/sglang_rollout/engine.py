@@ -37,6 +37,10 @@ _LOG_LINES = 30
 _END_S = 10.0
 
 
+class StoppedError(RuntimeError):
+    """An engine was asked for something after its end."""
+
+
 class ServedEngine:
     """SGLang's engine in processes of its own.
 
@@ -57,11 +61,12 @@ class ServedEngine:
         before = set(multiprocessing.active_children())
         self._processes: list[BaseProcess] = []
         self._failure: str | None = None
+        self._reader: asyncio.Task[None] | None = None
         self._is_stopped = False
         atexit.register(self.stop)
         _ignore_quit()
         try:
-            with _kept_logging(), patch.sockets_in(self._sockets.path):
+            with _kept_logging(), patch.sockets_in(self._sockets.path, self._sockets.opened):
                 self._engine: Engine = _engine_class(self._log.path, batch_invariant, self._sockets)(
                     custom_sigquit_handler=_nothing, **args
                 )
@@ -117,6 +122,9 @@ class ServedEngine:
     def stop(self) -> None:
         """End the engine's own processes."""
         self._is_stopped = True
+        if self._reader is not None:
+            with contextlib.suppress(RuntimeError):  # from a loop that is closed
+                self._reader.cancel()
         atexit.unregister(self.stop)
         for process in self._processes:
             with contextlib.suppress(ValueError, ProcessLookupError):
@@ -148,13 +156,16 @@ class ServedEngine:
         return [json.loads(answer.message) for answer in answers]
 
     def _listen(self) -> None:
-        """Start to read what the engine's processes send; SGLang's own way ends this process if that fails."""
-        manager = self._manager
-        if manager.event_loop is None:
+        """Start to read what the engine's processes send; SGLang's own way ends this process if that fails.
+
+        Raises: StoppedError.
+        """
+        if self._is_stopped:
+            raise StoppedError("the engine has been stopped")
+        if self._reader is None:
             loop = asyncio.get_running_loop()
-            manager.event_loop = loop
-            task = loop.create_task(self._read())
-            manager.asyncio_tasks.add(task)
+            self._manager.event_loop = loop
+            self._reader = loop.create_task(self._read())
 
     async def _read(self) -> None:
         try:
@@ -201,7 +212,7 @@ class ServedEngine:
         """End a request, which then returns what it has; return whether the engine knows it."""
         key = self._keys.get(rid)
         state = self._manager.rid_to_state.get(key)
-        if key is None or state is None:
+        if key is None or state is None or self._is_stopped:
             return False
         self._manager.abort_request(key)
         return True

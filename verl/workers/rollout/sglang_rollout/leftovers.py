@@ -8,6 +8,10 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zmq import Socket
 
 _PREFIX = "verl-sglang-"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -28,15 +32,19 @@ kills the children of an actor."""
 class SocketFolder:
     """The folder of the sockets between the processes of an engine.
 
-    It is removed by ``close``, and by a process that waits for the end of the owner, however that ends. The folders of
-    owners that were killed with all their processes are removed when the next one is made: an owner holds a lock, which
-    the kernel releases with the process.
+    ``opened`` are the sockets of this process. ``close`` closes them; no message is waited for, as whoever would take
+    it is gone.
+
+    The folder is removed by ``close``, and by a process that waits for the end of the owner, however that ends. The
+    folders of owners that were killed with all their processes are removed when the next one is made: an owner holds a
+    lock, which the kernel releases with the process.
     """
 
     def __init__(self) -> None:
         _remove_stale()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.instance: str | None = None
+        self.opened: list[Socket[Any]] = []
         self._lock = (self.path / "lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         nothing = subprocess.DEVNULL
@@ -50,7 +58,9 @@ class SocketFolder:
         (self.path / "instance").write_text(f"{instance}\n")
 
     def close(self) -> None:
-        """Remove the folder, and what is left of the engine's counters."""
+        """Close the sockets, and remove the folder and what is left of the engine's counters."""
+        while self.opened:
+            self.opened.pop().close(linger=0)
         unlink_shared_memory((), self.instance)
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
