@@ -111,6 +111,7 @@ class Workspace:
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 8,
             "actor_rollout_ref.nccl_timeout": 60,
             "custom_reward_function.path": REPOSITORY / "tests/special_e2e/rewards.py",
+            "ray_kwargs.fork_workers": False if self.preloaded_workers else None,  # which are forks already
             "trainer.device": "cpu",
             "trainer.n_gpus_per_node": 1,
             "trainer.logger": "[file]",

@@ -32,6 +32,7 @@ def step(modules: str, *forbidden: set[str]) -> str:
     "steps",
     [
         [
+            step("verl.trainer.run.prestart", MODELS, ENGINES, DATA, PLOTS_AND_TRACKERS, {"ray", "hydra", "numpy"}),
             step(
                 "verl.trainer.main_ppo,verl.trainer.preflight,verl.trainer.run.launch",
                 MODELS, ENGINES, DATA, PLOTS_AND_TRACKERS, {"numpy"},
@@ -50,8 +51,8 @@ def test_a_process_imports_nothing_heavy_that_it_does_not_need(steps: list[str])
     assert done.returncode == 0, done.stderr[-1000:]
 
 
-def test_the_guard_needs_the_standard_library_only() -> None:
-    """It runs without site-packages, so that it starts at once and stays small."""
-    file = "verl/utils/guard.py"
+@pytest.mark.parametrize("file", ["verl/utils/guard.py", "verl/utils/fork_server/client.py"])
+def test_a_process_without_site_packages_needs_the_standard_library_only(file: str) -> None:
+    """They start at once and stay small."""
     code = f"import sys; exec(open({file!r}).read(), {{'__name__': 'it'}}); sys.exit('typing' in sys.modules)"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, check=True, timeout=60)

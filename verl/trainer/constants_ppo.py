@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from verl.trainer.run.launch import RUNTIME_ENV_VARS, runtime_env
+from verl.trainer.run.launch import runtime_env
+from verl.trainer.run.variables import RUNTIME_ENV_VARS
 from verl.utils.device import get_device_name
 
 PPO_RAY_RUNTIME_ENV = {"env_vars": dict(RUNTIME_ENV_VARS)}

@@ -7,7 +7,9 @@ trainer runs. It imports neither torch nor transformers.
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import RUN_FOLDERS
 from verl.trainer.config.run_config import RunConfig, needs_reference
 from verl.trainer.ppo.utils import Role, need_critic
+from verl.trainer.run import prestart
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
 from verl.utils.import_utils import import_external_libs, lazy_exports
@@ -73,7 +76,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         owner.take_folders(folders, is_elsewhere=not run_config.ray_kwargs.is_local)
         return run_config, LocalDisplay(run_config.trainer.live_view, run_folder(config))
 
-    with Ownership() as owner:
+    forks = prestart.fork_server_of(config, has_own_runner=task_runner_class is not None)
+    with Ownership() as owner, forks or nullcontext() as fork_server:
         run_config, display = checked(check)
         CLOCK.mark("checks")
         runner_class = task_runner_class or TaskRunner
@@ -85,6 +89,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
             display,
             run_config.trainer.worker_call_timeout_s,
             run_config.trainer.prometheus,
+            fork_server,
         )
 
 
@@ -262,5 +267,6 @@ def _workers_of(strategy: str) -> ModuleType:
 
 
 if __name__ == "__main__":
+    prestart.start_early(sys.argv[1:])
     # Imported under its name, so that Ray imports TaskRunner in the actor instead of copying it there by value.
     importlib.import_module("verl.trainer.main_ppo").main()

@@ -1,7 +1,8 @@
-"""Kill processes when another one has ended, however it ended.
+"""Kill processes and remove folders when another process has ended, however it ended.
 
-``python -I -S guard.py HANDLE HANDLE...``: inherited handles (``os.pidfd_open``) of the process whose end counts and of
-those to kill. It imports little, so that it starts at once and stays small. See ``processes.end_with_this_process``.
+``python -I -S guard.py HANDLE... FOLDER...``: inherited handles (``os.pidfd_open``) of the process whose end counts and
+of those to kill, and the paths of folders that hold only files. It imports little, so that it starts at once and stays
+small. See ``processes.end_with_this_process``.
 """
 
 import os
@@ -10,8 +11,8 @@ import signal
 import sys
 
 
-def main(handles: list[int]) -> None:
-    """Wait for the end of the first process, then kill the others."""
+def main(handles: list[int], folders: list[str]) -> None:
+    """Wait for the end of the first process, then kill the others and remove the folders."""
     end = select.poll()
     end.register(handles[0], select.POLLIN)
     end.poll()
@@ -20,8 +21,16 @@ def main(handles: list[int]) -> None:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
         except OSError:  # it has ended, or belongs to another user by now
             continue
+    for folder in folders:
+        try:
+            for name in os.listdir(folder):
+                os.unlink(os.path.join(folder, name))
+            os.rmdir(folder)
+        except OSError:  # it has been removed before
+            continue
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]])
+    words = sys.argv[1:]
+    main([int(word) for word in words if word.isdecimal()], [word for word in words if not word.isdecimal()])

@@ -73,13 +73,20 @@ _QUIET = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 _guards: list["subprocess.Popen[bytes]"] = []
 
 
-def end_with_this_process(processes: Iterable[psutil.Process]) -> None:
-    """Let a small process kill others as soon as this one has ended, even by SIGKILL."""
+def end_with_this_process(processes: Iterable[psutil.Process], folders: Iterable[Path] = ()) -> None:
+    """Let a small process kill others as soon as this one has ended, even by SIGKILL, and remove folders of files."""
     handles = [os.pidfd_open(os.getpid())]
     for process in processes:
         with suppress(ProcessLookupError):
             handles.append(os.pidfd_open(process.pid))
-    command = [sys.executable, "-I", "-S", guard.__file__, *map(str, handles)]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        guard.__file__,
+        *map(str, handles),
+        *(str(folder.absolute()) for folder in folders),
+    ]
     # The guard keeps this mask, since it must not end before this process does.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:

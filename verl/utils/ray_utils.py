@@ -3,6 +3,7 @@
 import logging
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ def loopback() -> Iterator[None]:
 
 
 _AGENT = "--dashboard_agent_command="
+_WORKER = "--python_worker_command="
 # As Ray's own agent does without its optional packages: it serves no port, says so, and lives as long as the raylet.
 _NO_AGENT = """for name in metrics_agent metrics_export dashboard_agent_listen
 do printf %s -1 >"$1/$name$2" && mv "$1/$name$2" "$1/${name}_port_$2"
@@ -52,12 +54,13 @@ exec cat"""
 
 
 @contextmanager
-def lean_cluster(keep_agent: bool) -> Iterator[None]:
+def lean_cluster(keep_agent: bool, worker_command: str | None = None) -> Iterator[None]:
     """Let ``ray.init`` in the block start a cluster without the processes that a run on one machine does not use.
 
     These are the autoscaler, the server of the dashboard, which loads without its pages too, the log monitor, whose
     work ``LogForwarder`` does in a thread, and, unless ``keep_agent``, the agent that serves metrics and the dashboard
-    of this machine. Together they take 240 MB and more than 3 CPU seconds.
+    of this machine. Together they take 240 MB and more than 3 CPU seconds. ``worker_command`` takes the place of the
+    interpreter in the command that starts a worker.
 
     Versions: Ray 2.60, which starts all of them without asking. Remove what ``ray.init`` can leave out by itself.
     """
@@ -70,7 +73,7 @@ def lean_cluster(keep_agent: bool) -> Iterator[None]:
 
     def start_lean(command: Sequence[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
         if process_type == ray_constants.PROCESS_TYPE_RAYLET:
-            command = [_lean(word, command, keep_agent) for word in command]
+            command = [_lean(word, command, keep_agent, worker_command) for word in command]
         return start(list(command), process_type, *args, **kwargs)
 
     for name in unused:
@@ -84,12 +87,15 @@ def lean_cluster(keep_agent: bool) -> Iterator[None]:
             setattr(Node, name, method)
 
 
-def _lean(word: str, command: Sequence[str], keep_agent: bool) -> str:
+def _lean(word: str, command: Sequence[str], keep_agent: bool, worker_command: str | None = None) -> str:
     """Return a word of the command that starts the raylet."""
     if word.startswith(_AGENT) and not keep_agent:
         options = dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
         words = ["sh", "-c", _NO_AGENT, "sh", options["--session_dir"], options["--node_id"]]
         return _AGENT + subprocess.list2cmdline(words)
+    python = subprocess.list2cmdline([sys.executable])
+    if word.startswith(_WORKER + python) and worker_command is not None:
+        return _WORKER + subprocess.list2cmdline([worker_command]) + word.removeprefix(_WORKER + python)
     return word
 
 

@@ -250,6 +250,7 @@ READERS = [
     # Ray
     Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),
     Reader("ray_kwargs", "timeline_json_file", "trainer/run/launch.py", "cluster"),
+    Reader("ray_kwargs", "fork_workers", "trainer/config/rules/fork_workers.py", "run.ray_kwargs", "tests/special_e2e/test_fork_workers.py::test_forks_change_no_bit"),
 ]
 # fmt: on
 

@@ -32,6 +32,8 @@ def parse_generation_server(config: DictConfig) -> GenerationConfig:
     if rollout.get("ignore_eos"):
         key = f"{_ROLE}.rollout.ignore_eos"
         raise ConfigError([Violation(key, True, "must be false: the endpoint ends a response at its end token")])
+    if tree["ray_kwargs"].pop("fork_workers"):
+        raise ConfigError([Violation("ray_kwargs.fork_workers", True, "must be false: only a training run has forks")])
     if rollout["load_format"] == "dummy":  # the default of a trainer, which sends its weights
         rollout["load_format"] = "auto"
     try:

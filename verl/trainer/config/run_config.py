@@ -108,6 +108,13 @@ class RayConfig(BaseConfig):
         return self.address == "local"
 
 
+@dataclass
+class TrainingRayConfig(RayConfig):
+    """The Ray cluster of a training run."""
+
+    fork_workers: bool | None = setting(None, "start processes as forks of one that has imported; null: if possible")
+
+
 ABSENT = object()
 """The value of a key that a tree or a dataclass does not have."""
 
@@ -158,7 +165,7 @@ class RunConfig:
     reward_model: RewardModelConfig
     custom_reward_function: CustomRewardFunctionConfig
     global_profiler: ProfilerConfig
-    ray_kwargs: RayConfig
+    ray_kwargs: TrainingRayConfig
 
     @classmethod
     def parse(cls, config: DictConfig) -> "RunConfig":
@@ -236,7 +243,7 @@ def parse_tree(tree: Tree, use_critic: bool | None = None) -> tuple[RunConfig, N
         reward_model=reader.node({"reward_model": reward}, "reward_model", RewardModelConfig),
         custom_reward_function=reader.node(tree, "custom_reward_function", CustomRewardFunctionConfig),
         global_profiler=reader.node(tree, "global_profiler", ProfilerConfig),
-        ray_kwargs=reader.node(tree, "ray_kwargs", RayConfig),
+        ray_kwargs=reader.node(tree, "ray_kwargs", TrainingRayConfig),
     )
     return run, reader
 

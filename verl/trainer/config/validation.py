@@ -14,6 +14,7 @@ from verl.base_config import Violation, as_yaml, config_error, nearest
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules, may_register
+from verl.trainer.config.rules.fork_workers import fork_rules
 from verl.trainer.config.rules.megatron import megatron_rules
 from verl.trainer.config.rules.model import model_rules, option_rules
 from verl.trainer.config.rules.no_effect import idle_keys, unsupported_rules
@@ -131,6 +132,7 @@ def _rules(
         *dapo_rules(run),
         *manager_rules(run),
         *profiler_rules(run, tree, use_reference),
+        *fork_rules(run),
     ]
     yield from first
     broken = broken | {violation.key for violation in first}

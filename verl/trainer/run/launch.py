@@ -26,34 +26,18 @@ from verl.base_config import WrongInput
 from verl.trainer.config.cli import MOST_LINES, USAGE_ERROR, brief
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import LocalDisplay
+from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
+from verl.utils.fork_server.starter import ForkServer
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
 from verl.utils.processes import end_all, end_with_this_process
 from verl.utils.ray_utils import LogForwarder, lean_cluster, loopback
 
 T = TypeVar("T")
 
-RUNTIME_ENV_VARS = {
-    "TOKENIZERS_PARALLELISM": "true",
-    "NCCL_DEBUG": "WARN",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "NCCL_CUMEM_ENABLE": "0",
-}
-# Every worker process has one core. vLLM disables torch.set_num_threads, so the variable must be set before.
-CPU_ENV_VARS = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # On a CPU vLLM warns about twenty intended settings (eager mode, no Triton, no tokenizer).
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 SETUP_HOOK = "verl.utils.processes.collect_garbage_rarely"
 """The function that each Ray process calls before it imports anything large."""
-# A run on one machine needs no other interface. torch's own rendezvous and stores listen on all of them nevertheless.
-LOOPBACK_ENV_VARS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 # Prestarted processes lack the environment of a worker, so none could be used.
 LOCAL_SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 ERROR_LOG = "error.log"
@@ -93,11 +77,12 @@ def run_on_ray(
     display: LocalDisplay,
     timeout_s: float = math.inf,
     serves_metrics: bool = False,
+    fork_server: ForkServer | None = None,
 ) -> None:
     """Let ``talk``, in a thread, use Ray, which is started or joined before and left afterwards; report a failure.
 
-    ``timeout_s`` is that of the trainer; see ``Watch``. For ``serves_metrics`` see ``start_ray``. The report
-    comes before the end of Ray, which may take a while.
+    ``timeout_s`` is that of the trainer; see ``Watch``. For ``serves_metrics`` and ``fork_server`` see ``start_ray``.
+    The report comes before the end of Ray, which may take a while.
 
     Raises: SystemExit after a short message on standard error, with the whole trace in ``error.log`` of ``folder``:
         its code is 2 for a wrong input, that of the signal for an interruption, and else 1.
@@ -115,7 +100,7 @@ def run_on_ray(
                 ray.timeline(filename=os.path.expanduser(cluster.timeline_json_file))
 
     try:
-        owns_ray = start_ray(device, cluster, serves_metrics)
+        owns_ray = start_ray(device, cluster, serves_metrics, fork_server)
         catch_sigterm()  # Ray has set another handler
         watch = Watch(timeout_s, display.write)
         watch.run(partial(talk_and_trace, watch))
@@ -132,6 +117,8 @@ def run_on_ray(
         sys.stderr.flush()
     if owns_ray and not stop_ray(kill=watch is not None and watch.is_stuck):
         sys.stdout.flush()
+        if fork_server is not None:
+            fork_server.stop()
         os._exit(0 if failure is None else failure[1])  # Ray would hang again at the end of the interpreter
     if failure is not None:
         sys.exit(failure[1])
@@ -156,12 +143,15 @@ _log_forwarder: LogForwarder | None = None
 """What shows the lines of the processes of the local cluster, if Ray's own process for this does not run."""
 
 
-def start_ray(device: str, cluster: RayConfig, serves_metrics: bool = False) -> bool:
+def start_ray(
+    device: str, cluster: RayConfig, serves_metrics: bool = False, fork_server: ForkServer | None = None
+) -> bool:
     """Start or join Ray unless this process already has; return whether it did.
 
     Starts a cluster on this machine unless the node ``cluster`` or ``RAY_ADDRESS`` has the address of one. ``device``
     is that of the workers. A cluster on this machine has a dashboard only if ``ray_init`` asks for it, and otherwise
-    only the processes that a run uses, with Ray's agent if it ``serves_metrics``.
+    only the processes that a run uses, with Ray's agent if it ``serves_metrics``. Its workers are forks of the
+    ``fork_server``, if there is one.
     """
     global _log_forwarder
     if ray.is_initialized():
@@ -185,7 +175,8 @@ def start_ray(device: str, cluster: RayConfig, serves_metrics: bool = False) -> 
     options.setdefault("logging_level", "WARNING")
     is_lean = cluster.is_local and not options.get("include_dashboard")
     keeps_agent = serves_metrics or options.get("_metrics_export_port") is not None
-    lean = lean_cluster(keeps_agent) if is_lean else nullcontext()
+    worker_command = fork_server.worker_command() if fork_server is not None else None
+    lean = lean_cluster(keeps_agent, worker_command) if is_lean else nullcontext()
     with loopback() if on_loopback else nullcontext(), lean:
         ray.init(**options)
     if is_lean and options.get("log_to_driver") is not False:
@@ -242,8 +233,7 @@ def runtime_env(device: str, chosen: Mapping[str, Any], network: Mapping[str, st
 
     The ``chosen`` variables override those of this process, which override the defaults.
     """
-    defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if device == "cpu" else {}) | dict(network or {})
-    env_vars = {name: value for name, value in defaults.items() if envs.read(name) is None}
+    env_vars = unset_variables(device, network or {})
     merged = {"worker_process_setup_hook": SETUP_HOOK, **chosen}
     merged["env_vars"] = env_vars | dict(chosen.get("env_vars") or {})
     if not envs.read("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # set by `ray job submit`, which supplies a working directory

@@ -1,0 +1,171 @@
+"""The fork server with small modules: what a fork is, when the process starts by itself, and when the server ends."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from verl.utils.fork_server import client
+from verl.utils.fork_server.starter import ForkServer
+
+PATIENCE_S = 60
+REPORT = """
+import json, os, signal, sys
+json.dump({
+    "parent": os.getppid(), "group": os.getpgid(0), "argv": sys.argv, "folder": os.getcwd(), "main": __name__,
+    "file": sys.modules["__main__"].__file__, "path": sys.path, "environment": dict(os.environ),
+    "has": "preloaded" in sys.modules, "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "terminate": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+    "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+}, sys.stdout)
+sys.stdout.flush()
+if sys.argv[-1] == "exit": sys.exit(3)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with the modules ``preloaded`` and ``threaded`` and the scripts of a worker."""
+    (tmp_path / "preloaded.py").write_text("import os\nREAD = os.environ.get('READ_AT_IMPORT')\n")
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    (tmp_path / "ray.py").write_text("import os\nJOB = os.environ['RAY_JOB_ID']\n")
+    (tmp_path / "default_worker.py").write_text(REPORT)
+    (tmp_path / "setup_worker.py").write_text("raise SystemExit('Ray would set up the environment here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def command(started, folder, *words):
+    return [started.worker_command(), str(folder / "default_worker.py"), *words]
+
+
+def report_of(words, cwd, **variables):
+    """Run a command whose output outlives it: the fork writes it, and the client ends before."""
+    environment = {**os.environ, "RAY_JOB_ID": "1", **variables}
+    with subprocess.Popen(words, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        out, errors = process.communicate(timeout=PATIENCE_S)  # until the fork has closed the streams too
+    assert out, errors.decode()
+    return json.loads(out)
+
+
+def wait_for_end(pid):
+    deadline = time.monotonic() + PATIENCE_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_fork_is_what_the_command_would_have_become(folder):
+    with ForkServer(os.environ, ["preloaded"], ["ray"]) as started:
+        got = report_of(command(started, folder, "--a=b"), folder, RANK="3", RAY_LOCAL_WORLD_SIZE="2")
+        assert got["has"] and got["parent"] == started._process.pid != got["group"]
+        assert got["argv"] == [str(folder / "default_worker.py"), "--a=b"] and got["main"] == "__main__"
+        assert got["file"] == got["argv"][0] and got["path"][0] == str(folder)
+        assert got["folder"] == str(folder) and got["environment"]["RANK"] == "3"
+        assert got["interrupt"] and got["terminate"] and got["blocked"] == []
+        plain = report_of([sys.executable, *got["argv"]], folder, RANK="3", RAY_LOCAL_WORLD_SIZE="2")
+        for report in (got, plain):
+            report["environment"].pop("PWD", None)  # the shell sets it
+        assert got["environment"] == plain["environment"]
+        assert set(plain["path"]) <= set(got["path"])
+
+
+@pytest.mark.parametrize(
+    ("first", "variables"),
+    [(["preloaded"], {"READ_AT_IMPORT": "1"}), (["preloaded"], {"RAY_JOB_ID": "2"}), (["threaded"], {})],
+    ids=["a variable", "another cluster", "a thread"],
+)
+def test_a_process_that_no_fork_can_stand_for_starts_by_itself(folder, first, variables):
+    with ForkServer(os.environ, first, ["ray"]) as started:
+        words = command(started, folder)
+        assert report_of(words, folder)["has"] == ("threaded" not in first)  # the first one settles the cluster
+        got = report_of(words, folder, **variables)
+        assert not got["has"] and got["parent"] != started._process.pid
+        assert all(got["environment"][name] == value for name, value in variables.items())
+    got = report_of([sys.executable, client.__file__, "/nowhere", sys.executable, *words[1:]], folder)
+    assert not got["has"], "without a server"
+
+
+def test_workers_come_from_a_server_that_has_imported_more(folder):
+    with ForkServer(os.environ, [], ["ray"], ["preloaded"]) as started:
+        words = command(started, folder)
+        general = report_of(words, folder)
+        worker = report_of(words, folder, WG_BACKEND="ray")
+    assert not general["has"] and worker["has"]
+    assert general["parent"] == started._process.pid != worker["parent"]
+    wait_for_end(worker["parent"])  # with the other server
+
+
+def test_a_server_becomes_the_last_of_its_workers(folder):
+    with ForkServer(os.environ, [], ["ray"], ["preloaded"], last_of_workers=2) as started:
+        words = command(started, folder)
+        first, last, late = (report_of(words, folder, WG_BACKEND="ray", RANK=rank) for rank in "012")
+    assert first["has"] and last["has"] and not late["has"]
+    assert last["parent"] == started._process.pid != first["parent"] and late["parent"] == os.getpid()
+    assert [each["environment"]["RANK"] for each in (first, last, late)] == ["0", "1", "2"]
+    assert last["interrupt"] and last["terminate"] and last["argv"] == first["argv"]
+
+
+def test_a_server_becomes_the_last_of_all_other_processes_too(folder):
+    with ForkServer(os.environ, ["preloaded"], ["ray"], ["threaded"], last_of_general=1) as started:
+        words = command(started, folder)
+        last, late = (report_of(words, folder, RANK=rank) for rank in "01")
+    assert last["has"] and last["parent"] == os.getpid() and not late["has"]
+
+
+def test_the_servers_end_with_the_raylet_and_take_those_along_that_ask_for_it(folder):
+    (folder / "default_worker.py").write_text(
+        "import os, time\nfrom verl.utils.processes import die_with_parent\n"
+        "die_with_parent()\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(600)\n"
+    )
+    raylet = "import subprocess, sys, time\nsubprocess.Popen(sys.argv[1:])\ntime.sleep(600)\n"
+    with ForkServer(os.environ, ["verl.utils.processes"], ["ray"]) as started:
+        words = [sys.executable, "-c", raylet, *command(started, folder)]
+        environment = {**os.environ, "RAY_JOB_ID": "1"}
+        with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, cwd=folder) as fake:
+            fork, parent = map(int, fake.stdout.readline().split())
+            assert parent == started._process.pid
+            fake.kill()
+        started._process.wait(timeout=PATIENCE_S)
+        wait_for_end(fork)
+
+
+def test_what_the_client_reads_of_a_runtime_environment():
+    python = "/usr/bin/python"
+
+    def parsed(**context):
+        words = [python, "/ray/setup_worker.py", "/ray/default_worker.py", "--x=1", "--language=PYTHON"]
+        return client.plain_worker([*words, client._CONTEXT + json.dumps(context)])
+
+    plain = {"command_prefix": [], "env_vars": {"A": "1"}, "py_executable": python, "override_worker_entrypoint": None}
+    assert parsed(**plain) == (["/ray/default_worker.py", "--x=1"], {"A": "1"})
+    assert client.plain_worker([python, "/ray/default_worker.py"]) == (["/ray/default_worker.py"], {})
+    assert parsed(**plain | {"command_prefix": ["conda"]}) is None
+    assert parsed(**plain | {"py_executable": "/other/python"}) is None
+    assert client.with_variables({"A": "0"}, {"A": "${A}:1"}) is None
+    assert client.with_variables({"A": "0"}, {"A": "1"}) == {"A": "1"}
+
+
+def test_the_folder_goes_when_the_launching_process_is_killed(folder):
+    code = (
+        "import os, sys, time\nfrom verl.utils.fork_server.starter import ForkServer\n"
+        "started = ForkServer(os.environ, [])\nprint(started._folder.name, started._process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        place, server = process.stdout.readline().split()
+        assert os.path.exists(place)
+        process.kill()
+    wait_for_end(int(server))
+    deadline = time.monotonic() + PATIENCE_S
+    while os.path.exists(place):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,46 @@
+"""Worker processes that are forks: ``ray_kwargs.fork_workers``."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.base_config import Violation
+from verl.trainer.config.run_config import RunConfig
+from verl.utils import envs
+from verl.utils.fork_server.starter import has_accelerators
+
+KEY = "ray_kwargs.fork_workers"
+_OPTIONS = ("runtime_env", "_system_config", "include_dashboard")
+
+
+def fork_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield what keeps the processes of a run from being forks, if they shall be."""
+    if run.ray_kwargs.fork_workers:
+        for expected in obstacles(run.trainer.device, run.ray_kwargs.ray_init or {}):
+            yield Violation(KEY, True, expected)
+
+
+def obstacles(device: str, ray_init: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what keeps Ray from starting its processes as forks, and what to do.
+
+    Without a choice these processes start by themselves then. A fork must not share the libraries of an accelerator, it
+    lives on the machine of the launch, and it starts with what the launch has imported, whatever its own environment
+    says.
+    """
+    if sys.platform != "linux":
+        yield f"needs Linux, and this machine runs {sys.platform}: write false or null"
+    if device != "cpu":
+        yield f"needs trainer.device=cpu, not {device}: write false or null"
+    elif has_accelerators():  # an engine may look for one while it is imported, before Ray hides it
+        yield "needs a machine without accelerators: write false or null"
+    given = ray_init.get("address")
+    address = given or envs.read("RAY_ADDRESS") or "local"
+    ray = sys.modules.get("ray")
+    if address != "local":
+        where = "ray_kwargs.ray_init.address" if given else "environment variable RAY_ADDRESS"
+        yield f"needs a Ray that the run starts, and {where}={address} names a cluster: write false or null"
+    elif ray is not None and ray.is_initialized():
+        yield "needs a Ray that the run starts, and this process has started Ray before: write false or null"
+    for name in _OPTIONS:
+        if ray_init.get(name):
+            yield f"needs the processes as verl starts them: write false or null, or remove ray_kwargs.ray_init.{name}"

@@ -1,0 +1,122 @@
+"""Start the fork server of a run (``ray_kwargs.fork_workers``): a process that imports while the launching process
+checks and starts Ray.
+
+This module is light, since a launch imports it first.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
+from verl.utils import envs
+from verl.utils.fork_server.starter import ForkServer, has_accelerators
+
+_FIRST = (
+    "torch",
+    "tensordict",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torchvision.io",
+    "datasets",
+)
+_GENERAL = (
+    "verl.trainer.main_ppo",
+    "verl.trainer.ppo.ray_trainer",
+    "verl.trainer.ppo.resources",
+    "verl.workers.fsdp_workers",
+    "verl.workers.rewards.naive",
+    "verl.utils.dataset.rl_dataset",
+)
+_VLLM = (
+    "vllm.env_override",
+    "vllm.config",
+    "vllm.model_executor.model_loader",
+    "vllm.v1.worker.cpu_model_runner",
+    "verl.utils.vllm:import_vllm",
+    "vllm.v1.worker.cpu_worker",
+    "verl.workers.rollout.vllm_rollout.vllm_rollout",
+)
+"""Modules that cost time: first those that do not import ray, which has to wait until its cluster runs."""
+
+
+class _Plan(NamedTuple):
+    """What a run needs of its fork server; ``engine`` is that of the workers, if they have one.
+
+    ``last_of_general`` and ``last_of_workers`` say how many processes of each kind come, if that is known: the server
+    becomes the last of them itself.
+    """
+
+    engine: str
+    strategies: frozenset[str]
+    last_of_general: int | None
+    last_of_workers: int | None
+
+    def start(self) -> ForkServer:
+        """Start the server with the modules of the engine and the strategies."""
+        general = [*_GENERAL, *(["verl.workers.megatron_workers"] if "megatron" in self.strategies else [])]
+        workers = _VLLM if self.engine == "vllm" else ()
+        environment = {**envs.mapping(), **unset_variables("cpu", LOOPBACK_ENV_VARS)}
+        return ForkServer(environment, _FIRST, general, workers, self.last_of_general, self.last_of_workers)
+
+
+_early: tuple[_Plan, ForkServer] | None = None
+_COMMON = _Plan("vllm", frozenset({"fsdp"}), 1, 1)
+_UNCOMMON = ("-", "ray_kwargs.fork_workers=", "actor_rollout_ref.rollout.mode=", "actor_rollout_ref.hybrid_engine=")
+"""How words begin of which only the composed configuration tells what the server needs."""
+
+
+def start_early(words: Sequence[str]) -> None:
+    """Start the fork server before the configuration is composed, if the command line is that of a common run."""
+    global _early
+    common = {"trainer.device=cpu", "actor_rollout_ref.rollout.name=vllm", "trainer.n_gpus_per_node=1"}
+    others = [word for word in words if word != "ray_kwargs.fork_workers=true"]
+    if not common <= {*words} or any(word.startswith(_UNCOMMON) for word in others):
+        return
+    if sys.platform == "linux" and not envs.read("RAY_ADDRESS") and not has_accelerators():
+        _early = _COMMON, _COMMON.start()
+
+
+def fork_server_of(config: Any, has_own_runner: bool = False) -> ForkServer | None:
+    """Return the fork server for the composed configuration; None if Ray starts the processes by itself.
+
+    It does so if the configuration asks for that, or where there can be no server; the checks refuse what asks for one
+    nevertheless. ``has_own_runner`` is for a task runner of a recipe, which may start any processes.
+    """
+    global _early
+    early = _early
+    _early = None
+    try:
+        plan = _plan_of(config, has_own_runner)
+    except Exception:  # the checks, which come next, say what is wrong with the configuration
+        plan = None
+    if early is not None and early[0] == plan:
+        return early[1]
+    if early is not None:
+        early[1].stop()
+    return plan.start() if plan is not None else None
+
+
+def _plan_of(config: Any, has_own_runner: bool) -> _Plan | None:
+    from omegaconf import OmegaConf
+
+    from verl.trainer.config.rules.fork_workers import KEY, obstacles
+    from verl.workers.config.rollout import serves
+
+    def get(key: str) -> Any:
+        return OmegaConf.select(config, key)
+
+    is_wanted = get(KEY) is None or get(KEY) is True
+    if not is_wanted or any(obstacles(get("trainer.device"), get("ray_kwargs.ray_init") or {})):
+        return None
+    strategies = {get("actor_rollout_ref.actor.strategy"), get("critic.strategy")}
+    kinds = frozenset("megatron" if strategy == "megatron" else "fsdp" for strategy in strategies)
+    is_hybrid = bool(get("actor_rollout_ref.hybrid_engine"))
+    engine = str(get("actor_rollout_ref.rollout.name")) if is_hybrid else ""
+    has_one_pool = is_hybrid and not get("reward_model.enable_resource_pool")
+    is_alone = engine == "vllm" and not serves(get("actor_rollout_ref.rollout")) and not has_own_runner
+    # Of several workers none becomes the parent of the others, which would end with it.
+    of_workers = 1 if get("trainer.n_gpus_per_node") == 1 and has_one_pool and not has_own_runner else None
+    return _Plan(engine, kinds, 1 if is_alone and has_one_pool else None, of_workers)

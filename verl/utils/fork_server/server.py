@@ -1,0 +1,310 @@
+"""Import what the processes of a run need, then fork one of them for each request of ``client.py``.
+
+``python server.py SETTINGS``, a JSON object with ``parent`` (id of the launching process), ``listeners`` (handles of
+the sockets for all processes, and perhaps for workers), ``path`` (``sys.path`` of the launching process) and lists of
+modules to import, of which ``module:function`` is called as well: ``first``, ``general``, which may import ray, and
+``workers``, which only the workers of a worker group need. ``last_of_general`` and ``last_of_workers`` are the numbers
+of processes of each kind, or null.
+
+A fork of a process with threads may hang, so one with threads refuses to fork: the request is then answered with no,
+and so is one whose environment could have changed what was imported.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_ALLOCATIONS_PER_COLLECTION = 50_000
+_REQUEST_S = 10.0
+_SAFE_THREADS = ("jemalloc_bg_thd",)  # jemalloc stops and starts it around a fork
+_FREE_PREFIXES = ("__RAY_", "WG_", "MASTER_", "LOCAL_")
+_FREE = {"RANK", "WORLD_SIZE", "PYTHONBREAKPOINT", "SPT_NOENV", "PWD", "OLDPWD", "SHLVL", "_", "LD_PRELOAD"}
+_FREE |= {"RAY_LOCAL_WORLD_SIZE", "RAY_LD_PRELOAD_ON_WORKERS"}
+"""Variables that no module reads while it is imported."""
+_OF_RAY = "RAY_"
+_OF_TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WORKER_OOM_SCORE = "1000"  # as Ray sets it for the processes that it starts
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent has ended; end if it has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def load(names: Sequence[str]) -> None:
+    """Import modules, and call the functions that stand after a colon; what fails is left to the processes."""
+    for name in names:
+        module, _, function = name.partition(":")
+        with suppress(Exception):
+            loaded = importlib.import_module(module)
+            if function:
+                getattr(loaded, function)()
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return a request, and the standard streams of who has sent it.
+
+    Raises: ValueError or OSError if it does not arrive.
+    """
+    connection.settimeout(_REQUEST_S)
+    size, handles, _, _ = socket.recv_fds(connection, 8, 3)
+    try:
+        if len(size) < 8 or len(handles) != 3:
+            raise ValueError("an incomplete request")
+        content = bytearray()
+        while len(content) < int.from_bytes(size, "big"):
+            part = connection.recv(1 << 16)
+            if not part:
+                raise ValueError("an incomplete request")
+            content += part
+        return json.loads(content), handles
+    except BaseException:
+        for handle in handles:
+            os.close(handle)
+        raise
+
+
+def has_threads() -> bool:
+    """Whether this process has a thread, of Python or of a library, that a fork would lose."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            if int(thread) != os.getpid() and file.read().strip() not in _SAFE_THREADS:
+                return True
+    return False
+
+
+def deciding(environment: Mapping[str, str], of_ray: bool) -> dict[str, str]:
+    """Return the variables that a module may read while it is imported: those of Ray, or all others."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _FREE and not name.startswith(_FREE_PREFIXES) and name.startswith(_OF_RAY) == of_ray
+    }
+
+
+class Request(NamedTuple):
+    """A request, who waits for its answer, and the standard streams of the process to be."""
+
+    connection: socket.socket
+    content: dict[str, Any]
+    handles: list[int]
+
+    def is_wanted(self) -> bool:
+        """Whether who asks still waits, and now leaves the process to the server."""
+        with suppress(OSError):
+            self.connection.sendall(b"y")
+            return self.connection.recv(1) == b"y"
+        return False
+
+    def close(self) -> None:
+        """Let go of who asks, who starts the process without the server unless it has left it to the server."""
+        self.connection.close()
+        for handle in self.handles:
+            os.close(handle)
+
+
+class Server(MetaPathFinder):
+    """Answers the requests at a socket.
+
+    Ray reads some variables only once, while it is imported, and among them are the process id of the raylet and the
+    number of the job. So the import of ray, wherever it comes, waits for the first request, which has them.
+    """
+
+    def __init__(self, listener: socket.socket, environment: Mapping[str, str], path: Sequence[str]) -> None:
+        self._listener = listener
+        self._launch_path = [*sys.path]
+        self._environment = deciding(environment, of_ray=False)
+        self._path = path
+        self._first: Request | None = None
+        self._of_ray: dict[str, str] = {}
+        self._ends: list[int] = []
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        """Wait for the first request before ray is imported; called by the import system."""
+        if name == "ray" and self._first is None:
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> Request:
+        self._first = self._next()
+        self._of_ray = deciding(self._first.content["environment"], of_ray=True)
+        os.environ.update(self._of_ray)
+        self._ends.append(os.pidfd_open(self._first.content["parent"]))
+        return self._first
+
+    def _next(self) -> Request:
+        """Return the next request; end when the raylet has ended."""
+        while True:
+            ready, _, _ = select.select([self._listener, *self._ends], [], [])
+            if ready != [self._listener]:
+                os._exit(0)
+            connection, _ = self._listener.accept()
+            try:
+                return Request(connection, *receive(connection))
+            except (OSError, ValueError):
+                connection.close()
+
+    def serve(self, modules: Sequence[str], others: str | None = None, last: int | None = None) -> None:
+        """Import the modules, then fork a process for each request, until the raylet has ended.
+
+        The first request is also told to the server at ``others``, so that it goes on importing. With the process
+        of number ``last``, counted from 1, nothing is left to serve: the server becomes that process itself, so that
+        no page has to be copied. Later ones start by themselves.
+        """
+        request = self._first or self._wait_for_first()
+        if others is not None:
+            prepare(others, request.content)
+        load(modules)
+        sys.meta_path.remove(self)
+        gc.collect()
+        gc.freeze()  # a collection in a fork would write to every object, and so copy the pages that it shares
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+        started = 0
+        while True:
+            is_possible = self._can_fork(request.content) and request.is_wanted()
+            started += is_possible
+            if is_possible and started == last:
+                with suppress(OSError):
+                    os.setpgid(0, request.content["group"])
+                self._become(request, is_fork=False)
+            if is_possible:
+                self._fork(request)
+            request.close()
+            request = self._next()
+
+    def _can_fork(self, content: Mapping[str, Any]) -> bool:
+        environment = content["environment"]
+        is_same = deciding(environment, of_ray=False) == self._environment
+        return (
+            is_same
+            and deciding(environment, of_ray=True) == self._of_ray
+            and bool(content["words"])
+            and not has_threads()
+        )
+
+    def _fork(self, request: Request) -> None:
+        child = os.fork()
+        if child == 0:
+            self._become(request, is_fork=True)
+        with suppress(OSError):  # the group of the process that Ray has started, while that one waits for the answer
+            os.setpgid(child, request.content["group"])
+
+    def _become(self, request: Request, is_fork: bool) -> NoReturn:
+        self._listener.close()
+        for handle in self._ends:
+            os.close(handle)
+        if is_fork:
+            request.connection.close()
+        handles = [os.dup(handle) for handle in request.handles]
+        if not is_fork:
+            request.close()
+        become(request.content, handles, self._path, self._launch_path)
+
+
+def prepare(path: str, content: Mapping[str, Any]) -> None:
+    """Tell a server of a request that it need not answer."""
+    message = json.dumps({**content, "words": []}).encode()
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(path)
+        socket.send_fds(connection, [len(message).to_bytes(8, "big")], [0, 1, 2])
+        connection.sendall(message)
+
+
+def become(request: Mapping[str, Any], handles: Sequence[int], path: Sequence[str], launch_path: Sequence[str]) -> None:
+    """Turn a fork into the process of a request: run its script and end.
+
+    Args: ``path`` is what a new interpreter has after the folder of its script; ``launch_path`` is that of the launch.
+    """
+    code = 1
+    try:
+        for handle, stream in zip(handles, (0, 1, 2), strict=True):
+            os.dup2(handle, stream)
+            os.close(handle)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        for number in (signal.SIGCHLD, *_OF_TERMINAL):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write(_WORKER_OOM_SCORE)
+        if "numpy" in sys.modules:  # Python draws a new seed for its own generator after each fork
+            sys.modules["numpy"].random.seed()
+        script = request["words"][0]
+        sys.argv[:] = request["words"]
+        added = [entry for entry in sys.path if entry not in launch_path]  # by Ray, for the packages that it brings
+        sys.path[:] = [*added, os.path.dirname(script), *path]
+        main = ModuleType("__main__")
+        main.__file__ = script
+        sys.modules["__main__"] = main
+        with open(script, "rb") as file:
+            program = compile(file.read(), script, "exec")
+        exec(program, main.__dict__)
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
+    except BaseException:  # what a script raises is shown as the interpreter shows it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End a fork as the interpreter ends: threads, functions of ``atexit``, streams."""
+    import atexit
+    import threading
+
+    with suppress(BaseException):
+        threading._shutdown()
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def main(settings: Mapping[str, Any]) -> None:
+    """Import, and serve the requests for both kinds of processes."""
+    end_with(settings["parent"])
+    first = os.getpid()
+    for number in _OF_TERMINAL:  # which the launching process answers; this one ends after it
+        signal.signal(number, signal.SIG_IGN)
+    gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
+    environment = dict(os.environ)
+    path = sys.path[1:]
+    sys.path[:] = settings["path"]
+    general, *others = (socket.socket(fileno=handle) for handle in settings["listeners"])
+    load(settings["first"])
+    if not others:
+        Server(general, environment, path).serve(settings["general"], last=settings["last_of_general"])
+    elif os.fork() == 0:
+        end_with(first)
+        general.close()
+        server = Server(others[0], environment, path)
+        load(settings["workers"])
+        server.serve(settings["general"], last=settings["last_of_workers"])
+    else:
+        workers_path = others[0].getsockname()
+        others[0].close()
+        server = Server(general, environment, path)
+        server.serve(settings["general"], workers_path, settings["last_of_general"])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""Start the fork server in the launching process, and let a local cluster start its workers by it."""
+
+import glob
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from verl.utils.fork_server import client, server
+from verl.utils.processes import end_with_this_process, start_process
+
+_BACKLOG = 128
+_ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/davinci[0-9]*", "/dev/kfd")
+
+
+def has_accelerators() -> bool:
+    """Whether this machine shows the device file of an accelerator."""
+    return any(glob.glob(pattern) for pattern in _ACCELERATORS)
+
+
+class ForkServer:
+    """The server, which imports while this process goes on; it ends with this process, or with the cluster.
+
+    Args: ``environment`` is that of the processes without what is special to each. ``first`` names modules that do not
+        import ray, and ``general`` all others that every process needs; ``workers`` those that only workers need.
+        ``last_of_general`` and ``last_of_workers`` say how many processes of each kind will come, if that is known.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        first: Sequence[str],
+        general: Sequence[str] = (),
+        workers: Sequence[str] = (),
+        last_of_general: int | None = None,
+        last_of_workers: int | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="verl-fork-", ignore_cleanup_errors=True)
+        end_with_this_process([], [Path(self._folder.name)])
+        modules = {"first": first, "general": general, "workers": workers}
+        listeners = [self._listen(client.GENERAL), *([self._listen(client.WORKERS)] if workers else [])]
+        handles = [listener.fileno() for listener in listeners]
+        last = {"last_of_general": last_of_general, "last_of_workers": last_of_workers}
+        settings = {"parent": os.getpid(), "listeners": handles, "path": sys.path} | modules | last
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        command = [sys.executable, server.__file__, json.dumps(settings)]
+        self._process = start_process(command, env=dict(environment), pass_fds=handles, **quiet)
+        for listener in listeners:
+            listener.close()
+
+    def _listen(self, name: str) -> socket.socket:
+        """Return a socket that collects requests until the server is ready."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(os.path.join(self._folder.name, name))
+        listener.listen(_BACKLOG)
+        return listener
+
+    def worker_command(self) -> str:
+        """Return an executable that takes the place of the interpreter in Ray's command for workers."""
+        file = Path(self._folder.name, "python")
+        words = [sys.executable, "-I", "-S", client.__file__, self._folder.name, sys.executable]
+        file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        file.chmod(0o700)
+        return str(file)
+
+    def stop(self) -> None:
+        """End the server; its forks go on, unless they have asked the kernel to end with it."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
