@@ -156,7 +156,7 @@ def filter_cases() -> Iterator[Case]:
             def run(dataset: Any = dataset, rows: Any = rows) -> None:
                 assert len(dataset.maybe_filter_out_long_prompts(rows)) == len(dataset)
 
-            yield Case(f"20,000 prompts {name}", run, 2000.0 if limit < 1000 else 600.0, repeats=3)
+            yield Case(f"20,000 prompts {name}", run, 1000.0 if limit < 1000 else 600.0, repeats=3)
 
 
 def _tokenizer(texts: list[str]) -> Any:
