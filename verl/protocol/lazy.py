@@ -566,7 +566,15 @@ class _Rows:
         mine = self.of
         if not np.array_equal(mine.block, places.block) or not np.array_equal(mine.row, places.row):
             return False
-        return len(mine.blocks) == len(places.blocks) and all(map(operator.is_, mine.blocks, places.blocks))
+        return mine.blocks is places.blocks or _same_blocks(mine.blocks, places.blocks)
+
+
+def _same_blocks(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    if len(first) != len(second) or not first or first[0] is not second[0]:
+        return False
+    if isinstance(first[0], dict):
+        return all(map(operator.is_, first, second))
+    return first == second  # the fastest look at many references
 
 
 RowsAddress = tuple[tuple[Any, ...], np.ndarray, np.ndarray]
