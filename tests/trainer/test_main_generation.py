@@ -70,9 +70,13 @@ def reference(folder: Path) -> list[list[str]]:
     return texts
 
 
-@pytest.mark.parametrize(("name", "workers"), [("hf", 2), ("vllm", 1)])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("hf", 2), ("vllm", 1), pytest.param("sglang", 1, marks=pytest.mark.full)]
+)
 def test_greedy_responses_are_those_of_transformers(ray_cluster, folder, tmp_path, name, workers):
     """Batches of two prompts and one: every response at its row, the other columns as they were."""
+    if name == "sglang":
+        pytest.importorskip("sglang")
     greedy = ("data.n_samples=1", "rollout.temperature=0", "data.batch_size=2", f"trainer.n_gpus_per_node={workers}")
     greedy += (f"rollout.name={name}",)
     main_generation.run_generation(build(folder, tmp_path / "out" / "x.parquet", *greedy))
