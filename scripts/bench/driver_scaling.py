@@ -11,6 +11,7 @@ run appends one JSON line. ``model`` fits a cost model to the lines and predicts
 import argparse
 import gc
 import io
+import itertools
 import json
 import os
 import pickle
@@ -537,18 +538,18 @@ NAMES = {
 
 
 def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the non-negative coefficients with the least squared error, by coordinate descent."""
+    """Return the non-negative coefficients with the least squared error: the best of all choices of columns."""
     scale = np.linalg.norm(matrix, axis=0)
     weighted = matrix / scale
-    found = np.zeros(matrix.shape[1])
-    residual = target.copy()
-    for _ in range(20_000):
-        for column in range(len(found)):
-            change = max(-found[column], float(weighted[:, column] @ residual))
-            found[column] += change
-            residual -= change * weighted[:, column]
-    fitted: np.ndarray = found / scale
-    return fitted
+    best, least = np.zeros(matrix.shape[1]), float(target @ target)
+    for size in range(1, matrix.shape[1] + 1):
+        for chosen in map(list, itertools.combinations(range(matrix.shape[1]), size)):
+            values = np.linalg.lstsq(weighted[:, chosen], target, rcond=None)[0]
+            error = float(np.sum((weighted[:, chosen] @ values - target) ** 2))
+            if (values >= 0).all() and error < least:
+                best, least = np.zeros(matrix.shape[1]), error
+                best[chosen] = values / scale[chosen]
+    return best
 
 
 Lines = Sequence[dict[str, Any]]

@@ -163,3 +163,52 @@ def test_cpu_seconds_are_split_by_what_is_on_the_stack(
         0.1,
     )
     assert table[2].startswith("| **worker** | all | **4.500** | 40 |")
+
+
+def test_the_model_of_the_driver_is_fitted_without_the_runs_that_it_predicts() -> None:
+    scaling = load("driver_scaling")
+    costs = {False: [3e-3, 8e-4, 3e-4, 2e-6, 1.5e-3, 2e-2], True: [1e-2, 2e-2, 1e-6, 1e-4, 2e-4]}
+    fitted = [(64, 32, 8), (512, 64, 8), (512, 64, 64), (512, 512, 4), (1024, 256, 8), (2048, 32, 128), (64, 512, 8)]
+    held_out = [(1024, 64, 16), (256, 512, 2), (4096, 32, 32)]
+
+    def line(kind: str, by_reference: bool, case: tuple[int, int, int], factor: float = 1.0) -> dict[str, Any]:
+        seconds = {
+            phase: factor * float(sum(a * b for a, b in zip(costs[by_reference], terms, strict=True)))
+            for phase in (*scaling.PHASES, scaling.ANSWERS)
+            for terms in [scaling.features(phase, by_reference, *case)]
+        }
+        rows, tokens, workers = case
+        return {"kind": kind, "by_reference": by_reference, "rows": rows, "tokens": tokens, "workers": workers,
+                "seconds": seconds}  # fmt: skip
+
+    for by_reference in (False, True):
+        lines = [line("fit", by_reference, case) for case in fitted]
+        noisy = [line("fit", by_reference, case, 1.5) for case in fitted]  # a round on a busy machine
+        seen = [line("predict", by_reference, case) for case in held_out]
+        wrong = [line("predict", by_reference, case, 7.0) for case in held_out]
+        found = scaling.fit(scaling.minima([*noisy, *lines, *seen]), by_reference)
+        other = scaling.fit(scaling.minima([*lines, *wrong]), by_reference)
+        for phase, values in found.items():
+            assert (values >= 0).all() and (values == other[phase]).all()
+            for held in seen:
+                predicted = float(values @ scaling._features(phase, held))
+                assert predicted == pytest.approx(held["seconds"][phase], rel=1e-3, abs=1e-6), (by_reference, phase)
+
+
+def test_the_queue_of_the_driver_by_hand() -> None:
+    queue = load("driver_scaling").queue
+    assert queue(8.0, 4.0, 0.0, 4) == 12.0  # the driver alone
+    assert queue(8.0, 0.0, 10.0, 4) == 18.0  # the last part is sent after 8 s
+    assert queue(8.0, 4.0, 10.0, 4) == 19.0  # three answers while others work
+    assert queue(8.0, 40.0, 10.0, 4) == 12.0 + 40.0  # answers from 12 s on, one after the other
+
+
+def test_messages_are_those_of_a_step() -> None:
+    scaling = load("driver_scaling")
+    sizes = scaling.messages(16, 64)
+    assert len(sizes) == sum(scaling.CALLS.values())
+    prompts, responses = 16 * 8, 16 * 56
+    # int64 ids and masks, all below the size from which they are narrowed; fp32 log-probabilities
+    assert sizes[0][0] == pytest.approx(16 * prompts, rel=0.5)
+    assert sizes[0][1] == pytest.approx(8 * (prompts + 2 * responses + 3 * 16 * 64) + 4 * responses, rel=0.1)
+    assert scaling.messages(8192, 64)[2][1] == pytest.approx(8 * 8192 * 56, rel=0.01)  # two columns of fp32
