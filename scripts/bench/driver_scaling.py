@@ -460,7 +460,8 @@ def run_cases(arguments: argparse.Namespace, group_of: Callable[[int, Account], 
     with Path(arguments.out).open("a", encoding="utf-8") as file:
         for turn in range(arguments.rounds):
             for number, (kind, rows, tokens, workers) in enumerate(cases):
-                for by_reference in (False, True) if tokens < LONG else (False,):
+                modes = [mode == "reference" for mode in arguments.columns if mode == "driver" or tokens < LONG]
+                for by_reference in modes:
                     # The first step of a size pays for its memory, the others of a run do not.
                     for _ in range(1 if by_reference and (turn or number) else 2):
                         account = Account()
@@ -655,6 +656,7 @@ def main() -> None:
     measuring.add_argument("--actors", type=int, default=2, help="actors that play the workers")
     measuring.add_argument("--rounds", type=int, default=3)
     measuring.add_argument("--store-mb", type=int, default=2000, help="size of the object store")
+    measuring.add_argument("--columns", nargs="+", choices=("driver", "reference"), default=("driver", "reference"))
     measuring.add_argument("--large", action="store_true", help="65,536 rows and 512 workers only")
     measuring.add_argument("--without-ray", action="store_true", help="leave out Ray and its costs")
     measuring.set_defaults(run=measure)
