@@ -4,6 +4,10 @@ Each figure is from processes that have run alone, in the order without, with, w
 rows are samples of prompts of random tokens, with responses of one length. The share of FLOPs is what the time would be
 if it were all arithmetic: matrices by distinct tokens, the head by response tokens, attention by the pairs that a
 causal mask leaves. Peak memory is ``VmHWM`` of the kernel over the updates, less what was resident before.
+
+On a GPU one process has both engines and takes the updates of each case in the same order, in bf16; seconds are those
+between two points at which the device is idle, peak memory is that of the allocator, and there is a column more: the
+FLOPs that are needed, by the second, as a share of the peak of the device.
 """
 
 import argparse
@@ -29,6 +33,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--response", type=int, default=64, help="tokens of a response (default: 64)")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="its layers (default: 4)")
+    parser.add_argument("--heads", type=int, nargs=2, help="query heads, key and value heads (default: of 64, 2 to 1)")
+    parser.add_argument("--intermediate", type=int, help="width of the MLP (default: 4 x the model's)")
+    parser.add_argument("--vocab", type=int, default=1000, help="size of the vocabulary (default: 1000)")
+    parser.add_argument("--fused-head", choices=("torch", "triton"), help="compute the head without whole logits")
     parser.add_argument("--updates", type=int, default=5, help="measured updates of a process (default: 5)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a pass (default: 8192)")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
@@ -42,9 +50,11 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "intermediate_size": 4 * args.hidden}
-    heads = {"num_attention_heads": args.hidden // 64, "num_key_value_heads": max(1, args.hidden // 128)}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=1000, tie_word_embeddings=False, **sizes, **heads)).save_pretrained(folder)
+    sizes = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": args.vocab}
+    sizes["intermediate_size"] = args.intermediate or 4 * args.hidden
+    queries, keys = args.heads or (args.hidden // 64, max(1, args.hidden // 128))
+    heads = {"num_attention_heads": queries, "num_key_value_heads": keys}
+    Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **sizes, **heads)).save_pretrained(folder)
 
 
 def rows_of(prompt: int, samples: int, args: argparse.Namespace) -> Any:
@@ -54,8 +64,8 @@ def rows_of(prompt: int, samples: int, args: argparse.Namespace) -> Any:
     from verl.protocol import DataProto
 
     generator = torch.Generator().manual_seed(1)
-    asked = torch.randint(3, 1000, (args.rows // samples, prompt), generator=generator)
-    answers = torch.randint(3, 1000, (args.rows, args.response), generator=generator)
+    asked = torch.randint(3, args.vocab, (args.rows // samples, prompt), generator=generator)
+    answers = torch.randint(3, args.vocab, (args.rows, args.response), generator=generator)
     ids = torch.cat([asked.repeat_interleave(samples, dim=0), answers], dim=1)
     ones = torch.ones_like(ids)
     tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
@@ -79,30 +89,39 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def child(given: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
-    """Take updates and measure them."""
-    import torch
-
+def engine_of(folder: str, shares: bool, args: argparse.Namespace, bf16: bool = False) -> Any:
+    """Return an engine that is ready to train."""
     from verl.workers import config
     from verl.workers.engine import EngineRegistry
 
-    torch.set_num_threads(1)
+    fused = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": args.fused_head}}
     model = config.HFModelConfig(
-        path=given["model"],
+        path=folder,
         load_tokenizer=False,
         use_remove_padding=True,
-        use_prefix_sharing=given["shares"],
+        use_prefix_sharing=shares,
         enable_gradient_checkpointing=False,
+        **(fused if args.fused_head else {}),
     )
+    precision = {"param_dtype": "bf16", "reduce_dtype": "fp32"} if bf16 else None
     engine = EngineRegistry.new(
         model_type="language_model",
         backend="fsdp2",
         model_config=model,
-        engine_config=config.FSDPEngineConfig(strategy="fsdp2"),
+        engine_config=config.FSDPEngineConfig(strategy="fsdp2", mixed_precision=precision),
         optimizer_config=config.FSDPOptimizerConfig(lr=1e-6),
         checkpoint_config=None,
     )
     engine.initialize()
+    return engine
+
+
+def child(given: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+    """Take updates and measure them."""
+    import torch
+
+    torch.set_num_threads(1)
+    engine = engine_of(given["model"], given["shares"], args)
     data = rows_of(given["prompt"], given["samples"], args)
     seconds = []
     with engine.train_mode():
@@ -114,6 +133,32 @@ def child(given: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
             engine.train_batch(data, loss)
             seconds.append(time.process_time() - started)
     return {"seconds": statistics.median(seconds[1:]), "peak": (status("VmHWM") - before) / MIB}
+
+
+class OnGpu:
+    """Both engines, on the GPU of this process."""
+
+    def __init__(self, folder: str, args: argparse.Namespace) -> None:
+        self.args = args
+        self.engines = {shares: engine_of(folder, shares, args, bf16=True) for shares in (False, True)}
+
+    def __call__(self, given: dict[str, Any]) -> dict[str, float]:
+        """Take updates and measure them."""
+        import torch
+
+        engine, data, seconds = self.engines[given["shares"]], rows_of(given["prompt"], given["samples"], self.args), []
+        with engine.train_mode():
+            for at in range(self.args.updates + 1):
+                if at == 1:  # kernels are compiled and the optimizer has its state
+                    before = torch.cuda.memory_allocated()
+                    torch.cuda.reset_peak_memory_stats()
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                engine.train_batch(data, loss)
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - started)
+        peak = torch.cuda.max_memory_allocated() - before
+        return {"seconds": statistics.median(seconds[1:]), "peak": peak / MIB}
 
 
 def needed(prompt: int, samples: int, args: argparse.Namespace, shares: bool, folder: str) -> float:
@@ -148,6 +193,11 @@ def main() -> None:
     if args.child:
         print(json.dumps(child(json.loads(args.child), args)))
         return
+    import torch
+
+    from verl.utils.flops_counter import get_device_flops
+
+    on_gpu = torch.cuda.is_available()
     columns = (
         "prompt",
         "samples",
@@ -158,22 +208,25 @@ def main() -> None:
         "FLOPs",
         "time / FLOPs",
         "memory",
+        *(("MFU", "MFU shared") if on_gpu else ()),
     )
     if not args.json:
         print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args)
+        measured = OnGpu(folder, args) if on_gpu else run
         for prompt in args.prompts:
             for samples in args.samples:
                 made: dict[bool, list[dict[str, float]]] = {False: [], True: []}
                 for shares in (False, True, True, False):
                     case = {"model": folder, "prompt": prompt, "samples": samples, "shares": shares}
-                    made[shares].append(run(case))
+                    made[shares].append(measured(case))
                 plain, shared = (
                     {name: statistics.mean(each[name] for each in made[shares]) for name in ("seconds", "peak")}
                     for shares in (False, True)
                 )
-                flops = needed(prompt, samples, args, True, folder) / needed(prompt, samples, args, False, folder)
+                of_shared, of_rows = (needed(prompt, samples, args, shares, folder) for shares in (True, False))
+                flops = of_shared / of_rows
                 ratio = shared["seconds"] / plain["seconds"]
                 distinct = args.rows * args.response + args.rows // samples * prompt
                 row = {
@@ -187,6 +240,11 @@ def main() -> None:
                     "time_per_flops": ratio / flops,
                     "memory": shared["peak"] / plain["peak"],
                 }
+                if on_gpu:
+                    peak = get_device_flops()
+                    row["mfu"], row["mfu_shared"] = (
+                        total / each["seconds"] / peak for total, each in ((of_rows, plain), (of_shared, shared))
+                    )
                 shown = [f"{prompt}", f"{samples}", *(f"{value:.2f}" for value in list(row.values())[2:])]
                 print(json.dumps(row) if args.json else "| " + " | ".join(shown) + " |", flush=True)
 

@@ -12,7 +12,7 @@ def test_segments_grow_between_generations(
 ) -> None:
     settings: list[str] = []
     monkeypatch.setattr(device, "is_cuda_available", True)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.delenv("MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS", raising=False)
     if value is not None:
         monkeypatch.setenv("MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS", value)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +22,17 @@ BACKENDS = ["torch", "triton"] if INTERPRETED else ["torch"]
 
 @pytest.mark.skipif(INTERPRETED, reason="runs the others of this file in the interpreter")
 def test_all_of_this_in_the_interpreter_of_triton() -> None:
-    """It is chosen before Triton is imported, so it has a process of its own."""
+    """And of the row operations. It is chosen before Triton is imported, so it has a process of its own."""
     command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(
-        [*command, "-k", "triton", __file__], env=environment, capture_output=True, text=True, timeout=200
+        [*command, "-k", "triton", __file__, Path(__file__).with_name("test_merged_rows.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
-    assert run.returncode == 0 and "15 passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
+    assert run.returncode == 0 and "23 passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
 
 
 def inputs(rows: int, columns: int, dim: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:

@@ -191,6 +191,10 @@ def model_config(folder: Path, **changes: Any) -> HFModelConfig:
     return HFModelConfig(path=str(folder), load_tokenizer=False, **(values | changes))
 
 
+IN_FP32 = {"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}}
+"""What a CPU does; a GPU computes in bf16 unless it is told."""
+
+
 def build(
     folder: Path,
     model: dict[str, Any] | None = None,
@@ -209,7 +213,7 @@ def make(
     kind: str = "language_model",
     **options: Any,
 ) -> BaseEngine:
-    settings = FSDPEngineConfig(**(engine or {}))
+    settings = FSDPEngineConfig(**(IN_FP32 | (engine or {})))
     return EngineRegistry.new(
         kind,
         settings.strategy,
@@ -338,7 +342,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(engine: BaseEngine, adapter_only: bool = False) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.named_weights(adapter_only)}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in engine.named_weights(adapter_only)}
 
 
 def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:

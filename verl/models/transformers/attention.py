@@ -7,9 +7,10 @@ call. It needs no mask, because causal attention never looks at padding after a 
 Works with transformers 5.16 to 5.19 (AttentionInterface and AttentionMaskInterface).
 """
 
+import inspect
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,15 @@ def _flash_attn_varlen() -> Callable[..., Tensor] | None:
     return flash_attn_varlen_func
 
 
+@cache
+def _torch_varlen() -> Callable[..., Tensor]:
+    """Return torch's varlen attention: torch 2.11 shares key and value heads unasked, later ones by ``enable_gqa``."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    asked: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return cast(Callable[..., Tensor], partial(varlen_attn, **asked))
+
+
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -81,14 +91,13 @@ def packed_attention(
 ) -> Tensor:
     """Attend causally within each sequence of a packed row: query (T, H, D), key and value (T, K, D) -> (T, H, D).
 
-    Device and dtype decide the kernel; torch's varlen kernel has no dropout.
+    Device, dtype and head size decide the kernel; torch's varlen kernel has no dropout, and takes multiples of 8.
     """
     if packed.prefixes:
         return forest_attention(query, key, value, packed, scale)
     supported = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
     flash = _flash_attn_varlen() if supported else None
-    is_grouped = query.shape[1] != key.shape[1]
-    if supported and (flash is not None or dropout == 0):
+    if supported and (flash is not None or (dropout == 0 and query.shape[-1] % 8 == 0)):
         bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length)
         left = (window or 0) - 1
         width = value.shape[-1]
@@ -100,11 +109,8 @@ def packed_attention(
                 query, key, value, *bounds, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=sides
             )
             return padded[..., :width]
-        from torch.nn.attention.varlen import varlen_attn
-
-        result = varlen_attn(query, key, value, *bounds, scale=scale, window_size=(left, 0), enable_gqa=is_grouped)
-        assert isinstance(result, Tensor)
-        return result[..., :width]
+        return _torch_varlen()(query, key, value, *bounds, scale=scale, window_size=(left, 0))[..., :width]
+    is_grouped = query.shape[1] != key.shape[1]
     outputs = []
     for group in packed.padded_groups:
         q, k, v = (_as_batch(t, group) for t in (query, key, value))

@@ -8,8 +8,8 @@ of the exact gradient, as in ring attention (arXiv:2310.01889).
 On a CPU nodes of similar length attend to themselves in one batched call, and each node that others stand below takes a
 call. On a GPU the calls are those of torch's flash attention with boundaries: one for all nodes, and one for each depth
 at which others stand below. Where flash attention does not take the device, dtype or head size, ``flex_attention``
-skips the blocks of the mask that are empty. **Neither has run on a GPU yet**: tests hold the calls to the schemas,
-shapes and dtypes that torch registers for the kernels, and to the dense mask, with a stand-in for their arithmetic.
+skips the blocks of the mask that are empty. Tests without a GPU hold the calls to the schemas, shapes and dtypes that
+torch registers for the kernels, and to the dense mask, with a stand-in for their arithmetic.
 
 In plain form, with ``visible_until`` (T,)::
 
@@ -68,7 +68,7 @@ def _kernel_for(query: Tensor) -> "_Kernel | None":
 class _Call:
     """Some tokens that attend to some tokens; ``bounds`` is what the kernel has to know of them beyond.
 
-    A call within nodes is causal. Such calls come first, and each token is in one of them.
+    A call within nodes is causal. Each token is in one such call, and they are in the order of the tokens.
     """
 
     queries: slice | Tensor
@@ -123,22 +123,15 @@ class _Merged(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, kernel: _Kernel
     ) -> Tensor:
-        tokens, heads, _ = query.shape
-        exact = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_empty(query.shape, dtype=exact)
-        sums = query.new_empty(tokens, heads, dtype=exact)  # logarithms
-        for call in kernel.calls(packed):
-            rows = call.queries
-            parts = (_take(query, rows), _take(key, call.keys), _take(value, call.keys))
-            found, log_sum = kernel.forward(call, *parts, scale)
-            if call.within:
-                out[rows], sums[rows] = found, log_sum
-            else:
-                merged, total = _take(out, rows), _take(sums, rows)
-                _merge(merged, total, found, log_sum)
-                if isinstance(rows, Tensor):
-                    out.index_copy_(0, rows, merged)
-                    sums.index_copy_(0, rows, total)
+        within, between = _by_kind(kernel.calls(packed))
+
+        def attend(call: _Call) -> tuple[Tensor, Tensor]:
+            parts = (_take(query, call.queries), _take(key, call.keys), _take(value, call.keys))
+            return kernel.forward(call, *parts, scale)
+
+        out, sums = _joined([attend(call) for call in within])
+        for call in between:
+            _merge(out, sums, call.queries, *attend(call))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.packed, ctx.scale, ctx.kernel = packed, scale, kernel
@@ -148,19 +141,33 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
         grad = grads[0].contiguous()
-        wholes = [torch.empty_like(each) for each in (query, key, value)]
-        for call in ctx.kernel.calls(ctx.packed):
+        within, between = _by_kind(ctx.kernel.calls(ctx.packed))
+
+        def differentiate(call: _Call) -> tuple[Tensor, ...]:
             below, above = call.queries, call.keys
             parts = [_take(*each) for each in ((grad, below), (query, below), (key, above), (value, above))]
-            found = ctx.kernel.backward(call, *parts, _take(out, below), _take(sums, below), ctx.scale)
-            for whole, rows, part in zip(wholes, (below, above, above), found, strict=True):
-                if call.within:
-                    whole[rows] = part
-                elif isinstance(rows, slice):
-                    whole[rows] += part
-                else:
-                    whole.index_add_(0, rows, part)
+            return ctx.kernel.backward(call, *parts, _take(out, below), _take(sums, below), ctx.scale)
+
+        wholes = _joined([differentiate(call) for call in within])
+        for call in between:
+            for whole, rows, part in zip(
+                wholes, (call.queries, call.keys, call.keys), differentiate(call), strict=True
+            ):
+                _add(whole, rows, part)
         return *wholes, None, None, None
+
+
+def _by_kind(calls: Iterator[_Call]) -> tuple[list[_Call], list[_Call]]:
+    """Return the calls within nodes, which cover all rows in their order, and the others."""
+    every = list(calls)
+    return [call for call in every if call.within], [call for call in every if not call.within]
+
+
+def _joined(results: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return the results of calls, end to end."""
+    if len(results) == 1:
+        return results[0]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
 
 
 def _take(whole: Tensor, rows: slice | Tensor) -> Tensor:
@@ -168,11 +175,32 @@ def _take(whole: Tensor, rows: slice | Tensor) -> Tensor:
     return whole[rows] if isinstance(rows, slice) else whole.index_select(0, rows)
 
 
-def _merge(out: Tensor, sums: Tensor, found: Tensor, log_sum: Tensor) -> None:
-    """Add an output (t, H, E) over more keys, with the logarithm of its sum (t, H), in place."""
-    total = torch.logaddexp(sums, log_sum)
-    out.mul_((sums - total).exp_().unsqueeze(-1)).addcmul_(found, (log_sum - total).exp_().unsqueeze(-1))
-    sums.copy_(total)
+def _merge(out: Tensor, sums: Tensor, rows: slice | Tensor, found: Tensor, log_sum: Tensor) -> None:
+    """Add an output (t, H, E) over more keys, with the logarithm of its sum (t, H), to some rows in place."""
+    if out.is_cuda:
+        from verl.utils.kernel.merged_rows import merge_rows
+
+        merge_rows(out, sums, rows, found, log_sum)
+        return
+    merged, total_before = _take(out, rows), _take(sums, rows)
+    total = torch.logaddexp(total_before, log_sum)
+    merged.mul_((total_before - total).exp_().unsqueeze(-1)).addcmul_(found, (log_sum - total).exp_().unsqueeze(-1))
+    total_before.copy_(total)
+    if isinstance(rows, Tensor):
+        out.index_copy_(0, rows, merged)
+        sums.index_copy_(0, rows, total)
+
+
+def _add(whole: Tensor, rows: slice | Tensor, part: Tensor) -> None:
+    """Add part of a gradient (t, H, D) to some rows in place."""
+    if whole.is_cuda:
+        from verl.utils.kernel.merged_rows import add_rows
+
+        add_rows(whole, rows, part)
+    elif isinstance(rows, slice):
+        whole[rows] += part
+    else:
+        whole.index_add_(0, rows, part)
 
 
 class _OnCpu:
@@ -188,7 +216,8 @@ class _OnCpu:
     def forward(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         parts = (_batched(each, call.group) for each in (query, key, value))
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, call.within, scale=scale)
-        return _rows(out, call.group), _rows(sums.unsqueeze(-1), call.group).squeeze(-1)
+        exact = torch.promote_types(query.dtype, torch.float32)  # of what is merged
+        return _rows(out, call.group).to(exact), _rows(sums.unsqueeze(-1), call.group).squeeze(-1)
 
     def backward(
         self,
@@ -212,7 +241,7 @@ class _OnCpu:
 class _OnGpu:
     """torch's flash attention with boundaries, as ``torch.nn.attention.varlen`` calls it.
 
-    That module's own backward pass knows no merged output. Works with torch 2.13.
+    That module's own backward pass knows no merged output. Works with torch 2.11 to 2.13.
     """
 
     def calls(self, packed: PackedSequences) -> Iterator[_Call]:
@@ -268,8 +297,14 @@ def _rows(batch: Tensor, group: PaddedGroup | None) -> Tensor:
 def _with_blocks(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     parts = (_batched(each, None) for each in (query, key, value))
-    found: Tensor = _flex()(*parts, block_mask=packed.block_mask, scale=scale, enable_gqa=grouped)
+    found: Tensor = _flex()(
+        *parts, block_mask=packed.block_mask, scale=scale, enable_gqa=grouped, kernel_options=_KERNEL
+    )
     return found[0].transpose(0, 1)
+
+
+_KERNEL = {"BACKEND": "TRITON"}
+"""Not the kernel for decoding, which torch takes for fewer than 128 tokens and cannot compile for all of them."""
 
 
 @cache

@@ -66,6 +66,9 @@ def set_expandable_segments(enable: bool) -> None:
     """
     if get_device_name() == "cpu" or (enable and envs.flag("MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS")):
         return
-    configure = getattr(get_torch_device().memory, "_set_allocator_settings", None)
+    if get_device_name() == "cuda":
+        configure = torch._C._accelerator_setAllocatorSettings
+    else:
+        configure = getattr(get_torch_device().memory, "_set_allocator_settings", None)
     if configure is not None:
         configure(f"expandable_segments:{enable}")

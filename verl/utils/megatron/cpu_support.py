@@ -1,4 +1,4 @@
-"""All patches of Megatron-Core for CPU and gloo; on CUDA they do nothing.
+"""All patches of Megatron-Core for CPU and gloo, and one for any device without Transformer Engine.
 
 Megatron-Core 0.16 hard-codes the device ``cuda``. ``install`` patches its modules as they are imported: inside them,
 and nowhere else, the name ``torch`` is a proxy whose factories and ``cuda`` namespace mean the CPU. This way the same
@@ -29,20 +29,20 @@ Movable = TypeVar("Movable", torch.Tensor, torch.nn.Module)
 
 
 def install() -> bool:
-    """Prepare Megatron-Core for the CPU, and return whether the patches apply; they do not on an accelerator.
+    """Prepare Megatron-Core, and return whether for the CPU; on an accelerator it keeps its devices.
 
     Call it before the first import from ``megatron``. Modules that are already imported are patched as well.
     """
-    if get_device_name() != "cpu":
-        return False
+    on_cpu = get_device_name() == "cpu"
     if any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
-        return True
+        return on_cpu
     sys.meta_path.insert(0, _PatchingFinder())
     for name, module in list(sys.modules.items()):
         if module is not None and _is_megatron(name):
             _patch(module)
-    _accept_moves_to_cuda()
-    return True
+    if on_cpu:
+        _accept_moves_to_cuda()
+    return on_cpu
 
 
 def _is_megatron(name: str) -> bool:
@@ -76,9 +76,10 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 def _patch(module: types.ModuleType) -> None:
-    if getattr(module, "torch", None) is torch:
+    on_cpu = get_device_name() == "cpu"
+    if on_cpu and getattr(module, "torch", None) is torch:
         module.torch = _TORCH  # type: ignore[attr-defined]
-    special = _SPECIAL.get(module.__name__.removeprefix(f"{_PACKAGE}."))
+    special = (_SPECIAL if on_cpu else _ANYWHERE).get(module.__name__.removeprefix(f"{_PACKAGE}."))
     if special is not None:
         special(module)
 
@@ -232,9 +233,11 @@ def _name_without_transformer_engine(moe_utils: types.ModuleType) -> None:
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
-_SPECIAL: dict[str, Callable[[types.ModuleType], None]] = {
+_ANYWHERE: dict[str, Callable[[types.ModuleType], None]] = {
+    "transformer.moe.moe_utils": _name_without_transformer_engine,
+}
+_SPECIAL = _ANYWHERE | {
     "jit": _without_compiler,
     "tensor_parallel.random": _random_state_of_cpu,
     "transformer.moe.token_dispatcher": _splits_on_host,
-    "transformer.moe.moe_utils": _name_without_transformer_engine,
 }

@@ -1,0 +1,138 @@
+"""The training engines on a GPU: the contract of one rank, whose reference is transformers on the CPU, and NCCL.
+
+Tolerances are those of the contract on CPU: fp32 with sums of a few hundred terms in another order.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.engine import cases, megatron_cases, real_losses, sharing_cases
+from tests.workers.engine.test_engine_contract import assert_output, assert_step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("engine")
+    megatron_cases.write_models(root / "mcore")
+    cases.write_model(root / "plain")
+    cases.write_model(root / "tied", tie_word_embeddings=True)
+    cases.write_family(root / "glm4_moe", "Glm4Moe", cases.SIGMOID)
+    return root
+
+
+def of_one_rank(every):
+    return {name: case for name, case in every.items() if case.get("only_world", 1) == 1}
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    cases.run_world(0, 1, folder, "")
+    return torch.load(folder / "world_1_rank_0.pt", map_location="cpu")
+
+
+@pytest.fixture(scope="module")
+def references(folder):
+    found = {}
+    for name in ("plain", "tied"):
+        found[name] = cases.reference_step(cases.load(folder / name))
+        found[name]["real loss"] = real_losses.reference(cases.load(folder / name), "language_model")
+    return found
+
+
+def assert_real_loss(found, expected):
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    for name, gradient in found["gradients"].items():
+        torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", of_one_rank(cases.CASES))
+def test_fsdp_equals_plain_transformers(results, references, name):
+    assert_output([results[name]], references["plain"]["output"])
+    assert_step([results[name]], references["plain"])
+    assert_real_loss(results[name]["real loss"], references["plain"]["real loss"])
+
+
+@pytest.mark.parametrize("name", ["tied", "tied, fused"])
+def test_fsdp_with_tied_embeddings(results, references, name):
+    assert_output([results[name]], references["tied"]["output"])
+    assert_step([results[name]], references["tied"])
+
+
+@pytest.mark.parametrize("name", ["value", "value, padded"])
+def test_fsdp_with_a_value_head(results, folder, name):
+    head = {n: t for n, t in results[name]["before"].items() if n.startswith("score")}
+    expected = cases.reference_step(cases.value_reference(folder / "plain", head), value_model=True)
+    assert_output([results[name]], expected["output"])
+    assert_step([results[name]], expected)
+
+
+def test_triton_head_of_an_engine(folder, references):
+    """``impl_backend=triton`` in the engine: outputs, a step of AdamW, and the gradient."""
+    triton = cases.FUSED | {"fused_kernel_options": {"impl_backend": "triton"}}
+    found = cases.run_case(folder, {"cut": cases.MICRO[2], "model": triton})
+    on_cpu = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, found)
+    assert_output([on_cpu], references["plain"]["output"])
+    assert_step([on_cpu], references["plain"])
+    assert_real_loss(on_cpu["real loss"], references["plain"]["real loss"])
+
+
+BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["language_model", "value_model"])
+def test_shared_prefixes_in_bf16(tmp_path, kind, strategy):
+    """Merged flash attention is as near to fp32 as rows one by one are."""
+    cases.write_model(tmp_path / "model", hidden_size=128, num_attention_heads=4)
+    data = sharing_cases.groups()
+    data.meta_info.update(micro_batch_size_per_gpu=5)
+    made = {}
+    for name, shares, engine in (("exact", False, {}), ("rows", False, BF16), ("shared", True, BF16)):
+        made[name] = sharing_cases.build(tmp_path / "model", shares, kind, {"strategy": strategy, **engine})
+    weights = [cases.export(engine) for engine in made.values()]  # the heads of critics are random, by a seed
+    assert all(torch.equal(each[key], tensor) for each in weights for key, tensor in weights[0].items())
+    found = {name: (sharing_cases.outputs(e, data), sharing_cases.gradients(e, data)[1]) for name, e in made.items()}
+    for at in range(2):  # outputs, and the gradient as one vector: that of a key's bias is nothing but rounding
+        exact, rows, shared = (
+            torch.cat([each.float().flatten() for each in found[name][at].values()])
+            for name in ("exact", "rows", "shared")
+        )
+        assert 0 < float((shared - exact).norm()) <= 1.5 * float((rows - exact).norm())
+
+
+@pytest.fixture(scope="module")
+def one_rank_of_nccl(tmp_path_factory):
+    from verl.utils.device import get_process_group_backend
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    store = tmp_path_factory.mktemp("nccl") / "store"
+    dist.init_process_group(get_process_group_backend(), init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", megatron_cases.LAYOUTS[1])
+@pytest.mark.parametrize("name", ["micro 1", "recompute", "moonlight", "llama, rope scaling, all biases", "qwen2 moe"])
+def test_megatron_equals_plain_transformers(one_rank_of_nccl, folder, name, layout):
+    pytest.importorskip("megatron.core")
+    from megatron.core import parallel_state
+
+    import verl.workers.engine.megatron  # noqa: F401
+
+    case, root = megatron_cases.CASES[name], folder / "mcore"
+    settings = megatron_cases.LAYOUTS[1][layout] | {"dtype": "fp32"}
+    if layout == "one, plain optimizer" or name == "micro 1":
+        found = megatron_cases.run_case(root, settings, case)
+        parallel_state.destroy_model_parallel()
+        on_cpu = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, found)
+        model = cases.load(root / case.get("folder", "plain"))
+        expected = cases.reference_step(model)
+        expected["weights"] = cases.under_checkpoint_names(model, expected["weights"] | cases.saved_buffers(model))
+        assert_output([on_cpu], expected["output"])
+        assert_step([on_cpu], expected)
