@@ -399,6 +399,9 @@ FITTED = [
     (1024, 4096, 16),
     (16384, 32, 8),
     (32768, 16, 32),
+    (2048, 4096, 8),
+    (4096, 2560, 16),
+    (1024, 12288, 32),
 ]
 PREDICTED = [
     (4096, 128, 32),
@@ -408,6 +411,7 @@ PREDICTED = [
     (65536, 16, 64),
     (2048, 4096, 32),
     (1024, 8192, 16),
+    (2048, 6144, 16),
 ]
 """Responses, tokens of each and workers. The model sees the first list only."""
 LARGE = [(65536, 16, 512)]
@@ -495,6 +499,8 @@ def run_cases(arguments: argparse.Namespace, group_of: Callable[[int, Account], 
 
 INLINE_BYTES = 100 << 10
 """Ray sends a message up to this size in the call itself, a larger one through the object store."""
+MAPPED_BYTES = 32 << 20
+"""glibc takes memory of this size from the kernel each time, which clears it page by page; smaller memory is reused."""
 CALLS = {"generate": 1, "infer": 3, "shape": 0, "update": 1, "finish": 0}
 """Calls of the workers in a step whose columns go through the driver, in their order."""
 
@@ -513,7 +519,7 @@ def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: in
     """Return what the cost of a phase is a sum of.
 
     Through the driver: the step, calls of a worker, messages that go through the object store, rows, megabytes sent and
-    received, and tokens.
+    received, tokens, and megabytes of columns that are so large that their memory is new each time.
 
     By reference: the step, workers, rows, blocks, and references. A part of a batch that was reordered has rows of many
     blocks, and sends a reference of each.
@@ -529,11 +535,20 @@ def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: in
     calls = calls if phase == ANSWERS else calls[first : first + CALLS[phase]]
     stored = sum((sent > INLINE_BYTES) + (answer > INLINE_BYTES) for sent, answer in calls)
     moved = sum(map(sum, calls))
-    return [1.0, workers * len(calls), workers * stored, rows, workers * moved / 1e6, rows * tokens / 1e6]
+    new = sum(size * rows * tokens for size in (4, 8) if size * rows * tokens >= MAPPED_BYTES)
+    return [1.0, workers * len(calls), workers * stored, rows, workers * moved / 1e6, rows * tokens / 1e6, new / 1e6]
 
 
 NAMES = {
-    False: ("step", "call of a worker", "message in the store", "row", "MB moved", "million tokens"),
+    False: (
+        "step",
+        "call of a worker",
+        "message in the store",
+        "row",
+        "MB moved",
+        "million tokens",
+        "MB of new memory",
+    ),
     True: ("step", "worker", "row", "block", "block of a part"),
 }
 

@@ -44,7 +44,7 @@ SUBJECTS = [
     ("update: forward", r"update_actor.*(engine/fsdp/forward\.py|/transformers/models/)"),
     ("update: other", r"update_actor"),
     ("weight sync", r"weight_sync\.py|checksum|begin_update|finish_update"),
-    ("generation: sampling", r"/vllm/v1/sample/|_sample \("),
+    ("generation: sampling", r"/vllm/v1/sample/|_sample \([^)]*/vllm/"),
     ("generation: model", r"/vllm/model_executor/models/"),
     ("generation: steps of the engine", r"/vllm/v1/"),
     ("generation: other", r"generate_sequences|/vllm/|/rollout/"),
