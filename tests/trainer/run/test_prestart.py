@@ -74,6 +74,15 @@ def test_ray_starts_the_processes_where_forks_are_not_wanted_or_impossible(start
     assert prestart.fork_server_of(config(word)) is None and not started
 
 
+def test_without_room_for_its_sockets_ray_starts_the_processes(monkeypatch, caplog):
+    def fail(*arguments):
+        raise OSError("AF_UNIX path too long")
+
+    monkeypatch.setattr(prestart, "ForkServer", fail)
+    prestart.start_early(CPU)
+    assert prestart.fork_server_of(config()) is None and "AF_UNIX path too long" in caplog.text
+
+
 def refusals(**changes):
     chosen = {"fork_workers": True, "device": "cpu", "ray_init": {"address": "local", "num_cpus": 2}} | changes
     cluster = TrainingRayConfig(ray_init=chosen["ray_init"], fork_workers=chosen["fork_workers"])

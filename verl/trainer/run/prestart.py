@@ -4,6 +4,7 @@ checks and starts Ray.
 This module is light, since a launch imports it first.
 """
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer, has_accelerators
+
+logger = logging.getLogger(__name__)
 
 _FIRST = (
     "torch",
@@ -54,12 +57,17 @@ class _Plan(NamedTuple):
     last_of_general: int | None
     last_of_workers: int | None
 
-    def start(self) -> ForkServer:
-        """Start the server with the modules of the engine and the strategies."""
+    def start(self) -> ForkServer | None:
+        """Start the server with the modules of the engine and the strategies; None, with a warning, if it cannot be."""
         general = [*_GENERAL, *(["verl.workers.megatron_workers"] if "megatron" in self.strategies else [])]
         workers = _VLLM if self.engine == "vllm" else ()
         environment = {**envs.mapping(), **unset_variables("cpu", LOOPBACK_ENV_VARS)}
-        return ForkServer(environment, _FIRST, general, workers, self.last_of_general, self.last_of_workers)
+        last = self.last_of_general, self.last_of_workers
+        try:
+            return ForkServer(environment, _FIRST, general, workers, *last)
+        except OSError as error:  # for instance no room for its sockets, or a folder whose path is too long for them
+            logger.warning("no fork server could be started, so Ray starts the processes of the run: %s", error)
+            return None
 
 
 _early: tuple[_Plan, ForkServer] | None = None
@@ -76,7 +84,8 @@ def start_early(words: Sequence[str]) -> None:
     if not common <= {*words} or any(word.startswith(_UNCOMMON) for word in others):
         return
     if sys.platform == "linux" and not envs.read("RAY_ADDRESS") and not has_accelerators():
-        _early = _COMMON, _COMMON.start()
+        started = _COMMON.start()
+        _early = None if started is None else (_COMMON, started)
 
 
 def fork_server_of(config: Any, has_own_runner: bool = False) -> ForkServer | None:
