@@ -156,9 +156,11 @@ def test_what_the_client_reads_of_a_runtime_environment():
 
 def test_the_folder_goes_when_the_launching_process_is_killed(folder):
     code = (
-        "import os, sys, time\nfrom verl.utils.fork_server.starter import ForkServer\n"
-        "started = ForkServer(os.environ, [])\nprint(started._folder.name, started._process.pid, flush=True)\n"
-        "time.sleep(600)\n"
+        "import os, psutil, sys, time\nfrom verl.utils.fork_server.starter import ForkServer\n"
+        "from verl.utils.processes import end_with_this_process\n"
+        "started = ForkServer(os.environ, [])\n"
+        "end_with_this_process(psutil.Process().children(recursive=True))\n"  # as a launch ends its Ray
+        "print(started._folder.name, started._process.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         place, server = process.stdout.readline().split()

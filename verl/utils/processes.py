@@ -76,7 +76,10 @@ _guards: list["subprocess.Popen[bytes]"] = []
 def end_with_this_process(processes: Iterable[psutil.Process], folders: Iterable[Path] = ()) -> None:
     """Let a small process kill others as soon as this one has ended, even by SIGKILL, and remove folders of files."""
     handles = [os.pidfd_open(os.getpid())]
+    guards = {each.pid for each in _guards}  # which end by themselves, when they have done their work
     for process in processes:
+        if process.pid in guards:
+            continue
         with suppress(ProcessLookupError):
             handles.append(os.pidfd_open(process.pid))
     command = [
