@@ -25,7 +25,7 @@ OPTIONAL_BACKENDS = {
         "verl/utils/megatron/optimizer.py",
         "verl/utils/checkpoint/megatron_checkpoint_manager.py",
     ),
-    "triton": "verl/utils/kernel/kernels.py",
+    "triton": ("verl/utils/kernel/kernels.py", "verl/utils/kernel/merged_rows.py"),
     "flash_attn": None,
     "peft": None,
     "liger_kernel": None,

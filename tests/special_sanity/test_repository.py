@@ -44,6 +44,7 @@ OPTIONAL = {
     "volcengine_ml_platform",
     "wandb",
     "weave",
+    "zmq",
 }
 
 
