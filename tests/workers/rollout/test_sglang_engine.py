@@ -5,8 +5,12 @@ import gc
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +23,14 @@ import zmq
 from torch import Tensor
 
 from tests.workers.rollout.tiny import VOCABULARY, build_model, disturb
+from verl.utils.net_utils import get_free_port
 from verl.workers.engine.fsdp.build import checkpoint_names
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store
 
 pytest.importorskip("sglang")
 
-from verl.workers.rollout.sglang_rollout.engine import ServedEngine, StoppedError
+from verl.workers.rollout.sglang_rollout.engine import ServedEngine, StoppedError, _ignore_quit
 from verl.workers.rollout.sglang_rollout.weights import serialized
 
 T = TypeVar("T")
@@ -363,6 +368,8 @@ def test_weights_in_a_group(running: Running, subject: Subject) -> None:
 
 
 def test_weights_by_handles(running: Running, subject: Subject) -> None:
+    if "dp_size" in subject.sizes:
+        pytest.skip("the engine is not on the trainer's devices, and a handle is for one process")
     subject.change(seed=21)
     running(running.engine.begin_update())
     for bucket in in_buckets(pairs_of(subject.model)):
@@ -445,6 +452,14 @@ def open_sockets() -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), zmq.Socket) and not each.closed]
 
 
+def runs(pid: int) -> bool:
+    """Return whether a process has not ended; whoever has to take note of its end may not have done so."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_a_start_that_fails(tmp_path: Path) -> None:
     """It leaves no process, and no socket that Python would close after its context: the context waits for it."""
     before = set(psutil.Process().children())
@@ -461,6 +476,28 @@ def test_a_start_that_fails(tmp_path: Path) -> None:
         gc.enable()
     assert not left
     assert not [each for each in psutil.Process().children() if each not in before and "sglang" in each.name()]
+
+
+def test_only_the_owner_ignores_that_it_should_quit() -> None:
+    """Not the processes that it starts: one of the engine's ends another that way."""
+    owner = threading.Thread(target=_ignore_quit)
+    owner.start()
+    owner.join()
+    try:
+        os.kill(os.getpid(), signal.SIGQUIT)
+        quits = "import os, signal; os.kill(os.getpid(), signal.SIGQUIT)"
+        assert subprocess.run([sys.executable, "-c", quits]).returncode == -signal.SIGQUIT
+    finally:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
+@pytest.mark.full
+def test_a_start_that_fails_in_one_of_two_groups(tmp_path: Path) -> None:
+    """In another thread than the main one, as in an actor; both groups are told the same port."""
+    build_model().save_pretrained(tmp_path)
+    args = engine_args(tmp_path, dp_size=2, nccl_port=get_free_port())
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="address already in use"):
+        pool.submit(ServedEngine, args).result()
 
 
 def test_memory_that_the_device_cannot_free(running: Running) -> None:
@@ -499,7 +536,7 @@ def test_death_names_the_culprit(running: Running, subject: Subject) -> None:
         time.sleep(0.01)
     assert culprit in str(engine.death())
     engine.stop()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not [pid for pid in pids if runs(pid)]
     assert not running(engine.abort("r"))
     with pytest.raises(StoppedError):
         running(engine.ping())

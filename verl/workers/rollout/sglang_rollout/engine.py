@@ -60,6 +60,7 @@ class ServedEngine:
         self._sockets = SocketFolder()
         before = set(multiprocessing.active_children())
         self._processes: list[BaseProcess] = []
+        self._descendants: dict[int, int] = {}  # by file descriptor: what a process of the engine has started
         self._failure: str | None = None
         self._reader: asyncio.Task[None] | None = None
         self._is_stopped = False
@@ -86,6 +87,9 @@ class ServedEngine:
         watchdog.stop()  # it ends this process when one of the engine's is gone
         self._names = {process.pid: name for process, name in zip(watchdog._processes, watchdog._names, strict=True)}
         self._manager._subprocess_watchdog = None
+        for pid in set(self.pids) - {process.pid for process in self._processes}:  # schedulers of a controller
+            self._descendants[os.pidfd_open(pid)] = pid
+            self._names[pid] = "scheduler"
         self.context_length: int = self._manager.context_len
         self.vocab_size: int = self._manager.model_config.vocab_size
         server = self._engine.server_args
@@ -112,11 +116,15 @@ class ServedEngine:
             return "its engine has been stopped"
         if self._failure is not None:
             return f"its engine has failed: {self._failure}{self._log.tail()}"
-        gone = multiprocessing.connection.wait([process.sentinel for process in self._processes], timeout=0)
+        sentinels = [process.sentinel for process in self._processes]
+        gone = multiprocessing.connection.wait([*sentinels, *self._descendants], timeout=0)
         for process in self._processes:
             if process.sentinel in gone:
                 name = self._names.get(process.pid, process.name)
                 return f"its engine has died: process {name} {_ending(process.exitcode)}{self._log.tail()}"
+        for descendant, pid in self._descendants.items():
+            if descendant in gone:
+                return f"its engine has died: process {self._names[pid]} {_ending(None)}{self._log.tail()}"
         return None
 
     def stop(self) -> None:
@@ -132,6 +140,12 @@ class ServedEngine:
         for process in self._processes:
             with contextlib.suppress(ValueError):
                 process.join(_END_S)
+        while self._descendants:
+            descendant, _ = self._descendants.popitem()
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descendant, signal.SIGKILL)
+            multiprocessing.connection.wait([descendant], _END_S)
+            os.close(descendant)
         unlink_shared_memory([each.pid for each in self._processes if each.pid], None)  # of one that has not started
         self._sockets.close()
         self._log.close()
@@ -399,9 +413,12 @@ def _ignore_quit() -> None:
     """Ignore SIGQUIT, by which a process of the engine that fails would end this one.
 
     Python sets handlers in the main thread only, and SGLang sets its own there; it takes ``custom_sigquit_handler``.
+    Elsewhere a function of C that does nothing is the handler. ``SIG_IGN`` would be inherited by the engine's
+    processes: with data parallelism the one that distributes requests has to end when a scheduler fails.
     """
     if threading.current_thread() is not threading.main_thread():
-        ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.c_void_p(signal.SIG_IGN))
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGQUIT, ctypes.cast(libc.abs, ctypes.c_void_p))
 
 
 @contextlib.contextmanager

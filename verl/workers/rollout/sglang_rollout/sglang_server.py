@@ -35,7 +35,9 @@ class SGLangServer(EngineServer):
         from verl.workers.rollout.sglang_rollout.requests import RequestForm
 
         media = media_form(self.config, model_config)
-        engine = ServedEngine({"nccl_port": get_free_port()} | args, is_batch_invariant(self.config))
+        if self.config.data_parallel_size == 1:  # else each group of schedulers takes a port of its own
+            args = {"nccl_port": get_free_port()} | args
+        engine = ServedEngine(args, is_batch_invariant(self.config))
         seeds = self.seeds
         context_length = self.config.context_length
         form = RequestForm(
