@@ -83,19 +83,27 @@ def weights_of(run: Run) -> dict[str, bytes]:
             if "/data/" in name}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "workers, is_plain",
-    [({}, False), pytest.param({}, True, marks=FULL), pytest.param(TWO_WORKERS, True, marks=FULL)],
-    ids=["one", "one-plain", "two-plain"],
-)
-def test_forks_change_no_bit(workspace, alone, workers, is_plain):
+KINDS = {
+    "common": {},
+    "two": TWO_WORKERS,
+    "async": {"actor_rollout_ref.rollout.mode": "async"},
+    "critic": {"algorithm.adv_estimator": "gae", "critic.ppo_micro_batch_size_per_gpu": 8},
+    "fsdp2": {"actor_rollout_ref.actor.strategy": "fsdp2"},
+    "hf": {"actor_rollout_ref.rollout.name": "hf"},
+}
+CASES = [("common", True), ("two", True), ("async", False), ("critic", False), ("fsdp2", False), ("hf", False)]
+
+
+@pytest.mark.parametrize("kind, is_plain", [("common", False), *(pytest.param(*case, marks=FULL) for case in CASES)])
+def test_forks_change_no_bit(workspace, alone, kind, is_plain):
     """Neither the numbers nor the random states nor the weights; and the lines of the processes are shown.
 
     A run that is not plain has processes that are forks of the tests' server.
     """
-    name = f"{len(workers)}-{is_plain}"
-    started, none = train(workspace, f"started-{name}", workers | PLAIN, alone if is_plain else {})
-    forked, forks = train(workspace, f"forked-{name}", workers | FORKS, alone)
+    name = f"{kind}-{is_plain}"
+    changes = KINDS[kind] | ({"critic.model.path": workspace.model} if kind == "critic" else {})
+    started, none = train(workspace, f"started-{name}", changes | PLAIN, alone if is_plain else {})
+    forked, forks = train(workspace, f"forked-{name}", changes | FORKS, alone)
     assert not is_plain or not none.names and {"ray::TaskRunner", "ray::WorkerDict"} <= none.others
     assert {"ray::TaskRunner", "ray::WorkerDict"} <= forks.names and forks.others <= AGENTS, forks.others
     assert_bit_for_bit(forked, started, range(1, STEPS + 1))
