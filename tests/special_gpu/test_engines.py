@@ -117,8 +117,20 @@ def one_rank_of_nccl(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("layout", megatron_cases.LAYOUTS[1])
-@pytest.mark.parametrize("name", ["micro 1", "recompute", "moonlight", "llama, rope scaling, all biases", "qwen2 moe"])
+PLAIN, OFFLOADED = "one, plain optimizer", "one, offloaded"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("micro 1", OFFLOADED),
+        ("micro 1", PLAIN),
+        ("recompute", PLAIN),
+        ("moonlight", PLAIN),
+        ("llama, rope scaling, all biases", PLAIN),
+        ("qwen2 moe", PLAIN),
+    ],
+)
 def test_megatron_equals_plain_transformers(one_rank_of_nccl, folder, name, layout):
     pytest.importorskip("megatron.core")
     from megatron.core import parallel_state
@@ -126,13 +138,11 @@ def test_megatron_equals_plain_transformers(one_rank_of_nccl, folder, name, layo
     import verl.workers.engine.megatron  # noqa: F401
 
     case, root = megatron_cases.CASES[name], folder / "mcore"
-    settings = megatron_cases.LAYOUTS[1][layout] | {"dtype": "fp32"}
-    if layout == "one, plain optimizer" or name == "micro 1":
-        found = megatron_cases.run_case(root, settings, case)
-        parallel_state.destroy_model_parallel()
-        on_cpu = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, found)
-        model = cases.load(root / case.get("folder", "plain"))
-        expected = cases.reference_step(model)
-        expected["weights"] = cases.under_checkpoint_names(model, expected["weights"] | cases.saved_buffers(model))
-        assert_output([on_cpu], expected["output"])
-        assert_step([on_cpu], expected)
+    found = megatron_cases.run_case(root, megatron_cases.LAYOUTS[1][layout] | {"dtype": "fp32"}, case)
+    parallel_state.destroy_model_parallel()
+    on_cpu = torch.utils._pytree.tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, found)
+    model = cases.load(root / case.get("folder", "plain"))
+    expected = cases.reference_step(model)
+    expected["weights"] = cases.under_checkpoint_names(model, expected["weights"] | cases.saved_buffers(model))
+    assert_output([on_cpu], expected["output"])
+    assert_step([on_cpu], expected)

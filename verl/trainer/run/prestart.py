@@ -46,7 +46,7 @@ _VLLM = (
 
 
 class _Plan(NamedTuple):
-    """What a run needs of its fork server; ``engine`` is that of the workers, if they have one.
+    """The needs that a run has of its fork server; ``engine`` is that of the workers, if they have one.
 
     ``last_of_general`` and ``last_of_workers`` say how many processes of each kind come, if that is known: the server
     becomes the last of them itself.
