@@ -14,6 +14,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {"folder": "plain", "engine": {"strategy": "fsdp2"}},
     "tied": {"folder": "tied", "engine": {"fsdp_size": 1}},  # mesh (ddp, fsdp)
     "lora": {"folder": "plain", "model": {"lora_rank": 4, "lora_alpha": 8}},
+    "lora experts": {"folder": "glm4_moe", "model": {"lora_rank": 4, "lora_alpha": 8}},
     "half": {"folder": "half", "trains": False},
     "value": {"folder": "plain", "kind": "value_model"},
     "value lora": {"folder": "plain", "kind": "value_model", "model": {"lora_rank": 4, "lora_alpha": 8}},

@@ -113,6 +113,16 @@ def test_adapters_learn_and_the_others_only_pass_gradients_on(rank):
     assert estimated(config, [LENGTH] * ROWS, forward_only=True, adapters=adapters) == pytest.approx(want, rel=0.02)
 
 
+def test_a_token_passes_the_adapters_of_its_own_experts():
+    """peft gives gate_up_proj, which is two layers in one, twice the rank."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+    config = AutoConfig.for_model("qwen3_moe", **{**SMALL, **experts})
+    wrapped = add_adapters(AutoModelForCausalLM.from_config(config), LoraSettings(lora_rank=4))
+    attention, router = 4 * (2 * (64 + 64) + 2 * (64 + 32)), 4 * (64 + 8)
+    of_experts = 2 * (8 * (64 + 2 * 24) + 4 * (24 + 64))
+    assert adapter_sizes(wrapped) == (3 * (attention + router + of_experts), 0, 0)
+
+
 def test_a_value_model_has_one_output():
     config = AutoConfig.for_model("qwen2", **SMALL, num_labels=1)
     model = AutoModelForTokenClassification.from_config(config, attn_implementation="eager", dtype=torch.float32)

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError, FileRecord, Manifest
 from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
-from verl.utils.fsdp_utils import parameters_on_meta
+from verl.utils.fsdp_utils import ADAPTER_PREFIX, parameters_on_meta
 from verl.utils.loading import load_tensors
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class
-from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, base_name, is_adapter
+from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, AdapterMerger, adapters_of, base_name, is_adapter
 from verl.workers.engine.fsdp.build import checkpoint_names
 from verl.workers.engine.weights import HEAD
 
@@ -92,28 +92,20 @@ class FSDPMerger(BaseMerger):
         tied = dict(self.model.named_parameters(remove_duplicate=False))
         names = dict(self.model.named_parameters())
         buffers = [name for name in self.model.state_dict() if name not in tied and name in self.places]
+        merger = self._adapter_merger() if self.options.merge_lora and self.adapter_config else None
         for name in [*names, *buffers]:
             key = self.places[name]
             whole = self.state[key]
-            yield name, self._merged(key, whole) if self.options.merge_lora else whole
+            yield name, whole if merger is None else merger.merged(key, whole)
 
-    def _merged(self, key: str, weight: Tensor) -> Tensor:
-        """Merge a weight's adapter into it, with the formula that the engine uses for generation."""
-        layer = key.removesuffix(".base_layer.weight")
-        if layer == key:
-            return weight
-        embedding = f"{layer}.lora_embedding_A.default" in self.state
-        kind = "lora_embedding_{}.default" if embedding else "lora_{}.default.weight"
-        a, b = (self.state[f"{layer}.{kind.format(side)}"] for side in "AB")
-        delta = b.float() @ a.float()
-        if embedding or self.adapter_config.get("fan_in_fan_out"):
-            delta = delta.T
-        scaling = self.adapter_config["lora_alpha"] / self.adapter_config["r"]
-        return (weight.float() + scaling * delta).to(weight.dtype)
+    def _adapter_merger(self) -> AdapterMerger:
+        with parameters_on_meta():
+            wrapped = adapters_of(self._empty_model(), self.folder / ADAPTER_FOLDER)
+        return AdapterMerger(wrapped, self.state)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trained adapter tensors under peft's names."""
-        whole = tuple(f"base_model.model.{name}." for name in self.adapter_config.get("modules_to_save") or ())
+        whole = tuple(f"{ADAPTER_PREFIX}{name}." for name in self.adapter_config.get("modules_to_save") or ())
         for key in self.state:
             if is_adapter(key) or key.startswith(whole):
                 yield key.replace(".default", ""), self.cast(key, self.state[key])

@@ -225,7 +225,7 @@ def _patch_pairs(config: "PretrainedConfig", images: Lengths) -> int:
 
 
 class AdapterSizes(NamedTuple):
-    """The weights of low-rank adapters on tokens, on patches, and on merged patches."""
+    """The weights of low-rank adapters that a token passes, that a patch passes, and that a merged patch passes."""
 
     text: int
     tower: int = 0

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ADAPTER_MARK = ".lora_"
+ADAPTER_PREFIX = "base_model.model."
+"""What peft puts before the names of the model that it wraps."""
+ADAPTED = ".base_layer"
+"""What peft adds to the name of a layer with adapters, once for each parameter that has some."""
 
 
 def fsdp_version(model: nn.Module) -> int:
@@ -429,6 +434,11 @@ def fsdp2_load_full_state_dict(
 # ---- adapters
 
 
+def without_wrappers(name: str) -> str:
+    """Return the base model's own name of a parameter under peft's."""
+    return re.sub(rf"{re.escape(ADAPTED)}(?=\.)", "", name.removeprefix(ADAPTER_PREFIX))
+
+
 def replace_lora_wrapper(k: str, peft_config: "PeftConfig") -> str:
     """Return the rollout engine's name of the base tensor ``k``; adapted modules get ``base_layer``."""
     module, _, kind = k.rpartition(".")
@@ -447,8 +457,8 @@ def collect_lora_params(
         if adapter != base_sync_done:
             continue
         tensor = full_tensor(parameter).cpu()
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        collected[name.replace(".default.", ".") if adapter else replace_lora_wrapper(plain, config)] = tensor
+        own = name.replace(".default.", ".") if adapter else replace_lora_wrapper(without_wrappers(name), config)
+        collected[own] = tensor
     return collected
 
 

@@ -304,6 +304,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "model": FUSED | {"lora_rank": 4, "lora_alpha": 8, "enable_gradient_checkpointing": True},
         "engine": {"param_offload": True, "optimizer_offload": True},
     },
+    "lora, experts": {"cut": MICRO[4], "folder": "glm4_moe", "model": {"lora_rank": 4, "lora_alpha": 8}},
+    "lora, experts, checkpointing": {
+        "cut": dynamic(20),
+        "folder": "glm4_moe",
+        "model": {"lora_rank": 4, "lora_alpha": 8, "enable_gradient_checkpointing": True},
+        "engine": {"param_offload": True, "optimizer_offload": True},
+    },
     "lora, ulysses": TWO
     | {
         "cut": dynamic(15),

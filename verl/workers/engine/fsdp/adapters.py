@@ -2,25 +2,26 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from verl.base_config import WrongInput, one_line
 from verl.utils.flops_counter import AdapterSizes
-from verl.utils.fsdp_utils import ADAPTER_MARK, full_tensor
+from verl.utils.fsdp_utils import ADAPTED, ADAPTER_MARK, ADAPTER_PREFIX, full_tensor, without_wrappers
 from verl.utils.model import VISION_TOWERS, stored_buffers
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from verl.workers.config import HFModelConfig
 
 ADAPTER_FOLDER = "lora_adapter"
-_PREFIX = "base_model.model."
-_BASE = ".base_layer."
 _DEFAULT = "default"
 
 
@@ -36,17 +37,21 @@ def is_adapter(name: str) -> bool:
 
 def base_name(name: str) -> str | None:
     """Return the checkpoint name of a parameter under its peft wrappers; None for an adapter's own."""
-    return None if is_adapter(name) else name.removeprefix(_PREFIX).replace(_BASE, ".")
+    return None if is_adapter(name) else without_wrappers(name)
 
 
-def adapter_sizes(module: nn.Module) -> AdapterSizes:
-    """Count the weights of the adapters, by the part of the model that they adapt."""
+def adapter_sizes(module: Any) -> AdapterSizes:
+    """Count the weights of the adapters that a token or patch passes, by the part of the model that they adapt."""
     sizes = {"text": 0, "tower": 0, "mergers": 0}
+    modules = dict(module.named_modules())
+    config = module.get_base_model().config.get_text_config()
     for name, parameter in module.named_parameters():
         if is_adapter(name):
             is_text = not any(f"{tower}." in name for tower in VISION_TOWERS)
             part = "text" if is_text else "mergers" if "merger" in name else "tower"
-            sizes[part] += parameter.numel()
+            experts = getattr(modules[name.partition(ADAPTER_MARK)[0]], "num_experts", 1)
+            passed = config.num_experts_per_tok / experts if experts > 1 else 1
+            sizes[part] += int(parameter.numel() * passed)
     return AdapterSizes(**sizes)
 
 
@@ -59,7 +64,7 @@ def add_adapters(
 
     Raises: ValueError when ``target_modules`` match nothing.
     """
-    from peft import LoraConfig, TaskType, get_peft_model
+    from peft import LoraConfig, TaskType
 
     tower = [rf"(?:.*\.)?(?:{'|'.join(VISION_TOWERS)})\..*"] if freeze_vision_tower else []
     generates = hasattr(model, "prepare_inputs_for_generation")
@@ -73,7 +78,7 @@ def add_adapters(
         base_model_name_or_path=config.path,
     )
     try:
-        wrapped: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        wrapped = _wrapped(model, lora)
     except ValueError as error:
         raise WrongInput(
             f"model.target_modules={config.target_modules!r} with model.exclude_modules={config.exclude_modules!r}: "
@@ -83,6 +88,25 @@ def add_adapters(
         if any(f".{module}." in name for module in trained):
             parameter.requires_grad_(True)
     return wrapped
+
+
+def adapters_of(model: "PreTrainedModel", folder: Path) -> nn.Module:
+    """Wrap the model as the configuration in the folder of an adapter says."""
+    from peft import LoraConfig
+
+    lora = LoraConfig.from_pretrained(str(folder))
+    lora.base_model_name_or_path = model.name_or_path  # peft warns of another one
+    return _wrapped(model, lora)
+
+
+def _wrapped(model: "PreTrainedModel", lora: "LoraConfig") -> nn.Module:
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        # peft sets these patterns itself for experts, and then looks for them among the other layers.
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        module: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    return module
 
 
 ModuleNames = str | Sequence[str] | None  # a regular expression, or names
@@ -108,16 +132,14 @@ def merged_weights(module: nn.Module, before: Callable[[int], None] | None = Non
 
     The trained parameters stay as they are. ``before`` is told the bytes of each tensor before it is gathered.
     """
-    modules = dict(module.named_modules())
+    merger = AdapterMerger(module, {name: value for name, value in module.named_parameters() if is_adapter(name)})
     for name, parameter in module.named_parameters():
         plain = base_name(name)
         if plain is None:
             continue
         if before is not None:
             before(parameter.numel() * parameter.element_size())
-        whole = full_tensor(parameter)
-        if name.endswith(f"{_BASE}weight"):
-            whole = _merged(modules[name.removesuffix(f"{_BASE}weight")], whole)
+        whole = merger.merged(name, full_tensor(parameter))
         yield plain, whole
         del whole
     for name, buffer in stored_buffers(module):
@@ -127,15 +149,53 @@ def merged_weights(module: nn.Module, before: Callable[[int], None] | None = Non
             yield plain, buffer.detach().clone()
 
 
-def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """Return ``W + scaling * (B @ A)``, computed in fp32; ``layer`` is one of peft's LoRA layers."""
-    embedding = _DEFAULT in layer.lora_embedding_A
-    a = layer.lora_embedding_A[_DEFAULT] if embedding else layer.lora_A[_DEFAULT].weight
-    b = layer.lora_embedding_B[_DEFAULT] if embedding else layer.lora_B[_DEFAULT].weight
-    delta = full_tensor(b).float() @ full_tensor(a).float()
-    if embedding or layer.fan_in_fan_out:
-        delta = delta.T
-    return (weight.float() + layer.scaling[_DEFAULT] * delta.to(weight.device)).to(weight.dtype)
+class AdapterMerger:
+    """Adds the adapters of a model that peft wraps to the weights that they adapt.
+
+    Args:
+        module: the wrapped model, which may be on meta.
+        adapters: their tensors under the names of the wrapped model.
+    """
+
+    def __init__(self, module: nn.Module, adapters: Mapping[str, Tensor]) -> None:
+        self.modules = dict(module.named_modules())
+        self.adapters = adapters
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """Return the whole weight of this name plus its adapter, computed in fp32; itself where it has none.
+
+        Collective where the adapters are sharded.
+        """
+        path = self._adapted_by(name)
+        if path is None:
+            return weight
+        layer: Any = self.modules[path]
+        delta = self._delta(path, layer).to(weight.device)
+        return (weight.float() + layer.scaling[_DEFAULT] * delta).to(weight.dtype)
+
+    def _adapted_by(self, name: str) -> str | None:
+        """Return the name of the layer that adapts a parameter.
+
+        A layer around experts adapts one of their parameters, so such layers are nested.
+        """
+        path, _, parameter = name.rpartition(".")
+        while path.endswith(ADAPTED):
+            path = path.removesuffix(ADAPTED)
+            if getattr(self.modules[path], "parameter_name", "weight") == parameter:
+                return path
+        return None
+
+    def _delta(self, path: str, layer: Any) -> Tensor:
+        """Return ``B @ A`` in the layout of the weight."""
+        embedding = _DEFAULT in layer.lora_embedding_A
+        kind = f"lora_embedding_{{}}.{_DEFAULT}" if embedding else f"lora_{{}}.{_DEFAULT}.weight"
+        a, b = (full_tensor(self.adapters[f"{path}.{kind.format(side)}"]).float() for side in "AB")
+        experts = getattr(layer, "num_experts", 1)
+        if experts > 1:  # peft keeps A as (experts * rank, in) and B as (out, rank * experts)
+            of_expert = "ore,eri->eio" if getattr(layer.get_base_layer(), "is_transposed", False) else "ore,eri->eoi"
+            return torch.einsum(of_expert, b.view(len(b), -1, experts), a.view(experts, -1, a.shape[-1]))
+        delta = b @ a
+        return delta.T if embedding or layer.fan_in_fan_out else delta
 
 
 def adapter_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -159,7 +219,7 @@ def save_adapter(module: Any, folder: Path | None) -> None:
         return
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = module.peft_config[_DEFAULT].to_dict()
-    whole = sorted({name.removeprefix(_PREFIX).split(".")[0] for name in tensors if not is_adapter(name)})
+    whole = sorted({name.removeprefix(ADAPTER_PREFIX).split(".")[0] for name in tensors if not is_adapter(name)})
     config |= {"inference_mode": True, "modules_to_save": whole or None}
     content = json.dumps(config, indent=2, sort_keys=True, default=sorted)  # sets of module names
     (folder / "adapter_config.json").write_text(content, encoding="utf-8")
