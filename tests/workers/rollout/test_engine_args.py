@@ -136,6 +136,10 @@ def test_only_an_engine_that_takes_turns_frees_its_memory(model_config: Any, mon
     [
         ({"engine_kwargs": {"sglang": {"mem_fraction_statc": 1}}}, "mem_fraction_statc=1: is no argument of SGLang"),
         ({"expert_parallel_size": 2, "data_parallel_size": 2}, "expert_parallel_size=2: must be 1 or tensor"),
+        (
+            {"engine_kwargs": {"sglang": {"nccl_port": 29500}}, "data_parallel_size": 2},
+            "nccl_port=29500: must be null with data_parallel_size=2: each group takes its own",
+        ),
         ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2: is not supported by sglang"),
         ({"repetition_penalty": 2.5}, "repetition_penalty=2.5: must be at most 2.0 with sglang"),
         *(

@@ -252,6 +252,10 @@ class RolloutConfig(LogProbConfig):
                 expected = f"must be at most {MAX_PENALTY_SGLANG} with sglang"
                 yield Violation("repetition_penalty", self.repetition_penalty, expected)
             yield from sglang_argument_rules(self.engine_kwargs)
+            port = (self.engine_kwargs.get("sglang") or {}).get("nccl_port")
+            if port is not None and self.data_parallel_size > 1:
+                expected = f"must be null with data_parallel_size={self.data_parallel_size}: each group takes its own"
+                yield Violation("engine_kwargs.sglang.nccl_port", port, expected)
         if self.pipeline_model_parallel_size > 1:
             expected = f"is not supported by {self.name}: write 1, and use tensor_model_parallel_size"
             yield Violation.unsupported("pipeline_model_parallel_size", self.pipeline_model_parallel_size, expected)
