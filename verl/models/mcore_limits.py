@@ -1,14 +1,21 @@
-"""Settings of ``config.json`` that Megatron-Core cannot compute, by model family.
+"""Settings of ``config.json`` that Megatron-Core cannot compute, by model family, and whose layers it takes.
 
 The families apply these rules to a ``PretrainedConfig``, the launching process to the fields that it has read from the
 file, so nothing here imports torch or Megatron-Core.
 """
 
+import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 NOT_SUPPORTED = "is not supported with strategy=megatron"
+
+
+def default_implementation(device: str) -> str:
+    """Return ``transformer_engine`` if it is installed and the device is CUDA, else ``local`` for verl's layers."""
+    served = device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    return "transformer_engine" if served else "local"
 
 
 class Limit(NamedTuple):

@@ -23,6 +23,8 @@ OVERRIDES = f"{LAYOUT}.override_transformer_config"
 DDP = f"{LAYOUT}.override_ddp_config"
 OPTIM = "actor_rollout_ref.actor.optim.override_optimizer_config"
 REWARD = "with a reward model"
+MODEL_SHARES = "actor_rollout_ref.model.use_prefix_sharing"
+SHARING = f"{MODEL_SHARES}=true"
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +191,12 @@ def test_what_established_commands_add_without_effect_is_accepted_and_named(mega
          "actor_rollout_ref.model.fused_kernel_options.impl_backend", "needs CUDA"),
         ([f"+{OVERRIDES}.moe_token_dispatcher_type=allgather"],
          f"{OVERRIDES}.moe_token_dispatcher_type", "must be alltoall, because"),
+        ([SHARING, f"{CP}=2"], MODEL_SHARES, "is not supported with megatron.context_parallel_size=2"),
+        ([SHARING, f"{LAYOUT}.use_mbridge=true"], MODEL_SHARES, "is not supported with megatron.use_mbridge=true"),
+        ([SHARING, "+actor_rollout_ref.model.override_config.model_config.attention_dropout=0.1"],
+         MODEL_SHARES, "needs attention_dropout=0.0"),
+        ([SHARING, f"+{OVERRIDES}.transformer_impl=transformer_engine"], MODEL_SHARES, "transformer_impl=local"),
+        (["critic.model.use_prefix_sharing=true", f"{CP}=2"], "critic.model.use_prefix_sharing", "context_parallel"),
         ([f"+{OVERRIDES}.apply_rope_fusion=true"], f"{OVERRIDES}.apply_rope_fusion", "needs CUDA"),
         ([f"+{OVERRIDES}.transformer_impl=transformer_engine"], f"{OVERRIDES}.transformer_impl", "write local"),
         (["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full"],

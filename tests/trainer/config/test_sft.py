@@ -81,7 +81,12 @@ def test_the_older_tree_is_moved(trees):
             "model.lora_rank",
             "must be 0 with engine=megatron",
         ),
-        ("sft_trainer", {"use_prefix_sharing": True}, "use_prefix_sharing", "use_remove_padding=true"),
+        (
+            "sft_trainer",
+            {"use_prefix_sharing": True, "use_remove_padding": True, "trainer.device": "npu"},
+            "use_prefix_sharing",
+            "has no attention for trainer.device=npu",
+        ),
         (
             "sft_trainer_engine",
             {"engine.strategy": "megatron", "model.use_liger": True},
@@ -136,6 +141,10 @@ def test_models_that_megatron_core_does_not_have(composed, trees, tmp_path):
         (tmp_path / name / "tokenizer.json").write_text('{"model": {}}')
     path, biases = {"model.path": str(tmp_path / "llama")}, {"model.override_config": {"attention_bias": True}}
     assert violations(config, path | biases) == {} == violations(trees["sft_trainer_engine"], path)
+    sharing = path | biases | {"model.use_prefix_sharing": True}
+    assert violations(config, sharing) == {}
+    found = violations(config, sharing | {"engine.context_parallel_size": 2}, world_size=2)
+    assert "with megatron.context_parallel_size=2" in found["model.use_prefix_sharing"]
     found = violations(config, path)["model.path"]
     assert "mlp_bias=True without attention_bias is not supported" in found and "write engine=fsdp" in found
     found = violations(config, path | {"model.override_config": {"attention_bias": True, "hidden_act": "gelu"}})

@@ -192,11 +192,6 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
             "set critic.model.use_remove_padding=true",
         ),
         (
-            {f"{MODEL}.use_prefix_sharing": True},
-            f"{MODEL}.use_prefix_sharing",
-            "needs packed sequences: set actor_rollout_ref.model.use_remove_padding=true",
-        ),
-        (
             {
                 f"{MODEL}.use_prefix_sharing": True,
                 f"{MODEL}.use_remove_padding": True,
@@ -206,9 +201,13 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
             "needs attention_dropout=0.0, it is 0.1",
         ),
         (
-            {"critic.model.use_prefix_sharing": True},
+            {
+                "critic.model.use_prefix_sharing": True,
+                "critic.model.use_remove_padding": True,
+                "critic.model.override_config": {"attn_implementation": "sdpa"},
+            },
             "critic.model.use_prefix_sharing",
-            "set critic.model.use_remove_padding=true",
+            "leave attn_implementation=sdpa out of override_config",
         ),
         ({"data.gen_batch_size": 5, f"{ROLLOUT}.n": 1}, "data.gen_batch_size", "write a multiple of 2"),
         # what another key decides
@@ -328,6 +327,28 @@ def test_model_folders(base, tmp_path):
     assert violations(base, elsewhere | {"critic.model.tokenizer_path": None}) == {}
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "quantization_config": {"quant_method": "fp8"}}')
     assert "quant_method=fp8" in violations(base, elsewhere)[f"{MODEL}.path"]
+
+
+def test_rows_of_a_model_with_states_are_padded(base, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}')
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    path = {f"{MODEL}.path": str(tmp_path)}
+    packed = {f"{MODEL}.use_remove_padding": True, f"{MODEL}.use_prefix_sharing": True}
+    assert violations(base, path) == {}
+    found = violations(base, path | packed)
+    assert "would carry states from one row into the next" in found[f"{MODEL}.use_remove_padding"]
+    assert "the model has layers of type conv: write false" in found[f"{MODEL}.use_prefix_sharing"]
+    of_critic = {"critic.model.path": str(tmp_path), "critic.model.use_remove_padding": True}
+    assert "layers of type conv" in violations(base, of_critic)["critic.model.use_remove_padding"]
+
+
+def test_padded_rows_share_nothing_and_a_notice_says_so(base, caplog):
+    assert violations(base, {f"{ACTOR}.use_prefix_grouper": True, "critic.model.use_prefix_sharing": True}) == {}
+    for key in (MODEL, "critic.model"):
+        assert caplog.text.count(f"{key}.use_prefix_sharing=true ({key}.use_remove_padding=false)") == 1
+    caplog.clear()
+    assert violations(base, {f"{MODEL}.use_prefix_sharing": True, f"{MODEL}.use_remove_padding": True}) == {}
+    assert "use_prefix_sharing" not in caplog.text
 
 
 def test_vision_models(base, tmp_path):

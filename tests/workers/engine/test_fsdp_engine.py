@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.workers.engine import cases
+from verl.base_config import ConfigError
 from verl.utils import activation_offload
 from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import FSDPOptimizerConfig
@@ -233,6 +234,18 @@ def test_bad_weights_are_named(tmp_path: Path, how: str) -> None:
     expected = _spoil(tmp_path, how)
     with pytest.raises(ValueError, match=expected):
         cases.build(tmp_path)
+
+
+def test_rows_of_a_model_with_states_are_not_packed(tmp_path: Path) -> None:
+    shape = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+    cases.write_family(tmp_path, "Lfm2", shape)
+    with pytest.raises(ConfigError, match=r"use_remove_padding=true: would carry states .* layers of type conv"):
+        cases.build(tmp_path, {"use_remove_padding": True})
+    engine = cases.build(tmp_path, {"use_remove_padding": False})
+    with engine.eval_mode():
+        found = engine.infer_batch(cases.batch(**CUT))
+    expected = cases.reference_step(cases.load(tmp_path))["output"]
+    torch.testing.assert_close(found["log_probs"], expected["log_probs"], atol=1e-5, rtol=1e-5)
 
 
 def test_bad_requests_are_named(folder: Path) -> None:

@@ -244,7 +244,6 @@ def test_the_longest_row_must_fit() -> None:
 @pytest.mark.parametrize(
     "model, message",
     [
-        ({"use_remove_padding": False}, "set model.use_remove_padding=true"),
         ({"override_config": {"attn_implementation": "sdpa"}}, "needs verl_varlen"),
         ({"override_config": {"attention_dropout": 0.1}}, "needs attention_dropout=0.0, it is 0.1"),
         (
@@ -256,3 +255,13 @@ def test_the_longest_row_must_fit() -> None:
 def test_refused(folder: Path, model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sharing_cases.build(folder / "qwen2", True, **model)
+
+
+def test_padded_rows_share_nothing(folder: Path) -> None:
+    engine = sharing_cases.build(folder / "qwen2", True, use_remove_padding=False)
+    plain = sharing_cases.build(folder / "qwen2", False, use_remove_padding=False)
+    assert not engine.shares_prefixes
+    data = sharing_cases.groups()
+    data.meta_info.update(cases.MICRO[4])
+    found, expected = (sharing_cases.outputs(each, data) for each in (engine, plain))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.models.transformers.names import REMOTE_FAMILIES
+from verl.models.transformers.packing import state_along_rows
 
 _FULL = ("full_attention", "full")
-_STATES = ("mamba", "ssm", "state_size", "linear_conv", "linear_attn", "rwkv", "conv_L_cache", "time_mix")
-"""Parts of the names of fields that only models with state-space or linear-attention layers have."""
 
 
 def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator[str]:
@@ -32,13 +31,13 @@ def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator
         )
     odd = sorted({each for each in text.get("layer_types") or () if each not in _FULL})
     slides = text.get("sliding_window") is not None and text.get("use_sliding_window", True)
-    states = sorted(name for name in text if any(part in name for part in _STATES) and text[name])
-    if odd:
+    state = state_along_rows(config)
+    if state is not None:
+        yield f"needs attention in all layers, the model has {state}: write false"
+    elif odd:
         yield f"needs full attention in all layers, the model has layers of type {odd[0]}: write false"
     elif slides and not text.get("layer_types"):
         yield f"needs full attention, the model has sliding_window={text['sliding_window']}: write false"
-    elif states:
-        yield f"needs attention in all layers, the model has states of sequences ({states[0]}): write false"
     if text.get("router_aux_loss_coef") and text.get("output_router_logits"):
         yield (
             f"would weigh shared tokens once in the router's auxiliary loss (router_aux_loss_coef="
@@ -50,11 +49,21 @@ def _is_dropout(name: str) -> bool:
     return name.endswith(("dropout", "dropout_prob", "dropout_rate", "_pdrop")) and "classifier" not in name
 
 
-def mcore_sharing_problems(config: Mapping[str, Any], context_parallel_size: int, use_mbridge: bool) -> Iterator[str]:
-    """Yield why rows of a model on Megatron-Core cannot share tokens, apart from ``sharing_problems``."""
+def mcore_sharing_problems(
+    config: Mapping[str, Any], context_parallel_size: int, use_mbridge: bool, implementation: str = "local"
+) -> Iterator[str]:
+    """Yield why rows of a model on Megatron-Core cannot share tokens, apart from ``sharing_problems``.
+
+    Args: implementation is whose layers compute, ``local`` or ``transformer_engine``.
+    """
     if context_parallel_size > 1:
         yield f"is not supported with megatron.context_parallel_size={context_parallel_size}: write false, or 1"
     if (config.get("text_config") or config).get("kv_lora_rank") is not None:
         yield "is not supported with strategy=megatron for latent attention (kv_lora_rank): write false"
     if use_mbridge:
         yield "is not supported with megatron.use_mbridge=true: write false"
+    if implementation != "local":
+        yield (
+            f"is not supported with the layers of {implementation}: set "
+            "megatron.override_transformer_config.transformer_impl=local, or write false"
+        )

@@ -8,7 +8,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import MOST_SEED, BaseConfig, ConfigError, Violation, as_yaml, matches, parse_node, setting
-from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.files import (
@@ -25,10 +24,11 @@ from verl.trainer.config.rules.megatron import (
     bridged_architecture,
     config_fields,
     family_rules,
+    mcore_sharing_rules,
     optimizer_rules,
     override_rules,
 )
-from verl.trainer.config.rules.model import fused_rules, sharing_rules, vision_rules
+from verl.trainer.config.rules.model import fused_rules, packing_rules, vision_rules
 from verl.trainer.config.run_config import RESUME_MODES, tracker_rules
 from verl.utils.dataset.config import TRUNCATIONS
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
@@ -206,17 +206,14 @@ def _violations(
                 yield from vision_rules(hf_config, (key, path), world_size)
                 yield from (
                     violation._replace(key=backwards.get(violation.key, violation.key))
-                    for violation in sharing_rules(tree["model"], "model", hf_config, run.trainer.device)
+                    for violation in packing_rules(tree["model"], "model", hf_config, run.trainer.device)
                 )
             else:
                 node = tree["model"]
                 shape = config_fields(node)
                 if run.model.use_prefix_sharing:
                     fields = {**hf_config, **flat_overrides(run.model.override_config)}
-                    engine = run.engine
-                    problems = [*sharing_problems(fields)]
-                    problems += mcore_sharing_problems(fields, engine.context_parallel_size, engine.use_mbridge)
-                    yield from (Violation("model.use_prefix_sharing", True, problem) for problem in problems)
+                    yield from mcore_sharing_rules("model", fields, run.engine, run.trainer.device)
                 if bridged := bridged_architecture(node, shape, run.engine):
                     yield from bridge_rules(bridged, "engine", run.trainer.device, "engine=fsdp")
                 else:

@@ -751,7 +751,7 @@ class RayPPOTrainer:
         actor, critic, model = run.actor_rollout_ref.actor, run.critic, run.actor_rollout_ref.model
         sharing = workers_of_a_shard(actor)
         if (
-            not model.use_prefix_sharing
+            not (model.use_prefix_sharing and (model.use_remove_padding or actor.strategy == "megatron"))
             or actor.shuffle
             or "uid" not in batch.non_tensor_batch
             or len(parts) <= sharing

@@ -1,5 +1,6 @@
 """Check a supervised run before torch is imported: configuration, trackers, data files, model and checkpoint."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.files import as_file_list, check_conversations, check_text_pairs
 from verl.utils.observe.tracking import check_backends
 
+logger = logging.getLogger(__name__)
+
 
 def check_sft_inputs(config: DictConfig) -> None:
     """Check what can be checked before the model is loaded.
@@ -29,6 +32,9 @@ def check_sft_inputs(config: DictConfig) -> None:
         raise InputError(str(error)) from None
     check_processes(processes, of_node, rank)
     run = parse_sft_config(config, processes)
+    pads = run.engine.strategy != "megatron" and not run.model.use_remove_padding
+    if pads and run.model.use_prefix_sharing and rank == 0:
+        logger.warning("without effect in this run: use_prefix_sharing=true (use_remove_padding=false)")
     check_rendezvous(processes)
     check_backends(run.trainer.logger)
     tree = as_engine_tree(config)

@@ -31,6 +31,7 @@ from verl.models.mcore.gpt.layers import (
 )
 from verl.models.mcore.gpt.vision import attach_axes, attach_tower
 from verl.models.mcore.weights import ReadPart, Rule, Shard, reading_stacks
+from verl.models.mcore_limits import default_implementation
 from verl.utils.device import get_device_name
 from verl.utils.megatron.tensor_parallel import padded_vocab_size
 from verl.utils.megatron_utils import current_sizes
@@ -43,12 +44,6 @@ _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(?P<at>\d+)\.(?P<part>.+)|(?P<projection>linear_fc[12])\.weight(?P<grouped>\d+))"
 )
 """One expert of this rank: a separate module, or a part of Transformer Engine's grouped projections."""
-
-
-def default_implementation() -> str:
-    """Return ``transformer_engine`` if it is installed and the device is CUDA, else ``local`` for verl's layers."""
-    served = get_device_name() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-    return "transformer_engine" if served else "local"
 
 
 def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
@@ -74,7 +69,7 @@ def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **over
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
-        "transformer_impl": default_implementation(),
+        "transformer_impl": default_implementation(get_device_name()),
     }
     values |= _current_layout() | families.find_family(hf_config).config(hf_config) | overrides
     output_bias = values.pop(ATTENTION_OUTPUT_BIAS, False)

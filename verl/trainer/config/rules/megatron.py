@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from verl.base_config import Violation, as_yaml
-from verl.models.mcore_limits import LIMITS, Limit, causal_name, model_limits
+from verl.models.mcore_limits import LIMITS, Limit, causal_name, default_implementation, model_limits
 from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.trainer.config.keys import select
 from verl.trainer.config.rules.reward import reward_world_size
@@ -137,6 +137,19 @@ def _strategy_rules(roles: list[EngineRole]) -> Iterator[Violation]:
             yield Violation(f"{role.key}.strategy", role.node.strategy, expected)
 
 
+def mcore_sharing_rules(
+    key: str, fields: Mapping[str, Any], engine: McoreEngineConfig, device: str, trains: bool = True
+) -> Iterator[Violation]:
+    """Yield shared prefixes of a model or layout on Megatron-Core that cannot compute them.
+
+    Args: ``key`` is the node of the model, ``fields`` its config.json with overrides.
+    """
+    kind = engine.override_transformer_config.get("transformer_impl") or default_implementation(device)
+    problems = [*sharing_problems(fields, trains)]
+    problems += mcore_sharing_problems(fields, engine.context_parallel_size, engine.use_mbridge, kind)
+    yield from (Violation(f"{key}.use_prefix_sharing", True, problem) for problem in problems)
+
+
 def _option_rules(run: RunConfig, role: EngineRole, engine: McoreEngineConfig) -> Iterator[Violation]:
     """Yield options of model and engine that do not exist on Megatron-Core, or not on these devices."""
     for name, wanted in (("lora_rank", 0), ("use_liger", False), ("enable_activation_offload", False)):
@@ -146,9 +159,8 @@ def _option_rules(run: RunConfig, role: EngineRole, engine: McoreEngineConfig) -
             yield Violation.unsupported(f"{role.model_key}.{name}", value, expected)
     if select(role.model, "use_prefix_sharing", False) and not list(path_problems(role.model.path)):
         fields = {**read_config_json(role.model.path), **flat_overrides(select(role.model, "override_config", {}))}
-        problems = [*sharing_problems(fields, trains=not isinstance(role.node, RefConfig | RewardModelConfig))]
-        problems += mcore_sharing_problems(fields, engine.context_parallel_size, engine.use_mbridge)
-        yield from (Violation(f"{role.model_key}.use_prefix_sharing", True, problem) for problem in problems)
+        trains = not isinstance(role.node, RefConfig | RewardModelConfig)
+        yield from mcore_sharing_rules(role.model_key, fields, engine, run.trainer.device, trains)
     folder = engine.dist_checkpointing_path if engine.use_dist_checkpointing else None
     if folder is not None and "://" not in folder and not os.path.isdir(os.path.expanduser(folder)):
         expected = "no such folder: write one that scripts/converter_hf_to_mcore.py made, or a checkpoint"

@@ -7,6 +7,7 @@ from typing import Any
 from verl.algos.names import FULL_KL
 from verl.base_config import Violation, as_yaml
 from verl.models.transformers.names import PACKED, SHARED_FAMILIES
+from verl.models.transformers.packing import packing_problem
 from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.run_config import RunConfig
@@ -66,9 +67,9 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         if strategy != "megatron":
             yield from vision_rules(hf_config, (f"{key}.path", path), workers)
             if key != CRITIC:
-                yield from sharing_rules(policy, POLICY, hf_config, run.trainer.device)
+                yield from packing_rules(policy, POLICY, hf_config, run.trainer.device)
             elif isinstance(critic, FSDPCriticConfig):
-                yield from sharing_rules(critic.model, CRITIC, hf_config, run.trainer.device)
+                yield from packing_rules(critic.model, CRITIC, hf_config, run.trainer.device)
         if critic is not None and key == CRITIC:
             yield from remote_code.trust_rules(
                 hf_config, path, f"{CRITIC}.trust_remote_code", critic.model.trust_remote_code
@@ -116,21 +117,26 @@ def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: i
         yield Violation(*path, expected)
 
 
-def sharing_rules(
+def packing_rules(
     model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], device: str, trains: bool = True
 ) -> Iterator[Violation]:
-    """Yield shared prefixes of padded rows, on Ascend, or of a model whose tokens depend on more than those before.
+    """Yield packed rows of a model that carries states along them, and shared prefixes that cannot be computed.
+
+    Padded rows share nothing; a notice says so.
 
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """
-    if not model["use_prefix_sharing"]:
+    if not model["use_remove_padding"]:
         return
     changes = model.get("override_config") or {}
-    problems = list(sharing_problems({**hf_config, **flat_overrides(changes)}, trains))
+    fields = {**hf_config, **flat_overrides(changes)}
+    if problem := packing_problem(fields):
+        yield Violation(f"{key}.use_remove_padding", True, problem)
+    if not model["use_prefix_sharing"]:
+        return
+    problems = list(sharing_problems(fields, trains))
     if device == "npu":
         problems.append("has no attention for trainer.device=npu: write false")
-    if not model["use_remove_padding"]:
-        problems.append(f"needs packed sequences: set {key}.use_remove_padding=true")
     if (attention := changes.get("attn_implementation", PACKED)) != PACKED:
         problems.append(f"needs {PACKED} attention: leave attn_implementation={attention} out of override_config")
     yield from (Violation(f"{key}.use_prefix_sharing", True, problem) for problem in problems)

@@ -144,6 +144,7 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
     parts = (run.data, run.trainer, run.algorithm, shared.actor, shared.rollout, run.reward_model)
     own = [entry for part in parts for entry in part._idle]
     own += [] if shared.rollout.name == "sglang" else [IDLE_IN_A_WORKER]
+    own += _padded_models(run)
     for switch, off, node, names in IDLE + own + switched:
         if select(tree, switch) != off or (node.startswith("critic") and run.critic is None):
             continue
@@ -153,6 +154,15 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
             continue
         for key, value, _ in _changed(run, tree, node, names):
             yield Violation(key, value, f"{switch}={as_yaml(off)}", Kind.IDLE, (switch,))
+
+
+def _padded_models(run: RunConfig) -> Iterator[Idle]:
+    """Yield what padded rows do not read; Megatron-Core packs rows always."""
+    models = [(MODEL, run.actor_rollout_ref.actor.strategy), (f"{REWARD}.model", run.reward_model.strategy)]
+    models += [] if run.critic is None else [("critic.model", run.critic.strategy)]
+    for node, strategy in models:
+        if strategy != "megatron":
+            yield Idle(f"{node}.use_remove_padding", False, node, ("use_prefix_sharing",))
 
 
 def _changed(

@@ -7,7 +7,7 @@ from verl.base_config import Violation, matches, parse_node
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.batch import sharding_rules
 from verl.trainer.config.rules.files import python_file_rules
-from verl.trainer.config.rules.model import head_rules, sglang_rules, sharing_rules, vision_rules
+from verl.trainer.config.rules.model import head_rules, packing_rules, sglang_rules, vision_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.config import OverlongBufferConfig, RewardModelConfig
 from verl.workers.config.model import (
@@ -166,7 +166,7 @@ def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Itera
             yield from vision_rules(hf_config, (key, path), sharing)
         if reward.strategy != "megatron" and not reward.is_generative:
             trains = reward.model.optimizer is not None
-            yield from sharing_rules(reward.model, f"{NODE}.model", hf_config, run.trainer.device, trains)
+            yield from packing_rules(reward.model, f"{NODE}.model", hf_config, run.trainer.device, trains)
         yield from remote_code.trust_rules(
             hf_config, path, f"{NODE}.model.trust_remote_code", reward.model.trust_remote_code
         )

@@ -144,9 +144,10 @@ class ModelBuilder:
         register_varlen_attention()
         hf_config = self._config()
         text = hf_config.get_text_config()
-        validate_ulysses_config(
-            text.num_attention_heads, self.layout.sp_size, getattr(text, "num_key_value_heads", None)
-        )
+        if self.layout.sp_size > 1:
+            validate_ulysses_config(
+                text.num_attention_heads, self.layout.sp_size, getattr(text, "num_key_value_heads", None)
+            )
         self._check_family(hf_config)
         auto_class = get_value_model_class(hf_config) if self.is_value_model else get_hf_auto_model_class(hf_config)
         try:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.base_config import ConfigError, Violation, WrongInput
 from verl.models.transformers.attention import VARLEN_ATTENTION
 from verl.models.transformers.dense_common import has_fused_head
+from verl.models.transformers.packing import packing_problem
 from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.models.transformers.remote import adapt, has_remote_code
 from verl.models.transformers.vision import install_vision, uses_media
@@ -121,14 +122,14 @@ class FSDPEngine(BaseEngine):
         )
 
     def _adopt(self, remove_padding: bool, offload_activations: bool = False, shares_prefixes: bool = False) -> None:
-        """Prepare passes over ``self.module``.
+        """Prepare passes over ``self.module``; padded rows share nothing.
 
-        Raises: ConfigError for a model whose rows cannot share tokens.
+        Raises: ConfigError for a model whose rows cannot be packed or share tokens.
         """
         takes_media = uses_media(getattr(self.base_model, "config", None))
+        shares_prefixes = shares_prefixes and remove_padding
         self.shares_prefixes = shares_prefixes
-        if shares_prefixes:
-            self._check_sharing(remove_padding)
+        self._check_rows(remove_padding)
         if has_remote_code(self.base_model):
             adapt(self.base_model, remove_padding)
         elif takes_media:
@@ -150,14 +151,19 @@ class FSDPEngine(BaseEngine):
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())
         self._accumulates_whole = size <= ACCUMULATION_BUDGET_BYTES
 
-    def _check_sharing(self, remove_padding: bool) -> None:
-        """Raise ConfigError for a model whose rows cannot share tokens."""
+    def _check_rows(self, remove_padding: bool) -> None:
+        """Raise ConfigError for a model whose rows cannot be packed, or cannot share tokens."""
+        if not remove_padding or not hasattr(self.base_model, "config"):
+            return
         config = self.base_model.config
-        problems = list(sharing_problems(config.to_dict(), trains=self.optimizer_config is not None))
+        fields = config.to_dict()
+        if problem := packing_problem(fields):
+            raise ConfigError([Violation("model.use_remove_padding", True, problem)])
+        if not self.shares_prefixes:
+            return
+        problems = list(sharing_problems(fields, trains=self.optimizer_config is not None))
         attention = config.get_text_config()._attn_implementation
-        if not remove_padding:
-            problems.append("needs packed sequences: set model.use_remove_padding=true")
-        elif attention != VARLEN_ATTENTION:
+        if attention != VARLEN_ATTENTION:
             problems.append(f"needs {VARLEN_ATTENTION}: leave attn_implementation={attention} out of override_config")
         if problems:
             raise ConfigError([Violation("model.use_prefix_sharing", True, problem) for problem in problems])

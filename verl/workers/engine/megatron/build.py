@@ -23,7 +23,6 @@ from verl.models.mcore.families import HEAD_NAMES, find_family, num_experts, tex
 from verl.models.mcore.gpt.build import (
     attach_fused_head,
     attach_picker,
-    default_implementation,
     hf_to_mcore_config,
     init_mcore_model,
     load_parts,
@@ -32,6 +31,7 @@ from verl.models.mcore.gpt.build import (
 from verl.models.mcore.gpt.layers import attach_paths
 from verl.models.mcore.gpt.vision import takes_axes
 from verl.models.mcore.weights import is_stack
+from verl.models.mcore_limits import default_implementation
 from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
@@ -173,10 +173,9 @@ class ModelBuilder:
         config, fields = self.engine_config, self.hf_config.to_dict()
         bridged = needs_bridge(self.hf_config, config.use_mbridge)
         problems = [*sharing_problems(fields, trains=not config.forward_only)]
-        problems += mcore_sharing_problems(fields, config.context_parallel_size, bridged)
-        kind = config.override_transformer_config.get("transformer_impl") or default_implementation()
-        if kind != "local":
-            problems.append(f"needs megatron.override_transformer_config.transformer_impl=local, it is {kind}")
+        kind = config.override_transformer_config.get("transformer_impl")
+        kind = kind or default_implementation(self.layout.device.type)
+        problems += mcore_sharing_problems(fields, config.context_parallel_size, bridged, kind)
         if problems:
             raise ConfigError([Violation("model.use_prefix_sharing", True, problem) for problem in problems])
 
@@ -240,7 +239,7 @@ class ModelBuilder:
         if granularity != "selective":
             overrides.pop("recompute_modules", None)
         needing = sorted(_OF_TRANSFORMER_ENGINE & set(overrides.get("recompute_modules") or ()))
-        if needing and overrides.get("transformer_impl", default_implementation()) == "local":
+        if needing and overrides.get("transformer_impl", default_implementation(self.layout.device.type)) == "local":
             raise WrongInput(
                 f"megatron.override_transformer_config.recompute_modules names {needing}, which needs Transformer "
                 "Engine: leave it out"

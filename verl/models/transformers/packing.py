@@ -1,0 +1,35 @@
+"""Which models may read packed rows: several rows in one sequence, whose attention is told where each begins.
+
+Layers that carry a state along the sequence are not told, and would go on from the state of the row before. This
+imports no torch: the launching process asks too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+_LAYERS = ("linear", "conv", "mamba", "ssm", "recurrent", "hybrid", "rwkv", "lstm", "delta")
+"""Parts of the names of layers that carry a state."""
+_FIELDS = ("mamba", "ssm", "state_size", "linear_conv", "linear_attn", "conv_L_cache", "time_mix", "lru_width")
+"""Parts of the names of fields that only models with such layers have."""
+_FAMILIES = ("rwkv", "xlstm")
+"""Values of ``model_type`` of such models whose fields do not say so."""
+
+
+def state_along_rows(config: Mapping[str, Any]) -> str | None:
+    """Return what in a config.json tells that layers carry a state along the row; None for a model without."""
+    text = {**config, **(config.get("text_config") or {})}
+    kinds = {str(kind) for name in _LAYER_LISTS for kind in text.get(name) or ()}
+    for kind in sorted(kinds):
+        if any(part in kind for part in _LAYERS):
+            return f"layers of type {kind}"
+    for name in sorted(text):
+        if any(part in name for part in _FIELDS) and text[name]:
+            return f"states of sequences ({name})"
+    return f"model_type={text['model_type']}" if text.get("model_type") in _FAMILIES else None
+
+
+def packing_problem(config: Mapping[str, Any]) -> str | None:
+    """Return why rows of a model cannot be packed, as the end of a sentence about the key; None if they can."""
+    state = state_along_rows(config)
+    return state and f"would carry states from one row into the next, the model has {state}: write false"
