@@ -2,19 +2,23 @@
 
 ``measure`` runs steps without models: real batches, a real worker group, and the functions of the trainer for each
 phase. A few actors play any number of workers: the driver makes as many calls, parts and answers as it would. Each
-run appends one JSON line. ``model`` fits a cost model to the lines and predicts others:
+run appends one JSON line. ``model`` fits a cost model to the lines and predicts others; ``phases`` prints seconds and
+bytes of each phase:
 
     python scripts/bench/driver_scaling.py measure --out runs.jsonl
     python scripts/bench/driver_scaling.py model runs.jsonl
+    python scripts/bench/driver_scaling.py phases runs.jsonl
 """
 
 import argparse
+import ctypes
 import gc
 import io
 import itertools
 import json
 import os
 import pickle
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +60,7 @@ class SimulatedWorker(Worker):
         tensors = tensors_of(data)
         prompts = tensors["input_ids"]
         rows, width = len(prompts), data.meta_info["response_length"]
-        responses = torch.full((rows, width), 7)
+        responses = torch.full((rows, width), 100_007)
         mask = torch.ones(rows, width, dtype=torch.int64)
         ids = torch.cat([prompts, responses], -1)
         self._blocks(data, 8 * (3 * ids.shape[1] + prompts.shape[1] + 2 * width) + 4 * width)
@@ -161,7 +165,11 @@ def _held(number: int) -> Held:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        return (lazy._column, (lazy._address(value),)) if isinstance(value, lazy.LazyTensor) else NotImplemented
+        if isinstance(value, lazy.LazyTensor):
+            return lazy._column, (lazy._address(value),)
+        if type(value).__name__ == "ObjectRef":  # counted only: Ray sends its number, and its owner beside it
+            return bytes, (value.binary(),)
+        return NotImplemented
 
 
 Packed = tuple[bytes, list[bytearray]]
@@ -173,6 +181,18 @@ def pack(data: DataProto) -> Packed:
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(data)
     return stream.getvalue(), [bytearray(buffer.raw()) for buffer in buffers]
+
+
+def sent_bytes(data: DataProto) -> int:
+    """Return the size of a batch as Ray sends it, without a copy of its buffers."""
+    sizes: list[int] = []
+    stream = io.BytesIO()
+
+    def count(buffer: pickle.PickleBuffer) -> None:
+        sizes.append(buffer.raw().nbytes)
+
+    _Pickler(stream, protocol=5, buffer_callback=count).dump(data)
+    return stream.tell() + sum(sizes)
 
 
 def packed_bytes(packed: Packed) -> int:
@@ -229,12 +249,25 @@ def address_bytes(data: DataProto) -> int:
 
 
 class Step:
-    """One step of a driver, phase by phase."""
+    """One step of a driver, phase by phase.
 
-    def __init__(self, group: Any, by_reference: bool, rows: int, tokens: int, account: Account | None = None) -> None:
+    With ``weighed``, ``through`` has the bytes of all messages of a phase, to the workers and from them. Its seconds
+    are not those of a step then.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        by_reference: bool,
+        rows: int,
+        tokens: int,
+        account: Account | None = None,
+        weighed: bool = False,
+    ) -> None:
         from verl.trainer.ppo.records import StepRecord
 
         self.group = group
+        self.weighed = weighed
         self.by_reference = by_reference
         self.rows, self.tokens = rows, tokens
         self.record = StepRecord(digests=True, num_samples=0)
@@ -242,7 +275,9 @@ class Step:
         self.calls = 0
         self.account = account or Account()
         self._watch(group)
-        self.through = dict.fromkeys(PHASES, 0)
+        self.through = {phase: {"sent": 0, "received": 0} for phase in PHASES}
+        self.system = dict.fromkeys(PHASES, 0.0)
+        self.faults = dict.fromkeys(PHASES, 0)
         self.held = 0
         self.addresses = 0
         self._phase = "generate"
@@ -259,20 +294,39 @@ class Step:
             return values
 
         group.wait = waiting
+        if self.weighed:
+            execute = group.execute_with_func_generator
+
+            def executing(program: Any, data: DataProto) -> DataProto:
+                return self._weigh(data, execute(program, data))
+
+            group.execute_with_func_generator = executing
+
+    def _weigh(self, data: DataProto, output: DataProto) -> DataProto:
+        """Count the bytes of a call: of each part and of each answer, as they are pickled."""
+        workers = self.group.world_size
+        with self.account.paused():
+            through = self.through[self._phase]
+            through["sent"] += sum(map(sent_bytes, data.chunk(workers)))
+            answers = output.chunk(workers) if len(output) >= workers else [output]
+            through["received"] += sum(map(sent_bytes, answers))
+        return output
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the CPU seconds of all threads of this process."""
         self._phase = name
-        started = self.account.now()
+        before, started = resource.getrusage(resource.RUSAGE_SELF), self.account.now()
         yield
         self.seconds[name] += self.account.now() - started
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        self.system[name] += after.ru_stime - before.ru_stime
+        self.faults[name] += after.ru_minflt - before.ru_minflt
 
     def call(self, method: str, data: DataProto) -> DataProto:
-        """Call the workers; count the bytes of columns that this process sends and gets."""
+        """Call the workers."""
         output: DataProto = getattr(self.group, method)(data)
-        self.through[self._phase] += dense_bytes(data) + dense_bytes(output)
-        return output
+        return self._weigh(data, output) if self.weighed else output
 
     def run(self) -> None:
         """Run the phases as the trainer does."""
@@ -300,7 +354,7 @@ class Step:
         prompt = self.tokens // 8
         prompts = DataProto.from_dict(
             {
-                "input_ids": torch.full((self.rows // SAMPLES, prompt), 5),
+                "input_ids": torch.full((self.rows // SAMPLES, prompt), 100_005),
                 "attention_mask": torch.ones(self.rows // SAMPLES, prompt, dtype=torch.int64),
             },
             meta_info={"response_length": self.tokens - prompt},
@@ -414,16 +468,17 @@ PREDICTED = [
     (2048, 6144, 16),
 ]
 """Responses, tokens of each and workers. The model sees the first list only."""
-LARGE = [(65536, 16, 512)]
-LONG = 1024
-"""Responses of this length or longer are sent through the driver only: by reference, tokens cost it nothing."""
+LARGE = [(4096, 8192, 8), (4096, 8192, 64), (4096, 8192, 512), (2048, 8192, 64), (1024, 8192, 16), (65536, 16, 512)]
+"""Sizes of ``--large``, which the model does not see either; 4,096 x 8,192 through the driver takes some 12 GB."""
 
 
 def measure(arguments: argparse.Namespace) -> None:
     """Run all cases, each several times."""
+    if arguments.keep_memory:
+        keep_memory()
     if arguments.without_ray:
         torch.set_num_threads(1)
-        run_cases(arguments, InProcess)
+        run_cases(arguments, InProcess, lambda: 0)
         return
     import ray
 
@@ -452,46 +507,82 @@ def measure(arguments: argparse.Namespace) -> None:
             worker_names=names, worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls)
         )
 
-    run_cases(arguments, group_of)
-    ray.shutdown()
+    try:
+        run_cases(arguments, group_of, spilled_bytes)
+    finally:
+        ray.shutdown()
 
 
-def run_cases(arguments: argparse.Namespace, group_of: Callable[[int, Account], Any]) -> None:
-    """Run the cases in turn, and append a line for each."""
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees, as MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=-1 do."""
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+    libc = ctypes.CDLL(None)
+    if not libc.mallopt(trim_threshold, -1) or not libc.mallopt(mmap_max, 0):
+        raise SystemExit("--keep-memory needs glibc")
+
+
+def spilled_bytes() -> int:
+    """Return the bytes that the object store of this machine has put on the disk so far."""
+    import ray
+    from ray._private.internal_api import node_stats
+
+    node = ray.nodes()[0]
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
+    return int(stats.spilled_bytes_total + stats.object_store_bytes_fallback)
+
+
+def run_cases(
+    arguments: argparse.Namespace, group_of: Callable[[int, Account], Any], spilled: Callable[[], int]
+) -> None:
+    """Run the cases in turn, and append a line for each; end if the object store was too small for one."""
     cases = [("fit", *case) for case in FITTED] + [("predict", *case) for case in PREDICTED]
     if arguments.large:
         cases = [("large", *case) for case in LARGE]
+    if arguments.cases:
+        chosen = [(int(rows), int(tokens), int(workers)) for rows, tokens, workers in arguments.cases]
+        cases = [("fit" if case in FITTED else "predict", *case) for case in chosen]
+    weights: dict[tuple[Any, ...], dict[str, dict[str, int]]] = {}
     with Path(arguments.out).open("a", encoding="utf-8") as file:
-        for turn in range(arguments.rounds):
-            for number, (kind, rows, tokens, workers) in enumerate(cases):
-                modes = [mode == "reference" for mode in arguments.columns if mode == "driver" or tokens < LONG]
-                for by_reference in modes:
-                    # The first step of a size pays for its memory, the others of a run do not.
-                    for _ in range(1 if by_reference and (turn or number) else 2):
-                        account = Account()
-                        Held.known.clear()
-                        step = Step(group_of(workers, account), by_reference, rows, tokens, account)
-                        gc.collect()
-                        step.run()
-                    step.seconds[ANSWERS] += account.of_answers
-                    line = {
-                        "kind": kind,
-                        "by_reference": by_reference,
-                        "rows": rows,
-                        "tokens": tokens,
-                        "workers": workers,
-                        "seconds": step.seconds,
-                        "calls": step.calls,
-                        "through_bytes": step.through,
-                        "held_bytes": step.held,
-                        "address_bytes": step.addresses,
-                        "with_ray": not arguments.without_ray,
-                    }
-                    file.write(json.dumps(line) + "\n")
-                    file.flush()
-                    sys.stderr.write(f"{kind} {rows} x {tokens}, {workers} workers, by reference {by_reference}: ")
-                    sys.stderr.write(f"{total(step.seconds):.2f} CPU s\n")
-                    del step
+        for kind, rows, tokens, workers in cases * arguments.rounds:
+            for by_reference in [mode == "reference" for mode in arguments.columns]:
+                # The first step of a size pays for its memory, the others of a run do not.
+                case = (by_reference, rows, tokens, workers)
+                first = case not in weights
+                for weighed in [True] * first + [False] * (not first and not by_reference) + [False]:
+                    account = Account()
+                    Held.known.clear()
+                    step = Step(group_of(workers, account), by_reference, rows, tokens, account, weighed)
+                    gc.collect()
+                    step.run()
+                    if weighed:
+                        weights[case] = step.through
+                step.seconds[ANSWERS] += account.of_answers
+                if lost := spilled():
+                    raise SystemExit(
+                        f"{rows} x {tokens}, {workers} workers: the object store has put {lost} bytes on the disk; "
+                        f"--store-mb={arguments.store_mb} is too little"
+                    )
+                line = {
+                    "kind": kind,
+                    "by_reference": by_reference,
+                    "rows": rows,
+                    "tokens": tokens,
+                    "workers": workers,
+                    "seconds": step.seconds,
+                    "calls": step.calls,
+                    "through_bytes": weights[case],
+                    "system_seconds": step.system,
+                    "page_faults": step.faults,
+                    "held_bytes": step.held,
+                    "address_bytes": step.addresses,
+                    "with_ray": not arguments.without_ray,
+                    "keeps_memory": arguments.keep_memory,
+                }
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                sys.stderr.write(f"{kind} {rows} x {tokens}, {workers} workers, by reference {by_reference}: ")
+                sys.stderr.write(f"{total(step.seconds):.2f} CPU s, {total(step.system):.2f} of them in the kernel\n")
+                del step
 
 
 # ---- model
@@ -575,7 +666,7 @@ def minima(lines: Lines) -> list[dict[str, Any]]:
     """Return one line for each case, with the least CPU seconds of a phase: other work on the machine only adds."""
     cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
-        key = tuple(line[name] for name in ("kind", "by_reference", "rows", "tokens", "workers"))
+        key = tuple(line.get(name) for name in ("kind", "by_reference", "rows", "tokens", "workers", "keeps_memory"))
         cases.setdefault(key, []).append(line)
     return [
         {**rounds[0], "seconds": {p: min(line["seconds"][p] for line in rounds) for p in (*PHASES, ANSWERS)}}
@@ -615,10 +706,32 @@ def queue(serial_s: float, answers_s: float, work_s: float, workers: int) -> flo
     return now
 
 
+def moved_bytes(line: dict[str, Any]) -> int:
+    """Return the bytes of all messages of a step."""
+    return sum(sum(moved.values()) for moved in line["through_bytes"].values())
+
+
+def phases(arguments: argparse.Namespace) -> None:
+    """Print the seconds and bytes of each phase."""
+    read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
+    sys.stdout.write("| responses | tokens | workers | columns | phase | CPU s | MB to workers | MB from workers |\n")
+    sys.stdout.write("| --- " * 8 + "|\n")
+    for line in minima(read):
+        named = [line["rows"], line["tokens"], line["workers"], "reference" if line["by_reference"] else "driver"]
+        moved = line["through_bytes"]
+        rows = [(phase, line["seconds"][phase], *moved[phase].values()) for phase in PHASES]
+        rows += [("all", total(line["seconds"]), *(sum(moved[p][way] for p in PHASES) for way in ("sent", "received")))]
+        for phase, seconds, sent, received in rows:
+            cells = [*named, phase, f"{seconds:.3f}", f"{sent / 1e6:.2f}", f"{received / 1e6:.2f}"]
+            sys.stdout.write(f"| {' | '.join(map(str, cells))} |\n")
+
+
 def model(arguments: argparse.Namespace) -> None:
     """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
     lines = minima(read)
+    if len({line.get("keeps_memory", False) for line in lines if not line["by_reference"]}) > 1:
+        raise SystemExit("runs with and without --keep-memory: give those of one kind")
     say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731
     models = {by_reference: fit(lines, by_reference) for by_reference in (False, True)}
     for by_reference, phases in models.items():
@@ -651,7 +764,7 @@ def model(arguments: argparse.Namespace) -> None:
                 like = next(line for line in lines if line["by_reference"] == by_reference and line["tokens"] >= 256)
                 scale = rows * 8192 / (like["rows"] * like["tokens"])
                 held = rows * like["address_bytes"] / like["rows"] if by_reference else like["held_bytes"] * scale
-                through = 0 if by_reference else sum(like["through_bytes"].values()) * scale
+                through = 0 if by_reference else moved_bytes(like) * scale
                 cells = [str(rows), str(workers), "reference" if by_reference else "driver"]
                 answers = min(of_answers, sum(seconds))
                 calls = like["calls"]
@@ -670,15 +783,22 @@ def main() -> None:
     measuring.add_argument("--out", default="driver_scaling.jsonl")
     measuring.add_argument("--actors", type=int, default=2, help="actors that play the workers")
     measuring.add_argument("--rounds", type=int, default=3)
-    measuring.add_argument("--store-mb", type=int, default=2000, help="size of the object store")
+    measuring.add_argument("--store-mb", type=int, default=6000, help="size of the object store")
+    measuring.add_argument(
+        "--cases", nargs="+", type=lambda case: case.split("x"), help="these: ROWSxTOKENSxWORKERS, as 4096x8192x64"
+    )
     measuring.add_argument("--columns", nargs="+", choices=("driver", "reference"), default=("driver", "reference"))
-    measuring.add_argument("--large", action="store_true", help="65,536 rows and 512 workers only")
+    measuring.add_argument("--large", action="store_true", help="the largest sizes only")
+    measuring.add_argument("--keep-memory", action="store_true", help="the driver keeps memory that it frees")
     measuring.add_argument("--without-ray", action="store_true", help="leave out Ray and its costs")
     measuring.set_defaults(run=measure)
     modelling = commands.add_parser("model")
     modelling.add_argument("runs", nargs="+")
     modelling.add_argument("--work-s", type=float, default=300.0, help="seconds that the workers work in a step")
     modelling.set_defaults(run=model)
+    showing = commands.add_parser("phases")
+    showing.add_argument("runs", nargs="+")
+    showing.set_defaults(run=phases)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -212,3 +212,27 @@ def test_messages_are_those_of_a_step() -> None:
     assert sizes[0][0] == pytest.approx(16 * prompts, rel=0.5)
     assert sizes[0][1] == pytest.approx(8 * (prompts + 2 * responses + 3 * 16 * 64) + 4 * responses, rel=0.1)
     assert scaling.messages(8192, 64)[2][1] == pytest.approx(8 * 8192 * 56, rel=0.01)  # two columns of fp32
+
+
+def test_bytes_of_a_phase_are_those_of_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = load("driver_scaling")
+    monkeypatch.setitem(sys.modules, scaling.__name__, scaling)  # its blocks are pickled by name
+    through = {}
+    for by_reference, tokens in ((False, 64), (True, 64), (True, 512)):
+        group = scaling.InProcess(2, scaling.Account())
+        step = scaling.Step(group, by_reference, 32, tokens, group.account, weighed=True)
+        step.run()
+        through[by_reference, tokens] = step.through
+        ways = list(zip(*(moved.values() for moved in step.through.values()), strict=True))
+        for counted, packed in zip(ways, zip(*group.messages, strict=True), strict=True):
+            assert sum(counted) == pytest.approx(2 * sum(packed), rel=0.02)  # both parts are of one size
+    # the answer of generate has 7 columns; shape and finish call no worker unless columns are by reference
+    plain = through[False, 64]
+    assert plain["generate"]["received"] > 5 * plain["generate"]["sent"]
+    assert not any(plain[phase][way] for phase in ("shape", "finish") for way in ("sent", "received"))
+    assert plain["update"]["sent"] > 32 * 64 * 8 * 3 > plain["update"]["received"]
+    # larger numbers take some bytes more in a pickle; a column would be eight times as large
+    assert through[True, 512] == {
+        phase: {way: pytest.approx(value, rel=0.1) for way, value in moved.items()}
+        for phase, moved in through[True, 64].items()
+    }
