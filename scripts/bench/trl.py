@@ -7,7 +7,8 @@ makes: in the case ``fixed`` every response has 32 tokens, in ``varied`` 4 to 64
 ``long_prompt`` 64 after prompts of 512. Without ``--trl-python``, an interpreter that can import trl, ``verl`` runs
 alone. The last line printed is JSON.
 
-TRL generates with transformers, with as many rows in a forward pass as were fastest for the case. To try others:
+TRL generates with transformers, with 32 rows in a forward pass: no number of rows took fewer CPU seconds by more than
+two rounds differ (docs/perf/cpu_vs_trl.md). To try others:
 
     --only trl --trl-micro 8 32 128
     --only trl --trl-options use_transformers_continuous_batching=true
@@ -38,7 +39,7 @@ RUN_TIMEOUT_S = 1200.0
 class Case(NamedTuple):
     """The lengths of responses, and of prompts; groups longer than the limit never come to their end.
 
-    ``trl_micro`` is the rows in a forward pass with which TRL took the fewest CPU seconds (docs/perf/cpu_vs_trl.md).
+    ``trl_micro`` is the rows in a forward pass of TRL (docs/perf/cpu_vs_trl.md).
     """
 
     shortest: int

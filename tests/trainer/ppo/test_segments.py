@@ -19,11 +19,12 @@ from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.conversations import conversations
+from verl.trainer.ppo.grouping import Groups
 from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.records import sample_rows, scored_columns
 from verl.trainer.ppo.rollout_skip import RolloutSkip
-from verl.trainer.ppo.segments import Joined, arrange, per_trajectory, placed, segment_rows
+from verl.trainer.ppo.segments import Joined, Layout, arrange, per_trajectory, placed, segment_rows
 from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.state import RunState
 
@@ -114,6 +115,32 @@ def in_rows(steps: int = 2, ranks: int = 2, own: float | None = None) -> tuple[D
     lengths = rows.batch["attention_mask"].sum(-1).tolist()
     trajectories = rows.non_tensor_batch["__trajectory__"].tolist()
     return placed(rows, arrange(trajectories, lengths, steps, ranks, ranks, balanced=True))
+
+
+def test_segments_of_a_prompt_stay_on_a_rank() -> None:
+    """Eight trajectories of two prompts, of one to three segments, in two mini-batches of three ranks."""
+    trajectories = [0, 0, 1, 2, 2, 2, 3, 4, 5, 5, 6, 7, 7]
+    prompts = [40] * len(trajectories)
+    names = ["ab"[trajectory % 2] for trajectory in trajectories]
+    groups = Groups(names, prompts, [5] * len(trajectories))
+    lengths = [45] * len(trajectories)
+    apart = arrange(trajectories, lengths, 2, 3, 3, True)
+    together = arrange(trajectories, lengths, 2, 3, 3, True, groups)
+
+    def places(layout: Layout) -> list[list[list[int]]]:
+        """Return the rows by mini-batch and rank."""
+        width = len(layout.parts[0]) // 2
+        return [[part[at : at + width] for part in layout.parts] for at in (0, width)]
+
+    def prompts_of(layout: Layout) -> int:
+        """Count the prompts that the ranks compute."""
+        return sum(len({names[row] for row in rows if row < 13}) for step in places(layout) for rows in step)
+
+    for before, after in zip(places(apart), places(together), strict=True):
+        assert sorted(sum(before, [])) == sorted(sum(after, []))  # a mini-batch keeps its members
+        assert {len(rows) for rows in after} == {len(before[0])}
+    assert prompts_of(together) < prompts_of(apart)
+    assert arrange(trajectories, lengths, 2, 3, 3, False, groups) == arrange(trajectories, lengths, 2, 3, 3, False)
 
 
 def test_each_segment_is_a_row() -> None:

@@ -27,7 +27,7 @@ from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import columns, loaders, metric_utils, profiling, spares
 from verl.trainer.ppo.checkpoint import Checkpoints
-from verl.trainer.ppo.grouping import keep_groups
+from verl.trainer.ppo.grouping import Groups, keep_groups
 from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.metric_utils import compute_data_metrics as compute_data_metrics  # forks import these from here
@@ -544,7 +544,8 @@ class RayPPOTrainer:
         steps = math.lcm(*self._steps_of_a_pass(num_trajectories))
         divisor = steps * math.lcm(ranks, *(group.world_size for group in self.worker_groups().values()))
         trajectories = rows.non_tensor_batch[TRAJECTORY_COLUMN].tolist()
-        layout = arrange(trajectories, lengths, steps, ranks, divisor, run.trainer.balance_batch)
+        groups = self._groups_of(rows)
+        layout = arrange(trajectories, lengths, steps, ranks, divisor, run.trainer.balance_batch, groups)
         batch, self.state.row_order = placed(rows, layout)
         if run.trainer.balance_batch:
             metrics.update(balance_metrics(lengths, layout))
@@ -742,34 +743,33 @@ class RayPPOTrainer:
         self.state.row_order = np.argsort(order).tolist()
         metrics.update(log_seqlen_unbalance(lengths, partitions, prefix=logging_prefix))
 
-    def _keep_groups(self, batch: DataProto, parts: Partition) -> Partition:
-        """Give the samples of a prompt to one rank where the actor computes their prompt once.
+    def _groups_of(self, batch: DataProto) -> Groups | None:
+        """Return the samples of each prompt, if the roles compute a prompt once for the samples that a rank has.
 
-        Rows that are shuffled or trained in other mini-batches by the critic stay where they are.
+        None where rows are shuffled, or trained in other mini-batches by the critic.
         """
         run = self.run_config
         actor, critic, model = run.actor_rollout_ref.actor, run.critic, run.actor_rollout_ref.model
+        shares = model.use_prefix_sharing and (model.use_remove_padding or actor.strategy == "megatron")
+        if not shares or actor.shuffle or "uid" not in batch.non_tensor_batch:
+            return None
+        if critic is not None and (critic.shuffle or workers_of_a_shard(critic) != workers_of_a_shard(actor)):
+            return None
+        prompts, responses = lengths_of(batch)
+        return Groups(batch.non_tensor_batch["uid"].tolist(), prompts.tolist(), responses.tolist())
+
+    def _keep_groups(self, batch: DataProto, parts: Partition) -> Partition:
+        """Give the samples of a prompt to one rank where that saves computing their prompt again."""
+        run = self.run_config
+        actor, critic = run.actor_rollout_ref.actor, run.critic
         sharing = workers_of_a_shard(actor)
-        if (
-            not (model.use_prefix_sharing and (model.use_remove_padding or actor.strategy == "megatron"))
-            or actor.shuffle
-            or "uid" not in batch.non_tensor_batch
-            or len(parts) <= sharing
-        ):
-            return parts
-        if critic is not None and (critic.shuffle or workers_of_a_shard(critic) != sharing):
+        groups = self._groups_of(batch) if len(parts) > sharing else None
+        if groups is None:
             return parts
         ranks = [[row for part in parts[at : at + sharing] for row in part] for at in range(0, len(parts), sharing)]
         roles = [actor] if critic is None else [actor, critic]
         rows = [role.ppo_mini_batch_size * run.actor_rollout_ref.rollout.n // len(ranks) for role in roles]
-        prompts, responses = lengths_of(batch)
-        placed = keep_groups(
-            ranks,
-            batch.non_tensor_batch["uid"].tolist(),
-            prompts.tolist(),
-            responses.tolist(),
-            math.gcd(len(ranks[0]), *rows),
-        )
+        placed = keep_groups(ranks, groups, math.gcd(len(ranks[0]), *rows))
         width = len(parts[0])
         return [part[at : at + width] for part in placed for at in range(0, len(part), width)]
 

@@ -20,6 +20,7 @@ from verl.algos.aggregate import SHARE_COLUMN
 from verl.experimental.agent_loop.later_images import LATER_INPUTS
 from verl.experimental.agent_loop.segments import EARLIER_COLUMN, EarlierSegments
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.ppo.grouping import Groups, keep_groups
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.py_functional import object_array
 from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
@@ -161,7 +162,13 @@ class Layout:
 
 
 def arrange(
-    trajectories: Sequence[int], lengths: Sequence[int], steps: int, ranks: int, divisor: int, balanced: bool
+    trajectories: Sequence[int],
+    lengths: Sequence[int],
+    steps: int,
+    ranks: int,
+    divisor: int,
+    balanced: bool,
+    groups: Groups | None = None,
 ) -> Layout:
     """Place rows so that the segments of a trajectory are in one mini-batch, of as many trajectories as the others.
 
@@ -175,15 +182,16 @@ def arrange(
         ranks: number of ranks that share a mini-batch.
         divisor: number by which the places must divide.
         balanced: give the ranks about the same number of tokens in each mini-batch.
+        groups: keep the rows of a group on one rank, where that is balanced too.
     """
     rows_of: list[list[int]] = [[] for _ in range(max(trajectories) + 1)]
     for row, trajectory in enumerate(trajectories):
         rows_of[trajectory].append(row)
     sizes = list(map(len, rows_of))
-    groups = [list(range(len(sizes)))]
+    batches = [list(range(len(sizes)))]
     if steps > 1:
-        groups = get_seqlen_balanced_partitions(sizes, steps, equal_size=len(sizes) % steps == 0)
-    blocks = [[row for trajectory in sorted(group) for row in rows_of[trajectory]] for group in groups]
+        batches = get_seqlen_balanced_partitions(sizes, steps, equal_size=len(sizes) % steps == 0)
+    blocks = [[row for trajectory in sorted(each) for row in rows_of[trajectory]] for each in batches]
     width = max(-(-len(block) // ranks) for block in blocks)
     width += -width % (divisor // math.gcd(divisor, steps * ranks))
     tokens = list(lengths)
@@ -196,7 +204,10 @@ def arrange(
             cut = get_seqlen_balanced_partitions([tokens[row] for row in filled], ranks, equal_size=True)
         else:
             cut = [list(range(at, at + width)) for at in range(0, len(filled), width)]
-        shares.append([[filled[at] for at in part] for part in cut])
+        share = [[filled[at] for at in part] for part in cut]
+        if groups is not None and balanced:
+            share = keep_groups(share, groups.filled(len(tokens) - len(lengths)), width)
+        shares.append(share)
     parts = [[row for share in shares for row in share[rank]] for rank in range(ranks)]
     return Layout([row if row < len(lengths) else -1 for part in parts for row in part], parts)
 
