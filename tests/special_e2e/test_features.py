@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from . import features
-from .features import ACTOR, ALL_AT_ONCE, CRITIC, FEATURES, STEPS
+from .features import ACTOR, ALL_AT_ONCE, CRITIC, FEATURES, SHARING, STEPS
 from .verification import record
 
 pytestmark = pytest.mark.timeout(900)  # of a test with the runs that it is the first to ask for
@@ -58,13 +58,26 @@ def test_the_base_moves_log_probs_and_the_engine_follows(base):
     "name", [name if name == ALL_AT_ONCE else pytest.param(name, marks=pytest.mark.full) for name in FEATURES]
 )
 def test_a_feature_changes_no_number(workspace, base, verification_page, name):
-    found = features.difference(base, train(workspace, name, FEATURES[name]))
+    run = train(workspace, name, FEATURES[name])
+    if SHARING.items() <= FEATURES[name].items():
+        check_computed(run)
+    found = features.difference(base, run)
     shown = [f"{value:.1e} ({metric})" if value else "none" for value, metric in (found.first_step, found.later_steps)]
     record(verification_page, "## Features", [name, f"{found.same_responses:.1%}", *shown, f"{found.gap:.1e}"])
     assert found.same_responses == 1.0
     assert found.first_step[0] < FIRST_STEP
     assert found.later_steps[0] < LATER_STEPS
     assert found.gap < GAP
+
+
+def check_computed(run):
+    """Every pass of the trainer computes fewer tokens than the batch has, and not so few that rows were left out."""
+    for numbers in run.steps.values():
+        begins = "perf/computed_tokens/"
+        computed = {name.removeprefix(begins): tokens for name, tokens in numbers.items() if name.startswith(begins)}
+        assert computed.keys() == {"actor_infer", "ref", "critic_infer", "critic", "actor"}
+        for phase, tokens in computed.items():
+            assert 0.25 < tokens / numbers["perf/total_num_tokens"] < 0.9, phase
 
 
 def test_one_copy_of_the_weights_changes_no_bit(workspace, base):

@@ -94,14 +94,17 @@ def reference_loss(path, rows):
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     total, count = 0.0, 0
     for row in rows:
-        question, answer = (message["content"] for message in row["messages"])
-        prompt = tokenizer.encode(f"<|user|>{question}<|end|><|assistant|>")
-        response = tokenizer.encode(f"{answer}<|end|>")
+        ids, learnt = [], []
+        texts = [message["content"] for message in row["messages"]]
+        for question, answer in zip(texts[::2], texts[1::2], strict=True):
+            ids += tokenizer.encode(f"<|user|>{question}<|end|><|assistant|>")
+            response = tokenizer.encode(f"{answer}<|end|>")
+            learnt += range(len(ids), len(ids) + len(response))
+            ids += response
         with torch.no_grad():
-            log_probs = model(torch.tensor([prompt + response])).logits[0].double().log_softmax(-1)
-        for at, token in enumerate(response, start=len(prompt)):
-            total -= log_probs[at - 1, token].item()
-            count += 1
+            log_probs = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        total -= sum(log_probs[at - 1, ids[at]].item() for at in learnt)
+        count += len(learnt)
     return total / count
 
 
@@ -152,7 +155,6 @@ def test_padded_batch(model, files, pad_mode):
     [
         (),
         ("data.use_dynamic_bsz=false", "model.use_remove_padding=false", "data.pad_mode=right"),
-        ("model.use_prefix_sharing=true",),
     ],
 )
 def test_loss_equals_transformers_and_the_export_holds_what_was_learnt(
@@ -176,6 +178,46 @@ def test_loss_equals_transformers_and_the_export_holds_what_was_learnt(
     assert metrics[2]["train/total_tokens(B)"] * 1e9 == pytest.approx(
         metrics[1]["train/global_tokens"] + metrics[2]["train/global_tokens"]
     )
+
+
+@pytest.mark.parametrize(
+    ("cut", "spared"), [((), 6), (("data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=4"), 5)]
+)
+def test_rows_that_open_alike_share_their_turns(options, monkeypatch, tmp_path, files, model, cut, spared):
+    """The answer of a common turn is learnt once for each row, and computed once for all rows of a micro-batch.
+
+    Two openings, both 18 tokens with the one that begins the next turn, stand before 8 rows in one micro-batch or two.
+    """
+    import datasets
+
+    def opened(row, at):
+        turns = ["27+5=?", "#### 32"] if at % 2 else ["40+9=?", "#### 49"]
+        roles = zip(("user", "assistant"), turns, strict=True)
+        return [{"role": role, "content": text} for role, text in roles] + row["messages"]
+
+    for name in ("train", "val"):
+        rows = datasets.Dataset.from_parquet(
+            str(files / f"{name}.parquet"), cache_dir=str(tmp_path / "cache")
+        ).to_list()
+        rows = [{"messages": opened(row, at)} for at, row in enumerate(rows)]
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
+    options = [*options, f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet"]
+    options += ["data.max_length=96", "data.train_batch_size=8", "trainer.total_training_steps=4", *cut]
+    runs = []
+    for shares in (False, True):
+        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / f"{shares}.jsonl"))
+        folder = f"trainer.default_local_dir={tmp_path}/{shares}"
+        settings = build(options, folder, f"model.use_prefix_sharing={shares}", "trainer.test_freq=2")
+        trainer = SFTTrainer(settings)
+        assert trainer.validate() == pytest.approx(reference_loss(model, rows), abs=1e-5)
+        trainer.fit()
+        runs.append(read(tmp_path / f"{shares}.jsonl"))
+    plain, shared = runs
+    assert list(plain) == list(shared) == [1, 2, 3, 4] and "val/loss" in plain[4]
+    for step, values in shared.items():
+        assert values.pop("train/computed_tokens") <= values["train/global_tokens"] - spared * 18
+        assert values == pytest.approx(plain[step], rel=1e-5)
+    assert plain[4]["train/loss"] < plain[1]["train/loss"] - 0.5
 
 
 def test_the_older_tree_trains_on_columns_of_text(options, monkeypatch, tmp_path, files, model):

@@ -155,7 +155,11 @@ def test_a_supervised_run_has_pictures_of_its_own(records, tmp_path):
     page = write_report(tmp_path).read_text()
     drawn = set(re.findall(r'<figure id="(\w+)"', page))
     assert drawn == {"loss", "gradient", "times", "throughput", "mfu", "memory"}
-    assert "No data for: Time of calls over the ranks (one worker)." in page
+    for step in steps.values():
+        step["data"] |= {"train/global_tokens": 500.0, "train/computed_tokens": 300.0}
+    records.write(tmp_path / "sharing", steps)
+    assert '<figure id="computed">' in write_report(tmp_path / "sharing").read_text()
+    assert "Time of calls over the ranks (one worker)" in page
     assert "Supervised training samples no responses" in page
     assert "<dt>loss, training</dt><dd>2.000 → 0.250</dd>" in page and "No problems found" in page
 

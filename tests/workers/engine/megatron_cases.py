@@ -206,15 +206,17 @@ def gradients(engine: Any) -> dict[str, Tensor]:
     """Map the gradient of every parameter back to checkpoint names; collective."""
     from verl.models.mcore.gpt.export import exported_weights
 
-    shared = engine.engine_config.use_distributed_optimizer
-    whole = from_shards(engine.optimizer) if shared else {}
-    stream = exported_weights(
-        engine.models,
-        engine.hf_config,
-        engine.is_value_model,
-        of=whole.get if shared else lambda p: getattr(p, "main_grad", None),
-    )
+    whole = whole_gradients(engine)
+    stream = exported_weights(engine.models, engine.hf_config, engine.is_value_model, of=whole.get)
     return {name: tensor.clone() for name, tensor in stream}
+
+
+def whole_gradients(engine: Any) -> dict[Tensor, Tensor]:
+    """Return the gradient of each parameter of this rank, over all data-parallel ranks; collective."""
+    if engine.engine_config.use_distributed_optimizer:
+        return from_shards(engine.optimizer)
+    parameters = chain.from_iterable(model.parameters() for model in engine.models)
+    return {parameter: parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")}
 
 
 def from_shards(optimizer: Any) -> dict[Tensor, Tensor]:

@@ -102,6 +102,7 @@ def run_case(root: Path, layout: dict[str, Any], case: dict[str, Any]) -> dict[s
     result: dict[str, Any] = {"rows": index, "before": cases.export(engine)}
     with engine.eval_mode():
         result["output"] = engine.infer_batch(data)
+    result["images"] = engine.take_images()
     with engine.train_mode():
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(data, cases.loss_fn)

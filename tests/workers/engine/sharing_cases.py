@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from tests.ranks import note
 from tests.utils.batch.test_forest import random_texts
 from tests.workers.engine import cases, loss_cases, megatron_cases
 from verl.protocol import DataProto
+from verl.utils.fsdp_utils import full_tensor
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.engine import BaseEngine
-from verl.workers.engine.passes import pack_shared_rows
+from verl.workers.engine.passes import PassSpec, pack_shared_rows, split_batch
 
 PROMPT, RESPONSE = 24, 24
 
@@ -146,14 +148,32 @@ def gradients(
 
 
 def descend(engine: BaseEngine, data: DataProto, loss: Any = cases.loss_fn, steps: int = 3) -> dict[str, Tensor]:
-    """Return the weights after steps of gradient descent, whose size depends on the gradient, unlike Adam's."""
-    for _ in range(steps):
-        _, found = gradients(engine, data, loss)
-        with torch.no_grad():
-            for name, parameter in engine.module.named_parameters():
-                if name in found:
-                    parameter -= 0.1 * found[name]
-    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    """Return the whole weights after steps of gradient descent, whose size depends on the gradient, unlike Adam's."""
+    before = weights(engine)
+    with engine.train_mode():
+        for _ in range(steps):
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(data, loss)
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    if parameter.grad is not None:
+                        parameter -= RATE * parameter.grad
+    return moved(before, weights(engine))
+
+
+RATE = 0.1
+"""Learning rate of gradient descent."""
+
+
+def weights(engine: BaseEngine) -> dict[str, Tensor]:
+    """Return the whole weights; collective."""
+    return {name: full_tensor(each.detach()).clone() for name, each in engine.module.named_parameters()}
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights after steps that moved some of them a thousand times as far as they may lie apart."""
+    assert max(float((after[name] - each).abs().max() / each.abs().max()) for name, each in before.items()) > 1e-2
+    return after
 
 
 def adam(engine: BaseEngine, data: DataProto, loss: Any = cases.loss_fn) -> dict[str, Tensor]:
@@ -172,7 +192,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ulysses, fused, adapters": {
         "cut": cases.dynamic(60),
         "engine": {"ulysses_sequence_parallel_size": 2},
-        "model": {"lora_rank": 4, "lora_alpha": 8},
+        "model": {"lora_rank": 4, "lora_alpha": 8, "use_fused_kernels": True},
     },
     "ulysses, values": {
         "cut": cases.MICRO[4],
@@ -199,7 +219,12 @@ def run_world(rank: int, world: int, folder: Path, store: str) -> None:
             size = engine.get_data_parallel_size()
             mine = data.select_idxs(list(range(engine.get_data_parallel_rank(), len(data), size)))
             metrics, gradient = gradients(engine, mine, loss)
-            results[name, shares] = {"output": outputs(engine, mine), "gradient": gradient, "metrics": metrics}
+            results[name, shares] = {
+                "output": outputs(engine, mine),
+                "gradient": gradient,
+                "metrics": metrics,
+                "weights": descend(engine, mine, loss),
+            }
     torch.save(results, folder.parent / f"sharing_rank_{rank}.pt")
     dist.destroy_process_group()
 
@@ -274,14 +299,28 @@ def run_product(rank: int, world: int, root: Path) -> None:
 MCORE: dict[str, dict[str, Any]] = {
     "tp 2": {"cut": cases.MICRO[4], "engine": megatron_cases.TP},
     "tp 2, experts": {"cut": cases.MICRO[4], "engine": megatron_cases.TP, "folder": "qwen3_moe"},
-    "pp 2, rope scaling, fused head, checkpoints": {
+    "pp 2 x 2 virtual, rope scaling, fused head, checkpoints": {
         "cut": cases.dynamic(60),
-        "engine": megatron_cases.PP,
+        "engine": megatron_cases.VPP,
         "folder": "llama",
         "model": {"use_fused_kernels": True, "enable_gradient_checkpointing": True},
     },
     "dp 2, values": {"cut": cases.dynamic(60), "engine": megatron_cases.PLAIN, "kind": "value_model"},
 }
+
+
+def descend_mcore(engine: Any, data: DataProto, steps: int = 3) -> dict[str, Tensor]:
+    """Return what ``descend`` does: the whole weights, by checkpoint names."""
+    before = cases.export(engine)
+    with engine.train_mode():
+        for _ in range(steps):
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(data, cases.loss_fn)
+            whole = megatron_cases.whole_gradients(engine)
+            with torch.no_grad():
+                for parameter in chain.from_iterable(model.parameters() for model in engine.models):
+                    parameter -= RATE * whole[parameter]
+    return moved(before, cases.export(engine))
 
 
 def run_mcore(rank: int, world: int, folder: Path) -> None:
@@ -308,11 +347,15 @@ def run_mcore(rank: int, world: int, folder: Path) -> None:
                 metrics = engine.forward_backward_batch(mine, cases.loss_fn)
                 gradient = megatron_cases.gradients(engine)
             segments = engine.take_segments()
+            spec = PassSpec.from_meta(data.meta_info)
+            distinct = [distinct_tokens(each.rows) for each in split_batch(mine, spec, shares_prefixes=True)]
             results[name, shares] = {
                 "output": outputs(engine, mine),
                 "gradient": gradient,
                 "metrics": metrics,
+                "weights": descend_mcore(engine, mine),
                 "computed": sum(until - above for until, above in segments),
+                "distinct": sum(distinct),
                 "tokens": int(mine.batch["attention_mask"].sum()),
             }
         parallel_state.destroy_model_parallel()

@@ -15,6 +15,7 @@ from tests.workers.engine import cases
 from tests.workers.engine import megatron_vision_cases as mcore
 from tests.workers.engine import vision_cases as vision
 from tests.workers.engine.test_vision_contract import assert_equal
+from verl.utils.flops_counter import image_lengths
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
@@ -76,10 +77,17 @@ def references(root: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("world", "layout", "name"), of_every_layout(mcore.CASES))
 def test_equals_plain_transformers(results: Results, references: Any, world: int, layout: str, name: str) -> None:
-    """Outputs, metrics, gradient norm and every element of the gradient, those of the tower among them."""
+    """Outputs, metrics, gradient norm and every element of the gradient, those of the tower among them.
+
+    All stages of a pipeline count the images that the first one computes, those of samples once.
+    """
     expected = references[mcore.folder_of(mcore.CASES[name])]
     assert any("visual." in key and g.abs().max() > 1e-4 for key, g in expected["gradients"].items())
-    assert_equal([rank[name] for rank in results(world, layout)], expected)
+    parts = [rank[name] for rank in results(world, layout)]
+    assert_equal(parts, expected)
+    _, media = vision.rows(mcore.CASES[name].get("family", "qwen2_5_vl"))
+    for part in parts:
+        assert sorted(part["images"]) == sorted(image_lengths(media[row] for row in set(part["rows"])))
 
 
 @pytest.mark.parametrize(("world", "layout", "name"), of_every_layout(["frozen"]))

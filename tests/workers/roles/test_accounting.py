@@ -44,10 +44,15 @@ class Sharing:
 
     def __init__(self):
         self.segments = [(1, 0)]  # of an earlier task
+        self.images = [4]
 
     def take_segments(self):
         segments, self.segments = self.segments, []
         return segments
+
+    def take_images(self):
+        images, self.images = self.images, []
+        return images
 
     def get_data_parallel_size(self):
         return 2
@@ -62,6 +67,56 @@ def test_tokens_that_rows_share_count_once(clock, passes, share):
     assert metrics["perf/computed_tokens/actor"] == 2 * 5
     flops = 6 * ((8 * 8 * 4 + 3 * 8 * 16) + 8 * 10) * 5 + 12 * (4 + (9 - 4) + (16 - 4)) * 8
     assert metrics["perf/mfu/actor"] == pytest.approx(2 * flops * share / 0.5 / 1e6 / 4)
+
+
+class Seeing(Sharing):
+    """An engine that shares nothing, and whose tower computes each of two images once on each of two ranks."""
+
+    def take_segments(self):
+        return []
+
+
+VISION = FlopsCounter(
+    AutoConfig.for_model(
+        "qwen2_vl",
+        text_config={
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "vocab_size": 10,
+        },
+        vision_config={
+            "depth": 1,
+            "embed_dim": 6,
+            "hidden_size": 8,
+            "in_channels": 3,
+            "mlp_ratio": 2,
+            "num_heads": 2,
+            "patch_size": 2,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 1,
+        },
+    ),
+    frozen_vision=True,
+)
+TOWER = 2 * ((4 * 6 * 6 + 2 * 6 * 12) + 24 * (24 + 8) / 4 + 3 * 2 * 2 * 6) * (4 + 8) + 4 * (4 * 4 + 8 * 8) * 6
+"""Forward, of images of 4 and 8 patches: 2 a weight and patch, a merger for four of them, 4 a pair and channel."""
+
+
+@pytest.mark.parametrize("passes", [1, 3, INFERENCE])
+@pytest.mark.parametrize(("make", "counted"), [(Sharing, 2), (Seeing, 1)])
+def test_an_image_counts_as_often_as_the_tower_computes_it(clock, passes, make, counted):
+    """Four rows show each image; tokens count on both ranks, or as the whole batch has them; the tower is frozen."""
+    metrics, engine, rounds = {}, make(), 3 if passes == 3 else 1
+    data = DataProto(meta_info={"global_token_num": [3, 4], "images_seqlens": [4, 8] * 4})
+    with accounted(metrics, "actor", data, passes, VISION, 4, engine):
+        engine.segments += [(3, 0), (4, 0)] * rounds
+        engine.images += [4, 8] * rounds
+        clock[0] += 0.5 * rounds
+    text = FLOPS * counted * (passes if passes == INFERENCE else 1)
+    assert metrics["perf/mfu/actor"] == pytest.approx((text + 2 * TOWER) / 0.5 / 1e6 / 4)
 
 
 def test_without_lengths_or_a_model_there_is_no_mfu(clock):

@@ -36,7 +36,7 @@ from verl.utils.profiler.ranges import marked_timer
 from verl.utils.py_functional import object_array
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
-from verl.workers.engine.passes import PassSpec
+from verl.workers.engine.passes import PassSpec, Segment
 from verl.workers.roles.accounting import memory_in_use, mfu
 from verl.workers.roles.losses import sft_loss
 
@@ -317,21 +317,35 @@ class SFTTrainer:
         return every > 0 and (step % every == 0 or step == self.total_steps)
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
+        self._take_computed()  # what a validation has computed
         start = time.perf_counter()
         with self.engine.train_mode():
             metrics = self.engine.train_batch(batch, self.loss_fn, self._pass_spec())
         learning_rate = self.engine.lr_scheduler_step()
-        lengths = tensors_of(batch)["attention_mask"].sum(-1)
-        tokens = self._sum_over_ranks(lengths.sum().double())
-        images = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
+        seconds = time.perf_counter() - start
+        counts = tensors_of(batch)["attention_mask"].sum(-1)
+        tokens = self._sum_over_ranks(counts.sum().double())
+        segments, images = self._take_computed()
+        if images is None:
+            images = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
+        lengths, shared = counts.tolist(), [0] * len(counts)
+        computed = {}
+        if self.engine.shares_prefixes:
+            lengths, shared = [until for until, _ in segments], [above for _, above in segments]
+            own = torch.tensor(sum(lengths) - sum(shared), dtype=torch.float64)
+            computed = {"train/computed_tokens": self._sum_over_ranks(own)}
         sharing = self.world_size // self.engine.get_data_parallel_size()
-        return {
+        return computed | {
             "train/loss": metrics["loss"],
             "train/grad_norm": metrics["grad_norm"],
             "train/lr": learning_rate,
             "train/global_tokens": tokens,
-            "train/mfu": mfu(self.flops, lengths.tolist(), time.perf_counter() - start, sharing, images),
+            "train/mfu": mfu(self.flops, lengths, seconds, sharing, images, shared=shared),
         }
+
+    def _take_computed(self) -> tuple[list[Segment], list[int] | None]:
+        """Return and forget the segments and images that passes of this rank have computed, see ``BaseEngine``."""
+        return self.engine.take_segments(), self.engine.take_images()
 
     def _pass_spec(self) -> PassSpec:
         data = self.config.data

@@ -359,8 +359,9 @@ def _mfu(ax: "Axes", entries: Entries) -> None:
 def _computed(ax: "Axes", entries: Entries) -> None:
     """Draw the tokens of the batch beside those that phases with shared prefixes compute; nothing without any."""
     labels = {key: f"computed: {key.removeprefix(_COMPUTED)}" for key in keys_of(entries, _COMPUTED)}
+    labels |= dict.fromkeys(keys_of(entries, "train/computed_tokens"), "computed")
     if labels:
-        _lines(ax, entries, {"perf/total_num_tokens": "trained"} | labels)
+        _lines(ax, entries, {"perf/total_num_tokens": "trained", "train/global_tokens": "trained"} | labels)
         _from_zero(ax)
 
 
@@ -444,7 +445,7 @@ PANELS = (
     Panel("workers", "Time of calls over the ranks", "seconds", _workers),
 )
 """All charts, in their order on the page."""
-OF_BOTH = frozenset({"gradient", "times", "throughput", "mfu", "memory", "workers"})
+OF_BOTH = frozenset({"gradient", "times", "throughput", "computed", "mfu", "memory", "workers"})
 """Charts that supervised training shares with RL training; it adds the loss."""
 
 

@@ -259,6 +259,10 @@ class BaseEngine(ABC):
         """Return and forget what passes with shared prefixes have computed; empty if no prefixes are shared."""
         return []
 
+    def take_images(self) -> list[int] | None:
+        """Return and forget the patches of each image that the vision tower has computed; None if nothing counts it."""
+        return None
+
     def set_reference(self, engine: "BaseEngine | None") -> None:
         """Set the model that ``PassSpec.full_kl`` compares with; None is this engine without its adapters."""
         raise ValueError(f"{type(self).__name__} compares with no reference: write another kl_loss_type than full")

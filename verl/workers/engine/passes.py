@@ -18,6 +18,7 @@ from verl.algos.aggregate import SHARE_COLUMN, UNITS, Extreme, Metric, Sum, coun
 from verl.protocol import DataProto, tensors_of
 from verl.utils.batch.forest import cut_neighbours, forest_of, neighbours, token_keys
 from verl.utils.device import get_device_name
+from verl.utils.flops_counter import image_lengths
 from verl.utils.seqlen_balancing import check_token_budget, prepare_dynamic_batch
 from verl.utils.ulysses import all_gather_tensor
 from verl.utils.vision.multi_modal import concat_distinct_inputs, names_of_inputs
@@ -353,6 +354,17 @@ def media_of(
         return {}, {}
     inputs, shown = concat_distinct_inputs(column if order is None else [column[at] for at in order.tolist()])
     return {name: each.to(device) if isinstance(each, Tensor) else each for name, each in inputs.items()}, shown
+
+
+def images_of(rows: DataProto) -> list[int]:
+    """Return the patches of each image and frame that the tower computes for these rows in a pass.
+
+    Images that rows share are computed once, see ``media_of``.
+    """
+    column = rows.non_tensor_batch.get("multi_modal_inputs")
+    if column is None:
+        return []
+    return image_lengths(dict(zip(names_of_inputs(column), column, strict=True)).values())
 
 
 def named_scores(scores: Iterable[Tensor | None]) -> dict[str, Tensor]:

@@ -35,28 +35,32 @@ def accounted(
 ) -> Iterator[None]:
     """Measure the enclosed ``passes`` over the batch: add ``perf/mfu/<phase>`` and ``perf/memory/<phase>/...``.
 
-    MFU is that of all ``ranks`` together, from the lengths of the whole batch; without lengths it is left out. If the
-    ``engine`` shares prefixes, it is that of the tokens that this rank computes, as if all ranks had as many, and
-    ``perf/computed_tokens/<phase>`` is their number in one pass over the whole batch.
+    MFU is that of all ``ranks`` together, from the lengths of the whole batch; without lengths it is left out. Images
+    count as often as the vision tower of the ``engine`` computes them on this rank, as if all ranks had as many. If the
+    engine shares prefixes, tokens count in the same way, and ``perf/computed_tokens/<phase>`` is their number in one
+    pass over the whole batch.
     """
     begin_peak()
     if engine is not None:
         engine.take_segments()
+        engine.take_images()
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
     info = BatchInfo.of(data)
     forward_only = passes == INFERENCE
-    if engine is not None and (segments := engine.take_segments()):
-        lengths, shared = (list(each) * engine.get_data_parallel_size() for each in zip(*segments, strict=True))
-        rounds = 1 if forward_only else round(passes)
-        metrics[f"perf/computed_tokens/{phase}"] = (sum(lengths) - sum(shared)) / rounds
-        if counter is not None:
-            images = list(info.image_lengths) * rounds
-            metrics[f"perf/mfu/{phase}"] = mfu(counter, lengths, seconds, ranks, images, forward_only, shared)
-    elif info.token_counts and counter is not None:
-        seconds = seconds if forward_only else seconds / passes
-        metrics[f"perf/mfu/{phase}"] = mfu(counter, info.token_counts, seconds, ranks, info.image_lengths, forward_only)
+    rounds = 1 if forward_only else round(passes)
+    lengths, images = (list(each) * rounds for each in (info.token_counts, info.image_lengths))
+    shared: list[int] = []
+    if engine is not None:
+        shards = engine.get_data_parallel_size()
+        if segments := engine.take_segments():
+            lengths, shared = (list(each) * shards for each in zip(*segments, strict=True))
+            metrics[f"perf/computed_tokens/{phase}"] = (sum(lengths) - sum(shared)) / rounds
+        if (computed := engine.take_images()) is not None:
+            images = computed * shards
+    if lengths and counter is not None:
+        metrics[f"perf/mfu/{phase}"] = mfu(counter, lengths, seconds, ranks, images, forward_only, shared)
     metrics.update(memory_of(phase))
 
 
@@ -69,7 +73,7 @@ def mfu(
     forward_only: bool = False,
     shared: Sequence[int] = (),
 ) -> float:
-    """Return the MFU of ``ranks`` devices in one pass over sequences of these lengths.
+    """Return the MFU of ``ranks`` devices that pass over sequences of these lengths.
 
     Args: shared are the tokens of each sequence that another one has computed; by default none.
     """

@@ -134,6 +134,7 @@ class SharedWeights:
         with self._engine.eval_mode():
             scored = self._engine.infer_batch(self._probe, PassSpec())
         self._engine.take_segments()  # they are not those of a task
+        self._engine.take_images()
         trained = scored["log_probs"].double()
         prompts = tensors_of(self._probe)["input_ids"].tolist()
         held = torch.tensor(self._rollout.prompt_log_probs(prompts), dtype=torch.float64)

@@ -232,6 +232,12 @@ class FSDPEngine(BaseEngine):
         segments, self.forward.segments = self.forward.segments, []
         return segments
 
+    def take_images(self) -> list[int]:
+        """Return and forget the patches of each image that the vision tower has computed; see ``BaseEngine``."""
+        images = list(self.forward.images.elements())
+        self.forward.images.clear()
+        return images
+
     def _synchronize_gradients(self, last: bool) -> None:
         """Reduce gradients and free gathered weights only after the last micro-batch, if memory allows.
 

@@ -1,5 +1,6 @@
 """One forward pass over a micro-batch, packed or padded, with or without sequence parallelism."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -54,7 +55,9 @@ class Forward:
         fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
         shares_prefixes: tokens with which several rows begin pass through the model once.
         reference: the policy that ``PassSpec.full_kl`` compares with.
-        segments: what passes with shared prefixes have computed, see ``BaseEngine.take_segments``.
+        segments: what passes with shared prefixes have computed, see ``BaseEngine.take_segments``; those of a
+            reference do not count.
+        images: the images that passes have computed, by patches, see ``BaseEngine.take_images``.
     """
 
     module: nn.Module
@@ -69,6 +72,7 @@ class Forward:
     shares_prefixes: bool = False
     reference: "Reference | None" = None
     segments: list[passes.Segment] = field(default_factory=list)
+    images: Counter[int] = field(default_factory=Counter)
 
     def __call__(self, rows: DataProto, spec: passes.PassSpec) -> "ModelOutput":
         """Return (b, R) outputs on the device, zero outside the response mask."""
@@ -78,6 +82,8 @@ class Forward:
         fused = spec if self.fused_head and reference is None else None
         with self._activations():
             packed, (logits, labels, target, readers) = self.read(rows, fused)
+            self.segments.extend(packed.segments or ())
+            self.images.update(passes.images_of(rows))
             if self.is_value_model:
                 values = {"values": logits[:, 0].float()}
             elif fused is not None:
@@ -113,7 +119,6 @@ class Forward:
         """
         pack = passes.pack_shared_rows if self.shares_prefixes else passes.pack_rows
         packed = pack(rows, self.lead)
-        self.segments.extend(packed.segments or ())
         order = packed.row_order if packed.media_order is None else packed.media_order
         inputs = self._multi_modal_inputs(rows, order if self.remove_padding else None)
         if self.remove_padding:

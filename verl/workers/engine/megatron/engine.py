@@ -203,9 +203,10 @@ class MegatronEngine(BaseEngine):
         if self.layout.virtual_stages > 1:
             rounds = -(-rounds // self.layout.pp_size) * self.layout.pp_size
 
-        def batches() -> Iterator[Round]:
+        def batches(chunk: int = 0) -> Iterator[Round]:
             for at in range(rounds):
-                yield self.forward.prepare(at, micro_batches[at] if at < len(micro_batches) else None)
+                micro_batch = micro_batches[at] if at < len(micro_batches) else None
+                yield self.forward.prepare(at, micro_batch, counts=chunk == 0)
 
         def finish(found: Tensor, round_: Round) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             """Return the scalar to differentiate, and a token count and metrics that nothing reads."""
@@ -229,7 +230,7 @@ class MegatronEngine(BaseEngine):
         with torch.set_grad_enabled(not forward_only):
             get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=[batches() for _ in range(chunks)] if chunks > 1 else batches(),
+                data_iterator=[batches(chunk) for chunk in range(chunks)] if chunks > 1 else batches(),
                 model=self.module,
                 num_microbatches=rounds,
                 seq_length=1,  # lengths vary: the stages tell each other
@@ -242,6 +243,12 @@ class MegatronEngine(BaseEngine):
         segments = list(self.forward.segments)
         self.forward.segments.clear()
         return segments
+
+    def take_images(self) -> list[int]:
+        """Return and forget the patches of each image that the vision tower has computed; see ``BaseEngine``."""
+        images = list(self.forward.images.elements())
+        self.forward.images.clear()
+        return images
 
     def _from_output_ranks(self, make: Callable[[], T]) -> T:
         """Return the result of this pipeline's last stage on all of its ranks; collective."""

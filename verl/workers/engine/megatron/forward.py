@@ -1,5 +1,6 @@
 """One micro-batch through this rank's chunk of the model, and from the head of the last stage to the outputs."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -124,9 +125,13 @@ class Forward:
     takes_axes: bool
     shares_prefixes: bool = False
     segments: list[passes.Segment] = field(default_factory=list)
+    images: Counter[int] = field(default_factory=Counter)
 
-    def prepare(self, at: int, micro_batch: passes.MicroBatch | None) -> Round:
-        """Pack a micro-batch; a missing one becomes a single token that does not count."""
+    def prepare(self, at: int, micro_batch: passes.MicroBatch | None, counts: bool = True) -> Round:
+        """Pack a micro-batch; a missing one becomes a single token that does not count.
+
+        Args: ``counts`` adds it to what passes compute: once for all chunks of this rank.
+        """
         device = self.layout.device
         if micro_batch is None:
             packed = passes.pack_rows(passes.idle_rows(1, device))
@@ -134,7 +139,9 @@ class Forward:
             micro_batch = micro_batch.to(device)
             pack = passes.pack_shared_rows if self.shares_prefixes else passes.pack_rows
             packed = pack(micro_batch.rows, self.lead)
-            self.segments.extend(packed.segments or ())
+            if counts:
+                self.segments.extend(packed.segments or ())
+                self.images.update(passes.images_of(micro_batch.rows))
         tp_multiple = self.layout.tp_size if self.sequence_parallel else 1
         share = share_of(packed, self.layout.cp_size, self.layout.cp_rank, tp_multiple)
         longest = None if packed.ends is None else int(packed.position_ids.max()) + 1
