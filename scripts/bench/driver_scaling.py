@@ -456,6 +456,7 @@ FITTED = [
     (2048, 4096, 8),
     (4096, 2560, 16),
     (1024, 12288, 32),
+    (65536, 16, 512),
 ]
 PREDICTED = [
     (4096, 128, 32),
@@ -468,8 +469,8 @@ PREDICTED = [
     (2048, 6144, 16),
 ]
 """Responses, tokens of each and workers. The model sees the first list only."""
-LARGE = [(4096, 8192, 8), (4096, 8192, 64), (4096, 8192, 512), (2048, 8192, 64), (1024, 8192, 16), (65536, 16, 512)]
-"""Sizes of ``--large``, which the model does not see either; 4,096 x 8,192 through the driver takes some 12 GB."""
+LARGE = [(4096, 8192, 8), (4096, 8192, 64), (4096, 8192, 512), (2048, 8192, 64)]
+"""Sizes of ``--large``, which the model does not see either; 4,096 x 8,192 takes some 8 GB of memory."""
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -612,15 +613,15 @@ def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: in
     Through the driver: the step, calls of a worker, messages that go through the object store, rows, megabytes sent and
     received, tokens, and megabytes of columns that are so large that their memory is new each time.
 
-    By reference: the step, workers, rows, blocks, and references. A part of a batch that was reordered has rows of many
-    blocks, and sends a reference of each.
+    By reference: the step, workers, rows, blocks, references, and references times workers. A part of a batch that was
+    reordered has rows of many blocks, and sends a reference of each.
     """
     of_a_worker = -(-rows // workers)
     if by_reference:
         whole, rest = divmod(of_a_worker, ROWS_OF_A_BLOCK)
         sizes = [ROWS_OF_A_BLOCK] * whole + [rest] * (rest > 0)
         pairs = workers * workers * sum(1 - (1 - size / rows) ** of_a_worker for size in sizes)
-        return [1.0, workers, rows, workers * len(sizes), pairs]
+        return [1.0, workers, rows, workers * len(sizes), pairs, workers * pairs]
     first = {"generate": 0, "infer": 1, "update": 4}.get(phase, 0)
     calls = messages(of_a_worker, tokens)
     calls = calls if phase == ANSWERS else calls[first : first + CALLS[phase]]
@@ -640,7 +641,7 @@ NAMES = {
         "million tokens",
         "MB of new memory",
     ),
-    True: ("step", "worker", "row", "block", "block of a part"),
+    True: ("step", "worker", "row", "block", "reference", "reference x worker"),
 }
 
 
@@ -706,11 +707,6 @@ def queue(serial_s: float, answers_s: float, work_s: float, workers: int) -> flo
     return now
 
 
-def moved_bytes(line: dict[str, Any]) -> int:
-    """Return the bytes of all messages of a step."""
-    return sum(sum(moved.values()) for moved in line["through_bytes"].values())
-
-
 def phases(arguments: argparse.Namespace) -> None:
     """Print the seconds and bytes of each phase."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
@@ -764,7 +760,7 @@ def model(arguments: argparse.Namespace) -> None:
                 like = next(line for line in lines if line["by_reference"] == by_reference and line["tokens"] >= 256)
                 scale = rows * 8192 / (like["rows"] * like["tokens"])
                 held = rows * like["address_bytes"] / like["rows"] if by_reference else like["held_bytes"] * scale
-                through = 0 if by_reference else moved_bytes(like) * scale
+                of_calls = [] if by_reference else messages(rows // workers, 8192)
                 cells = [str(rows), str(workers), "reference" if by_reference else "driver"]
                 answers = min(of_answers, sum(seconds))
                 calls = like["calls"]
@@ -772,6 +768,7 @@ def model(arguments: argparse.Namespace) -> None:
                 step = calls * queue((sum(seconds) - answers) / calls, answers / calls, work, workers)
                 cells += [f"{value:.1f}" for value in seconds]
                 cells += [f"{sum(seconds):.1f}", f"{step - arguments.work_s:.1f}"]
+                through = workers * sum(map(sum, of_calls))
                 say(f"| {' | '.join([*cells, f'{held / 1e9:.2f}', f'{through / 1e9:.1f}'])} |")
 
 
