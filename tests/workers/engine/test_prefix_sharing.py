@@ -208,6 +208,16 @@ def test_a_reward_model_and_the_full_kl(folder: Path) -> None:
     assert kl[0]["full_kl"].max() > 0.01
 
 
+def test_the_pass_of_a_reference_does_not_count(folder: Path) -> None:
+    """The base model of a policy with adapters, by the same engine."""
+    engine, data = sharing_cases.build(folder / "qwen2", True, **LORA), sharing_cases.groups()
+    engine.set_reference(None)
+    with engine.eval_mode():
+        engine.infer_batch(data, passes.PassSpec(full_kl=True))
+    computed = sum(until - above for until, above in engine.take_segments())
+    assert computed == sharing_cases.distinct_tokens(data)
+
+
 def test_two_ranks(folder: Path) -> None:
     """Sharded, and with the ranks of a sequence; each rank shares among its own rows."""
     Ranks(sharing_cases.run_world, (2, folder / "qwen2", str(folder / "store")), nprocs=2).join()
