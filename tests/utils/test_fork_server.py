@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -15,12 +16,19 @@ from verl.utils.fork_server.starter import ForkServer
 
 PATIENCE_S = 60
 REPORT = """
-import json, os, signal, sys
+import json, os, resource, signal, sys
+def inherits(handle):
+    try:
+        return os.get_inheritable(handle)
+    except OSError:
+        return False
 json.dump({
     "parent": os.getppid(), "group": os.getpgid(0), "argv": sys.argv, "folder": os.getcwd(), "main": __name__,
     "file": sys.modules["__main__"].__file__, "path": sys.path, "environment": dict(os.environ),
     "has": "preloaded" in sys.modules, "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     "terminate": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "inherited": [handle for handle in range(3, 100) if inherits(handle)],
     "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
 }, sys.stdout)
 sys.stdout.flush()
@@ -43,7 +51,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def command(started, folder, *words):
-    return [started.worker_command(), str(folder / "default_worker.py"), *words]
+    return [*started.worker_command(), str(folder / "default_worker.py"), *words]
 
 
 def report_of(words, cwd, **variables):
@@ -90,8 +98,51 @@ def test_a_process_that_no_fork_can_stand_for_starts_by_itself(folder, first, va
         got = report_of(words, folder, **variables)
         assert not got["has"] and got["parent"] != started._process.pid
         assert all(got["environment"][name] == value for name, value in variables.items())
-    got = report_of([sys.executable, client.__file__, "/nowhere", sys.executable, *words[1:]], folder)
+    got = report_of([sys.executable, client.__file__, "/nowhere", sys.executable, words[-1]], folder)
     assert not got["has"], "without a server"
+
+
+def test_forks_have_what_a_process_has(folder):
+    """Variables with names that no shell assigns to, limits of the process that Ray has started, what imports set."""
+    (folder / "preloaded.py").write_text("import os\nos.environ.update(SET_AT_IMPORT='1', GIVEN='2')\n")
+    odd = {"my.setting": "1", "BASH_FUNC_module%%": "() { :; }", "GIVEN": "3"}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ForkServer({**os.environ, **odd}, ["preloaded"], ["ray"]) as started:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+        try:
+            got = report_of(command(started, folder), folder, **odd)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert got["has"] and got["files"] == [soft - 1, hard] and got["inherited"] == []
+        assert {name: got["environment"].get(name) for name in odd} == odd
+        assert got["environment"]["SET_AT_IMPORT"] == "1"
+
+
+def test_forks_draw_random_numbers_of_their_own(folder):
+    draws = "import json, os, random, numpy, torch\n"
+    draws += "numbers = [random.random(), numpy.random.rand(), torch.rand(()).item()]\n"
+    draws += "print(json.dumps({'numbers': numbers, 'parent': os.getppid()}), flush=True)\n"
+    (folder / "default_worker.py").write_text(draws)
+    with ForkServer(os.environ, ["torch", "numpy"], ["ray"]) as started:
+        first, second = (report_of(command(started, folder), folder) for _ in range(2))
+        assert first["parent"] == second["parent"] == started._process.pid
+    assert not set(first["numbers"]) & set(second["numbers"])
+
+
+def test_a_process_starts_by_itself_where_the_system_refuses_a_fork(folder):
+    (folder / "full.py").write_text("import os\ndef fork():\n    raise BlockingIOError\nos.fork = fork\n")
+    with ForkServer(os.environ, ["full"], ["ray"]) as started:
+        for _ in range(2):
+            got = report_of(command(started, folder), folder)
+            assert not got["has"] and got["parent"] == os.getpid()
+        assert started._process.poll() is None
+
+
+def test_a_server_with_threads_ends(folder):
+    with ForkServer(os.environ, ["threaded"], ["ray"], ["preloaded"]) as started:
+        started._process.wait(timeout=PATIENCE_S)
+        got = report_of(command(started, folder), folder, WG_BACKEND="ray")
+        assert not got["has"] and got["parent"] == os.getpid()
 
 
 def test_workers_come_from_a_server_that_has_imported_more(folder):

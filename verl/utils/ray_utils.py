@@ -54,7 +54,7 @@ exec cat"""
 
 
 @contextmanager
-def lean_cluster(keep_agent: bool, worker_command: str | None = None) -> Iterator[None]:
+def lean_cluster(keep_agent: bool, worker_command: Sequence[str] | None = None) -> Iterator[None]:
     """Let ``ray.init`` in the block start a cluster without the processes that a run on one machine does not use.
 
     These are the autoscaler, the server of the dashboard, which loads without its pages too, the log monitor, whose
@@ -87,7 +87,7 @@ def lean_cluster(keep_agent: bool, worker_command: str | None = None) -> Iterato
             setattr(Node, name, method)
 
 
-def _lean(word: str, command: Sequence[str], keep_agent: bool, worker_command: str | None = None) -> str:
+def _lean(word: str, command: Sequence[str], keep_agent: bool, worker_command: Sequence[str] | None = None) -> str:
     """Return a word of the command that starts the raylet."""
     if word.startswith(_AGENT) and not keep_agent:
         options = dict(part.split("=", 1) for part in command if part.startswith("--") and "=" in part)
@@ -95,7 +95,7 @@ def _lean(word: str, command: Sequence[str], keep_agent: bool, worker_command: s
         return _AGENT + subprocess.list2cmdline(words)
     python = subprocess.list2cmdline([sys.executable])
     if word.startswith(_WORKER + python) and worker_command is not None:
-        return _WORKER + subprocess.list2cmdline([worker_command]) + word.removeprefix(_WORKER + python)
+        return _WORKER + subprocess.list2cmdline(worker_command) + word.removeprefix(_WORKER + python)
     return word
 
 

@@ -6,6 +6,7 @@ of the server, and the rest is the command of Ray. It imports little, so that it
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ import sys
 _CONTEXT = "--serialized-runtime-env-context="
 _LANGUAGE = "--language="
 _PATIENCE_S = 45.0  # Ray kills a process that has not reported after 60
+_FAILED = b"n"
 OF_WORKER = "WG_BACKEND"
 """A variable that only the workers of a worker group have."""
 GENERAL, WORKERS = "general", "workers"
@@ -60,6 +62,7 @@ def ask(folder: str, command: list[str]) -> bool:
         "folder": os.getcwd(),
         "group": os.getpgid(0),
         "parent": os.getppid(),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -72,8 +75,7 @@ def ask(folder: str, command: list[str]) -> bool:
             return False
         connection.sendall(b"y")  # from here on the process is the server's: a second one would take its place at Ray
         connection.settimeout(None)
-        connection.recv(1)  # it has forked, or has ended
-        return True
+        return connection.recv(1) != _FAILED  # else it has forked, or has ended
 
 
 def main(folder: str, command: list[str]) -> None:

@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -110,6 +111,11 @@ class Request(NamedTuple):
             return self.connection.recv(1) == b"y"
         return False
 
+    def fail(self) -> None:
+        """Tell who waits for the process that it could not be made."""
+        with suppress(OSError):
+            self.connection.sendall(b"n")
+
     def close(self) -> None:
         """Let go of who asks, who starts the process without the server unless it has left it to the server."""
         self.connection.close()
@@ -127,6 +133,7 @@ class Server(MetaPathFinder):
     def __init__(self, listener: socket.socket, environment: Mapping[str, str], path: Sequence[str]) -> None:
         self._listener = listener
         self._launch_path = [*sys.path]
+        self._launch_environment = dict(environment)
         self._environment = deciding(environment, of_ray=False)
         self._path = path
         self._first: Request | None = None
@@ -180,10 +187,12 @@ class Server(MetaPathFinder):
             if is_possible and started == last:
                 with suppress(OSError):
                     os.setpgid(0, request.content["group"])
-                self._become(request, is_fork=False)
+                self._become(request)
             if is_possible:
                 self._fork(request)
             request.close()
+            if others is None and not started and has_threads():
+                os._exit(0)  # it could never fork
             request = self._next()
 
     def _can_fork(self, content: Mapping[str, Any]) -> bool:
@@ -197,21 +206,24 @@ class Server(MetaPathFinder):
         )
 
     def _fork(self, request: Request) -> None:
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError:  # the system has no room for another process
+            return request.fail()
         if child == 0:
-            self._become(request, is_fork=True)
+            self._become(request)
         with suppress(OSError):  # the group of the process that Ray has started, while that one waits for the answer
             os.setpgid(child, request.content["group"])
 
-    def _become(self, request: Request, is_fork: bool) -> NoReturn:
+    def _become(self, request: Request) -> NoReturn:
         self._listener.close()
         for handle in self._ends:
             os.close(handle)
-        if is_fork:
-            request.connection.close()
         handles = [os.dup(handle) for handle in request.handles]
-        if not is_fork:
-            request.close()
+        request.close()
+        for name, value in os.environ.items():  # what modules have set while they were imported
+            if not name.startswith(_OF_RAY) and self._launch_environment.get(name) != value:
+                request.content["environment"].setdefault(name, value)
         become(request.content, handles, self._path, self._launch_path)
 
 
@@ -243,12 +255,14 @@ def become(request: Mapping[str, Any], handles: Sequence[int], path: Sequence[st
         signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write(_WORKER_OOM_SCORE)
-        if "numpy" in sys.modules:  # Python draws a new seed for its own generator after each fork
-            sys.modules["numpy"].random.seed()
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))
+        draw_seeds()
         script = request["words"][0]
         sys.argv[:] = request["words"]
         added = [entry for entry in sys.path if entry not in launch_path]  # by Ray, for the packages that it brings
-        sys.path[:] = [*added, os.path.dirname(script), *path]
+        own = [] if sys.flags.safe_path else [os.path.dirname(script)]
+        sys.path[:] = [*added, *own, *path]
         main = ModuleType("__main__")
         main.__file__ = script
         sys.modules["__main__"] = main
@@ -262,6 +276,16 @@ def become(request: Mapping[str, Any], handles: Sequence[int], path: Sequence[st
         sys.excepthook(*sys.exc_info())
     finally:
         leave(code)
+
+
+def draw_seeds() -> None:
+    """Give this fork random states of its own, as a new process has; Python does it for its own generator."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    if "datasets.fingerprint" in sys.modules:  # which draws the names of cache files
+        sys.modules["datasets.fingerprint"].fingerprint_rng.seed()
 
 
 def leave(code: int) -> NoReturn:
@@ -287,10 +311,12 @@ def main(settings: Mapping[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
     environment = dict(os.environ)
-    path = sys.path[1:]
+    path = sys.path[0 if sys.flags.safe_path else 1 :]
     sys.path[:] = settings["path"]
     general, *others = (socket.socket(fileno=handle) for handle in settings["listeners"])
     load(settings["first"])
+    if has_threads():
+        os._exit(0)  # neither this one nor the other could fork
     if not others:
         Server(general, environment, path).serve(settings["general"], last=settings["last_of_general"])
     elif os.fork() == 0:

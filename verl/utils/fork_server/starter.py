@@ -3,7 +3,6 @@
 import glob
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -61,13 +60,13 @@ class ForkServer:
         listener.listen(_BACKLOG)
         return listener
 
-    def worker_command(self) -> str:
-        """Return an executable that takes the place of the interpreter in Ray's command for workers."""
-        file = Path(self._folder.name, "python")
-        words = [sys.executable, "-I", "-S", client.__file__, self._folder.name, sys.executable]
-        file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-        file.chmod(0o700)
-        return str(file)
+    def worker_command(self) -> list[str]:
+        """Return the words that take the place of the interpreter in Ray's command for workers.
+
+        There is no script among them: a folder for temporary files may not allow to execute one, and a shell drops
+        variables whose names it could not assign to.
+        """
+        return [sys.executable, "-I", "-S", client.__file__, self._folder.name, sys.executable]
 
     def stop(self) -> None:
         """End the server; its forks go on, unless they have asked the kernel to end with it."""
