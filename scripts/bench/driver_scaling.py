@@ -611,9 +611,10 @@ def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: in
     """Return what the cost of a phase is a sum of.
 
     Through the driver: the step, calls of a worker, messages that go through the object store, rows, megabytes sent and
-    received, tokens, and megabytes of columns that are so large that their memory is new each time.
+    received, tokens, megabytes of columns that are so large that their memory is new each time, and rows times workers,
+    because the token counts of all rows are sent to each worker.
 
-    By reference: the step, workers, rows, blocks, references, and references times workers. A part of a batch that was
+    By reference: the step, workers, rows, blocks, references, and rows times workers. A part of a batch that was
     reordered has rows of many blocks, and sends a reference of each.
     """
     of_a_worker = -(-rows // workers)
@@ -621,14 +622,23 @@ def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: in
         whole, rest = divmod(of_a_worker, ROWS_OF_A_BLOCK)
         sizes = [ROWS_OF_A_BLOCK] * whole + [rest] * (rest > 0)
         pairs = workers * workers * sum(1 - (1 - size / rows) ** of_a_worker for size in sizes)
-        return [1.0, workers, rows, workers * len(sizes), pairs, workers * pairs]
+        return [1.0, workers, rows, workers * len(sizes), pairs, workers * rows]
     first = {"generate": 0, "infer": 1, "update": 4}.get(phase, 0)
     calls = messages(of_a_worker, tokens)
     calls = calls if phase == ANSWERS else calls[first : first + CALLS[phase]]
     stored = sum((sent > INLINE_BYTES) + (answer > INLINE_BYTES) for sent, answer in calls)
     moved = sum(map(sum, calls))
     new = sum(size * rows * tokens for size in (4, 8) if size * rows * tokens >= MAPPED_BYTES)
-    return [1.0, workers * len(calls), workers * stored, rows, workers * moved / 1e6, rows * tokens / 1e6, new / 1e6]
+    return [
+        1.0,
+        workers * len(calls),
+        workers * stored,
+        rows,
+        workers * moved / 1e6,
+        rows * tokens / 1e6,
+        new / 1e6,
+        workers * rows,
+    ]
 
 
 NAMES = {
@@ -640,8 +650,9 @@ NAMES = {
         "MB moved",
         "million tokens",
         "MB of new memory",
+        "row x worker",
     ),
-    True: ("step", "worker", "row", "block", "reference", "reference x worker"),
+    True: ("step", "worker", "row", "block", "reference", "row x worker"),
 }
 
 
