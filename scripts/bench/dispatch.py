@@ -7,7 +7,9 @@ python scripts/bench/dispatch.py --only pickle --json
 python scripts/bench/dispatch.py --against ../earlier   alternate with another checkout, case by case
 
 One thread. The pass and what is measured alternate in one process, and medians are divided, as in ``algos.py``. Cases
-with Ray count wall time, since several processes work at once; the others CPU time. Results: docs/perf/dispatch.md.
+with Ray count wall time, since several processes work at once; the others CPU time. The process keeps the memory that
+it frees, as the trainer does with batches of these sizes; ``--new-memory`` leaves that to the C library. Results:
+docs/perf/dispatch.md.
 """
 
 import argparse
@@ -271,15 +273,24 @@ def run_here(parts: list[str], only: str, repeats: int) -> Iterator[dict[str, An
                 yield measure(case, repeats)
 
 
-def run_in(checkout: Path, part: str, only: str, repeats: int) -> list[dict[str, Any]]:
+def keep_memory() -> None:
+    """Keep freed memory as the trainer does with these batches; an earlier checkout does not."""
+    with contextlib.suppress(ImportError):
+        from verl.utils.memory_utils import keep_freed_host_memory
+
+        keep_freed_host_memory()
+
+
+def run_in(checkout: Path, part: str, only: str, repeats: int, new_memory: bool) -> list[dict[str, Any]]:
     """Measure the cases of a part in a process that imports ``verl`` from a checkout."""
     command = [sys.executable, __file__, "--json", "--parts", part, "--only", only, "--repeats", str(repeats)]
+    command += ["--new-memory"] if new_memory else []
     env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def compare(other: Path, parts: list[str], only: str, repeats: int) -> None:
+def compare(other: Path, parts: list[str], only: str, repeats: int, new_memory: bool) -> None:
     """Alternate processes of another checkout and of this one, and print the medians of both."""
     here = Path(__file__).resolve().parents[2]
     print(f"{'':38}{'before':>18}{'after':>18}{'ratio':>7}{'limit':>7}")
@@ -287,7 +298,7 @@ def compare(other: Path, parts: list[str], only: str, repeats: int) -> None:
         found: dict[str, dict[Path, list[dict[str, Any]]]] = {}
         for round_ in range(ROUNDS):
             for checkout in (other, here) if round_ % 2 == 0 else (here, other):
-                for row in run_in(checkout, part, only, repeats):
+                for row in run_in(checkout, part, only, repeats, new_memory):
                     found.setdefault(row["name"], {}).setdefault(checkout, []).append(row)
         for name, sides in found.items():
             middle = {
@@ -308,6 +319,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9, help="calls of each, warm-up not counted (default: 9)")
     parser.add_argument("--check", action="store_true", help="exit 1 where a cost is above its limit")
     parser.add_argument("--json", action="store_true", help="one JSON line per case instead of the table")
+    parser.add_argument("--new-memory", action="store_true", help="return freed memory to the system, as in small runs")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turn with this one")
     args = parser.parse_args()
     if args.repeats < 1:
@@ -315,9 +327,11 @@ def main() -> int:
     if args.against is not None:
         if not (args.against / "verl").is_dir():
             parser.error(f"--against must be a checkout of this project, {args.against} has no folder verl")
-        compare(args.against.resolve(), args.parts, args.only, args.repeats)
+        compare(args.against.resolve(), args.parts, args.only, args.repeats, args.new_memory)
         return 0
     torch.set_num_threads(1)
+    if not args.new_memory:
+        keep_memory()
     if not args.json:
         print(f"{'':38}{'passes':>8}{'limit':>7}{'ms':>9}{'first ms':>9}{'pass ms':>9}")
     results = []

@@ -11,7 +11,6 @@ bytes of each phase:
 """
 
 import argparse
-import ctypes
 import gc
 import io
 import itertools
@@ -515,10 +514,10 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def keep_memory() -> None:
-    """Let this process keep the memory that it frees, as MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=-1 do."""
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
-    libc = ctypes.CDLL(None)
-    if not libc.mallopt(trim_threshold, -1) or not libc.mallopt(mmap_max, 0):
+    """Let this process keep the memory that it frees, as the trainer does whose batches are large."""
+    from verl.utils.memory_utils import keep_freed_host_memory
+
+    if not keep_freed_host_memory():
         raise SystemExit("--keep-memory needs glibc")
 
 

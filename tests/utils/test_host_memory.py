@@ -1,5 +1,7 @@
-"""What a process has freed goes back to the system."""
+"""What a process has freed goes back to the system, or stays with the process."""
 
+import platform
+import subprocess
 import sys
 
 import psutil
@@ -27,3 +29,31 @@ def test_freed_tensors_between_living_ones_are_returned() -> None:
     return_freed_host_memory()
     assert resident().rss - before < 8 * MIB
     assert all(tensor.sum() == 8 * 1024 for tensor in living)
+
+
+KEEPS = """
+import resource, sys, torch
+from verl.utils.memory_utils import keep_freed_host_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(64 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def after_the_first(times):
+    found = [faults() for _ in range(times)]
+    return found[-1]
+
+assert not sys.argv[1:] or keep_freed_host_memory()
+print(after_the_first(4))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
+def test_a_process_keeps_the_pages_of_large_tensors() -> None:
+    """A tensor of 64 MB has 16,384 pages of 4 kB, or fewer that are larger; a kept one needs none."""
+    new, kept = (
+        int(subprocess.run([sys.executable, "-c", KEEPS, *words], check=True, capture_output=True, text=True).stdout)
+        for words in ([], ["keep"])
+    )
+    assert kept < 16 <= new

@@ -328,10 +328,14 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Write the size of tensors and arrays in GiB to standard output."""
-        tensors = sum(value.numel() * value.element_size() for value in self._tensors().values())
+        tensors = self.tensor_bytes()
         arrays = sum(value.nbytes for value in self.non_tensor_batch.values())
         start = f"{prefix}, " if prefix else ""
         sys.stdout.write(f"{start}tensors {tensors / 2**30} GiB, arrays {arrays / 2**30} GiB\n")
+
+    def tensor_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(value.numel() * value.element_size() for value in self._tensors().values())
 
     def get_data_info(self) -> str:
         """Describe keys, shapes, dtypes, devices and the types in meta_info, one per line."""

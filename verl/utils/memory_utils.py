@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,6 +49,20 @@ def return_freed_host_memory() -> None:
     """
     with suppress(OSError, TypeError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@cache
+def keep_freed_host_memory() -> bool:
+    """Let this process keep the host memory that it frees, and return whether it does; only glibc can.
+
+    Blocks above some MB come from new pages each time otherwise, which the kernel clears. A process whose steps take
+    and free the same large blocks pays for them once, and holds its peak until it ends.
+    """
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+    with suppress(OSError, TypeError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        return bool(libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, -1))
+    return False
 
 
 def reset_memory_stats() -> None:

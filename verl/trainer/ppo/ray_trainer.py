@@ -61,6 +61,7 @@ from verl.trainer.run.output import RunOutput, log_generations
 from verl.trainer.run.resume import find_resume_folder
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.flops_counter import image_lengths
+from verl.utils.memory_utils import keep_freed_host_memory
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
@@ -77,6 +78,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LARGE_BATCH_BYTES = 1 << 26
+"""From this size of a rollout's answer on, the trainer keeps the memory that it frees."""
 _PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validate"}
 _SCORING_COLUMNS = frozenset({"data_source", "reward_model", "extra_info", "uid"})
 
@@ -463,6 +466,8 @@ class RayPPOTrainer:
     def _receive(self, requests: DataProto, output: DataProto, metrics: Metrics, timing: Timing) -> None:
         """Check the responses of a rollout, and move their times and metrics to those of the step."""
         self._check_rollout(requests, output)
+        if not is_lazy(output) and output.tensor_bytes() >= LARGE_BATCH_BYTES:
+            keep_freed_host_memory()  # each step takes such blocks again
         for name, value in output.meta_info.pop("timing", {}).items():  # several calls in a step add up
             timing[name] = value if "/" in name else timing.get(name, 0.0) + value
         found = output.meta_info.get("metrics", {})
