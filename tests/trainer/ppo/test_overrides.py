@@ -98,6 +98,17 @@ def test_a_function_of_the_module_can_be_replaced(tmp_path, monkeypatch, name):
         trainer.shape(scored(), {}, {})
 
 
+def test_a_trainer_of_large_batches_keeps_its_memory(tmp_path, monkeypatch):
+    """Two rows of 32 MB, which are views of one number, and what a small run receives."""
+    kept = []
+    monkeypatch.setattr(ray_trainer, "keep_freed_host_memory", lambda: kept.append(True))
+    trainer = trainer_with(tmp_path, _check_rollout=lambda self, requests, output: None)
+    for width, expected in ((1 << 10, []), (1 << 23, [True])):
+        output = DataProto.from_dict({"responses": torch.zeros(1, 1).expand(2, width)})
+        trainer._receive(output, output, {}, {})
+        assert kept == expected
+
+
 def test_the_captures_of_a_loop_of_a_fork(tmp_path):
     calls = []
     trainer = trainer_with(tmp_path)
