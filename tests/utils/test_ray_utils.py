@@ -36,13 +36,13 @@ def test_what_a_lean_cluster_changes_of_rays_command(tmp_path) -> None:
         "--node_id=ab",
     ]
 
-    def lean(word: str, keep_agent: bool = False, interpreter: str | None = None) -> str:
+    def lean(word: str, keep_agent: bool = False, interpreter: list[str] | None = None) -> str:
         return _lean(word, command, keep_agent, interpreter)
 
     assert [lean(word, keep_agent=True) for word in command] == command
     assert lean(worker) == worker
-    forked = lean(worker, interpreter="/run/python")
-    assert forked == "--python_worker_command=/run/python setup_worker.py default_worker.py"
+    forked = lean(worker, interpreter=["/run/python", "-S"])
+    assert forked == "--python_worker_command=/run/python -S setup_worker.py default_worker.py"
     agent = shlex.split(lean(command[2]).removeprefix("--dashboard_agent_command="))
     with subprocess.Popen(agent, stdin=subprocess.PIPE) as process:
         process.stdin.close()  # as when the raylet ends

@@ -132,7 +132,7 @@ def test_responses_that_cannot_be_scored_are_counted_in_validation():
 def sharing(is_on, shuffles=False):
     """What balancing reads of a run that shares prefixes or not, with mini-batches of two prompts with two samples."""
     actor = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, ppo_mini_batch_size=2, shuffle=shuffles)
-    model, rollout = SimpleNamespace(use_prefix_sharing=is_on), SimpleNamespace(n=2)
+    model, rollout = SimpleNamespace(use_prefix_sharing=is_on, use_remove_padding=True), SimpleNamespace(n=2)
     policy = SimpleNamespace(actor=actor, model=model, rollout=rollout)
     return SimpleNamespace(actor_rollout_ref=policy, critic=None)
 
