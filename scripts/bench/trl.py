@@ -7,8 +7,8 @@ makes: in the case ``fixed`` every response has 32 tokens, in ``varied`` 4 to 64
 ``long_prompt`` 64 after prompts of 512. Without ``--trl-python``, an interpreter that can import trl, ``verl`` runs
 alone. The last line printed is JSON.
 
-TRL generates with transformers, with 32 rows in a forward pass: no number of rows took fewer CPU seconds by more than
-two rounds differ (docs/perf/cpu_vs_trl.md). To try others:
+TRL generates with transformers, with 32 rows in a forward pass. With 8 or 128 rows it took about as many CPU seconds
+or more (docs/perf/cpu_vs_trl.md). To try others:
 
     --only trl --trl-micro 8 32 128
     --only trl --trl-options use_transformers_continuous_batching=true

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
 from verl.trainer.config.sft import MOVED, as_engine_tree, parallel_sizes, parse_sft_config
-from verl.trainer.sft.preflight import check_rows
+from verl.trainer.sft.preflight import check_rows, idle_sharing
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.files import DataError
 from verl.utils.observe.tracking import check_backends
@@ -120,6 +120,18 @@ def test_the_older_tree_is_moved(trees):
 def test_refused(trees, name, changes, key, message):
     assert violations(trees[name], {}, world_size=2) == {}
     assert message in violations(trees[name], changes, world_size=2).get(key, "")
+
+
+@pytest.mark.parametrize(("name", "node"), [("sft_trainer", ""), ("sft_trainer_engine", "model.")])
+def test_padded_rows_share_nothing_and_a_notice_says_so(trees, name, node):
+    config = trees[name].copy()
+    OmegaConf.update(config, f"{node}use_remove_padding", False)
+    assert idle_sharing(parse_sft_config(config), node) is None
+    OmegaConf.update(config, f"{node}use_prefix_sharing", True)
+    expected = f"{node}use_prefix_sharing=true ({node}use_remove_padding=false)"
+    assert idle_sharing(parse_sft_config(config), node) == expected
+    OmegaConf.update(config, f"{node}use_remove_padding", True)
+    assert idle_sharing(parse_sft_config(config), node) is None
 
 
 def test_workers_of_megatron_share_rows(composed):

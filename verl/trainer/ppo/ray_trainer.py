@@ -754,7 +754,9 @@ class RayPPOTrainer:
         None where rows are shuffled, or trained in other mini-batches by the critic.
         """
         run = self.run_config
-        actor, critic, model = run.actor_rollout_ref.actor, run.critic, run.actor_rollout_ref.model
+        actor = run.actor_rollout_ref.actor
+        critic = run.critic
+        model = run.actor_rollout_ref.model
         shares = model.use_prefix_sharing and (model.use_remove_padding or actor.strategy == "megatron")
         if not shares or actor.shuffle or "uid" not in batch.non_tensor_batch:
             return None

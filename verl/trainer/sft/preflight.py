@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.trainer.config.sft import as_engine_tree, parse_sft_config
+from verl.trainer.config.sft import SFTConfig, as_engine_tree, parse_sft_config
 from verl.trainer.run.environment import check_processes, check_rendezvous
 from verl.trainer.run.inputs import InputError, check_model, check_remote, column_checks, local_files
 from verl.trainer.run.resume import ANOTHER, damaged_checkpoint
@@ -32,9 +32,8 @@ def check_sft_inputs(config: DictConfig) -> None:
         raise InputError(str(error)) from None
     check_processes(processes, of_node, rank)
     run = parse_sft_config(config, processes)
-    pads = run.engine.strategy != "megatron" and not run.model.use_remove_padding
-    if pads and run.model.use_prefix_sharing and rank == 0:
-        logger.warning("without effect in this run: use_prefix_sharing=true (use_remove_padding=false)")
+    if rank == 0 and (idle := idle_sharing(run, "model." if "engine" in config else "")):
+        logger.warning("without effect in this run: %s", idle)
     check_rendezvous(processes)
     check_backends(run.trainer.logger)
     tree = as_engine_tree(config)
@@ -47,6 +46,14 @@ def check_sft_inputs(config: DictConfig) -> None:
     check_model(model_key, run.model.path)
     if processes == of_node:  # other nodes may have other disks
         check_checkpoint(run.trainer.resume_mode, run.trainer.resume_from_path, run.trainer.default_local_dir)
+
+
+def idle_sharing(run: SFTConfig, node: str) -> str | None:
+    """Return the key of shared prefixes and why padded rows do not read it; None where it has an effect or is off."""
+    pads = run.engine.strategy != "megatron" and not run.model.use_remove_padding
+    if not (pads and run.model.use_prefix_sharing):
+        return None
+    return f"{node}use_prefix_sharing=true ({node}use_remove_padding=false)"
 
 
 def holds_text_pairs(data: Any) -> bool:
