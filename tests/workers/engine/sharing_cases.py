@@ -52,7 +52,10 @@ def padded(prompts: list[list[int]], responses: list[list[int]], masks: list[lis
 
 
 def groups(seed: int = 0, prompts: int = 3, samples: int = 4) -> DataProto:
-    """Return samples of prompts, two of which have a common beginning, in an order that mixes the groups."""
+    """Return samples of prompts, two of which have a common beginning, in an order that mixes the groups.
+
+    Three samples of one prompt are equal.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> list[int]:
@@ -61,7 +64,7 @@ def groups(seed: int = 0, prompts: int = 3, samples: int = 4) -> DataProto:
     system = draw(10)
     asked = [system + draw(9), system + draw(12), *(draw(8 + number) for number in range(prompts - 2))]
     answers = [draw(5 + 4 * (row % 4)) for row in range(prompts * samples)]
-    answers[samples] = answers[0]  # samples of one prompt may be equal: rows 0 and 4 both belong to prompt 0 or 1
+    answers[1 + prompts] = answers[1 + 2 * prompts] = answers[1]  # two of them are on one of two ranks
     return padded([asked[row % prompts] for row in range(len(answers))], answers)
 
 

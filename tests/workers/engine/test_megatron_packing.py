@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.workers.engine import cases
+from tests.workers.engine import cases, sharing_cases
 from verl.protocol import DataProto
-from verl.workers.engine.passes import pack_rows
+from verl.workers.engine.passes import pack_rows, pack_shared_rows
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
@@ -25,6 +25,19 @@ def test_every_position_is_held_once(cp_size: int, tp_multiple: int) -> None:
         for place, label, target in zip(share.keep, share.labels, share.target, strict=True):
             (at,) = (packed.target == target).nonzero().squeeze(1).tolist()
             assert label == packed.labels[at] and share.input_ids[0, place] == packed.input_ids[0, packed.keep[at]]
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_equal_rows_read_a_token_once(samples: int) -> None:
+    """Sequence parallelism pads an odd number of distinct tokens; labels stay fewer than targets."""
+    from verl.workers.engine.megatron.forward import share_of
+
+    packed = pack_shared_rows(sharing_cases.padded([list(range(3, 12))] * samples, [list(range(12, 22))] * samples))
+    share = share_of(packed, 1, 0, 2)
+    assert packed.input_ids.numel() == 19 and share.input_ids.numel() == sum(share.lengths) == 20
+    assert share.labels.tolist() == list(range(12, 22)) and len(share.target) == 10 * samples
+    assert share.readers is not None and share.labels[share.readers].tolist() == list(range(12, 22)) * samples
+    assert share.input_ids[0, share.keep].tolist() == list(range(11, 21))
 
 
 def test_zigzag_of_one_sequence() -> None:

@@ -65,12 +65,13 @@ def share_of(packed: passes.PackedRows, cp_size: int, cp_rank: int, tp_multiple:
         whole = ids.new_zeros(sum(lengths)).index_copy(0, place.to(device), ids)
         held = held_places(lengths, cp_size, cp_rank)
         places = local_places(packed.lengths, lengths, cp_size, cp_rank).to(device)
-        here = places[keep]
-        mine = here >= 0
         ids = whole[held.to(device)]
-        keep = here[mine]
-        labels = labels[mine]
-        target = target[mine]
+        keep = places[keep]
+        if cp_size > 1:  # other ranks read the rest; shared prefixes have one rank, and several targets for a label
+            mine = keep >= 0
+            keep = keep[mine]
+            labels = labels[mine]
+            target = target[mine]
     if not len(keep):
         keep = keep.new_zeros(1)
     ends = packed.ends
