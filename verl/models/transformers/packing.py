@@ -33,3 +33,8 @@ def packing_problem(config: Mapping[str, Any]) -> str | None:
     """Return why rows of a model cannot be packed, as the end of a sentence about the key; None if they can."""
     state = state_along_rows(config)
     return state and f"would carry states from one row into the next, the model has {state}: write false"
+
+
+def packs_rows(strategy: str, use_remove_padding: bool) -> bool:
+    """Whether rows are packed, as they must be to share tokens: Megatron-Core packs them always."""
+    return strategy == "megatron" or use_remove_padding

@@ -19,6 +19,7 @@ from verl.algos.kl import get_kl_controller
 from verl.algos.mismatch import calculate_debug_metrics
 from verl.algos.names import AdvantageEstimator
 from verl.base_config import WrongInput
+from verl.models.transformers.packing import packs_rows
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.protocol.lazy import BY_REFERENCE, by_reference, is_lazy, take_touched
 from verl.single_controller.base.errors import phase
@@ -757,7 +758,7 @@ class RayPPOTrainer:
         actor = run.actor_rollout_ref.actor
         critic = run.critic
         model = run.actor_rollout_ref.model
-        shares = model.use_prefix_sharing and (model.use_remove_padding or actor.strategy == "megatron")
+        shares = model.use_prefix_sharing and packs_rows(actor.strategy, model.use_remove_padding)
         if not shares or actor.shuffle or "uid" not in batch.non_tensor_batch:
             return None
         if critic is not None and (critic.shuffle or workers_of_a_shard(critic) != workers_of_a_shard(actor)):

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl.models.transformers.packing import packs_rows
 from verl.trainer.config.sft import SFTConfig, as_engine_tree, parse_sft_config
 from verl.trainer.run.environment import check_processes, check_rendezvous
 from verl.trainer.run.inputs import InputError, check_model, check_remote, column_checks, local_files
@@ -50,8 +51,7 @@ def check_sft_inputs(config: DictConfig) -> None:
 
 def idle_sharing(run: SFTConfig, node: str) -> str | None:
     """Return the key of shared prefixes and why padded rows do not read it; None where it has an effect or is off."""
-    pads = run.engine.strategy != "megatron" and not run.model.use_remove_padding
-    if not (pads and run.model.use_prefix_sharing):
+    if packs_rows(run.engine.strategy, run.model.use_remove_padding) or not run.model.use_prefix_sharing:
         return None
     return f"{node}use_prefix_sharing=true ({node}use_remove_padding=false)"
 

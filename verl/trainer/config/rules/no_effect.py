@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from verl.algos.names import ADV_ESTIMATORS, LOSS_AGG_UNIT, POLICY_LOSSES
 from verl.base_config import Idle, Kind, Violation, as_yaml
+from verl.models.transformers.packing import packs_rows
 from verl.trainer.config.keys import is_under, select
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.workers.config import MultiTurnConfig, PolicyLossConfig
@@ -157,11 +158,11 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
 
 
 def _padded_models(run: RunConfig) -> Iterator[Idle]:
-    """Yield what padded rows do not read; Megatron-Core packs rows always."""
+    """Yield what padded rows do not read."""
     models = [(MODEL, run.actor_rollout_ref.actor.strategy), (f"{REWARD}.model", run.reward_model.strategy)]
     models += [] if run.critic is None else [("critic.model", run.critic.strategy)]
     for node, strategy in models:
-        if strategy != "megatron":
+        if not packs_rows(strategy, use_remove_padding=False):
             yield Idle(f"{node}.use_remove_padding", False, node, ("use_prefix_sharing",))
 
 
