@@ -129,9 +129,9 @@ def test_responses_that_cannot_be_scored_are_counted_in_validation():
 # ---- balancing
 
 
-def sharing(is_on, shuffles=False):
+def sharing(is_on, shuffles=False, **changes):
     """What balancing reads of a run that shares prefixes or not, with mini-batches of two prompts with two samples."""
-    actor = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, ppo_mini_batch_size=2, shuffle=shuffles)
+    actor = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, ppo_mini_batch_size=2, shuffle=shuffles, **changes)
     model, rollout = SimpleNamespace(use_prefix_sharing=is_on, use_remove_padding=True), SimpleNamespace(n=2)
     policy = SimpleNamespace(actor=actor, model=model, rollout=rollout)
     return SimpleNamespace(actor_rollout_ref=policy, critic=None)
@@ -161,6 +161,27 @@ def test_samples_of_a_prompt_go_to_one_worker(shuffles):
         assert sorted(before[0] + before[1]) == sorted(after[0] + after[1])
         pairs = [each for each in range(0, 8, 2) if {each, each + 1} <= {*after[0], *after[1]}]
         assert shuffles or all(any({each, each + 1} == set(part) for part in after) for each in pairs)
+
+
+@pytest.mark.parametrize("workers, samples", [(8, 2), (4, 2), (2, 2), (8, 4)])
+def test_mini_batches_keep_their_members_where_workers_share_rows(workers, samples):
+    """Two workers share each shard; twelve rows do not divide over eight workers, which make four shards."""
+    shards, rows = workers // 2, 6 * samples
+    generator = torch.Generator().manual_seed(workers)
+    attended = (torch.arange(9) < torch.randint(4, 9, (rows, 1), generator=generator)).long()
+    uids = np.array([f"prompt {row // samples}" for row in range(rows)], dtype=object)
+    batches = []
+    for is_on in (False, True):
+        columns = {"attention_mask": attended, "responses": torch.zeros(rows, 3), "row": torch.arange(rows)}
+        batch = DataProto.from_dict(deepcopy(columns), non_tensors={"uid": uids})
+        trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+        trainer.state, trainer.actor_rollout_wg = RunState(seed=1), SimpleNamespace(world_size=workers)
+        trainer.run_config = sharing(is_on, ulysses_sequence_parallel_size=2)
+        trainer.run_config.actor_rollout_ref.rollout.n = samples
+        trainer._balance_batch(batch, {})
+        own = batch.batch["row"].view(shards, 3, -1)  # by shard and mini-batch
+        batches.append([sorted(own[:, at].flatten().tolist()) for at in range(3)])
+    assert batches[0] == batches[1]
 
 
 def test_balanced_rows_can_be_put_back():

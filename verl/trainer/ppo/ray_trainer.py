@@ -770,8 +770,10 @@ class RayPPOTrainer:
         """Give the samples of a prompt to one rank where that saves computing their prompt again."""
         run = self.run_config
         actor, critic = run.actor_rollout_ref.actor, run.critic
-        sharing = workers_of_a_shard(actor)
-        groups = self._groups_of(batch) if len(parts) > sharing else None
+        shards = self.actor_rollout_wg.world_size // workers_of_a_shard(actor)
+        # Workers that share a shard may have one part between them, where the rows do not divide over all workers.
+        sharing, rest = divmod(len(parts), shards)
+        groups = self._groups_of(batch) if shards > 1 and not rest else None
         if groups is None:
             return parts
         ranks = [[row for part in parts[at : at + sharing] for row in part] for at in range(0, len(parts), sharing)]
