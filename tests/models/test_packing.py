@@ -43,6 +43,9 @@ def test_attention_is_told_where_rows_begin(kind: str) -> None:
         ({"model_type": "kimi_vl"}, "remote code of model_type='kimi_vl'"),
         (fields("qwen2", attention_dropout=0.1), "needs attention_dropout=0.0, it is 0.1"),
         (fields("gpt2"), "needs attn_pdrop=0.0"),
+        (fields("mixtral", router_jitter_noise=0.1), "needs router_jitter_noise=0.0, it is 0.1"),
+        (fields("phimoe"), "model_type='phimoe' draws them in training"),
+        (fields("dbrx", resid_pdrop=0.0, attn_config={"attn_pdrop": 0.2}), "needs attn_pdrop=0.0, it is 0.2"),
         ({"model_type": "mistral", "sliding_window": 8}, "the model has sliding_window=8"),
     ],
 )

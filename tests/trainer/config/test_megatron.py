@@ -196,6 +196,7 @@ def test_what_established_commands_add_without_effect_is_accepted_and_named(mega
         ([SHARING, "+actor_rollout_ref.model.override_config.model_config.attention_dropout=0.1"],
          MODEL_SHARES, "needs attention_dropout=0.0"),
         ([SHARING, f"+{OVERRIDES}.transformer_impl=transformer_engine"], MODEL_SHARES, "transformer_impl=local"),
+        ([SHARING, f"+{OVERRIDES}.attention_dropout=0.1"], MODEL_SHARES, "attention_dropout to be left out, it is 0.1"),
         (["critic.model.use_prefix_sharing=true", f"{CP}=2"], "critic.model.use_prefix_sharing", "context_parallel"),
         ([f"+{OVERRIDES}.apply_rope_fusion=true"], f"{OVERRIDES}.apply_rope_fusion", "needs CUDA"),
         ([f"+{OVERRIDES}.transformer_impl=transformer_engine"], f"{OVERRIDES}.transformer_impl", "write local"),

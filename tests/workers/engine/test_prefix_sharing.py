@@ -259,6 +259,24 @@ def test_refused_on_megatron_core(config: dict[str, Any], cp_size: int, use_mbri
     assert not list(mcore_sharing_problems({"model_type": "qwen2"}, 1, False))
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("attention_dropout", 0.1, "attention_dropout to be left out, it is 0.1"),
+        ("hidden_dropout", 0.1, "hidden_dropout to be left out"),
+        ("moe_input_jitter_eps", 0.01, "moe_input_jitter_eps to be left out"),
+        ("moe_expert_capacity_factor", 1.5, "moe_expert_capacity_factor=1.5: experts would drop other tokens"),
+        ("apply_rope_fusion", True, "apply_rope_fusion=true, whose kernel counts positions"),
+    ],
+)
+def test_options_of_megatron_core_that_depend_on_rows(name: str, value: Any, message: str) -> None:
+    (problem,) = mcore_sharing_problems({"model_type": "qwen3_moe"}, 1, False, overrides={name: value})
+    assert message in problem
+    harmless = {"attention_dropout": 0.0, "moe_expert_capacity_factor": -1, "recompute_granularity": "full"}
+    assert not list(mcore_sharing_problems({}, 1, False, overrides=harmless))
+    assert not list(mcore_sharing_problems({}, 1, False, overrides={"hidden_dropout": 0.1}, trains=False))
+
+
 @pytest.mark.parametrize("budget", [48, 70, 120, 1000])
 def test_micro_batches_hold_so_many_distinct_tokens(budget: int) -> None:
     data = sharing_cases.groups()

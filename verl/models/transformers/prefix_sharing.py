@@ -11,6 +11,10 @@ from verl.models.transformers.names import REMOTE_FAMILIES
 from verl.models.transformers.packing import state_along_rows
 
 _FULL = ("full_attention", "full")
+_PARTS = ("text_config", "attn_config", "ffn_config")
+"""Nodes of ``config.json`` that belong to the language model."""
+_DRAWS_EXPERTS = ("phimoe",)
+"""Families that choose experts at random while they train."""
 
 
 def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator[str]:
@@ -22,11 +26,13 @@ def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator
     kind = config.get("model_type")
     if kind in REMOTE_FAMILIES:
         yield f"is not supported for the remote code of model_type={kind!r}: write false"
-    rates = {name: rate for name, rate in text.items() if _is_dropout(name) and isinstance(rate, int | float)}
-    drops = sorted(name for name, rate in rates.items() if rate > 0)
-    if trains and drops:
+    drawn = sorted(_drawn(config))
+    if trains and kind in _DRAWS_EXPERTS:
+        yield f"needs experts that a token determines, model_type={kind!r} draws them in training: write false"
+    elif trains and drawn:
+        name, rate = drawn[0]
         yield (
-            f"needs {drops[0]}=0.0, it is {text[drops[0]]}: rows that share a token would share its mask. Set it in "
+            f"needs {name}=0.0, it is {rate}: rows that share a token would share what is drawn for it. Set it in "
             "override_config, or write false"
         )
     odd = sorted({each for each in text.get("layer_types") or () if each not in _FULL})
@@ -45,16 +51,34 @@ def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator
         )
 
 
-def _is_dropout(name: str) -> bool:
-    return name.endswith(("dropout", "dropout_prob", "dropout_rate", "_pdrop")) and "classifier" not in name
+def _drawn(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the rates above 0 of what is drawn for each token: dropout, and noise of routers."""
+    for name, value in config.items():
+        if name in _PARTS and isinstance(value, Mapping):
+            yield from _drawn(value)
+        elif isinstance(value, int | float) and value > 0 and _is_random(name):
+            yield name, value
+
+
+def _is_random(name: str) -> bool:
+    ends = ("dropout", "dropout_prob", "dropout_rate", "_pdrop", "jitter_noise", "jitter_eps")
+    return name.endswith(ends) and "classifier" not in name
 
 
 def mcore_sharing_problems(
-    config: Mapping[str, Any], context_parallel_size: int, use_mbridge: bool, implementation: str = "local"
+    config: Mapping[str, Any],
+    context_parallel_size: int,
+    use_mbridge: bool,
+    implementation: str = "local",
+    overrides: Mapping[str, Any] | None = None,
+    trains: bool = True,
 ) -> Iterator[str]:
     """Yield why rows of a model on Megatron-Core cannot share tokens, apart from ``sharing_problems``.
 
-    Args: implementation is whose layers compute, ``local`` or ``transformer_engine``.
+    Args:
+        implementation: whose layers compute, ``local`` or ``transformer_engine``.
+        overrides: ``override_transformer_config``.
+        trains: whether dropout is on.
     """
     if context_parallel_size > 1:
         yield f"is not supported with megatron.context_parallel_size={context_parallel_size}: write false, or 1"
@@ -66,4 +90,23 @@ def mcore_sharing_problems(
         yield (
             f"is not supported with the layers of {implementation}: set "
             "megatron.override_transformer_config.transformer_impl=local, or write false"
+        )
+    fields = overrides or {}
+    at = "megatron.override_transformer_config"
+    dropouts = ("attention_dropout", "hidden_dropout") if trains else ()
+    for name in (*dropouts, "moe_input_jitter_eps"):  # the latter is drawn without training, too
+        if fields.get(name):
+            yield (
+                f"needs {at}.{name} to be left out, it is {fields[name]}: rows that share a token would share what is "
+                "drawn for it. Do so, or write false"
+            )
+    if (fields.get("moe_expert_capacity_factor") or -1) >= 0:
+        yield (
+            f"is not supported with {at}.moe_expert_capacity_factor={fields['moe_expert_capacity_factor']}: experts "
+            "would drop other tokens, as shared ones come once. Leave it out, or write false"
+        )
+    if fields.get("apply_rope_fusion"):
+        yield (
+            f"is not supported with {at}.apply_rope_fusion=true, whose kernel counts positions in each part of a row: "
+            "leave it out, or write false"
         )

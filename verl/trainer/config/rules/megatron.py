@@ -146,7 +146,8 @@ def mcore_sharing_rules(
     """
     kind = engine.override_transformer_config.get("transformer_impl") or default_implementation(device)
     problems = [*sharing_problems(fields, trains)]
-    problems += mcore_sharing_problems(fields, engine.context_parallel_size, engine.use_mbridge, kind)
+    layout = (engine.context_parallel_size, engine.use_mbridge, kind)
+    problems += mcore_sharing_problems(fields, *layout, engine.override_transformer_config, trains)
     yield from (Violation(f"{key}.use_prefix_sharing", True, problem) for problem in problems)
 
 

@@ -172,10 +172,10 @@ class ModelBuilder:
         """Raise ConfigError for a model or a layout that cannot compute shared tokens once."""
         config, fields = self.engine_config, self.hf_config.to_dict()
         bridged = needs_bridge(self.hf_config, config.use_mbridge)
-        problems = [*sharing_problems(fields, trains=not config.forward_only)]
-        kind = config.override_transformer_config.get("transformer_impl")
-        kind = kind or default_implementation(self.layout.device.type)
-        problems += mcore_sharing_problems(fields, config.context_parallel_size, bridged, kind)
+        overrides, trains = config.override_transformer_config, not config.forward_only
+        kind = overrides.get("transformer_impl") or default_implementation(self.layout.device.type)
+        problems = [*sharing_problems(fields, trains)]
+        problems += mcore_sharing_problems(fields, config.context_parallel_size, bridged, kind, overrides, trains)
         if problems:
             raise ConfigError([Violation("model.use_prefix_sharing", True, problem) for problem in problems])
 
