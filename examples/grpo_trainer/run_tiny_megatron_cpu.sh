@@ -19,6 +19,7 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \
     data.max_response_length=32 \
     data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$MODEL_PATH" \
+    actor_rollout_ref.model.use_prefix_sharing=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \

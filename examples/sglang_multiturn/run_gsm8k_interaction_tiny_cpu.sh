@@ -49,6 +49,7 @@ python3 -m verl.trainer.main_ppo --config-path=examples/sglang_multiturn/config 
     actor_rollout_ref.rollout.name=vllm \
     "actor_rollout_ref.model.path='$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface'" \
     actor_rollout_ref.model.use_remove_padding=true \
+    actor_rollout_ref.model.use_prefix_sharing=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \

@@ -16,6 +16,7 @@ python3 -m recipe.sppo.main_sppo \
     data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$MODEL_PATH" \
     actor_rollout_ref.model.use_remove_padding=true \
+    actor_rollout_ref.model.use_prefix_sharing=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.actor.optim.lr_warmup_steps=0 \

@@ -53,6 +53,7 @@ COMMON=(
     data.max_response_length=64
     data.dataloader_num_workers=0
     actor_rollout_ref.model.use_remove_padding=true
+    actor_rollout_ref.model.use_prefix_sharing=true
     actor_rollout_ref.model.enable_gradient_checkpointing=false
     actor_rollout_ref.actor.optim.lr=3e-4
     actor_rollout_ref.actor.ppo_mini_batch_size=16

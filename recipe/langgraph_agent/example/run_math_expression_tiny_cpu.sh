@@ -44,6 +44,7 @@ python3 -m verl.trainer.main_ppo \
     data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface" \
     actor_rollout_ref.model.use_remove_padding=true \
+    actor_rollout_ref.model.use_prefix_sharing=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=3e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
