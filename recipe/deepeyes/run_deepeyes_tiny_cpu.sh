@@ -59,6 +59,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.model.custom_chat_template=null \
     actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.model.use_remove_padding=true \
+    actor_rollout_ref.model.use_prefix_sharing=true \
     actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=5e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
