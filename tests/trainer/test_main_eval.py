@@ -17,7 +17,7 @@ GSM8K = "openai/gsm8k"
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
-    monkeypatch.setattr(launch, "catch_sigterm", lambda: None)
+    monkeypatch.setattr(launch, "catch_signals", lambda: None)
 
 
 def row(source, responses, truth, **more):

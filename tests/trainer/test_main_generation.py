@@ -22,7 +22,7 @@ QUESTIONS = ["1+1=?", "What is 12 times 12?", "a", "Name three colours.", "2+3=?
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch):
-    monkeypatch.setattr(launch, "catch_sigterm", lambda: None)
+    monkeypatch.setattr(launch, "catch_signals", lambda: None)
 
 
 @pytest.fixture(scope="module")

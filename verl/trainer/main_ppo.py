@@ -24,6 +24,7 @@ from verl.trainer.run import prestart
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
 from verl.utils.import_utils import import_external_libs, lazy_exports
+from verl.utils.interrupts import keep_interrupts
 from verl.utils.masking import masked
 from verl.workers.config.rollout import serves
 
@@ -267,6 +268,7 @@ def _workers_of(strategy: str) -> ModuleType:
 
 
 if __name__ == "__main__":
+    keep_interrupts()
     prestart.start_early(sys.argv[1:])
     # Imported under its name, so that Ray imports TaskRunner in the actor instead of copying it there by value.
     importlib.import_module("verl.trainer.main_ppo").main()

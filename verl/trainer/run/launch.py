@@ -30,6 +30,7 @@ from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer
+from verl.utils.interrupts import interrupt, keep_interrupts
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
 from verl.utils.processes import end_all, end_with_this_process
 from verl.utils.ray_utils import LogForwarder, lean_cluster, loopback
@@ -89,7 +90,7 @@ def run_on_ray(
     """
     failure: tuple[str, int] | None = None
     watch: Watch | None = None
-    catch_sigterm()
+    catch_signals()
     owns_ray = True  # until start_ray answers: the start itself may be interrupted
 
     def talk_and_trace(watch: Watch) -> None:
@@ -101,7 +102,7 @@ def run_on_ray(
 
     try:
         owns_ray = start_ray(device, cluster, serves_metrics, fork_server)
-        catch_sigterm()  # Ray has set another handler
+        catch_signals()  # Ray has set another handler
         watch = Watch(timeout_s, display.write)
         watch.run(partial(talk_and_trace, watch))
     except KeyboardInterrupt:
@@ -244,16 +245,17 @@ def runtime_env(device: str, chosen: Mapping[str, Any], network: Mapping[str, st
 _terminated = threading.Event()
 
 
-def catch_sigterm() -> None:
-    """Raise KeyboardInterrupt at SIGTERM too; Python allows this in the main thread only."""
+def catch_signals() -> None:
+    """Raise KeyboardInterrupt at SIGTERM too, and lose none; Python allows this in the main thread only."""
     _terminated.clear()
+    keep_interrupts()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     _terminated.set()  # Ray turns any exception of a handler into a KeyboardInterrupt
-    raise KeyboardInterrupt
+    interrupt(signum)
 
 
 def interruption() -> tuple[str, int]:

@@ -1,0 +1,60 @@
+"""``verl.utils.interrupts``: a Ctrl-C that comes in a hook is not lost, and leaves no lock taken."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+PROGRAM = """
+import os, sys
+from _thread import interrupt_main  # as a signal that comes now: whatever Python code is next is interrupted
+
+moment, is_kept = sys.argv[1], sys.argv[2] == "kept"
+if moment == "after the fork":  # just before the hook of logging, which it registers when it is imported
+    os.register_at_fork(after_in_parent=interrupt_main)
+assert "logging" not in sys.modules
+import logging, subprocess, threading, time, weakref
+if moment == "before the fork":
+    os.register_at_fork(before=interrupt_main)
+if is_kept:
+    from verl.utils.interrupts import keep_interrupts
+    keep_interrupts()
+    keep_interrupts()
+try:
+    if moment == "garbage":
+        thing = threading.Event()
+        kept = weakref.ref(thing, lambda ref: interrupt_main())
+        del thing
+    else:
+        subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], preexec_fn=lambda: None).wait()
+    time.sleep(60 if is_kept else 0.2)
+    print("lost", end=" ")
+except KeyboardInterrupt:
+    print("interrupted", end=" ")
+thread = threading.Thread(target=logging.getLogger, args=("other",), daemon=True)
+thread.start()
+thread.join(60 if is_kept else 0.5)
+print("stuck" if thread.is_alive() else "free")
+"""
+WITHOUT = {"before the fork": "lost free", "after the fork": "lost stuck", "garbage": "lost free"}
+
+
+def end_of(moment: str, how: str) -> tuple[str, str]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, moment, how], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def test_no_interruption_is_lost() -> None:
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(lambda moment: end_of(moment, "kept"), WITHOUT))
+    assert found == [("interrupted free", "")] * len(WITHOUT)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="the hooks of logging are no Python code any more")
+def test_python_itself_loses_them() -> None:
+    """What the module is for; if this fails on a newer Python, less may be needed."""
+    with ThreadPoolExecutor() as threads:
+        found = dict(zip(WITHOUT, threads.map(lambda moment: end_of(moment, "plain")[0], WITHOUT), strict=True))
+    assert found == WITHOUT
