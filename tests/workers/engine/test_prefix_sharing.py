@@ -206,6 +206,8 @@ def test_a_reward_model_and_the_full_kl(folder: Path) -> None:
             kl.append(engine.infer_batch(data, passes.PassSpec(full_kl=True)))
     assert_close(*kl)
     assert kl[0]["full_kl"].max() > 0.01
+    with pytest.raises(ValueError, match="the reference has use_prefix_sharing=False and the policy True"):
+        sharing_cases.build(folder / "qwen2", True).set_reference(reference)
 
 
 def test_the_pass_of_a_reference_does_not_count(folder: Path) -> None:

@@ -334,6 +334,11 @@ class FSDPEngine(BaseEngine):
             return
         if not isinstance(engine, FSDPEngine) or engine.layout.sp_size != self.layout.sp_size:
             raise ValueError("the reference must be an FSDP engine with the sequence parallelism of the policy")
+        if engine.shares_prefixes != self.shares_prefixes:
+            raise ValueError(
+                f"the reference has use_prefix_sharing={engine.shares_prefixes} and the policy "
+                f"{self.shares_prefixes}: give both the same, because they compare token by token"
+            )
         self.forward.reference = Reference(engine.forward)
 
     # ---- checkpoints
