@@ -2,12 +2,13 @@
 
 import importlib
 import os
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -103,6 +104,48 @@ def trees(draw: st.DrawFn) -> DataProto:
         [text[:cut] for text, cut in zip(texts, cuts, strict=True)],
         [text[cut:] for text, cut in zip(texts, cuts, strict=True)],
     )
+
+
+def drawn_trees(count: int) -> list[DataProto]:
+    """Return the same trees on every rank: where one fails, hypothesis would go on with others there alone."""
+    found: list[DataProto] = []
+
+    @settings(max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=trees())
+    def keep(data: DataProto) -> None:
+        found.append(data)
+
+    keep()
+    return found
+
+
+def oddities() -> dict[str, DataProto]:
+    """Return rows that share everything or count nothing, with odd and even numbers of distinct tokens."""
+    generator = torch.Generator().manual_seed(4)
+    first, second, third = (
+        torch.randint(3, cases.VOCAB, (count,), generator=generator).tolist() for count in (11, 10, 7)
+    )
+    nothing = padded([first] * 6, [second, third] * 3)
+    for row, tokens in ((1, 0), (2, 0), (4, 1), (5, 1)):  # all padding, and what fills a batch
+        for name in ("attention_mask", "response_mask", "position_ids"):
+            nothing.batch[name][row] = 0
+        nothing.batch["attention_mask"][row, :tokens] = 1
+    return {
+        "equal, odd": padded([first] * 6, [second] * 6),
+        "equal, even": padded([first] * 6, [third] * 6),
+        "a token each": padded([first] * 6, [[token] for token in (5, 5, 6, 7, 7, 7)]),
+        "a token after a token": padded([[3]] * 6, [[token] for token in (7, 7, 8, 8, 9, 9)]),
+        "other tokens count": padded([first] * 4, [second] * 4, [[1, 0] * 5, [0, 1] * 5, [1] * 10, [0] * 10]),
+        "a pass without counted tokens": padded(
+            [first] * 6, [second] * 3 + [third] * 3, [[0] * 10] * 3 + [[1] * 7] * 3
+        ),
+        "rows end inside others": padded([first] * 6, [second[:count] for count in (10, 9, 8, 2, 1, 10)]),
+        "responses are prompts": padded(
+            [first, first + second[:3], first + second[:9], first[:9]],
+            [second + third, second[3:] + third, second[9:] + third, first[9:] + second],
+        ),
+        "padding": nothing,
+    }
 
 
 def distinct_tokens(data: DataProto) -> int:
@@ -300,7 +343,7 @@ def run_product(rank: int, world: int, root: Path) -> None:
 # Megatron-Core
 
 MCORE: dict[str, dict[str, Any]] = {
-    "tp 2": {"cut": cases.MICRO[4], "engine": megatron_cases.TP},
+    "tp 2": {"cut": cases.MICRO[4], "engine": megatron_cases.TP, "odd": {"trees": 3, "cuts": [cases.MICRO[3]]}},
     "tp 2, experts": {"cut": cases.MICRO[4], "engine": megatron_cases.TP, "folder": "qwen3_moe"},
     "pp 2 x 2 virtual, rope scaling, fused head, checkpoints": {
         "cut": cases.dynamic(60),
@@ -310,6 +353,64 @@ MCORE: dict[str, dict[str, Any]] = {
     },
     "dp 2, values": {"cut": cases.dynamic(60), "engine": megatron_cases.PLAIN, "kind": "value_model"},
 }
+
+ODD: dict[str, Any] = {"trees": 20, "cuts": [cases.MICRO[3], cases.dynamic(51)]}
+WHOLE, FLAT = megatron_cases.ETP1, {"sequence_parallel": False}
+MORE_MCORE: dict[str, dict[str, Any]] = {
+    "tp 2": {"engine": megatron_cases.TP},
+    "tp 2, whole sequences": {"engine": megatron_cases.TP | FLAT},
+    "tp 2, fused head, tied": {"engine": megatron_cases.TP, "folder": "tied", "model": FUSED},
+    "tp 2, recomputed": {
+        "engine": megatron_cases.TP | {"override_transformer_config": megatron_cases.RECOMPUTE}, "folder": "llama",
+    },
+    "tp 2, values": {"engine": megatron_cases.TP, "kind": "value_model"},
+    "tp 2 ep 2": {"engine": megatron_cases.TP | megatron_cases.EP | WHOLE, "folder": "qwen3_moe"},
+    "pp 2": {"engine": megatron_cases.PP, "folder": "qwen3_moe_mixed"},
+    "pp 2, values": {"engine": megatron_cases.PP, "kind": "value_model"},
+    "pp 2 x 2 virtual, fused head": {"engine": megatron_cases.VPP, "folder": "llama", "model": FUSED},
+    "dp 2, overlapped, offloaded": {"engine": megatron_cases.OVERLAP | megatron_cases.OFFLOAD},
+    "ep 2": {"engine": megatron_cases.EP, "folder": "qwen3_moe"},
+}  # fmt: skip
+"""Layouts for odd rows and random trees alone."""
+
+
+def odd_results(engine: Any, trees: int, cuts: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return outputs, gradients and metrics of odd rows and of random trees, of which data-parallel rank 0 has one."""
+    rows = oddities() | {f"tree {at}": tree for at, tree in enumerate(drawn_trees(trees))}
+    rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    results = {}
+    for (name, data), (at, cut) in product(rows.items(), enumerate(cuts)):
+        note(name)
+        mine = data
+        if size > 1 and len(data) > 1:
+            mine = data.select_idxs(list(range(1, len(data))) if rank else [0])
+        mine.meta_info.update(cut)
+        output = outputs(engine, mine)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            metrics = engine.forward_backward_batch(mine, cases.loss_fn)
+            gradient = megatron_cases.gradients(engine)
+        results[name, at] = {"output": output, "gradient": gradient, "metrics": metrics}
+    return results
+
+
+def run_mcore_odd(rank: int, world: int, folder: Path) -> None:
+    """Save what odd rows and random trees give in more layouts, with and without sharing."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store_odd", rank=rank, world_size=world)
+    importlib.import_module("verl.workers.engine.megatron")
+    from megatron.core import parallel_state
+
+    results = {}
+    for name, case in MORE_MCORE.items():
+        note(name)
+        path = folder / case.get("folder", "plain")
+        for shares in (False, True):
+            model = cases.model_config(path, use_prefix_sharing=shares, **case.get("model", {}))
+            engine = megatron_cases.build(path, case["engine"], case.get("kind", "language_model"), model=model)
+            results[name, shares] = odd_results(engine, **ODD)
+        parallel_state.destroy_model_parallel()
+    torch.save(results, folder / f"odd_{rank}.pt")
 
 
 def descend_mcore(engine: Any, data: DataProto, steps: int = 3) -> dict[str, Tensor]:
@@ -356,6 +457,7 @@ def run_mcore(rank: int, world: int, folder: Path) -> None:
                 "output": outputs(engine, mine),
                 "gradient": gradient,
                 "metrics": metrics,
+                "odd": odd_results(engine, **case["odd"]) if "odd" in case else {},
                 "weights": descend_mcore(engine, mine),
                 "computed": sum(until - above for until, above in segments),
                 "distinct": sum(distinct),

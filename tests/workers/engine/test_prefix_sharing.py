@@ -112,6 +112,17 @@ def test_random_trees(engines: Any, data: Any) -> None:
         assert_close(found, gradient)
 
 
+@pytest.mark.parametrize("rows", sharing_cases.oddities())
+def test_odd_rows(engines: Any, rows: str) -> None:
+    data = sharing_cases.oddities()[rows]
+    data.meta_info.update(cases.MICRO[3])
+    for shared, plain in engines.values():
+        assert_close(sharing_cases.outputs(shared, data), sharing_cases.outputs(plain, data))
+        (metrics, found), (expected, gradient) = (sharing_cases.gradients(engine, data) for engine in (shared, plain))
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        assert_close(found, gradient)
+
+
 @pytest.mark.full
 def test_every_loss_in_every_layout(folder: Path) -> None:
     """Losses x aggregations x layouts: 480 combinations."""
@@ -245,6 +256,29 @@ def test_on_megatron_core(tmp_path: Path) -> None:
             assert shared["metrics"] == pytest.approx(plain["metrics"], rel=1e-5), name
             for part in ("output", "gradient", "weights"):
                 assert_close(shared[part], plain[part])
+            assert_same(shared["odd"], plain["odd"])
+        assert len(results["tp 2", True]["odd"]) == len(sharing_cases.oddities()) + 3
+
+
+def assert_same(found: dict[Any, dict[str, Any]], expected: dict[Any, dict[str, Any]]) -> None:
+    """Compare what rows gave, by their name."""
+    assert found.keys() == expected.keys()
+    for name, of_rows in found.items():
+        assert of_rows["metrics"] == pytest.approx(expected[name]["metrics"], rel=1e-5, abs=1e-7), name
+        for part in ("output", "gradient"):
+            assert_close(of_rows[part], expected[name][part])
+
+
+@pytest.mark.full
+def test_odd_rows_and_random_trees_on_megatron_core(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    megatron_cases.write_models(tmp_path)
+    Ranks(sharing_cases.run_mcore_odd, (2, tmp_path), nprocs=2).join(900)
+    for rank in range(2):
+        results = torch.load(tmp_path / f"odd_{rank}.pt")
+        for name in sharing_cases.MORE_MCORE:
+            assert len(results[name, True]) == 2 * (len(sharing_cases.oddities()) + sharing_cases.ODD["trees"])
+            assert_same(results[name, True], results[name, False])
 
 
 @pytest.mark.parametrize(
