@@ -28,6 +28,11 @@ def test_a_state_does_not_pass_from_row_to_row(kind: str) -> None:
     assert packing_problem({"model_type": "a_vision_model", "text_config": config}) is not None
 
 
+@pytest.mark.parametrize("kind", ["bloom", "stablelm", "xglm", "gptj"])
+def test_attention_that_is_not_told_where_rows_begin(kind: str) -> None:
+    assert "would let rows attend to each other" in (packing_problem(fields(kind)) or "")
+
+
 @pytest.mark.parametrize("kind", WINDOWS + PLAIN)
 def test_attention_is_told_where_rows_begin(kind: str) -> None:
     config = fields(kind)

@@ -18,6 +18,7 @@ from tests.workers.engine import cases, loss_cases, megatron_cases, sharing_case
 from tests.workers.engine import vision_cases as vision
 from tests.workers.engine.test_engine_contract import assert_weights
 from verl.base_config import ConfigError
+from verl.models.transformers import packing
 from verl.models.transformers.prefix_sharing import mcore_sharing_problems
 from verl.workers.engine import passes
 
@@ -344,6 +345,17 @@ def test_the_longest_row_must_fit() -> None:
 def test_refused(folder: Path, model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sharing_cases.build(folder / "qwen2", True, **model)
+
+
+def test_attention_that_asks_for_no_boundaries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that no table knows: its rows would attend to each other."""
+    cases.write_family(folder / "stablelm", "StableLm", {})
+    with pytest.raises(ConfigError, match="rows attend to each other, the attention of model_type='stablelm'"):
+        sharing_cases.build(folder / "stablelm", False)
+    monkeypatch.setattr(packing, "_IGNORANT", ())
+    engine = sharing_cases.build(folder / "stablelm", False)
+    with pytest.raises(ConfigError, match="use_remove_padding=true: would let rows attend to each other"):
+        sharing_cases.outputs(engine, sharing_cases.groups())
 
 
 def test_padded_rows_share_nothing(folder: Path) -> None:

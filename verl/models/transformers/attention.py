@@ -93,6 +93,7 @@ def packed_attention(
 
     Device, dtype and head size decide the kernel; torch's varlen kernel has no dropout, and takes multiples of 8.
     """
+    packed.is_read = True
     if packed.prefixes:
         return forest_attention(query, key, value, packed, scale)
     supported = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256

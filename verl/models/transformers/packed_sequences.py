@@ -53,7 +53,11 @@ class PackedSequences:
 
     Args: with ``ends`` the sequences are the nodes of a forest in depth-first order, and the tokens up to ``ends[i]``
         see those of node i (``verl.utils.batch.forest``).
+
+    ``is_read`` tells whether an attention has asked for them.
     """
+
+    is_read = False
 
     def __init__(self, lengths: list[int], device: torch.device | str, ends: list[int] | None = None) -> None:
         self.lengths = lengths

@@ -14,6 +14,14 @@ _FIELDS = ("mamba", "ssm", "state_size", "linear_conv", "linear_attn", "conv_L_c
 """Parts of the names of fields that only models with such layers have."""
 _FAMILIES = ("rwkv", "xlstm")
 """Values of ``model_type`` of such models whose fields do not say so."""
+_IGNORANT = (
+    *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "roformer"),
+    *("stablelm", "xglm"),
+)
+"""Values of ``model_type`` of models whose attention in transformers asks for no boundaries of rows.
+
+What this lacks, the first pass refuses. Of transformers 5.19.
+"""
 
 
 def state_along_rows(config: Mapping[str, Any]) -> str | None:
@@ -31,8 +39,16 @@ def state_along_rows(config: Mapping[str, Any]) -> str | None:
 
 def packing_problem(config: Mapping[str, Any]) -> str | None:
     """Return why rows of a model cannot be packed, as the end of a sentence about the key; None if they can."""
+    kind = (config.get("text_config") or config).get("model_type")
+    if kind in _IGNORANT:
+        return ignorant_of_rows(f"model_type={kind!r}")
     state = state_along_rows(config)
     return state and f"would carry states from one row into the next, the model has {state}: write false"
+
+
+def ignorant_of_rows(model: str) -> str:
+    """Return the end of a sentence about the key: the attention of a model is not told where rows begin."""
+    return f"would let rows attend to each other, the attention of {model} is not told where they begin: write false"
 
 
 def packs_rows(strategy: str, use_remove_padding: bool) -> bool:

@@ -126,10 +126,12 @@ class FSDPEngine(BaseEngine):
 
         Raises: ConfigError for a model whose rows cannot be packed or share tokens.
         """
-        takes_media = uses_media(getattr(self.base_model, "config", None))
+        config = getattr(self.base_model, "config", None)
+        takes_media = uses_media(config)
         shares_prefixes = shares_prefixes and remove_padding
         self.shares_prefixes = shares_prefixes
         self._check_rows(remove_padding)
+        asks = config is not None and config.get_text_config()._attn_implementation == VARLEN_ATTENTION
         if has_remote_code(self.base_model):
             adapt(self.base_model, remove_padding)
         elif takes_media:
@@ -146,6 +148,7 @@ class FSDPEngine(BaseEngine):
             entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
             offload_activations=offload_activations,
             shares_prefixes=shares_prefixes,
+            tells_rows=asks and not has_remote_code(self.base_model),
         )
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())

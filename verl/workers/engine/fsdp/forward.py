@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl.base_config import ConfigError, Violation
 from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.packed_sequences import PackedSequences
+from verl.models.transformers.packing import ignorant_of_rows
 from verl.models.transformers.vision import MEDIA, Media
 from verl.protocol import DataProto, tensors_of
 from verl.utils.activation_offload import offloaded_activations
@@ -54,6 +56,7 @@ class Forward:
         takes_media: the model merges images itself (``verl.models.transformers.vision``).
         fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
         shares_prefixes: tokens with which several rows begin pass through the model once.
+        tells_rows: the model's attention must ask where packed rows begin.
         reference: the policy that ``PassSpec.full_kl`` compares with.
         segments: what passes with shared prefixes have computed, see ``BaseEngine.take_segments``; those of a
             reference do not count.
@@ -70,6 +73,7 @@ class Forward:
     entropy_chunk_size: int | None
     offload_activations: bool
     shares_prefixes: bool = False
+    tells_rows: bool = False
     reference: "Reference | None" = None
     segments: list[passes.Segment] = field(default_factory=list)
     images: Counter[int] = field(default_factory=Counter)
@@ -243,6 +247,8 @@ class Forward:
         elif not self.is_value_model:
             kwargs["logits_to_keep"] = keep
         output = self.module(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, **kwargs)
+        if self.tells_rows and sequences is not None and not sequences.is_read:
+            raise ConfigError([Violation("model.use_remove_padding", True, ignorant_of_rows("this model"))])
         if isinstance(keep, HeadRequest):
             scores = (output.log_probs, output.entropy)
             return torch.stack([each for each in scores if each is not None], dim=1)
