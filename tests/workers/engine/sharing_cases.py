@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -343,7 +343,7 @@ def run_product(rank: int, world: int, root: Path) -> None:
 # Megatron-Core
 
 MCORE: dict[str, dict[str, Any]] = {
-    "tp 2": {"cut": cases.MICRO[4], "engine": megatron_cases.TP, "odd": {"trees": 3, "cuts": [cases.MICRO[3]]}},
+    "tp 2": {"cut": cases.MICRO[4], "engine": megatron_cases.TP, "odd": cases.MICRO[3]},
     "tp 2, experts": {"cut": cases.MICRO[4], "engine": megatron_cases.TP, "folder": "qwen3_moe"},
     "pp 2 x 2 virtual, rope scaling, fused head, checkpoints": {
         "cut": cases.dynamic(60),
@@ -354,7 +354,7 @@ MCORE: dict[str, dict[str, Any]] = {
     "dp 2, values": {"cut": cases.dynamic(60), "engine": megatron_cases.PLAIN, "kind": "value_model"},
 }
 
-ODD: dict[str, Any] = {"trees": 20, "cuts": [cases.MICRO[3], cases.dynamic(51)]}
+TREES = 4
 WHOLE, FLAT = megatron_cases.ETP1, {"sequence_parallel": False}
 MORE_MCORE: dict[str, dict[str, Any]] = {
     "tp 2": {"engine": megatron_cases.TP},
@@ -374,12 +374,12 @@ MORE_MCORE: dict[str, dict[str, Any]] = {
 """Layouts for odd rows and random trees alone."""
 
 
-def odd_results(engine: Any, trees: int, cuts: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+def odd_results(engine: Any, cut: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return outputs, gradients and metrics of odd rows and of random trees, of which data-parallel rank 0 has one."""
-    rows = oddities() | {f"tree {at}": tree for at, tree in enumerate(drawn_trees(trees))}
+    rows = oddities() | {f"tree {at}": tree for at, tree in enumerate(drawn_trees(TREES))}
     rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     results = {}
-    for (name, data), (at, cut) in product(rows.items(), enumerate(cuts)):
+    for name, data in rows.items():
         note(name)
         mine = data
         if size > 1 and len(data) > 1:
@@ -390,7 +390,7 @@ def odd_results(engine: Any, trees: int, cuts: list[dict[str, Any]]) -> dict[tup
             engine.optimizer_zero_grad()
             metrics = engine.forward_backward_batch(mine, cases.loss_fn)
             gradient = megatron_cases.gradients(engine)
-        results[name, at] = {"output": output, "gradient": gradient, "metrics": metrics}
+        results[name] = {"output": output, "gradient": gradient, "metrics": metrics}
     return results
 
 
@@ -408,7 +408,7 @@ def run_mcore_odd(rank: int, world: int, folder: Path) -> None:
         for shares in (False, True):
             model = cases.model_config(path, use_prefix_sharing=shares, **case.get("model", {}))
             engine = megatron_cases.build(path, case["engine"], case.get("kind", "language_model"), model=model)
-            results[name, shares] = odd_results(engine, **ODD)
+            results[name, shares] = odd_results(engine, cases.dynamic(51))
         parallel_state.destroy_model_parallel()
     torch.save(results, folder / f"odd_{rank}.pt")
 
@@ -457,7 +457,7 @@ def run_mcore(rank: int, world: int, folder: Path) -> None:
                 "output": outputs(engine, mine),
                 "gradient": gradient,
                 "metrics": metrics,
-                "odd": odd_results(engine, **case["odd"]) if "odd" in case else {},
+                "odd": odd_results(engine, case["odd"]) if "odd" in case else {},
                 "weights": descend_mcore(engine, mine),
                 "computed": sum(until - above for until, above in segments),
                 "distinct": sum(distinct),

@@ -258,7 +258,7 @@ def test_on_megatron_core(tmp_path: Path) -> None:
             for part in ("output", "gradient", "weights"):
                 assert_close(shared[part], plain[part])
             assert_same(shared["odd"], plain["odd"])
-        assert len(results["tp 2", True]["odd"]) == len(sharing_cases.oddities()) + 3
+        assert len(results["tp 2", True]["odd"]) == len(sharing_cases.oddities()) + sharing_cases.TREES
 
 
 def assert_same(found: dict[Any, dict[str, Any]], expected: dict[Any, dict[str, Any]]) -> None:
@@ -278,7 +278,7 @@ def test_odd_rows_and_random_trees_on_megatron_core(tmp_path: Path) -> None:
     for rank in range(2):
         results = torch.load(tmp_path / f"odd_{rank}.pt")
         for name in sharing_cases.MORE_MCORE:
-            assert len(results[name, True]) == 2 * (len(sharing_cases.oddities()) + sharing_cases.ODD["trees"])
+            assert len(results[name, True]) == len(sharing_cases.oddities()) + sharing_cases.TREES
             assert_same(results[name, True], results[name, False])
 
 
