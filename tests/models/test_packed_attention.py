@@ -70,3 +70,8 @@ def test_features_that_the_kernels_lack_are_refused() -> None:
             softcap=30.0,
             packed_sequences=PackedSequences([3], "cpu"),
         )
+    with pytest.raises(ValueError, match="'attention_mask' of SimpleNamespace"):
+        mask = torch.zeros(1, 1, 3, 3)
+        varlen_attention_forward(
+            SimpleNamespace(is_causal=True), *packed([3]), mask, packed_sequences=PackedSequences([3], "cpu")
+        )

@@ -154,8 +154,9 @@ def varlen_attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
+    extras = {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")}
+    for name, asked in (extras | {"attention_mask": attention_mask}).items():  # a mask of the model's own
+        if asked is not None:
             raise WrongInput(
                 f"packed attention does not support {name!r} of {type(module).__name__}: "
                 "set model.use_remove_padding=False"

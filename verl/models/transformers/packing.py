@@ -15,8 +15,8 @@ _FIELDS = ("mamba", "ssm", "state_size", "linear_conv", "linear_attn", "conv_L_c
 _FAMILIES = ("rwkv", "xlstm")
 """Values of ``model_type`` of such models whose fields do not say so."""
 _IGNORANT = (
-    *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "roformer"),
-    *("stablelm", "xglm"),
+    *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "openai-gpt"),
+    *("roformer", "stablelm", "xglm"),
 )
 """Values of ``model_type`` of models whose attention in transformers asks for no boundaries of rows.
 
