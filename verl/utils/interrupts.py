@@ -28,16 +28,13 @@ def keep_interrupts() -> None:
 
     Does nothing outside the main thread, or where Ctrl-C is ignored or has a handler of the caller.
     """
-    global _is_installed
+    global _is_installed, _report_others
     if threading.current_thread() is not threading.main_thread():
         return
     if not _is_installed:  # the hooks that were registered last are the outermost ones
         _is_installed = True
         os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_end_fork)
-    if sys.unraisablehook is not _report:
-        global _report_others
-        _report_others = sys.unraisablehook
-        sys.unraisablehook = _report
+        _report_others, sys.unraisablehook = sys.unraisablehook, _report
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
 
