@@ -108,7 +108,8 @@ def test_merged_adapters_of_experts_answer_as_the_engine_did(workspace, tmp_path
     tokenizer, merged_model = AutoTokenizer.from_pretrained(merged), AutoModelForCausalLM.from_pretrained(merged)
     found = []
     for text, _ in outputs(answers, STEPS):
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        turns = [{"role": "user", "content": text}]  # the file shows no special tokens
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
         answer = merged_model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
         found.append((text, tokenizer.decode(answer, skip_special_tokens=True)))
     assert found == outputs(answers, STEPS) != outputs(answers, 0)

@@ -126,6 +126,12 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
 
 
+def descendants() -> set[psutil.Process]:
+    """Return the processes that this one and those have started, without the guards, which end by themselves."""
+    guards = {each.pid for each in _guards}
+    return {process for process in psutil.Process().children(recursive=True) if process.pid not in guards}
+
+
 def end_all(processes: Iterable[psutil.Process], only_stopped: bool = False) -> None:
     """Kill processes that still exist; with ``only_stopped``, those that SIGSTOP keeps from ending by themselves."""
     for process in processes:

@@ -32,7 +32,7 @@ from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer
 from verl.utils.interrupts import interrupt, keep_interrupts
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
-from verl.utils.processes import end_all, end_with_this_process
+from verl.utils.processes import descendants, end_all, end_with_this_process
 from verl.utils.ray_utils import LogForwarder, lean_cluster, loopback
 
 T = TypeVar("T")
@@ -269,11 +269,11 @@ def stop_ray(kill: bool = False) -> bool:
     They are killed with ``kill``, after ``SHUTDOWN_TIMEOUT_S``, or at another Ctrl-C.
     """
     stop_forwarding()
-    if not ray.is_initialized():
-        return True
-    processes = {*_ray_processes, *psutil.Process().children(recursive=True)}
-    has_left = not kill and ended_within(SHUTDOWN_TIMEOUT_S, ray.shutdown)
-    end_all(processes, only_stopped=has_left)  # the others see the end of the raylet, and end themselves
+    processes = {*_ray_processes, *descendants()}
+    has_left = not ray.is_initialized() or (not kill and ended_within(SHUTDOWN_TIMEOUT_S, ray.shutdown))
+    # The others see the end of the raylet, and end themselves; an agent takes a minute, and is killed by the guard,
+    # which a start that was interrupted has not got.
+    end_all(processes, only_stopped=has_left and bool(_ray_processes))
     return has_left
 
 
