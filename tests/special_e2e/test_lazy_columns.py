@@ -4,7 +4,7 @@ import pytest
 
 from verl.utils.observe.record import read_entries
 
-from .test_async_rollout import ASYNC, TENSOR_PARALLEL, TWO
+from .test_async_rollout import ASYNC, TENSOR_PARALLEL, TWO, phases_of, short_turns
 from .test_train import PPO, TWO_WORKERS
 
 LAZY = {"trainer.lazy_columns": True}
@@ -54,3 +54,19 @@ def test_a_run_with_columns_by_reference_equals_the_plain_run(workspace, request
         assert entries[0][step]["phases"] == entries[1][step]["phases"], f"digests of step {step}"
         assert entries[0][step]["samples"] == entries[1][step]["samples"]
         assert entries[0][step]["response_length"] == entries[1][step]["response_length"]
+
+
+@pytest.mark.full
+def test_segments_of_shared_prompts_are_on_the_ranks_of_the_plain_run(workspace, tmp_path):
+    """Trajectories of several segments are trained as in the plain run, bit for bit."""
+    sharing = {"actor_rollout_ref.model.use_prefix_sharing": True, "trainer.balance_batch": True}
+    changes = short_turns(tmp_path) | TWO | sharing
+    plain, lazy = (workspace.train(f"turns-{len(more)}", changes | more) for more in ({}, LAZY))
+    for step in plain.steps:
+        found = lazy.numbers(step)
+        extra = only_of_lazy(found)
+        assert {name: value for name, value in found.items() if name not in extra} == plain.numbers(step)
+    digests = [
+        [phases_of(entry) for entry in read_entries(run.folder / "metrics.jsonl").values()] for run in (plain, lazy)
+    ]
+    assert digests[0] == digests[1]

@@ -18,6 +18,7 @@ from verl.experimental.agent_loop.segments import EARLIER_COLUMN
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo import lengths
 from verl.trainer.ppo.conversations import conversations
 from verl.trainer.ppo.grouping import Groups
 from verl.trainer.ppo.metric_utils import compute_data_metrics
@@ -182,6 +183,21 @@ def test_estimators_see_one_long_row(name: str, steps: int, ranks: int, monkeypa
         put_back = found.batch[key][back]
         torch.testing.assert_close(put_back[: len(ROWS)], cut(expected.batch[key]), rtol=1e-5, atol=1e-6)  # fp32 sums
         assert not put_back[len(ROWS) :].any()
+
+
+def test_rows_of_segments_have_their_own_lengths(monkeypatch):
+    """Also where the driver has noted those of the trajectories, whose columns stay with the workers."""
+    batch = carried()
+    attended, width = batch.batch["attention_mask"], batch.batch["responses"].shape[1]
+    batch.non_tensor_batch[lengths.PROMPT_LENGTH] = attended[:, :-width].sum(-1).numpy()
+    batch.non_tensor_batch[lengths.RESPONSE_LENGTH] = attended[:, -width:].sum(-1).numpy()
+    rows = segment_rows(batch)
+    monkeypatch.setattr(lengths, "is_lazy", lambda batch: True)
+    prompts, responses = lengths.lengths_of(rows)
+    attended = rows.batch["attention_mask"]
+    assert prompts.equal(attended[:, :-width].sum(-1)) and responses.equal(attended[:, -width:].sum(-1))
+    noted = batch.non_tensor_batch[lengths.RESPONSE_LENGTH][rows.non_tensor_batch["__trajectory__"]].tolist()
+    assert noted != responses.tolist()
 
 
 def controller() -> Any:

@@ -21,6 +21,7 @@ from verl.experimental.agent_loop.later_images import LATER_INPUTS
 from verl.experimental.agent_loop.segments import EARLIER_COLUMN, EarlierSegments
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.grouping import Groups, keep_groups
+from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.py_functional import object_array
 from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
@@ -77,6 +78,8 @@ def segment_rows(batch: DataProto) -> DataProto:
     _put_columns(rows, parts, places)
     _put_scores(rows, [score for part in parts for score in part["scores"]], places)
     columns = rows.non_tensor_batch
+    for name in (PROMPT_LENGTH, RESPONSE_LENGTH):  # of the last segments
+        columns.pop(name, None)
     columns[TRAJECTORY_COLUMN] = np.array(source)
     columns[SEGMENT_COLUMN] = np.array(number)
     columns[SEGMENTS_COLUMN] = np.array([sizes[row] for row in source])
