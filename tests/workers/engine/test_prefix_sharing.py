@@ -258,7 +258,7 @@ def test_on_megatron_core(tmp_path: Path) -> None:
             for part in ("output", "gradient", "weights"):
                 assert_close(shared[part], plain[part])
             assert_same(shared["odd"], plain["odd"])
-        assert len(results["tp 2", True]["odd"]) == len(sharing_cases.oddities()) + sharing_cases.TREES
+        assert {"equal, odd", "padding", "tree 1"} < set(results["tp 2", True]["odd"])
 
 
 def assert_same(found: dict[Any, dict[str, Any]], expected: dict[Any, dict[str, Any]]) -> None:
