@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from examples.tiny_model import byte_tokenizer, tiny_config
 
@@ -38,13 +38,17 @@ KINDS = {
 def write_model(folder: Path, kind: str) -> Path:
     """Write a model with experts, or with tied embeddings, and its tokenizer."""
     tokenizer = byte_tokenizer()
-    fields = tiny_config(tokenizer).to_dict() | {"tie_word_embeddings": kind == "tied", "head_dim": 32}
-    for name in ("model_type", "architectures", "layer_types"):
-        fields.pop(name, None)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
-    dense = {"mlp_only_layers": [*range(fields["num_hidden_layers"])]} if kind == "tied" else {}
+    config = tiny_config(tokenizer)
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields, **experts, **dense)).save_pretrained(folder)
+    if kind == "tied":
+        config.tie_word_embeddings = True
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+    else:
+        fields = config.to_dict() | {"head_dim": 32}
+        for name in ("model_type", "architectures", "layer_types"):
+            fields.pop(name, None)
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields, **experts)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
