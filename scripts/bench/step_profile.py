@@ -161,7 +161,7 @@ def record(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run ``verl`` and return the CPU seconds of a step by process and subject."""
     steps = args.steps + SKIPPED_STEPS + 2  # the processes are alive when the last counted step ends
     defaults = {"hidden": 256, "layers": 4, "vocab": 1000, "prompts": 16, "samples": 8, "seed": 1}
-    sizes = SimpleNamespace(**CASES[args.case]._asdict(), **defaults, steps=steps, token_budget=4096)
+    sizes = SimpleNamespace(**CASES[args.case]._asdict(), **defaults, steps=steps)
     sizes.overrides = args.overrides
     make_inputs(folder / args.case, sizes, steps)
     run = folder / "run"

@@ -39,7 +39,8 @@ RUN_TIMEOUT_S = 1200.0
 class Case(NamedTuple):
     """The lengths of responses, and of prompts; groups longer than the limit never come to their end.
 
-    ``trl_micro`` is the rows in a forward pass of TRL (docs/perf/cpu_vs_trl.md).
+    ``trl_micro`` is the rows in a forward pass of TRL, ``token_budget`` the tokens in one of verl
+    (docs/perf/cpu_vs_trl.md).
     """
 
     shortest: int
@@ -47,9 +48,14 @@ class Case(NamedTuple):
     limit: int
     prompt_length: int = 32
     trl_micro: int = 32
+    token_budget: int = 1024
 
 
-CASES = {"fixed": Case(34, 40, 32), "varied": Case(4, 64, 64), "long_prompt": Case(66, 72, 64, 512)}
+CASES = {
+    "fixed": Case(34, 40, 32),
+    "varied": Case(4, 64, 64),
+    "long_prompt": Case(66, 72, 64, prompt_length=512, token_budget=2048),
+}
 LENGTH_KEYS = {  # by framework
     "verl": ("response_length/mean", "response_length/min", "response_length/max"),
     "trl": ("completions/mean_length", "completions/min_length", "completions/max_length"),
@@ -67,7 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of each (default: 1)")
     parser.add_argument("--trl-micro", type=int, nargs="+", help="rows in a forward pass of TRL (default: by case)")
     parser.add_argument("--trl-options", nargs="+", default=[], help="key=value in JSON, arguments of its GRPOConfig")
-    parser.add_argument("--token-budget", type=int, default=4096, help="tokens in a forward pass of verl")
+    parser.add_argument("--token-budget", type=int, help="tokens in a forward pass of verl (default: by case)")
     for name, value in (("hidden", 256), ("layers", 4), ("vocab", 1000), ("prompts", 16), ("samples", 8)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
     parser.add_argument("--prompt-length", type=int, help="default: that of the case")
@@ -166,8 +172,8 @@ def measure(name: str, args: SimpleNamespace, inputs: Path, run: Path) -> dict[s
 def compare(case: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run both frameworks in turn on the inputs of a case."""
     lengths = CASES[case]._asdict()
-    if args.prompt_length is not None:
-        lengths["prompt_length"] = args.prompt_length
+    given = {name: getattr(args, name) for name in ("prompt_length", "token_budget")}
+    lengths |= {name: value for name, value in given.items() if value is not None}
     sizes = SimpleNamespace(**{**vars(args), **lengths})
     inputs = folder / case
     make_inputs(inputs, sizes, args.steps)
