@@ -21,6 +21,7 @@ _AGAIN_S = 0.05
 _is_forking = False
 _is_installed = False
 _last = int(signal.SIGINT)
+_report_others: Any = sys.unraisablehook
 
 
 def keep_interrupts() -> None:
@@ -60,9 +61,6 @@ def _begin_fork() -> None:
 def _end_fork() -> None:
     global _is_forking
     _is_forking = False
-
-
-_report_others: Any = sys.unraisablehook
 
 
 def _report(unraisable: Any) -> None:

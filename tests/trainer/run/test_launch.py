@@ -171,11 +171,16 @@ def test_ray_processes_collect_garbage_rarely_unless_the_user_has_a_hook():
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["not started", "started, without guard"])
 def test_an_interrupted_start_leaves_no_process(is_started):
-    """An agent, here the grandchild, ignores the end of the raylet for a minute; the guard of a folder stays."""
+    """An agent, here the grandchild, ignores the end of the raylet for a minute.
+
+    What the caller had started before, and the guard of a folder, stay.
+    """
     code = """
 import subprocess, sys, psutil
 from verl.trainer.run import launch
 from verl.utils import processes
+own = subprocess.Popen(["sleep", "600"])
+earlier = processes.descendants()
 processes.end_with_this_process([])
 raylet = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-I", "-S", "-c", raylet], stdout=subprocess.PIPE)
@@ -184,14 +189,15 @@ below = psutil.Process(child.pid).children()
 assert len(below) == 1
 launch.ray.is_initialized = lambda: sys.argv[1] == "True"
 launch.ray.shutdown = lambda: None
-assert launch.stop_ray()
+assert launch.stop_ray(earlier)
 child.wait(60)
 psutil.wait_procs(below, 60)
 guards = [guard.poll() for guard in processes._guards]
-print([each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below], guards)
+print([each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below], guards, own.poll())
+own.kill()
 """
     done = subprocess.run([sys.executable, "-c", code, str(is_started)], capture_output=True, text=True, timeout=200)
-    assert done.stdout == "[False] [None]\n", done.stderr
+    assert done.stdout == "[False] [None] None\n", done.stderr
 
 
 def test_a_failure_is_told_by_its_cause(tmp_path):

@@ -397,6 +397,13 @@ def odd_results(engine: Any, cut: dict[str, Any], step: int = 1) -> dict[str, di
     return results
 
 
+def build_mcore(folder: Path, case: dict[str, Any], shares: bool) -> Any:
+    """Return the engine of a case."""
+    path = folder / case.get("folder", "plain")
+    model = cases.model_config(path, use_prefix_sharing=shares, **case.get("model", {}))
+    return megatron_cases.build(path, case["engine"], case.get("kind", "language_model"), model=model)
+
+
 def run_mcore_odd(rank: int, world: int, folder: Path) -> None:
     """Save what odd rows and random trees give in more layouts, with and without sharing."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -407,10 +414,8 @@ def run_mcore_odd(rank: int, world: int, folder: Path) -> None:
     results = {}
     for name, case in MORE_MCORE.items():
         note(name)
-        path = folder / case.get("folder", "plain")
         for shares in (False, True):
-            model = cases.model_config(path, use_prefix_sharing=shares, **case.get("model", {}))
-            engine = megatron_cases.build(path, case["engine"], case.get("kind", "language_model"), model=model)
+            engine = build_mcore(folder, case, shares)
             results[name, shares] = odd_results(engine, cases.dynamic(51))
         parallel_state.destroy_model_parallel()
     torch.save(results, folder / f"odd_{rank}.pt")
@@ -441,10 +446,8 @@ def run_mcore(rank: int, world: int, folder: Path) -> None:
     results = {}
     for name, case in MCORE.items():
         note(name)
-        path = folder / case.get("folder", "plain")
         for shares in (False, True):
-            model = cases.model_config(path, use_prefix_sharing=shares, **case.get("model", {}))
-            engine = megatron_cases.build(path, case["engine"], case.get("kind", "language_model"), model=model)
+            engine = build_mcore(folder, case, shares)
             data = groups()
             data.meta_info.update(case["cut"])
             size = engine.get_data_parallel_size()

@@ -154,9 +154,10 @@ def varlen_attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    extras = {name: kwargs.get(name) for name in ("softcap", "s_aux", "position_bias")}
-    for name, asked in (extras | {"attention_mask": attention_mask}).items():  # a mask of the model's own
-        if asked is not None:
+    # Packed rows come without a mask: if there is one, the model has made it, as Doge does.
+    given = kwargs | {"attention_mask": attention_mask}
+    for name in ("softcap", "s_aux", "position_bias", "attention_mask"):
+        if given.get(name) is not None:
             raise WrongInput(
                 f"packed attention does not support {name!r} of {type(module).__name__}: "
                 "set model.use_remove_padding=False"

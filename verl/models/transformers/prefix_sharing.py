@@ -100,10 +100,11 @@ def mcore_sharing_problems(
                 f"needs {at}.{name} to be left out, it is {fields[name]}: rows that share a token would share what is "
                 "drawn for it. Do so, or write false"
             )
-    if (fields.get("moe_expert_capacity_factor") or -1) >= 0:
+    capacity = fields.get("moe_expert_capacity_factor")
+    if capacity is not None and capacity >= 0:
         yield (
-            f"is not supported with {at}.moe_expert_capacity_factor={fields['moe_expert_capacity_factor']}: experts "
-            "would drop other tokens, as shared ones come once. Leave it out, or write false"
+            f"is not supported with {at}.moe_expert_capacity_factor={capacity}: experts would drop other "
+            "tokens, as shared ones come once. Leave it out, or write false"
         )
     if fields.get("apply_rope_fusion"):
         yield (

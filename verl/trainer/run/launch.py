@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,7 @@ def run_on_ray(
     """
     failure: tuple[str, int] | None = None
     watch: Watch | None = None
+    earlier = descendants()
     catch_signals()
     owns_ray = True  # until start_ray answers: the start itself may be interrupted
 
@@ -116,7 +117,7 @@ def run_on_ray(
     if failure is not None:
         sys.stderr.write(f"\n{failure[0]}\n")
         sys.stderr.flush()
-    if owns_ray and not stop_ray(kill=watch is not None and watch.is_stuck):
+    if owns_ray and not stop_ray(earlier, kill=watch is not None and watch.is_stuck):
         sys.stdout.flush()
         if fork_server is not None:
             fork_server.stop()
@@ -263,13 +264,14 @@ def interruption() -> tuple[str, int]:
     return ("terminated", 143) if _terminated.is_set() else ("interrupted", 130)
 
 
-def stop_ray(kill: bool = False) -> bool:
+def stop_ray(earlier: Set[psutil.Process], kill: bool = False) -> bool:
     """Leave Ray, and end its processes if this process has started them; return whether Ray lets go of this process.
 
-    They are killed with ``kill``, after ``SHUTDOWN_TIMEOUT_S``, or at another Ctrl-C.
+    A start that was interrupted has not told which they are: all processes that were started since the ``earlier`` ones
+    are killed then. They are killed with ``kill``, after ``SHUTDOWN_TIMEOUT_S``, or at another Ctrl-C.
     """
     stop_forwarding()
-    processes = {*_ray_processes, *descendants()}
+    processes = {*_ray_processes, *(descendants() - earlier)}
     has_left = not ray.is_initialized() or (not kill and ended_within(SHUTDOWN_TIMEOUT_S, ray.shutdown))
     # The others see the end of the raylet, and end themselves; an agent takes a minute, and is killed by the guard,
     # which a start that was interrupted has not got.

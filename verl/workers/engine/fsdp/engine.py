@@ -131,7 +131,11 @@ class FSDPEngine(BaseEngine):
         shares_prefixes = shares_prefixes and remove_padding
         self.shares_prefixes = shares_prefixes
         self._check_rows(remove_padding)
-        asks = config is not None and config.get_text_config()._attn_implementation == VARLEN_ATTENTION
+        asks_for_rows = None
+        if config is not None and not has_remote_code(self.base_model):
+            text = config.get_text_config()
+            if text._attn_implementation == VARLEN_ATTENTION:
+                asks_for_rows = f"model_type={text.model_type!r}"
         if has_remote_code(self.base_model):
             adapt(self.base_model, remove_padding)
         elif takes_media:
@@ -148,7 +152,7 @@ class FSDPEngine(BaseEngine):
             entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
             offload_activations=offload_activations,
             shares_prefixes=shares_prefixes,
-            tells_rows=asks and not has_remote_code(self.base_model),
+            asks_for_rows=asks_for_rows,
         )
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())

@@ -56,7 +56,8 @@ class Forward:
         takes_media: the model merges images itself (``verl.models.transformers.vision``).
         fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
         shares_prefixes: tokens with which several rows begin pass through the model once.
-        tells_rows: the model's attention must ask where packed rows begin.
+        asks_for_rows: the model, as errors name it, whose attention must ask where packed rows begin; None if another
+            way tells it.
         reference: the policy that ``PassSpec.full_kl`` compares with.
         segments: what passes with shared prefixes have computed, see ``BaseEngine.take_segments``; those of a
             reference do not count.
@@ -73,7 +74,7 @@ class Forward:
     entropy_chunk_size: int | None
     offload_activations: bool
     shares_prefixes: bool = False
-    tells_rows: bool = False
+    asks_for_rows: str | None = None
     reference: "Reference | None" = None
     segments: list[passes.Segment] = field(default_factory=list)
     images: Counter[int] = field(default_factory=Counter)
@@ -247,8 +248,9 @@ class Forward:
         elif not self.is_value_model:
             kwargs["logits_to_keep"] = keep
         output = self.module(input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False, **kwargs)
-        if self.tells_rows and sequences is not None and not sequences.is_read:
-            raise ConfigError([Violation("model.use_remove_padding", True, ignorant_of_rows("this model"))])
+        if self.asks_for_rows is not None and sequences is not None and not sequences.is_read:
+            problem = ignorant_of_rows(self.asks_for_rows)
+            raise ConfigError([Violation("model.use_remove_padding", True, problem)])
         if isinstance(keep, HeadRequest):
             scores = (output.log_probs, output.entropy)
             return torch.stack([each for each in scores if each is not None], dim=1)

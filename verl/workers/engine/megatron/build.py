@@ -172,7 +172,8 @@ class ModelBuilder:
         """Raise ConfigError for a model or a layout that cannot compute shared tokens once."""
         config, fields = self.engine_config, self.hf_config.to_dict()
         bridged = needs_bridge(self.hf_config, config.use_mbridge)
-        overrides, trains = config.override_transformer_config, not config.forward_only
+        overrides = config.override_transformer_config
+        trains = not config.forward_only
         kind = overrides.get("transformer_impl") or default_implementation(self.layout.device.type)
         problems = [*sharing_problems(fields, trains)]
         problems += mcore_sharing_problems(fields, config.context_parallel_size, bridged, kind, overrides, trains)
