@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,9 @@ class HybridVLLM(HybridServer):
             yield
 
 
+HEARTBEAT_S = 6.0  # servers ask their engines for a sign of life every 5 s
+
+
 class EngineProcesses:
     """What befalls the processes of an engine; ``place`` names them."""
 
@@ -108,12 +111,17 @@ class EngineProcesses:
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self.place["engine_pids"]:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
+        """Kill the processes of an engine while a heartbeat waits for their answer."""
+        self._signal(signal.SIGSTOP)
+        time.sleep(HEARTBEAT_S)
         for pid in self.place["engine_pids"][-self.place["engine_workers"] :]:  # one of two groups would answer
             os.kill(pid, signal.SIGKILL)
+        self._signal(signal.SIGCONT)
         yield
 
 

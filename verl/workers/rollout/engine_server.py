@@ -205,12 +205,15 @@ class EngineServer(ABC):
             self._heart = asyncio.get_running_loop().create_task(self._beat())
 
     async def _beat(self) -> None:
-        while self._error is None:
-            if not self._asked:  # an engine that is asked for something has a deadline for it
-                with contextlib.suppress(ServerError):
-                    await self._ask(self._engine.ping(), "a sign of life")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._watch(), min(self._deadline_s / 4, _LONGEST_PULSE_S))
+        watch = asyncio.create_task(self._watch())  # an engine may also die while it is asked
+        try:
+            while self._error is None:
+                if not self._asked:  # an engine that is asked for something has a deadline for it
+                    with contextlib.suppress(ServerError):
+                        await self._ask(self._engine.ping(), "a sign of life")
+                await asyncio.wait({watch}, timeout=min(self._deadline_s / 4, _LONGEST_PULSE_S))
+        finally:
+            watch.cancel()
 
     async def _watch(self) -> None:
         """Return once the engine is found dead; its processes are looked at, without a question to them."""
