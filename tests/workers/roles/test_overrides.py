@@ -173,6 +173,39 @@ def test_a_rollout_that_a_subclass_builds(start: Any) -> None:
     assert isinstance(worker.rollout, Mine) and worker.sharding_manager.rollout is worker.rollout
 
 
+def test_an_engine_that_starts_apart_begins_before_the_model_is_built(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = []
+
+    class Observed(ActorRolloutRefWorker):
+        def _build_actor(self) -> None:
+            events.append("model")
+            super()._build_actor()
+
+    class Own(Observed):
+        def _build_rollout(self, trust_remote_code: bool = False) -> None:
+            super()._build_rollout(trust_remote_code)
+
+    begin = HFRollout.__init__
+
+    def beginning(self: HFRollout, *args: Any) -> None:
+        events.append("engine")
+        begin(self, *args)
+
+    monkeypatch.setattr(HFRollout, "__init__", beginning)
+    monkeypatch.setattr(HFRollout, "wait_until_started", lambda self: events.append("wait"))
+    for apart, worker_class, expected in (
+        (False, Observed, ["model", "engine", "wait"]),
+        (True, Observed, ["engine", "model", "wait"]),
+        (True, Own, ["model", "engine", "wait"]),  # which may read what the worker has built before
+    ):
+        monkeypatch.setattr(HFRollout, "starts_apart", classmethod(lambda cls, apart=apart: apart))
+        events.clear()
+        worker = start(worker_class)
+        assert events == expected and worker.sharding_manager.rollout is worker.rollout
+
+
 def test_requests_without_seeds_differ_by_call_and_update_and_repeat_in_another_run(start: Any) -> None:
     def run() -> list[Any]:
         worker = start(ActorRolloutRefWorker)

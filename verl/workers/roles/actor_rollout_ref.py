@@ -29,7 +29,7 @@ from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of,
 from verl.workers.roles.base import AnyTrainedConfig, EngineRoleConfig, EngineWorker
 from verl.workers.roles.losses import ppo_loss, select_tokens
 from verl.workers.roles.workerless import BasePPOActor, DataParallelPPOActor
-from verl.workers.rollout import build_rollout
+from verl.workers.rollout import BaseRollout, begin_rollout, get_rollout_class
 from verl.workers.sharding_manager import ServerSync, build_sharding_manager, complete
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class ActorRolloutRefWorker(EngineWorker):
         self._sync_timing: dict[str, float] = {}
         self._step: int | None = None
         self._servers: ServerSync | None = None
+        self._begun: BaseRollout | None = None
         self._register_meshes()
         self.use_profilers(**self._profilers())
 
@@ -106,6 +107,8 @@ class ActorRolloutRefWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the parts of the role: training engine, reference engine, rollout and the manager between them."""
+        if self._is_rollout:
+            self._begin_rollout()
         if self._is_actor:
             self._build_actor()
         if self._is_ref:
@@ -246,9 +249,17 @@ class ActorRolloutRefWorker(EngineWorker):
         self._engines[role] = engine
         return engine.module, engine.optimizer, engine.lr_scheduler, model_config.hf_config
 
+    def _begin_rollout(self) -> None:
+        """Let an engine that starts apart do so while the models are built here."""
+        builds_its_own = type(self)._build_rollout is not ActorRolloutRefWorker._build_rollout
+        name, mode = self.rollout_config.name, self.rollout_config.mode
+        if not builds_its_own and get_rollout_class(name, mode).starts_apart():
+            self._begun = begin_rollout(self.rollout_config, self.model_config, has_trainer=self._is_actor)
+
     def _build_rollout(self, trust_remote_code: bool = False) -> None:
         """Start the generation engine, ``self.rollout``."""
-        self.rollout = build_rollout(self.rollout_config, self.model_config, self.engine if self._is_actor else None)
+        self.rollout = self._begun or begin_rollout(self.rollout_config, self.model_config, has_trainer=self._is_actor)
+        self.rollout.wait_until_started()
 
     def _request_seeds(self) -> RequestSeeds:
         """Return the seeds of the requests whose caller sends none."""

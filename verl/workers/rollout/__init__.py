@@ -9,7 +9,7 @@ from verl.workers.rollout.hf_rollout import HFRollout, NaiveRollout
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
-__all__ = ["BaseRollout", "HFRollout", "NaiveRollout", "build_rollout", "get_rollout_class"]
+__all__ = ["BaseRollout", "HFRollout", "NaiveRollout", "begin_rollout", "build_rollout", "get_rollout_class"]
 
 
 def build_rollout(config: "RolloutConfig", model_config: "HFModelConfig", engine: Any = None) -> BaseRollout:
@@ -17,7 +17,14 @@ def build_rollout(config: "RolloutConfig", model_config: "HFModelConfig", engine
 
     Raises: ValueError for an unknown rollout, and for a rollout that waits for weights that no engine sends.
     """
-    if engine is None and config.load_format == "dummy":
+    rollout = begin_rollout(config, model_config, has_trainer=engine is not None)
+    rollout.wait_until_started()
+    return rollout
+
+
+def begin_rollout(config: "RolloutConfig", model_config: "HFModelConfig", has_trainer: bool) -> BaseRollout:
+    """Begin to start a rollout; see ``build_rollout``. Call ``wait_until_started`` before anything else of it."""
+    if not has_trainer and config.load_format == "dummy":
         raise WrongInput(
             "actor_rollout_ref.rollout.load_format=dummy waits for the weights of a trainer, and this worker has none: "
             "write load_format=auto"

@@ -61,6 +61,15 @@ class BaseRollout(ABC):
         self._version = NO_WEIGHTS
         self._usable = config.load_format != "dummy"
 
+    @classmethod
+    def starts_apart(cls) -> bool:
+        """Whether the engine starts in processes and memory of its own, as the trainer builds its model here."""
+        return False
+
+    def wait_until_started(self) -> None:
+        """Wait for an engine that starts apart."""
+        return
+
     @abstractmethod
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate a response for each prompt.

@@ -74,16 +74,31 @@ class SGLangRollout(BaseRollout):
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="server-calls")
         self._group = EngineGroup(config.tensor_model_parallel_size)
         self._server: Actor = None
-        started = time.perf_counter()
+        self._ready: Any = None
+        self.place: dict[str, Any] = {}
+        self._began = time.perf_counter()
         devices = self._group.gathered(_device_of_this_process)
-        self.place: dict[str, Any] = self._group.by_leader(lambda: self._start_server(devices))
-        logger.info("SGLang engine started in %.1f s", time.perf_counter() - started)
+        self._group.by_leader(lambda: self._begin_server(devices))
         if config.free_cache_engine and not self._can_release:
             logger.info("free_cache_engine has no effect: this device's engine cannot free memory between steps")
 
     # ---- the actor
 
-    def _start_server(self, devices: Sequence[str | None]) -> dict[str, Any]:
+    @classmethod
+    def starts_apart(cls) -> bool:
+        """On an accelerator the engine takes a share of the memory that is free when it starts."""
+        return get_device_name() == "cpu"
+
+    def wait_until_started(self) -> None:
+        """Wait for the engine of the group.
+
+        Raises: ServerError if its process has died, or is not ready in time; the error of its start.
+        """
+        limit_s = self.config.server.max_start_wait_time
+        self.place = self._group.by_leader(lambda: dict(self._wait(self._ready, "its start", limit_s)))
+        logger.info("SGLang engine started in %.1f s", time.perf_counter() - self._began)
+
+    def _begin_server(self, devices: Sequence[str | None]) -> None:
         variables = {name: value for name in _KEPT_VARIABLES if (value := envs.read(name)) is not None}
         if None not in devices:
             variables[get_visible_devices_keyword()] = ",".join(str(device) for device in devices)
@@ -97,8 +112,7 @@ class SGLangRollout(BaseRollout):
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
             runtime_env={"env_vars": variables},
         ).remote(self.name, envs.integer("RANK", 0), self.config, self.model_config, self._is_paused)
-        limit_s = self.config.server.max_start_wait_time
-        return dict(self._wait(self._server.ready.remote(), "its start", limit_s))
+        self._ready = self._server.ready.remote()
 
     @property
     def server(self) -> Actor:
