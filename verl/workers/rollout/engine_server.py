@@ -209,7 +209,7 @@ class EngineServer(ABC):
         try:
             while self._error is None:
                 if not self._asked:  # an engine that is asked for something has a deadline for it
-                    with contextlib.suppress(ServerError):
+                    with contextlib.suppress(RuntimeError):  # an answer that is an error is a sign of life too
                         await self._ask(self._engine.ping(), "a sign of life")
                 await asyncio.wait({watch}, timeout=min(self._deadline_s / 4, _LONGEST_PULSE_S))
         finally:
