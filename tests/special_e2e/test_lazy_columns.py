@@ -5,6 +5,7 @@ import pytest
 from verl.utils.observe.record import read_entries
 
 from .test_async_rollout import ASYNC, TENSOR_PARALLEL, TWO, phases_of, short_turns
+from .test_reward_models import scored_by, write_reward_model
 from .test_train import PPO, TWO_WORKERS
 
 LAZY = {"trainer.lazy_columns": True}
@@ -33,13 +34,17 @@ def only_of_lazy(numbers: dict[str, float]) -> dict[str, float]:
         pytest.param(TWO_WORKERS | PPO, id="ppo"),
         pytest.param(TWO | ASYNC | REFERENCE | {"algorithm.adv_estimator": "reinforce_plus_plus"}, id="whitened async"),
         pytest.param(TWO | {"algorithm.adv_estimator": "remax"}, id="remax"),
+        pytest.param(TWO | {"reward_model.enable": True}, id="reward model"),
     ],
 )
 def test_a_run_with_columns_by_reference_equals_the_plain_run(workspace, request, case):
     name = request.node.callspec.id.replace(" ", "-")
-    model = {"critic.model.path": workspace.model} if "critic.optim.lr" in case else {}
-    plain = workspace.train(f"plain-{name}", SHORT | case | model)
-    lazy = workspace.train(f"lazy-{name}", SHORT | case | model | LAZY)
+    if "critic.optim.lr" in case:
+        case = case | {"critic.model.path": workspace.model}
+    if "reward_model.enable" in case:
+        case = case | scored_by(write_reward_model(workspace), workspace)
+    plain = workspace.train(f"plain-{name}", SHORT | case)
+    lazy = workspace.train(f"lazy-{name}", SHORT | case | LAZY)
     for step in plain.steps:
         found, expected = lazy.numbers(step), plain.numbers(step)
         extra = only_of_lazy(found)
