@@ -180,14 +180,8 @@ def test_loss_equals_transformers_and_the_export_holds_what_was_learnt(
     )
 
 
-@pytest.mark.parametrize(
-    ("cut", "spared"), [((), 6), (("data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=4"), 5)]
-)
-def test_rows_that_open_alike_share_their_turns(options, monkeypatch, tmp_path, files, model, cut, spared):
-    """The answer of a common turn is learnt once for each row, and computed once for all rows of a micro-batch.
-
-    Two openings, both 18 tokens with the one that begins the next turn, stand before 8 rows in one micro-batch or two.
-    """
+def opened_alike(options, files, folder):
+    """Write the rows with two opening turns before them in turn; return the options, and the rows of validation."""
     import datasets
 
     def opened(row, at):
@@ -196,13 +190,23 @@ def test_rows_that_open_alike_share_their_turns(options, monkeypatch, tmp_path, 
         return [{"role": role, "content": text} for role, text in roles] + row["messages"]
 
     for name in ("train", "val"):
-        rows = datasets.Dataset.from_parquet(
-            str(files / f"{name}.parquet"), cache_dir=str(tmp_path / "cache")
-        ).to_list()
+        rows = datasets.Dataset.from_parquet(str(files / f"{name}.parquet"), cache_dir=str(folder / "cache")).to_list()
         rows = [{"messages": opened(row, at)} for at, row in enumerate(rows)]
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
-    options = [*options, f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet"]
-    options += ["data.max_length=96", "data.train_batch_size=8", "trainer.total_training_steps=4", *cut]
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+    data = [f"data.{name}_files={folder}/{name}.parquet" for name in ("train", "val")]
+    return [*options, *data, "data.max_length=96"], rows
+
+
+@pytest.mark.parametrize(
+    ("cut", "spared"), [((), 6), (("data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=4"), 5)]
+)
+def test_rows_that_open_alike_share_their_turns(options, monkeypatch, tmp_path, files, model, cut, spared):
+    """The answer of a common turn is learnt once for each row, and computed once for all rows of a micro-batch.
+
+    Two openings, both 18 tokens with the one that begins the next turn, stand before 8 rows in one micro-batch or two.
+    """
+    options, rows = opened_alike(options, files, tmp_path)
+    options += ["data.train_batch_size=8", "trainer.total_training_steps=4", *cut]
     runs = []
     for shares in (False, True):
         monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / f"{shares}.jsonl"))
@@ -382,6 +386,27 @@ def test_two_processes_train_as_one(options, divisible, monkeypatch, tmp_path, l
     for step, values in alone.items():
         for key, value in values.items():
             assert both[step][key] == pytest.approx(value, rel=1e-4), (step, key)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout", [["engine.tensor_model_parallel_size=2"], ["engine.pipeline_model_parallel_size=2"], []]
+)
+def test_rows_that_open_alike_share_their_turns_on_megatron(options, divisible, files, monkeypatch, tmp_path, layout):
+    pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    options, _ = opened_alike([*options, f"model.path={divisible}", "optim.weight_decay=0"], files, tmp_path)
+    options += ["data.train_batch_size=8", "trainer.total_training_steps=4"]
+    alone = run(options, monkeypatch, tmp_path / "one.jsonl", "trainer.test_freq=2")[1]
+    log = tmp_path / "two.jsonl"
+    more = ["model.use_prefix_sharing=true", "trainer.test_freq=2", f"trainer.default_local_dir={tmp_path}/two"]
+    start_two([*options, *MEGATRON, *layout, *more, f"hydra.run.dir={tmp_path}/hydra"], log)
+    shared = read(log)
+    assert list(shared) == list(alone) == [1, 2, 3, 4]
+    for step, values in shared.items():
+        spared = values["train/global_tokens"] - values.pop("train/computed_tokens")
+        assert spared >= (6 if layout else 4) * 18  # two data-parallel ranks have 4 rows each
+        for key, value in alone[step].items():
+            assert values[key] == pytest.approx(value, rel=1e-4), (step, key)
 
 
 @pytest.mark.full
