@@ -50,6 +50,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "value": {"cut": vision.SIZES[3], "kind": "value_model", "only": ("pp 2", "tp 2 cp 2")},
 }
 
+SHARED: dict[str, dict[str, dict[str, Any]]] = {
+    "tp 2": {"qwen2.5": {}, "qwen3, values": {"family": "qwen3_vl", "kind": "value_model"}},
+    "pp 2": {"qwen3": {"family": "qwen3_vl"}, "qwen2.5, values": {"kind": "value_model"}},
+    "tp 2 ep 2": {"qwen3 moe": {"family": "qwen3_vl_moe"}},
+}
+"""Cases that run with shared prefixes and without."""
+
 
 def cases_of(layout: str) -> dict[str, dict[str, Any]]:
     """Return the cases that run on a layout.
@@ -112,6 +119,32 @@ def run_case(root: Path, layout: dict[str, Any], case: dict[str, Any]) -> dict[s
     return result
 
 
+def shared_and_not(root: Path, layout: dict[str, Any], case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Infer and differentiate samples of prompts, with shared prefixes and without."""
+    folder, family = root / folder_of(case), case.get("family", "qwen2_5_vl")
+    found = []
+    weights: dict[str, Any] | None = None
+    for shares in (True, False):
+        engine = build(folder, layout, case | {"model": {"use_prefix_sharing": shares}})
+        for module in engine.models:
+            if weights is None:
+                weights = module.state_dict()
+            module.load_state_dict(weights)
+        data = vision.samples_of_prompts(folder, family, **DYNAMIC["cut"])
+        result: dict[str, Any] = {"tokens": int(data.batch["attention_mask"].sum())}
+        with engine.eval_mode():
+            result["output"] = engine.infer_batch(data)
+        result["images"] = engine.take_images()
+        segments = engine.take_segments()
+        result["computed"] = sum(until - above for until, above in segments)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            result["metrics"] = engine.forward_backward_batch(data, cases.loss_fn)
+            result["gradients"] = megatron_cases.gradients(engine)
+        found.append(result)
+    return found
+
+
 def continued(root: Path, layout: dict[str, Any], path: Path) -> dict[str, Any]:
     """Save after one step, restore in a new engine, and take the next step in both."""
     folder = root / "qwen2_5_vl"
@@ -153,6 +186,10 @@ def run_world(rank: int, world_size: int, folder: Path) -> None:
     results: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS[world_size].items():
         runs = {case: partial(run_case, folder, layout, settings) for case, settings in cases_of(name).items()}
+        runs |= {
+            f"{case}, shared": partial(shared_and_not, folder, layout, settings)
+            for case, settings in SHARED.get(name, {}).items()
+        }
         if name in CONTINUED:
             runs["continued"] = partial(continued, folder, layout, folder / "checkpoints" / name)
         results[name] = {}

@@ -136,6 +136,20 @@ def test_exports_what_a_published_checkpoint_holds(
         assert all(not torch.equal(part["weights"][key], stored[key]) for key in stored)
 
 
+@pytest.mark.parametrize(
+    ("layout", "name"), [(layout, name) for layout in mcore.SHARED for name in mcore.SHARED[layout]]
+)
+def test_samples_of_a_prompt_share_its_images(results: Results, layout: str, name: str) -> None:
+    """They give what they give without sharing, and the model sees each token of a common beginning once."""
+    for rank in results(2, layout):
+        shared, plain = rank[f"{name}, shared"]
+        assert 0 < shared["computed"] < shared["tokens"] and plain["computed"] == 0
+        assert 0 < sum(shared["images"]) <= sum(plain["images"])  # more rows fit into a micro-batch
+        assert shared["metrics"] == pytest.approx(plain["metrics"], rel=1e-5)
+        for part in ("output", "gradients"):
+            torch.testing.assert_close(shared[part], plain[part], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("layout", mcore.CONTINUED)
 def test_a_checkpoint_continues_bit_for_bit(results: Results, root: Path, layout: str) -> None:
     """The tower among it; the Hugging Face folder loads in transformers and holds the same weights."""

@@ -160,11 +160,7 @@ def test_samples_of_a_prompt_share_its_images(tmp_path: Path, family: str) -> No
     vision.write_model(tmp_path, family)
     tensors, media = vision.rows(family)
     torch.save(vision.positions(vision.load(tmp_path), tensors, media), tmp_path / "positions.pt")
-    data = vision.batch(tmp_path, family, [3, 4, 3, 5, 5, 4, 0, 0, 5, 6])
-    generator = torch.Generator().manual_seed(1)
-    for row in (4, 8):
-        data.batch["input_ids"][row, -vision.RESPONSE :] = torch.randint(3, 80, (vision.RESPONSE,), generator=generator)
-    data.batch["responses"] = data.batch["input_ids"][:, -vision.RESPONSE :]
+    data = vision.samples_of_prompts(tmp_path, family)
     shown = [row or {} for row in data.non_tensor_batch["multi_modal_inputs"]]
     patches = [len(row[name]) for row in shown for name in ("pixel_values", "pixel_values_videos") if name in row]
     engines = [sharing_cases.build(tmp_path, shares) for shares in (True, False)]

@@ -203,6 +203,17 @@ def batch(folder: Path, family: str, index: list[int], channels: int = 4, **meta
 # What plain transformers makes of all rows in one padded pass
 
 
+def samples_of_prompts(folder: Path, family: str, **meta: Any) -> DataProto:
+    """Return samples of six rows with images or without; rows 4 and 8 differ from the others after their prompt."""
+    data = batch(folder, family, [3, 4, 3, 5, 5, 4, 0, 0, 5, 6], **meta)
+    ids = data.batch["input_ids"]
+    generator = torch.Generator().manual_seed(1)
+    for row in (4, 8):
+        ids[row, -RESPONSE:] = torch.randint(3, 80, (RESPONSE,), generator=generator)
+    data.batch["responses"] = ids[:, -RESPONSE:]
+    return data
+
+
 def merged_embeddings(model: Any, ids: Tensor, kinds: Tensor, media: dict[str, Tensor]) -> Tensor:
     """Put the features of images and videos into their tokens.
 
