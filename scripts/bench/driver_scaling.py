@@ -8,6 +8,8 @@ bytes of each phase:
     python scripts/bench/driver_scaling.py measure --out runs.jsonl
     python scripts/bench/driver_scaling.py model runs.jsonl
     python scripts/bench/driver_scaling.py phases runs.jsonl
+
+``measure --work-s`` lets the workers work, and ``model`` compares the wall seconds of such steps with its queue.
 """
 
 import argparse
@@ -19,10 +21,11 @@ import os
 import pickle
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +41,60 @@ from verl.single_controller.base.decorator import Dispatch, register
 PHASES = ("generate", "infer", "shape", "update", "finish")
 ANSWERS = "answers"
 """The part of the phases in which the driver takes answers of the workers."""
+SENDS = "sends"
+"""The part of the phases in which the driver sends their parts to the workers."""
+PARTS = (*PHASES, ANSWERS, SENDS)
 SAMPLES = 8
 ROWS_OF_A_BLOCK = 24
 """Rows of 8,192 tokens that a block of generated columns holds."""
 
 
+def working(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a registered method of a simulated worker answer when its work is over.
+
+    Reading its part and storing its columns count in the work, since few actors do this here for all workers. The work
+    begins at ``sent_at``, when the driver has sent the part, on the clock of the machine.
+    """
+
+    @wraps(method)
+    def work(self: "SimulatedWorker", *args: Any, sent_at: float | None = None, **kwargs: Any) -> Any:
+        output = method(self, *args, **kwargs)
+        if sent_at is not None:
+            left = sent_at + self.call_s - time.monotonic()
+            self.late += left < 0
+            time.sleep(max(0.0, left))
+        return output
+
+    return work
+
+
 class SimulatedWorker(Worker):
-    """Answers as a worker does, without a model."""
+    """Answers as a worker does, without a model.
+
+    ``call_s`` are the seconds that it works in a call; ``late`` counts the answers that took longer.
+    """
+
+    call_s = 0.0
+    late = 0
 
     def __init__(self, block_rows: int = ROWS_OF_A_BLOCK) -> None:
         super().__init__()
         self.block_rows = block_rows
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def work_for(self, seconds: float) -> None:
+        """Work so long in each of the calls that follow."""
+        self.call_s, self.late = seconds, 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def late_answers(self) -> int:
+        """Return how many answers took longer than the work."""
+        return self.late
+
     def _blocks(self, data: DataProto, row_bytes: int) -> None:
         lazy.BLOCK_BYTES = self.block_rows * row_bytes
 
+    @working
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Return responses as long as they may be."""
@@ -75,6 +117,7 @@ class SimulatedWorker(Worker):
             }
         )
 
+    @working
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return log-probabilities and entropies."""
@@ -82,6 +125,7 @@ class SimulatedWorker(Worker):
         self._blocks(data, 8 * shape[1])
         return DataProto.from_dict({"old_log_probs": torch.full(shape, -0.5), "entropys": torch.full(shape, 0.1)})
 
+    @working
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return log-probabilities of a reference."""
@@ -89,6 +133,7 @@ class SimulatedWorker(Worker):
         self._blocks(data, 4 * shape[1])
         return DataProto.from_dict({"ref_log_prob": torch.full(shape, -0.6)})
 
+    @working
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def score(self, data: DataProto) -> DataProto:
         """Return one score for each response, at its last token."""
@@ -98,10 +143,13 @@ class SimulatedWorker(Worker):
         scores[:, -1] = torch.arange(shape[0]) % 3
         return DataProto.from_dict({"token_level_scores": scores})
 
+    @working
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
         """Return metrics only."""
         return DataProto(meta_info={"metrics": {"actor/loss": 0.0}})
+
+    execute_with_func_generator = working(Worker.execute_with_func_generator)
 
 
 class InProcess:
@@ -130,14 +178,17 @@ class InProcess:
         return lambda data: self._call(lambda part: method(self.worker, part), data)
 
     def _call(self, work: Callable[[DataProto], DataProto], data: DataProto) -> DataProto:
-        sent = [pack(part) for part in data.chunk(self.world_size)]
+        parts = data.chunk(self.world_size)
+        began = time.process_time()
+        sent = [pack(part) for part in parts]
+        self.account.sends(time.process_time() - began)
         with self.account.paused():
             answers = [pack(self._answer(work, unpack(part))) for part in sent]
         self.messages.append((packed_bytes(sent[0]), packed_bytes(answers[0])))
         began = time.process_time()
-        parts = self.wait([unpack(answer) for answer in answers])
+        outputs = self.wait([unpack(answer) for answer in answers])
         self.account.answers(time.process_time() - began)
-        return DataProto.concat(parts)
+        return DataProto.concat(outputs)
 
     def _answer(self, work: Callable[[DataProto], DataProto], part: DataProto) -> DataProto:
         output = work(lazy.fetched(part))
@@ -211,6 +262,7 @@ class Account:
     def __init__(self) -> None:
         self.left_out = 0.0
         self.of_answers = 0.0
+        self.of_sends = 0.0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -223,12 +275,24 @@ class Account:
         """Add to the seconds for the answers of workers."""
         self.of_answers += seconds
 
+    def sends(self, seconds: float) -> None:
+        """Add to the seconds for sending parts to workers."""
+        self.of_sends += seconds
+
     def now(self) -> float:
         """Return the seconds so far."""
         return time.process_time() - self.left_out
 
 
 # ---- one step
+
+
+def ready_s() -> float:
+    """Return how long this thread has been ready to run and had no processor; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def dense_bytes(data: DataProto) -> int:
@@ -251,7 +315,11 @@ class Step:
     """One step of a driver, phase by phase.
 
     With ``weighed``, ``through`` has the bytes of all messages of a phase, to the workers and from them. Its seconds
-    are not those of a step then.
+    are not those of a step then. With ``call_s``, each worker works so long in each call.
+
+    ``wall_s`` are the seconds of the step. Of these, ``last_answers_s`` passed in calls whose workers had all ended.
+    ``ready_s`` are those outside of waiting for answers in which the main thread had no processor: other processes of
+    this machine had them. ``thread_seconds`` are CPU seconds of the main thread.
     """
 
     def __init__(
@@ -262,6 +330,7 @@ class Step:
         tokens: int,
         account: Account | None = None,
         weighed: bool = False,
+        call_s: float = 0.0,
     ) -> None:
         from verl.trainer.ppo.records import StepRecord
 
@@ -270,8 +339,13 @@ class Step:
         self.by_reference = by_reference
         self.rows, self.tokens = rows, tokens
         self.record = StepRecord(digests=True, num_samples=0)
-        self.seconds = dict.fromkeys((*PHASES, ANSWERS), 0.0)
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.thread_seconds = dict.fromkeys(PARTS, 0.0)
         self.calls = 0
+        self.call_s = call_s
+        self.wall_s = self.ready_s = self.last_answers_s = 0.0
+        self._part_s = 0.0
+        self._ends = 0.0
         self.account = account or Account()
         self._watch(group)
         self.through = {phase: {"sent": 0, "received": 0} for phase in PHASES}
@@ -282,17 +356,33 @@ class Step:
         self._phase = "generate"
 
     def _watch(self, group: Any) -> None:
-        """Count what the driver spends while it takes the answers of a call: it overlaps with slower workers."""
+        """Count what the driver spends while it sends parts and takes answers: both overlap with work."""
         wait = group.wait
 
         def waiting(*args: Any, **kwargs: Any) -> Any:
-            began = time.process_time()
-            values = wait(*args, **kwargs)
-            self.seconds[ANSWERS] += time.process_time() - began
+            ready = ready_s()
+            with self._part(ANSWERS):
+                values = wait(*args, **kwargs)
+            self.ready_s -= ready_s() - ready
+            if self.call_s:
+                self.last_answers_s += time.monotonic() - self._ends
             self.calls += 1
             return values
 
         group.wait = waiting
+        if not isinstance(group, InProcess):
+            remote = group._remote
+
+            def sending(worker: Any, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+                began = time.monotonic()
+                sent_at = began + self._part_s  # a part takes as long as the one before it
+                self._ends = sent_at + self.call_s
+                with self._part(SENDS):
+                    started = remote(worker, method, args, {**kwargs, "sent_at": sent_at} if self.call_s else kwargs)
+                self._part_s = time.monotonic() - began
+                return started
+
+            group._remote = sending
         if self.weighed:
             execute = group.execute_with_func_generator
 
@@ -300,6 +390,14 @@ class Step:
                 return self._weigh(data, execute(program, data))
 
             group.execute_with_func_generator = executing
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Count the CPU seconds of all threads of this process, and those of this thread."""
+        began, began_here = self.account.now(), time.thread_time()
+        yield
+        self.seconds[name] += self.account.now() - began
+        self.thread_seconds[name] += time.thread_time() - began_here
 
     def _weigh(self, data: DataProto, output: DataProto) -> DataProto:
         """Count the bytes of a call: of each part and of each answer, as they are pickled."""
@@ -313,11 +411,13 @@ class Step:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the CPU seconds of all threads of this process."""
+        """Count the seconds of a phase."""
         self._phase = name
-        before, started = resource.getrusage(resource.RUSAGE_SELF), self.account.now()
-        yield
-        self.seconds[name] += self.account.now() - started
+        before, began, ready = resource.getrusage(resource.RUSAGE_SELF), time.monotonic(), ready_s()
+        with self._part(name):
+            yield
+        self.wall_s += time.monotonic() - began
+        self.ready_s += ready_s() - ready
         after = resource.getrusage(resource.RUSAGE_SELF)
         self.system[name] += after.ru_stime - before.ru_stime
         self.faults[name] += after.ru_minflt - before.ru_minflt
@@ -476,9 +576,12 @@ def measure(arguments: argparse.Namespace) -> None:
     """Run all cases, each several times."""
     if arguments.keep_memory:
         keep_memory()
+    cases = cases_of(arguments)
     if arguments.without_ray:
+        if arguments.work_s:
+            raise SystemExit("--work-s needs Ray: without it, workers do not run beside the driver")
         torch.set_num_threads(1)
-        run_cases(arguments, InProcess, lambda: 0)
+        run_cases(arguments, cases, InProcess, lambda: 0, lambda seconds: 0)
         return
     import ray
 
@@ -497,8 +600,11 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     torch.set_num_threads(1)
     cls = ray.remote(SimulatedWorker)
+    actor = RayClassWithInitArgs(cls)
+    if arguments.work_s:  # workers of one actor work at the same time
+        actor.update_options({"max_concurrency": -(-max(workers for *_, workers in cases) // arguments.actors)})
     pool = RayResourcePool([arguments.actors], max_colocate_count=1, name_prefix="simulated")
-    actors = RayWorkerGroup(pool, RayClassWithInitArgs(cls), device_name="cpu")
+    actors = RayWorkerGroup(pool, actor, device_name="cpu")
 
     def group_of(workers: int, account: Account) -> Any:
         handles = [actors.workers[number % arguments.actors] for number in range(workers)]
@@ -507,8 +613,15 @@ def measure(arguments: argparse.Namespace) -> None:
             worker_names=names, worker_handles=handles, ray_cls_with_init=RayClassWithInitArgs(cls)
         )
 
+    def work_for(seconds: float) -> int:
+        if not arguments.work_s:
+            return 0
+        late = sum(actors.late_answers())
+        actors.work_for(seconds)
+        return late
+
     try:
-        run_cases(arguments, group_of, spilled_bytes)
+        run_cases(arguments, cases, group_of, spilled_bytes, work_for)
     finally:
         ray.shutdown()
 
@@ -531,19 +644,36 @@ def spilled_bytes() -> int:
     return int(stats.spilled_bytes_total + stats.object_store_bytes_fallback)
 
 
-def run_cases(
-    arguments: argparse.Namespace, group_of: Callable[[int, Account], Any], spilled: Callable[[], int]
-) -> None:
-    """Run the cases in turn, and append a line for each; end if the object store was too small for one."""
+Case = tuple[str, int, int, int]
+
+
+def cases_of(arguments: argparse.Namespace) -> list[Case]:
+    """Return what is to be run: whether it is for fitting, responses, tokens of each and workers."""
     cases = [("fit", *case) for case in FITTED] + [("predict", *case) for case in PREDICTED]
     if arguments.large:
         cases = [("large", *case) for case in LARGE]
     if arguments.cases:
         chosen = [(int(rows), int(tokens), int(workers)) for rows, tokens, workers in arguments.cases]
         cases = [("fit" if case in FITTED else "predict", *case) for case in chosen]
+    return cases
+
+
+def run_cases(
+    arguments: argparse.Namespace,
+    cases: Sequence[Case],
+    group_of: Callable[[int, Account], Any],
+    spilled: Callable[[], int],
+    work_for: Callable[[float], int],
+) -> None:
+    """Run the cases in turn, and append a line for each; end if the object store was too small for one.
+
+    Args: ``work_for`` tells the workers how long to work in each call that follows, and returns how many of their
+        answers since the time before took longer than that.
+    """
+    calls: dict[bool, int] = {}
     weights: dict[tuple[Any, ...], dict[str, dict[str, int]]] = {}
     with Path(arguments.out).open("a", encoding="utf-8") as file:
-        for kind, rows, tokens, workers in cases * arguments.rounds:
+        for kind, rows, tokens, workers in list(cases) * arguments.rounds:
             for by_reference in [mode == "reference" for mode in arguments.columns]:
                 # The first step of a size pays for its memory, the others of a run do not.
                 case = (by_reference, rows, tokens, workers)
@@ -551,12 +681,16 @@ def run_cases(
                 for weighed in [True] * first + [False] * (not first and not by_reference) + [False]:
                     account = Account()
                     Held.known.clear()
-                    step = Step(group_of(workers, account), by_reference, rows, tokens, account, weighed)
+                    call_s = 0.0 if weighed else arguments.work_s / calls[by_reference]
+                    work_for(call_s)
+                    step = Step(group_of(workers, account), by_reference, rows, tokens, account, weighed, call_s)
                     gc.collect()
                     step.run()
                     if weighed:
-                        weights[case] = step.through
+                        weights[case], calls[by_reference] = step.through, step.calls
+                late = work_for(0.0)
                 step.seconds[ANSWERS] += account.of_answers
+                step.seconds[SENDS] += account.of_sends
                 if lost := spilled():
                     raise SystemExit(
                         f"{rows} x {tokens}, {workers} workers: the object store has put {lost} bytes on the disk; "
@@ -568,7 +702,13 @@ def run_cases(
                     "rows": rows,
                     "tokens": tokens,
                     "workers": workers,
+                    "work_s": arguments.work_s,
+                    "wall_s": step.wall_s,
+                    "ready_s": step.ready_s,
+                    "last_answers_s": step.last_answers_s,
+                    "late_answers": late,
                     "seconds": step.seconds,
+                    "thread_seconds": step.thread_seconds,
                     "calls": step.calls,
                     "through_bytes": weights[case],
                     "system_seconds": step.system,
@@ -581,7 +721,8 @@ def run_cases(
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 sys.stderr.write(f"{kind} {rows} x {tokens}, {workers} workers, by reference {by_reference}: ")
-                sys.stderr.write(f"{total(step.seconds):.2f} CPU s, {total(step.system):.2f} of them in the kernel\n")
+                sys.stderr.write(f"{total(step.seconds):.2f} CPU s, {total(step.system):.2f} of them in the kernel, ")
+                sys.stderr.write(f"{step.wall_s:.2f} s with {arguments.work_s:g} s of work\n")
                 del step
 
 
@@ -624,7 +765,7 @@ def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: in
         return [1.0, workers, rows, workers * len(sizes), pairs, workers * rows]
     first = {"generate": 0, "infer": 1, "update": 4}.get(phase, 0)
     calls = messages(of_a_worker, tokens)
-    calls = calls if phase == ANSWERS else calls[first : first + CALLS[phase]]
+    calls = calls if phase in (ANSWERS, SENDS) else calls[first : first + CALLS[phase]]
     stored = sum((sent > INLINE_BYTES) + (answer > INLINE_BYTES) for sent, answer in calls)
     moved = sum(map(sum, calls))
     new = sum(size * rows * tokens for size in (4, 8) if size * rows * tokens >= MAPPED_BYTES)
@@ -671,25 +812,45 @@ def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 Lines = Sequence[dict[str, Any]]
+WALL = ("wall_s", "ready_s", "last_answers_s", "late_answers")
+"""What a line has of the wall seconds of its step."""
 
 
 def minima(lines: Lines) -> list[dict[str, Any]]:
-    """Return one line for each case, with the least CPU seconds of a phase: other work on the machine only adds."""
+    """Return one line for each case, with the least CPU seconds of a phase: other work on the machine only adds.
+
+    Wall seconds, and what they consist of, are those of the shortest step.
+    """
     cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
         key = tuple(line.get(name) for name in ("kind", "by_reference", "rows", "tokens", "workers", "keeps_memory"))
-        cases.setdefault(key, []).append(line)
-    return [
-        {**rounds[0], "seconds": {p: min(line["seconds"][p] for line in rounds) for p in (*PHASES, ANSWERS)}}
-        for rounds in cases.values()
-    ]
+        cases.setdefault((*key, worked(line)), []).append(line)
+    found = []
+    for rounds in cases.values():
+        of_step = min(rounds, key=lambda line: line.get("wall_s", float("inf")))
+        least = {**rounds[0], **{name: of_step[name] for name in WALL if name in of_step}}
+        for name in ("seconds", "thread_seconds"):
+            counted = [line[name] for line in rounds if name in line]
+            least[name] = {
+                p: min(each[p] for each in counted if p in each) for p in PARTS if any(p in c for c in counted)
+            }
+        found.append(least)
+    return found
+
+
+def worked(line: dict[str, Any]) -> float:
+    """Return how many seconds the workers worked in the step of a line."""
+    return float(line.get("work_s", 0.0))
 
 
 def fit(lines: Lines, by_reference: bool) -> dict[str, np.ndarray]:
-    """Return the coefficients of each phase, from the lines that are for fitting."""
-    used = [line for line in lines if line["kind"] == "fit" and line["by_reference"] == by_reference]
+    """Return the coefficients of each phase, from the lines that are for fitting and have seconds of it."""
+    for_fit = [line for line in lines if line["kind"] == "fit" and not worked(line)]
     found = {}
-    for phase in (*PHASES, ANSWERS):
+    for phase in PARTS:
+        used = [line for line in for_fit if line["by_reference"] == by_reference and phase in line["seconds"]]
+        if not used:
+            continue
         matrix = np.array([_features(phase, line) for line in used])
         keep = matrix.any(axis=0)
         # a phase of a few milliseconds counts no more than its part of the step
@@ -704,15 +865,34 @@ def _features(phase: str, line: dict[str, Any]) -> list[float]:
     return features(phase, line["by_reference"], line["rows"], line["tokens"], line["workers"])
 
 
-def queue(serial_s: float, answers_s: float, work_s: float, workers: int) -> float:
+def predicted(models: dict[bool, dict[str, np.ndarray]], case: dict[str, Any]) -> dict[str, float]:
+    """Return the CPU seconds of a step."""
+    model = models[case["by_reference"]]
+    return {phase: float(np.dot(_features(phase, case), values)) for phase, values in model.items()}
+
+
+def step_s(seconds: dict[str, float], calls: int, work_s: float, workers: int) -> float:
+    """Return how long a step takes in which the driver is busy for ``seconds`` and each worker for ``work_s``.
+
+    What the driver does between its calls adds to that, and sending and taking answers overlap with the work. Without
+    seconds of sending, all before the answers is taken for it.
+    """
+    all_s = total(seconds)
+    answers = min(seconds[ANSWERS], all_s)
+    sends = min(seconds.get(SENDS, all_s), all_s - answers)
+    of_calls = calls * queue(sends / calls, answers / calls, work_s / calls, workers)
+    return all_s - answers - sends + of_calls
+
+
+def queue(sends_s: float, answers_s: float, work_s: float, workers: int) -> float:
     """Return how long a call takes: the driver is one server, before and after the workers.
 
     It sends the parts one after the other, each worker begins when its part is there and takes ``work_s``, and the
     driver takes the answers in the order in which they come, after its last part is sent.
     """
-    now = serial_s
+    now = sends_s
     for number in range(workers):
-        arrival = (number + 1) * serial_s / workers + work_s
+        arrival = (number + 1) * sends_s / workers + work_s
         now = max(now, arrival) + answers_s / workers
     return now
 
@@ -722,7 +902,7 @@ def phases(arguments: argparse.Namespace) -> None:
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
     sys.stdout.write("| responses | tokens | workers | columns | phase | CPU s | MB to workers | MB from workers |\n")
     sys.stdout.write("| --- " * 8 + "|\n")
-    for line in minima(read):
+    for line in minima([line for line in read if not worked(line)]):
         named = [line["rows"], line["tokens"], line["workers"], "reference" if line["by_reference"] else "driver"]
         moved = line["through_bytes"]
         rows = [(phase, line["seconds"][phase], *moved[phase].values()) for phase in PHASES]
@@ -732,10 +912,33 @@ def phases(arguments: argparse.Namespace) -> None:
             sys.stdout.write(f"| {' | '.join(map(str, cells))} |\n")
 
 
+def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say: Callable[[str], Any]) -> None:
+    """Print how long steps with work took beside what the queue gives.
+
+    The queue is given the CPU seconds that the model predicts, those of the run, and those of the run's main thread.
+    """
+    if not lines:
+        return
+    names = "rows | tokens | workers | columns | work s | late answers | wall s | predicted s | error | added s"
+    names += " | without a processor s | last answers s | predicted added s | by its CPU s | by its main thread"
+    say(f"\n| {names} |")
+    say("| --- " * (names.count("|") + 1) + "|")
+    for line in lines:
+        work = worked(line)
+        sources = (predicted(models, line), line["seconds"], line["thread_seconds"])
+        steps = [step_s(seconds, line["calls"], work, line["workers"]) for seconds in sources]
+        cells = [line["rows"], line["tokens"], line["workers"], "reference" if line["by_reference"] else "driver"]
+        cells += [f"{work:g}", line["late_answers"], f"{line['wall_s']:.2f}", f"{steps[0]:.2f}"]
+        cells += [f"{steps[0] / line['wall_s'] - 1:+.1%}", f"{line['wall_s'] - work:.2f}"]
+        cells += [f"{line[name]:.2f}" for name in ("ready_s", "last_answers_s")]
+        cells += [f"{step - work:.2f}" for step in steps]
+        say(f"| {' | '.join(map(str, cells))} |")
+
+
 def model(arguments: argparse.Namespace) -> None:
     """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
-    lines = minima(read)
+    lines = minima([line for line in read if not worked(line)])
     if len({line.get("keeps_memory", False) for line in lines if not line["by_reference"]}) > 1:
         raise SystemExit("runs with and without --keep-memory: give those of one kind")
     say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731
@@ -749,11 +952,12 @@ def model(arguments: argparse.Namespace) -> None:
     say("\n| kind | by reference | rows | tokens | workers | measured s | predicted s | error |")
     say("| --- " * 8 + "|")
     for line in lines:
-        predicted = float(sum(np.dot(_features(p, line), models[line["by_reference"]][p]) for p in PHASES))
+        expected = total(predicted(models, line))
         measured = total(line["seconds"])
         cells = [line["kind"], line["by_reference"], line["rows"], line["tokens"], line["workers"]]
-        cells += [f"{measured:.2f}", f"{predicted:.2f}", f"{predicted / measured - 1:+.1%}"]
+        cells += [f"{measured:.2f}", f"{expected:.2f}", f"{expected / measured - 1:+.1%}"]
         say(f"| {' | '.join(map(str, cells))} |")
+    compare_waiting(minima([line for line in read if worked(line)]), models, say)
     say(
         "\n| rows | workers | mode | "
         + " | ".join(PHASES)
@@ -764,20 +968,15 @@ def model(arguments: argparse.Namespace) -> None:
         for workers in (8, 64, 512):
             for by_reference in (False, True):
                 case = {"by_reference": by_reference, "rows": rows, "tokens": 8192, "workers": workers}
-                *seconds, of_answers = [
-                    float(np.dot(_features(p, case), models[by_reference][p])) for p in (*PHASES, ANSWERS)
-                ]
+                seconds = predicted(models, case)
                 like = next(line for line in lines if line["by_reference"] == by_reference and line["tokens"] >= 256)
                 scale = rows * 8192 / (like["rows"] * like["tokens"])
                 held = rows * like["address_bytes"] / like["rows"] if by_reference else like["held_bytes"] * scale
                 of_calls = [] if by_reference else messages(rows // workers, 8192)
                 cells = [str(rows), str(workers), "reference" if by_reference else "driver"]
-                answers = min(of_answers, sum(seconds))
-                calls = like["calls"]
-                work = arguments.work_s / calls
-                step = calls * queue((sum(seconds) - answers) / calls, answers / calls, work, workers)
-                cells += [f"{value:.1f}" for value in seconds]
-                cells += [f"{sum(seconds):.1f}", f"{step - arguments.work_s:.1f}"]
+                step = step_s(seconds, like["calls"], arguments.work_s, workers)
+                cells += [f"{seconds[phase]:.1f}" for phase in PHASES]
+                cells += [f"{total(seconds):.1f}", f"{step - arguments.work_s:.1f}"]
                 through = workers * sum(map(sum, of_calls))
                 say(f"| {' | '.join([*cells, f'{held / 1e9:.2f}', f'{through / 1e9:.1f}'])} |")
 
@@ -797,6 +996,7 @@ def main() -> None:
     measuring.add_argument("--columns", nargs="+", choices=("driver", "reference"), default=("driver", "reference"))
     measuring.add_argument("--large", action="store_true", help="the largest sizes only")
     measuring.add_argument("--keep-memory", action="store_true", help="the driver keeps memory that it frees")
+    measuring.add_argument("--work-s", type=float, default=0.0, help="seconds that each worker works in a step")
     measuring.add_argument("--without-ray", action="store_true", help="leave out Ray and its costs")
     measuring.set_defaults(run=measure)
     modelling = commands.add_parser("model")

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from verl import DataProto
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 PARENT = """
@@ -174,7 +177,7 @@ def test_the_model_of_the_driver_is_fitted_without_the_runs_that_it_predicts() -
     def line(kind: str, by_reference: bool, case: tuple[int, int, int], factor: float = 1.0) -> dict[str, Any]:
         seconds = {
             phase: factor * float(sum(a * b for a, b in zip(costs[by_reference], terms, strict=True)))
-            for phase in (*scaling.PHASES, scaling.ANSWERS)
+            for phase in scaling.PARTS
             for terms in [scaling.features(phase, by_reference, *case)]
         }
         rows, tokens, workers = case
@@ -201,6 +204,72 @@ def test_the_queue_of_the_driver_by_hand() -> None:
     assert queue(8.0, 0.0, 10.0, 4) == 18.0  # the last part is sent after 8 s
     assert queue(8.0, 4.0, 10.0, 4) == 19.0  # three answers while others work
     assert queue(8.0, 40.0, 10.0, 4) == 12.0 + 40.0  # answers from 12 s on, one after the other
+    assert queue(8.0, 4.0, 10.0, 1) == 22.0  # one worker: nothing overlaps
+    assert queue(8.0, 4.0, 1.0, 4) == 12.0  # the driver has no pause: the last worker ends after 9 s
+    assert queue(0.0, 4.0, 10.0, 4) == 14.0  # all workers end at the same time
+
+
+def test_the_step_of_a_driver_by_hand() -> None:
+    step_s = load("driver_scaling").step_s
+    seconds = {"generate": 6.0, "infer": 9.0, "shape": 2.0, "update": 3.0, "finish": 1.0, "answers": 8.0, "sends": 8.0}
+    # 5 s between calls, and two calls that send for 4 s and end 1 s after the work of their last worker
+    assert step_s(seconds, 2, 20.0, 4) == 5.0 + 2 * (4.0 + 10.0 + 1.0)
+    del seconds["sends"]
+    assert step_s(seconds, 2, 20.0, 4) == 2 * (6.5 + 10.0 + 1.0)
+
+
+def test_a_simulated_worker_works_from_when_its_part_was_sent() -> None:
+    scaling = load("driver_scaling")
+    worker = scaling.SimulatedWorker.__new__(scaling.SimulatedWorker)
+    worker.work_for(0.1)
+    sent_at = time.monotonic()
+    worker.update_actor(DataProto(), sent_at=sent_at)
+    assert time.monotonic() - sent_at >= 0.1
+    assert worker.late_answers() == 0
+    worker.update_actor(DataProto(), sent_at=sent_at)
+    assert worker.late_answers() == 1
+
+
+def test_waiting_times_are_compared_with_those_of_the_queue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaling = load("driver_scaling")
+    runs = tmp_path / "runs.jsonl"
+    command = ["driver_scaling.py", "measure", "--out", str(runs), "--cases", "16x16x2", "--rounds", "1"]
+    command += ["--columns", "driver"]
+    monkeypatch.setattr(sys, "argv", [*command, "--without-ray"])
+    scaling.main()
+    quick = json.loads(runs.read_text()) | {"kind": "fit"}
+    assert quick["work_s"] == 0.0 < quick["wall_s"]
+    wall = {"work_s": 3.0, "late_answers": 0, "ready_s": 0.1, "last_answers_s": 0.2}
+    slow, fast = ({**quick, **wall, "wall_s": wall_s} for wall_s in (3.75, 3.5))
+    found = scaling.minima([quick, slow, fast])
+    assert [(scaling.worked(line), line["wall_s"]) for line in found] == [(0.0, quick["wall_s"]), (3.0, 3.5)]
+    other = {**fast, "seconds": dict.fromkeys(quick["seconds"], 7.0)}
+    plain, with_work = (scaling.fit(lines, False) for lines in ([quick], [quick, other]))
+    assert all((plain[phase] == with_work[phase]).all() for phase in scaling.PARTS)
+    scaling.compare_waiting([fast], {False: plain}, print)
+    header, _, row = ([cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.split("\n")[1:4])
+    cells = dict(zip(header, row, strict=True))
+    assert (cells["work s"], cells["wall s"], cells["added s"]) == ("3", "3.50", "0.50")
+    expected = scaling.step_s(quick["seconds"], quick["calls"], 3.0, 2)
+    assert float(cells["predicted s"]) == pytest.approx(expected, abs=0.006)
+    monkeypatch.setattr(sys, "argv", [*command, "--without-ray", "--work-s", "1"])
+    with pytest.raises(SystemExit, match="needs Ray"):
+        scaling.main()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_step_takes_at_least_the_work_of_its_workers(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.jsonl"
+    command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--cases", "16x16x2"]
+    command += ["--columns", "driver", "--rounds", "1", "--actors", "1", "--store-mb", "100", "--work-s", "1.5"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(runs.read_text())
+    assert line["work_s"] == 1.5 <= line["wall_s"]
+    assert 0 < line["seconds"]["sends"] < sum(line["seconds"][phase] for phase in ("generate", "infer", "update"))
 
 
 def test_messages_are_those_of_a_step() -> None:
