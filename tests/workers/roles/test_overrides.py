@@ -193,17 +193,21 @@ def test_an_engine_that_starts_apart_begins_before_the_model_is_built(
         events.append("engine")
         begin(self, *args)
 
+    monkeypatch.setattr(HFRollout, "import_engine", classmethod(lambda cls, config: events.append("import")))
     monkeypatch.setattr(HFRollout, "__init__", beginning)
     monkeypatch.setattr(HFRollout, "wait_until_started", lambda self: events.append("wait"))
     for apart, worker_class, expected in (
-        (False, Observed, ["model", "engine", "wait"]),
-        (True, Observed, ["engine", "model", "wait"]),
-        (True, Own, ["model", "engine", "wait"]),  # which may read what the worker has built before
+        (False, Observed, ["import", "model", "engine", "wait"]),
+        (True, Observed, ["import", "engine", "model", "wait"]),
+        (True, Own, ["import", "model", "engine", "wait"]),  # which may read what the worker has built before
     ):
         monkeypatch.setattr(HFRollout, "starts_apart", classmethod(lambda cls, apart=apart: apart))
         events.clear()
         worker = start(worker_class)
         assert events == expected and worker.sharding_manager.rollout is worker.rollout
+    events.clear()
+    start(Observed, "actor")
+    assert events == ["model"]
 
 
 def test_requests_without_seeds_differ_by_call_and_update_and_repeat_in_another_run(start: Any) -> None:

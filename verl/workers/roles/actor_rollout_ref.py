@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,9 @@ class ActorRolloutRefWorker(EngineWorker):
         self._begun: BaseRollout | None = None
         self._register_meshes()
         self.use_profilers(**self._profilers())
+        if self._is_rollout:  # the driver may still load its data
+            with suppress(Exception):  # ``init_model`` raises it again
+                get_rollout_class(self.rollout_config.name, self.rollout_config.mode).import_engine(self.rollout_config)
 
     def _register_meshes(self) -> None:
         if self._is_actor:

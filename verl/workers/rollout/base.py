@@ -62,6 +62,11 @@ class BaseRollout(ABC):
         self._usable = config.load_format != "dummy"
 
     @classmethod
+    def import_engine(cls, config: "RolloutConfig") -> None:
+        """Import what the engine needs in this process, before there is anything to start."""
+        return
+
+    @classmethod
     def starts_apart(cls) -> bool:
         """Whether the engine starts in processes and memory of its own, as the trainer builds its model here."""
         return False

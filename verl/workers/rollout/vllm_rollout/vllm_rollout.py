@@ -68,6 +68,12 @@ class vLLMRollout(BaseRollout):
         if config.free_cache_engine and not self._can_sleep:
             logger.info("free_cache_engine has no effect: this device's engine cannot free memory between steps")
 
+    @classmethod
+    def import_engine(cls, config: "RolloutConfig") -> None:
+        """Import vLLM."""
+        with preserved_random_state():
+            import_vllm(batch_invariant=is_batch_invariant(config))
+
     def shutdown(self) -> None:
         """End the engine and all process groups of this process, including the trainer's."""
         self._llm.llm_engine.engine_core.shutdown()
