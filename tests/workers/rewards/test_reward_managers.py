@@ -514,6 +514,9 @@ def test_prime(tokenizer, batch, scorer_file, caplog):
     assert result["reward_extra_info"] == {"reward_failure": ["raised", "timed out", None]}
     assert batch.batch["acc"].tolist() == [0.0, 0.0, 1.0]
     assert "the scorer raised KeyError: 'k'" in caplog.text and 'raise KeyError("k")' in caplog.text
+    ended_by = time.monotonic() + 20  # they would sleep for 60 s
+    while children("unruly-child") and time.monotonic() < ended_by:
+        time.sleep(0.05)
     assert not children("unruly-child")  # what a scorer has started is killed with it
 
     batch.non_tensor_batch["reward_model"][0] = {"ground_truth": "die"}

@@ -212,6 +212,8 @@ class EngineServer(ABC):
                     with contextlib.suppress(RuntimeError):  # an answer that is an error is a sign of life too
                         await self._ask(self._engine.ping(), "a sign of life")
                 await asyncio.wait({watch}, timeout=min(self._deadline_s / 4, _LONGEST_PULSE_S))
+                if watch.done():
+                    watch.result()
         finally:
             watch.cancel()
 
