@@ -14,6 +14,7 @@ import pytest
 
 from tests.workers.rollout import tiny
 from verl.workers.config import HFModelConfig
+from verl.workers.rollout import engine_server
 from verl.workers.rollout.server import TokenOutput
 
 
@@ -92,7 +93,7 @@ class HybridVLLM(HybridServer):
             yield
 
 
-HEARTBEAT_S = 6.0  # servers ask their engines for a sign of life every 5 s
+HEARTBEAT_S = engine_server._LONGEST_PULSE_S + 1.0  # by then a server has asked its engine for a sign of life
 
 
 class EngineProcesses:

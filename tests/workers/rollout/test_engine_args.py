@@ -222,6 +222,21 @@ def test_rollout_that_waits_for_nobody() -> None:
         build_rollout(tiny.rollout_config("hf"), MODEL, engine=None)
 
 
+def test_only_begin_leaves_sglang_starting(model_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sglang")
+    events: list[str] = []
+    rollout_class: Any = get_rollout_class("sglang", "sync")
+    monkeypatch.setattr(rollout_class, "_begin_server", lambda self, devices: events.append("begin"))
+    monkeypatch.setattr(rollout_class, "wait_until_started", lambda self: events.append("wait"))
+    config = tiny.rollout_config("sglang")
+    rollout_class.begin(config, model_config)
+    assert events == ["begin"]
+    rollout_class(config, model_config)  # as code of users does
+    assert events == ["begin", "begin", "wait"]
+    build_rollout(config, model_config, engine=object())
+    assert events == ["begin", "begin", "wait", "begin", "wait"]
+
+
 def test_prompts_that_leave_no_room() -> None:
     """The second prompt is one token for an image before it is padded, and six with its image."""
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])

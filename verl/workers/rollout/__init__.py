@@ -29,4 +29,4 @@ def begin_rollout(config: "RolloutConfig", model_config: "HFModelConfig", has_tr
             "actor_rollout_ref.rollout.load_format=dummy waits for the weights of a trainer, and this worker has none: "
             "write load_format=auto"
         )
-    return get_rollout_class(config.name, config.mode)(config, model_config, None)
+    return get_rollout_class(config.name, config.mode).begin(config, model_config)

@@ -4,7 +4,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -63,16 +63,21 @@ class BaseRollout(ABC):
 
     @classmethod
     def import_engine(cls, config: "RolloutConfig") -> None:
-        """Import what the engine needs in this process, before there is anything to start."""
+        """Import the engine's package into this process; otherwise the constructor does."""
         return
 
     @classmethod
+    def begin(cls, config: "RolloutConfig", model_config: "HFModelConfig") -> Self:
+        """Return a rollout whose engine may still be starting: call ``wait_until_started`` before anything else."""
+        return cls(config, model_config, None)
+
+    @classmethod
     def starts_apart(cls) -> bool:
-        """Whether the engine starts in processes and memory of its own, as the trainer builds its model here."""
+        """Whether the engine can start while this process builds the trainer's model."""
         return False
 
     def wait_until_started(self) -> None:
-        """Wait for an engine that starts apart."""
+        """Wait for an engine that ``begin`` has left starting."""
         return
 
     @abstractmethod

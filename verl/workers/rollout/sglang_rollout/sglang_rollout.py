@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import ray
@@ -54,10 +54,16 @@ class SGLangRollout(BaseRollout):
 
     SGLang ends the process that owns an engine when the engine fails, so an actor owns it. The first rank of the group
     starts the actor and speaks for all; the actor ends with that rank.
+
+    Args: without ``waits`` the engine may still be starting; see ``begin``.
     """
 
     def __init__(
-        self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None" = None
+        self,
+        config: "RolloutConfig",
+        model_config: "HFModelConfig",
+        device_mesh: "DeviceMesh | None" = None,
+        waits: bool = True,
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         check_parallel_sizes(config)
@@ -79,14 +85,21 @@ class SGLangRollout(BaseRollout):
         self._began = time.perf_counter()
         devices = self._group.gathered(_device_of_this_process)
         self._group.by_leader(lambda: self._begin_server(devices))
+        if waits:
+            self.wait_until_started()
         if config.free_cache_engine and not self._can_release:
             logger.info("free_cache_engine has no effect: this device's engine cannot free memory between steps")
 
     # ---- the actor
 
     @classmethod
+    def begin(cls, config: "RolloutConfig", model_config: "HFModelConfig") -> Self:
+        """Start the actor, and return before its engine has started."""
+        return cls(config, model_config, waits=False)
+
+    @classmethod
     def starts_apart(cls) -> bool:
-        """On an accelerator the engine takes a share of the memory that is free when it starts."""
+        """True on a CPU; on an accelerator the engine takes a share of the memory that is free when it starts."""
         return get_device_name() == "cpu"
 
     def wait_until_started(self) -> None:
