@@ -1,14 +1,16 @@
 """Measure attention over shared prompts on a GPU: one layer, forward and backward, in bf16.
 
-Each case is samples of prompts, packed end to end. ``rows`` attends to every row by itself, with flash attention.
-``merged`` has each prompt once and merges the calls of flash attention; ``flex`` has it once too and uses
-``flex_attention`` with a mask of blocks. Milliseconds are medians of single passes between two events of the device,
-and the three take turns.
+Each case is samples of prompts, packed end to end. ``rows`` attends to every row by itself, with flash attention. The
+others have each prompt once: ``by depth`` merges calls of flash attention, ``by path`` makes one call with copies of
+keys and values, ``flex`` uses ``flex_attention`` with a mask of blocks. ``chosen`` is what the first two would do, as
+a ratio to the fastest of the three. Milliseconds are medians of single passes between two events of the device, and the
+ways take turns. MiB are those that a pass takes at most.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +19,17 @@ from verl.models.transformers import forest_attention
 from verl.models.transformers.attention import packed_attention
 from verl.models.transformers.packed_sequences import PackedSequences
 
-SHAPES = ((14, 2, 64), (32, 8, 128))
-CASES = ((32, 8, 256), (256, 8, 256), (1024, 4, 256), (1024, 16, 256), (1024, 16, 1024), (4096, 8, 512))
+SHAPES = ((14, 2, 64), (32, 8, 128), (16, 16, 128))
+CASES = (
+    (32, 8, 256),
+    (256, 4, 256),
+    (256, 8, 256),
+    (1024, 4, 256),
+    (1024, 16, 256),
+    (1024, 16, 1024),
+    (4096, 8, 512),
+    (8192, 8, 1024),
+)
 
 
 def parse_args() -> argparse.Namespace:
@@ -47,9 +58,14 @@ def milliseconds(attend: Callable[..., Tensor], given: list[Tensor], packed: Pac
     return begin.elapsed_time(end)
 
 
-def merged(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-    """Attend by merged calls."""
-    return forest_attention.forest_attention(query, key, value, packed)
+def by(kernel: forest_attention._Kernel) -> Callable[..., Tensor]:
+    """Return attention with the calls of a kernel."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        out: Tensor = forest_attention._Merged.apply(query, key, value, packed, query.shape[-1] ** -0.5, kernel)
+        return out
+
+    return attend
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
@@ -57,44 +73,56 @@ def flex(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> 
     return forest_attention._with_blocks(query, key, value, packed, query.shape[-1] ** -0.5)
 
 
+def forest_of(prompt: int, samples: int, response: int, prompts: int) -> PackedSequences:
+    """Return prompts with the responses below them."""
+    lengths, ends, at = [], [], 0
+    for _ in range(prompts):
+        lengths += [prompt] + [response] * samples
+        ends += [at + prompt + samples * response]
+        ends += [at + prompt + (each + 1) * response for each in range(samples)]
+        at = ends[-1]
+    return PackedSequences(lengths, "cuda", ends)
+
+
+def measured(ways: dict[str, tuple[Any, ...]], passes: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Return milliseconds and MiB of each way."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    memory = {}
+    for turn in range(passes + 3):
+        for name, way in ways.items():
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            taken[name].append(milliseconds(*way))
+            memory[name] = (torch.cuda.max_memory_allocated() - before) >> 20
+            if turn < 3:  # kernels are compiled
+                taken[name].clear()
+    return {name: statistics.median(each) for name, each in taken.items()}, memory
+
+
 def main() -> None:
     """Measure every case and print a table."""
     args = parse_args()
-    print("| heads | prompt | samples | response | rows, ms | merged, ms | flex, ms | merged / rows | merged / flex |")
-    print("|" + "---|" * 9, flush=True)
+    names = ("rows", "by depth", "by path", "flex")
+    print("| heads | prompt | samples | response | " + " | ".join(f"{name}, ms" for name in names), end=" | chosen | ")
+    print(" | ".join(f"{name}, MiB" for name in names) + " |")
+    print("|" + "---|" * 13, flush=True)
     for heads in SHAPES:
         for prompt, samples, response in CASES:
             prompts = max(1, args.tokens // (samples * (prompt + response)))
             plain = PackedSequences([prompt + response] * prompts * samples, "cuda")
-            lengths, ends, at = [], [], 0
-            for _ in range(prompts):
-                lengths += [prompt] + [response] * samples
-                ends += [at + prompt + samples * response]
-                ends += [at + prompt + (each + 1) * response for each in range(samples)]
-                at = ends[-1]
-            forest = PackedSequences(lengths, "cuda", ends)
-            rows, shared = drawn(sum(plain.lengths), heads), drawn(sum(lengths), heads)
-            ways = {
-                "rows": (packed_attention, rows, plain),
-                "merged": (merged, shared, forest),
-                "flex": (flex, shared, forest),
-            }
-            taken: dict[str, list[float]] = {name: [] for name in ways}
-            for turn in range(args.passes + 3):
-                for name, way in ways.items():
-                    taken[name].append(milliseconds(*way))
-                    if turn < 3:
-                        taken[name].clear()
-            found = {name: statistics.median(each) for name, each in taken.items()}
-            ratios = found["merged"] / found["rows"], found["merged"] / found["flex"]
-            cells = [
-                f"{heads[0]}, {heads[1]} of {heads[2]}",
-                prompt,
-                samples,
-                response,
-                *(f"{v:.2f}" for v in found.values()),
-            ]
-            print("| " + " | ".join(map(str, [*cells, *(f"{ratio:.2f}" for ratio in ratios)])) + " |", flush=True)
+            forest = forest_of(prompt, samples, response, prompts)
+            rows, shared = drawn(sum(plain.lengths), heads), drawn(sum(forest.lengths), heads)
+            kernels = {"by depth": forest_attention._ByDepth(), "by path": forest_attention._ByPath()}
+            ways: dict[str, tuple[Any, ...]] = {"rows": (packed_attention, rows, plain)}
+            ways |= {name: (by(kernel), shared, forest) for name, kernel in kernels.items()}
+            ways["flex"] = (flex, shared, forest)
+            found, memory = measured(ways, args.passes)
+            choice = type(forest_attention._kernel_for(*shared[:2], forest))
+            chosen = next(found[name] for name, kernel in kernels.items() if type(kernel) is choice)
+            ratio = chosen / min(found[name] for name in names[1:])
+            cells = (f"{heads[0]}, {heads[1]} of {heads[2]}", prompt, samples, response)
+            times = [f"{found[name]:.2f}" for name in names]
+            print("| " + " | ".join(map(str, (*cells, *times, f"{ratio:.2f}", *memory.values()))) + " |", flush=True)
 
 
 if __name__ == "__main__":

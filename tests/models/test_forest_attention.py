@@ -1,5 +1,7 @@
 """Attention over a forest equals attention under the dense mask, with its gradients."""
 
+import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from tests.utils.batch.test_forest import build, random_texts
 from verl.models.transformers import forest_attention as module
 from verl.models.transformers.attention import packed_attention
 from verl.models.transformers.forest_attention import forest_attention
-from verl.models.transformers.packed_sequences import Level, PackedSequences
+from verl.models.transformers.packed_sequences import PackedSequences
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 
@@ -77,6 +79,28 @@ def test_blocks_of_the_mask() -> None:
         torch.testing.assert_close(found, forest_attention(query, key, value, packed), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_are_those_of_the_whole_mask(seed: int) -> None:
+    """Blocks of 128 tokens by their ends, against those that torch finds in the mask of all pairs."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    drawn = random.Random(seed)
+    forest = build(random_texts(seed, count=12, depth=5), min_shared=2)[0]
+    factors = [drawn.choice((1, 20, 64, 128)) for _ in forest.lengths]
+    lengths = [length * factor for length, factor in zip(forest.lengths, factors, strict=True)]
+    at = dict(zip(itertools.accumulate(forest.lengths), itertools.accumulate(lengths), strict=True))
+    packed = PackedSequences(lengths, "cpu", [at[end] for end in forest.ends])
+    until = packed.visible_until
+    expected = create_block_mask(
+        lambda batch, head, at, seen: (seen <= at) & (at < until[seen]), None, None, *[len(until)] * 2, device="cpu"
+    )
+    found = packed.block_mask
+    assert found.shape == expected.shape
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert torch.equal(found.to_dense(), expected.to_dense())
+
+
 def test_without_shared_tokens_nothing_changes() -> None:
     given = inputs(9, torch.float32, GROUPS)
     apart = PackedSequences([4, 5], "cpu", [4, 9])
@@ -98,7 +122,8 @@ def weights_of(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor
     """Return the scaled products of a sequence, (H, q, k)."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     products = scale * torch.einsum("qhd,khd->hqk", query, key)
-    return products.masked_fill(~torch.ones(len(query), len(key)).bool().tril(), -torch.inf) if causal else products
+    hidden = ~torch.ones(len(query), len(key)).bool().tril(len(key) - len(query))  # the last query sees the last key
+    return products.masked_fill(hidden, -torch.inf) if causal else products
 
 
 def check_boundaries(query: Tensor, key: Tensor, bounds: tuple[Tensor, Tensor], longest: tuple[int, int]) -> None:
@@ -173,11 +198,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     register("_flash_attention_forward", stand_in_forward)
     register("_flash_attention_backward", stand_in_backward)
-    monkeypatch.setattr(module, "_kernel_for", lambda query: module._OnGpu())
     yield made
     library._destroy()
 
 
+@pytest.mark.parametrize("kernel", [module._ByDepth, module._ByPath])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "dtype, groups, value_width, tolerance",
@@ -188,9 +213,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ],
 )
 def test_the_calls_of_a_gpu(
-    calls: list[str], seed: int, dtype: torch.dtype, groups: int, value_width: int, tolerance: float
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: type,
+    seed: int,
+    dtype: torch.dtype,
+    groups: int,
+    value_width: int,
+    tolerance: float,
 ) -> None:
-    """One call for all nodes and one for each depth, whose results are merged."""
+    """One call for all nodes and one for each depth, whose results are merged; or one with the keys of paths."""
+    monkeypatch.setattr(module, "_kernel_for", lambda *given: kernel())
     forest = build(random_texts(seed, count=12, depth=5), min_shared=2)[0]
     packed = PackedSequences(forest.lengths, "cpu", forest.ends)
     given = inputs(forest.num_tokens, dtype, groups, value_width)
@@ -204,7 +237,7 @@ def test_the_calls_of_a_gpu(
             part.grad = None
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    once = 1 + len(packed.levels)
+    once = 1 if kernel is module._ByPath else 1 + len(packed.levels)
     assert calls == ["_flash_attention_forward"] * once + ["_flash_attention_backward"] * once
 
 
@@ -218,7 +251,22 @@ def test_levels() -> None:
     assert (second.queries, second.keys) == (slice(5, 10), slice(3, 5))
 
 
-def test_no_data_is_read() -> None:
+def test_paths() -> None:
+    """The trees of above: each node sees what the mask shows to its last token, and places are where copies stand."""
+    packed = PackedSequences([3, 2, 1, 4, 2, 5, 1, 6], "cpu", [12, 10, 6, 10, 12, 18, 18, 24])
+    paths = packed.paths
+    at = torch.arange(24)
+    sees = (at[None] <= at[:, None]) & (at[:, None] < packed.visible_until[None])
+    last = torch.tensor(packed.lengths).cumsum(0) - 1
+    assert paths.keys.tolist() == [token for node in last for token in sees[node].nonzero().flatten().tolist()]
+    assert paths.key_bounds.diff().tolist() == packed.path_lengths == [3, 5, 6, 9, 5, 5, 6, 6]
+    assert paths.query_bounds.diff().tolist() == packed.lengths
+    assert (paths.max_queries, paths.max_keys) == (6, 9)
+    assert paths.keys[paths.places].tolist() == at.repeat_interleave(paths.place_bounds.diff()).tolist()
+
+
+@pytest.mark.parametrize("kernel", [module._ByDepth(), module._ByPath()])
+def test_no_data_is_read(kernel: Any) -> None:
     """With tensors that have none: the calls of a GPU wait for nothing, and results are as torch registers them."""
     forest = build(random_texts(3, count=12, depth=5), min_shared=2)[0]
     packed = PackedSequences(forest.lengths, "cpu", forest.ends)
@@ -226,12 +274,15 @@ def test_no_data_is_read() -> None:
     def moved(each: Any) -> Any:
         return each.to("meta") if isinstance(each, Tensor) else each
 
-    levels = [Level(*(moved(getattr(level, field.name)) for field in fields(level))) for level in packed.levels]
-    packed.__dict__.update(levels=levels, cu_seqlens=moved(packed.cu_seqlens))
+    paths, *levels = [
+        type(each)(**{field.name: moved(getattr(each, field.name)) for field in fields(each)})
+        for each in (packed.paths, *packed.levels)
+    ]
+    packed.__dict__.update(levels=levels, paths=paths, cu_seqlens=moved(packed.cu_seqlens))
     sizes = ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, WIDTH))
     given = [torch.empty(forest.num_tokens, *size, device="meta", dtype=torch.bfloat16) for size in sizes]
     context = SimpleNamespace(save_for_backward=lambda *kept: setattr(context, "saved_tensors", kept))
-    out = module._Merged.forward(context, *given, packed, 0.3, module._OnGpu())
+    out = module._Merged.forward(context, *given, packed, 0.3, kernel)
     found = module._Merged.backward(context, torch.empty_like(out))
     for part, expected in zip((out, *found), given[:1] + given, strict=False):
         assert (part.shape, part.dtype, part.device) == (expected.shape, expected.dtype, expected.device)
@@ -241,8 +292,8 @@ def test_no_data_is_read() -> None:
     "device, dtype, width, capability, hip, kernel",
     [
         ("cpu", torch.float32, 12, None, None, "_OnCpu"),
-        ("cuda", torch.bfloat16, 128, (8, 0), None, "_OnGpu"),
-        ("cuda", torch.float16, 256, (9, 0), None, "_OnGpu"),
+        ("cuda", torch.bfloat16, 128, (8, 0), None, "_ByPath"),
+        ("cuda", torch.float16, 256, (9, 0), None, "_ByPath"),
         ("cuda", torch.float32, 128, (9, 0), None, "NoneType"),
         ("cuda", torch.bfloat16, 128, (7, 5), None, "NoneType"),
         ("cuda", torch.bfloat16, 264, (9, 0), None, "NoneType"),
@@ -264,4 +315,19 @@ def test_the_kernel_of_a_device(
     monkeypatch.setattr(torch.version, "hip", hip)
     with FakeTensorMode():
         query = torch.empty(4, HEADS, width, device=device, dtype=dtype)
-        assert type(module._kernel_for(query)).__name__ == kernel
+        packed = PackedSequences([2, 1, 1], device, [4, 3, 4])
+        assert type(module._kernel_for(query, query, packed)).__name__ == kernel
+
+
+@pytest.mark.parametrize("prompt, groups, kernel", [(256, 8, "_ByPath"), (4096, 2, "_ByPath"), (4096, 8, "_ByDepth")])
+def test_long_prompts_are_not_copied_for_many_heads(
+    monkeypatch: pytest.MonkeyPatch, prompt: int, groups: int, kernel: str
+) -> None:
+    """Eight samples of 256 tokens: paths are 2.2 or 6.3 times their tokens."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    packed = PackedSequences([prompt, *[256] * 8], "cuda", [prompt + 8 * 256, *range(prompt + 256, prompt + 2049, 256)])
+    with FakeTensorMode():
+        query, key = (
+            torch.empty(prompt + 2048, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, groups)
+        )
+        assert type(module._kernel_for(query, key, packed)).__name__ == kernel

@@ -62,23 +62,38 @@ SHAPES = [
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype, heads, groups, width, value_width", SHAPES)
-def test_forests(dtype: torch.dtype, heads: int, groups: int, width: int, value_width: int, seed: int) -> None:
+def test_forests(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    heads: int,
+    groups: int,
+    width: int,
+    value_width: int,
+    seed: int,
+) -> None:
+    """Every kernel that takes the dtype and head size."""
     forest = build(random_texts(seed, count=12, depth=5), min_shared=2)[0]
     packed = PackedSequences(forest.lengths, "cuda", forest.ends)
     assert len(packed.prefixes) > 1
     sizes = ((heads, width), (groups, width), (groups, value_width))
     given = [drawn(forest.num_tokens, *size, dtype, at) for at, size in enumerate(sizes)]
-    half = dtype != torch.float32 and width % 8 == 0
-    assert isinstance(forest_attention._kernel_for(given[0]), forest_attention._OnGpu) == half
-    assert_as_dense(given, packed, 0.3 if seed else None)
+    scale = 0.3 if seed else None
+    chosen = forest_attention._kernel_for(given[0], given[1], packed)
+    assert isinstance(chosen, forest_attention._Flash) == (dtype != torch.float32 and width % 8 == 0)
+    for kernel in (forest_attention._ByDepth(), forest_attention._ByPath()) if chosen else (None,):
+        monkeypatch.setattr(forest_attention, "_kernel_for", lambda *_, kernel=kernel: kernel)
+        assert_as_dense(given, packed, scale)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_long_prompts(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype, kernel", [(torch.bfloat16, "_ByDepth"), (torch.bfloat16, "_ByPath"), (torch.float32, None)]
+)
+def test_long_prompts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kernel: str | None) -> None:
     """Two prompts longer than a tile of any kernel, with samples of several lengths, and a row that is alone."""
     lengths, ends = [700, 130, 1, 257, 333, 64, 64, 90], [1088, 830, 831, 1088, 1549, 1485, 1549, 1639]
     packed = PackedSequences(lengths, "cuda", ends)
     given = [drawn(sum(lengths), *size, dtype, at) for at, size in enumerate(((4, 64), (2, 64), (2, 64)))]
+    monkeypatch.setattr(forest_attention, "_kernel_for", lambda *_: kernel and getattr(forest_attention, kernel)())
     assert_as_dense(given, packed, None)
 
 

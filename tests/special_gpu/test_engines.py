@@ -86,22 +86,27 @@ BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("kind", ["language_model", "value_model"])
 def test_shared_prefixes_in_bf16(tmp_path, kind, strategy):
-    """Merged flash attention is as near to fp32 as rows one by one are."""
+    """Flash attention over forests is as near to fp32 as rows one by one are, over eight mini-batches.
+
+    In one of them the gradient of a critic, of which the sum of the errors of values is a large part, may be twice as
+    near or as far.
+    """
     cases.write_model(tmp_path / "model", hidden_size=128, num_attention_heads=4)
-    data = sharing_cases.groups()
-    data.meta_info.update(micro_batch_size_per_gpu=5)
     made = {}
     for name, shares, engine in (("exact", False, {}), ("rows", False, BF16), ("shared", True, BF16)):
         made[name] = sharing_cases.build(tmp_path / "model", shares, kind, {"strategy": strategy, **engine})
     weights = [cases.export(engine) for engine in made.values()]  # the heads of critics are random, by a seed
     assert all(torch.equal(each[key], tensor) for each in weights for key, tensor in weights[0].items())
-    found = {name: (sharing_cases.outputs(e, data), sharing_cases.gradients(e, data)[1]) for name, e in made.items()}
-    for at in range(2):  # outputs, and the gradient as one vector: that of a key's bias is nothing but rounding
-        exact, rows, shared = (
-            torch.cat([each.float().flatten() for each in found[name][at].values()])
-            for name in ("exact", "rows", "shared")
-        )
-        assert 0 < float((shared - exact).norm()) <= 1.5 * float((rows - exact).norm())
+    squares = torch.zeros(2, 2)  # of the distances: of rows and forests, in outputs and gradients
+    for seed in range(8):
+        data = sharing_cases.groups(seed)
+        data.meta_info.update(micro_batch_size_per_gpu=5)
+        found = [(sharing_cases.outputs(e, data), sharing_cases.gradients(e, data)[1]) for e in made.values()]
+        for at in range(2):  # the gradient as one vector: that of a key's bias is nothing but rounding
+            exact, *others = (torch.cat([t.float().cpu().flatten() for t in each[at].values()]) for each in found)
+            squares[:, at] += torch.stack([(each - exact).square().sum() for each in others])
+    of_rows, of_forests = squares.sqrt()
+    assert (of_forests > 0).all() and (of_forests <= 1.5 * of_rows).all(), (of_rows, of_forests)
 
 
 @pytest.fixture(scope="module")

@@ -54,3 +54,17 @@ def test_triton_adds_rows(rows: str) -> None:
     expected[where] += part
     add_rows(whole, where, part)
     torch.testing.assert_close(whole, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_triton_sums_rows(dtype: torch.dtype, rounding: float) -> None:
+    """Rows of no, one and several parts, rounded once; the interpreter rounds bf16 towards zero."""
+    from verl.utils.kernel.merged_rows import sum_rows
+
+    part = by_heads(drawn(9, 3, 400, dtype=dtype))
+    places = torch.tensor([4, 0, 8, 1, 2, 3, 5, 6, 7], device=DEVICE)
+    bounds = torch.tensor([0, 1, 1, 3, 9], device=DEVICE)
+    expected = torch.zeros(4, 3, 400, dtype=torch.float64, device=DEVICE)
+    rows = torch.arange(4, device=DEVICE).repeat_interleave(bounds.diff())
+    expected.index_add_(0, rows, part[places].double())
+    torch.testing.assert_close(sum_rows(part, places, bounds).double(), expected, atol=1e-6, rtol=rounding)

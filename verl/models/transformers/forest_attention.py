@@ -7,9 +7,11 @@ of the exact gradient, as in ring attention (arXiv:2310.01889).
 
 On a CPU nodes of similar length attend to themselves in one batched call, and each node that others stand below takes a
 call. On a GPU the calls are those of torch's flash attention with boundaries: one for all nodes, and one for each depth
-at which others stand below. Where flash attention does not take the device, dtype or head size, ``flex_attention``
-skips the blocks of the mask that are empty. Tests without a GPU hold the calls to the schemas, shapes and dtypes that
-torch registers for the kernels, and to the dense mask, with a stand-in for their arithmetic.
+at which others stand below; or one in all, for which keys and values are copied once for each node that sees them, so
+that there is nothing to merge. Copies are the faster way unless prompts are long and key heads many. Where flash
+attention does not take the device, dtype or head size, ``flex_attention`` skips the blocks of the mask that are empty.
+Tests without a GPU hold the calls to the schemas, shapes and dtypes that torch registers for the kernels, and to the
+dense mask, with a stand-in for their arithmetic.
 
 In plain form, with ``visible_until`` (T,)::
 
@@ -28,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.models.transformers.packed_sequences import Level, PackedSequences, PaddedGroup
+from verl.models.transformers.packed_sequences import Level, PackedSequences, PaddedGroup, Paths
 
 
 def forest_attention(
@@ -39,15 +41,15 @@ def forest_attention(
     if width < query.shape[-1]:  # the kernels take heads of one size
         value = F.pad(value, (0, query.shape[-1] - width))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    kernel = _kernel_for(query)
+    kernel = _kernel_for(query, key, packed)
     if kernel is None:
         return _with_blocks(query, key, value, packed, scale)[..., :width]
     out: Tensor = _Merged.apply(query, key, value, packed, scale, kernel)  # type: ignore[no-untyped-call]
     return out[..., :width]
 
 
-def _kernel_for(query: Tensor) -> "_Kernel | None":
-    """Return the kernel whose calls are merged; None where none takes the device, dtype or head size.
+def _kernel_for(query: Tensor, key: Tensor, packed: PackedSequences) -> "_Kernel | None":
+    """Return the kernel with its calls; None where none takes the device, dtype or head size.
 
     Flash attention takes half precision, heads of a multiple of 8 up to 256, and GPUs of NVIDIA since Ampere. AMD's has
     other shapes of sums.
@@ -58,7 +60,14 @@ def _kernel_for(query: Tensor) -> "_Kernel | None":
         return None
     width = query.shape[-1]
     recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return _OnGpu() if recent and width <= 256 and width % 8 == 0 else None
+    if not recent or width > 256 or width % 8:
+        return None
+    copied = sum(packed.path_lengths) / len(query) * key.shape[1:].numel()
+    return _ByPath() if copied <= _MAX_COPIED else _ByDepth()
+
+
+_MAX_COPIED = 6144
+"""Elements of copied keys, by token of the forest, up to which a call by paths is faster (docs/perf/gpu.md)."""
 
 
 # ---- merged calls
@@ -68,13 +77,14 @@ def _kernel_for(query: Tensor) -> "_Kernel | None":
 class _Call:
     """Some tokens that attend to some tokens; ``bounds`` is what the kernel has to know of them beyond.
 
-    A call within nodes is causal. Each token is in one such call, and they are in the order of the tokens.
+    A call with ``within`` is causal, the last query at the last key. Each token is a query of one such call, and they
+    are in the order of the tokens.
     """
 
     queries: slice | Tensor
     keys: slice | Tensor
     within: bool
-    bounds: PaddedGroup | PackedSequences | Level | None
+    bounds: PaddedGroup | PackedSequences | Level | Paths | None
 
     @property
     def group(self) -> PaddedGroup | None:
@@ -85,9 +95,9 @@ class _Call:
     @property
     def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
         """The offsets of the sequences in queries and keys, and the longest of each."""
-        if isinstance(self.bounds, Level):
-            level = self.bounds
-            return level.query_bounds, level.key_bounds, level.max_queries, level.max_keys
+        if isinstance(self.bounds, Level | Paths):
+            bounds = self.bounds
+            return bounds.query_bounds, bounds.key_bounds, bounds.max_queries, bounds.max_keys
         assert isinstance(self.bounds, PackedSequences)
         offsets, longest = self.bounds.cu_seqlens, self.bounds.max_length
         return offsets, offsets, longest, longest
@@ -238,16 +248,11 @@ class _OnCpu:
         return of_query, of_key, of_value
 
 
-class _OnGpu:
+class _Flash:
     """torch's flash attention with boundaries, as ``torch.nn.attention.varlen`` calls it.
 
     That module's own backward pass knows no merged output. Works with torch 2.11 to 2.13.
     """
-
-    def calls(self, packed: PackedSequences) -> Iterator[_Call]:
-        yield _Call(slice(None), slice(None), True, packed)
-        for level in packed.levels:
-            yield _Call(level.queries, level.keys, False, level)
 
     def forward(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         kernel = torch.ops.aten._flash_attention_forward
@@ -271,6 +276,38 @@ class _OnGpu:
         kernel = torch.ops.aten._flash_attention_backward
         of_query, of_key, of_value = kernel(*parts, *call.boundaries, 0.0, call.within, state, unused, scale=scale)
         return of_query, of_key, of_value
+
+
+class _ByDepth(_Flash):
+    """A call for all nodes, and one for each depth at which others stand below."""
+
+    def calls(self, packed: PackedSequences) -> Iterator[_Call]:
+        yield _Call(slice(None), slice(None), True, packed)
+        for level in packed.levels:
+            yield _Call(level.queries, level.keys, False, level)
+
+
+class _ByPath(_Flash):
+    """One call, in which each node attends to its whole path: a copy of keys and values instead of merging."""
+
+    def calls(self, packed: PackedSequences) -> Iterator[_Call]:
+        yield _Call(slice(None), packed.paths.keys, True, packed.paths)
+
+    def backward(self, call: _Call, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        assert isinstance(call.bounds, Paths)
+        of_query, *of_copies = super().backward(call, *given)
+        of_key, of_value = (_sum_copies(each, call.bounds) for each in of_copies)
+        return of_query, of_key, of_value
+
+
+def _sum_copies(copies: Tensor, paths: Paths) -> Tensor:
+    """Return the sums over the copies of each token, (n, K, D) -> (T, K, D)."""
+    if copies.is_cuda:
+        from verl.utils.kernel.merged_rows import sum_rows
+
+        return sum_rows(copies, paths.places, paths.place_bounds)
+    found = copies.new_zeros(len(paths.place_bounds) - 1, *copies.shape[1:], dtype=torch.float32)
+    return found.index_add_(0, paths.keys, copies.float()).to(copies.dtype)
 
 
 def _batched(rows: Tensor, group: PaddedGroup | None) -> Tensor:

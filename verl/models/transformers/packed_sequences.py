@@ -12,6 +12,9 @@ from torch import Tensor
 _MAX_PADDING = 1.25
 """Largest ratio of padded to real tokens in a group of unequal sequences."""
 
+_BLOCK = 128
+"""Tokens of a block of a mask."""
+
 
 @dataclass(frozen=True)
 class PaddedGroup:
@@ -46,6 +49,29 @@ class Level:
     key_bounds: Tensor
     max_queries: int
     max_keys: int
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What each node sees, the nodes above it and then itself: its keys in a causal call of a kernel with boundaries.
+
+    Attributes:
+        keys: the (n,) tokens of the paths, path by path.
+        query_bounds: the int32 offsets of the nodes.
+        key_bounds: those of the paths in ``keys``.
+        max_queries: the most tokens of a node.
+        max_keys: the most tokens of a path.
+        places: the (n,) places of the tokens in ``keys``, token by token.
+        place_bounds: the (T + 1,) offsets of the tokens in ``places``.
+    """
+
+    keys: Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+    max_queries: int
+    max_keys: int
+    places: Tensor
+    place_bounds: Tensor
 
 
 class PackedSequences:
@@ -101,6 +127,46 @@ class PackedSequences:
         return F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(self.device, torch.int32, non_blocking=True)
 
     @cached_property
+    def _paths(self) -> list[list[int]]:
+        """Return for each node those above it and itself."""
+        assert self.ends is not None
+        found: list[list[int]] = []
+        above: list[int] = []
+        for node, start in enumerate(self._starts):
+            while above and self.ends[above[-1]] <= start:
+                above.pop()
+            above.append(node)
+            found.append(above.copy())
+        return found
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *itertools.accumulate(self.lengths[:-1])]
+
+    @cached_property
+    def path_lengths(self) -> list[int]:
+        """Return the number of tokens that each node sees, its own included."""
+        return [sum(self.lengths[each] for each in path) for path in self._paths]
+
+    @cached_property
+    def paths(self) -> Paths:
+        """Return the tokens that each node sees, path by path; built once and used by every layer."""
+        total = sum(self.path_lengths)
+        nodes = torch.tensor([each for path in self._paths for each in path])
+        starts, lengths = torch.tensor(self._starts)[nodes], torch.tensor(self.lengths)[nodes]
+        keys = self._repeated(starts - lengths.cumsum(0) + lengths, lengths, total)
+        keys += torch.arange(total, device=self.device)
+        counts = self._repeated(nodes.bincount(), torch.tensor(self.lengths), sum(self.lengths))
+        bounds = self.cu_seqlens, self._offsets(self.path_lengths)
+        places, ends = keys.argsort(stable=True), counts.cumsum(0)
+        return Paths(keys, *bounds, self.max_length, max(self.path_lengths), places, F.pad(ends, (1, 0)))
+
+    def _repeated(self, values: Tensor, times: Tensor, total: int) -> Tensor:
+        """Return each value as often as ``times`` says, in all ``total``, on the device."""
+        values, times = (each.to(self.device, non_blocking=True) for each in (values, times))
+        return values.repeat_interleave(times, output_size=total)
+
+    @cached_property
     def visible_until(self) -> Tensor:
         """Return for each token the place after the last one that sees it, (T,) on the device."""
         assert self.ends is not None
@@ -109,15 +175,31 @@ class PackedSequences:
 
     @cached_property
     def block_mask(self) -> Any:
-        """Return the mask of a forest for ``flex_attention``; built once and used by every layer."""
-        from torch.nn.attention.flex_attention import create_block_mask
+        """Return the mask of a forest for ``flex_attention``; built once and used by every layer.
+
+        Two blocks of tokens decide from their ends: one that begins before a token of the other stops to be seen has
+        something to see there, and one that ends before any does sees all. The (T, T) mask is never made.
+        """
+        from torch.nn.attention.flex_attention import BlockMask
 
         until = self.visible_until
+        tokens = len(until)
 
         def sees(batch: Tensor, head: Tensor, at: Tensor, seen: Tensor) -> Tensor:
             return (seen <= at) & (at < until[seen])
 
-        return create_block_mask(sees, None, None, len(until), len(until), device=until.device)
+        count = -(-tokens // _BLOCK)
+        first = torch.arange(count, device=until.device) * _BLOCK
+        blocks = F.pad(until, (0, count * _BLOCK - tokens)).view(count, _BLOCK)  # a block with less is never seen whole
+        earlier = first[None] < first[:, None]  # (query, key)
+        some = (earlier & (first[:, None] < blocks.amax(1)[None])) | (first[None] == first[:, None])
+        whole = earlier & (first[:, None] + _BLOCK <= blocks.amin(1)[None])
+        parts = [
+            (each.sum(-1, dtype=torch.int32), each.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int())
+            for each in (some & ~whole, whole)
+        ]
+        given = [each[None, None] for part in parts for each in part]
+        return BlockMask.from_kv_blocks(*given, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(tokens, tokens))
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

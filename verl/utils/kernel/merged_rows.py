@@ -1,4 +1,4 @@
-"""What merged attention does with rows of heads, each in one pass of a Triton kernel.
+"""What attention over a forest does with rows of heads, each in one pass of a Triton kernel.
 
 Imported only on a GPU. ``TRITON_INTERPRET=1`` runs the same kernels on a CPU, slowly, for tests.
 """
@@ -54,6 +54,18 @@ def _add_kernel(
     tl.store(to, (old + new).to(whole.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _sum_kernel(whole, part, places, bounds, size, width, part_row, part_head, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    of = part + (place // width) * part_head + place % width
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for at in range(tl.load(bounds + row), tl.load(bounds + row + 1)):
+        total += tl.load(of + tl.load(places + at) * part_row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(whole + row * size + place, total.to(whole.dtype.element_ty), mask=inside)
+
+
 def merge_rows(out: Tensor, sums: Tensor, rows: slice | Tensor, found: Tensor, log_sum: Tensor) -> None:
     """Add attention over more keys to some rows, in place.
 
@@ -72,6 +84,19 @@ def merge_rows(out: Tensor, sums: Tensor, rows: slice | Tensor, found: Tensor, l
 def add_rows(whole: Tensor, rows: slice | Tensor, part: Tensor) -> None:
     """Add part (t, H, E) to some rows of whole (T, H, E), in place; ``rows`` has no duplicates."""
     _launch(_add_kernel, (whole, part), rows, part, (*_row_and_head(whole), *_row_and_head(part)))
+
+
+def sum_rows(part: Tensor, places: Tensor, bounds: Tensor) -> Tensor:
+    """Return sums of rows of part (n, H, E): for row i those at ``places[bounds[i]:bounds[i + 1]]``; rounded once.
+
+    Args: places is (n,) and bounds (T + 1,), both int64. The result is (T, H, E).
+    """
+    _, heads, width = part.shape
+    whole = part.new_empty(len(bounds) - 1, heads, width)
+    size = heads * width
+    grid = (len(whole), triton.cdiv(size, _BLOCK))
+    _sum_kernel[grid](whole, part, places, bounds, size, width, *_row_and_head(part), BLOCK=_BLOCK)
+    return whole
 
 
 def _launch(
