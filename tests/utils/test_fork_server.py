@@ -155,6 +155,24 @@ def test_workers_come_from_a_server_that_has_imported_more(folder):
     wait_for_end(worker["parent"])  # with the other server
 
 
+def test_what_every_process_needs_is_imported_once(folder):
+    """Before the servers part, so that their processes share it; and whoever asks first."""
+    (folder / "shared.py").write_text(
+        "import os\nopen(os.path.join(os.path.dirname(__file__), 'imports'), 'a').write('x')\n"
+    )
+    for first in ("general", "workers"):
+        (folder / "imports").unlink(missing_ok=True)
+        with ForkServer(os.environ, [], ["ray", "shared"], ["preloaded"]) as started:
+            words = command(started, folder)
+            kinds = {"general": {}, "workers": {"WG_BACKEND": "ray"}}
+            got = {
+                kind: report_of(words, folder, **kinds[kind]) for kind in sorted(kinds, key=lambda kind: kind != first)
+            }
+            assert got["workers"]["has"] and not got["general"]["has"]
+            assert got["general"]["parent"] == started._process.pid
+        assert (folder / "imports").read_text() == "x"
+
+
 def test_a_server_becomes_the_last_of_its_workers(folder):
     with ForkServer(os.environ, [], ["ray"], ["preloaded"], last_of_workers=2) as started:
         words = command(started, folder)

@@ -146,3 +146,30 @@ def test_processes_end_with_one_that_is_killed(number):
     parent.communicate(timeout=20)
     assert len(guarded) == 3
     assert not psutil.wait_procs(guarded, timeout=5)[1]
+
+
+CHECKS = """
+import os, sys, threading, time
+from verl.utils.processes import passes_in_fork, start_process
+
+def imports():
+    sys.modules["of the check"] = None
+    print("checked in", os.getpid() != int(os.environ["LAUNCHER"]))
+
+def refuses():
+    raise ValueError("a bad row")
+
+os.environ["LAUNCHER"] = str(os.getpid())
+start_process(["true"]).wait()  # a thread that waits for more
+assert passes_in_fork(imports) and "of the check" not in sys.modules
+for check in (refuses, lambda: sys.exit(0), lambda: os._exit(3), lambda: os.kill(os.getpid(), 9)):
+    assert not passes_in_fork(check)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+assert not passes_in_fork(imports), "a thread may hold what the check needs"
+"""
+
+
+def test_a_check_in_a_fork_leaves_nothing_behind():
+    done = subprocess.run([sys.executable, "-c", CHECKS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "checked in True\n" and done.stderr == ""

@@ -1,12 +1,15 @@
 """Helpers for forks that load weights into vLLM by themselves, on modules shaped as vLLM's."""
 
+import subprocess
+import sys
+
 import psutil
 import torch
 from torch import nn
 
 from verl.third_party import vllm as names
 from verl.utils.vllm import installed_version, is_version_ge
-from verl.utils.vllm.patch import _UntouchedZeros, patch_vllm_moe_model_weight_loader
+from verl.utils.vllm.patch import _UntouchedZeros, free_cache_pages, patch_vllm_moe_model_weight_loader
 
 
 class Experts(nn.Module):
@@ -50,3 +53,40 @@ def test_a_cache_takes_memory_where_it_is_written():
     assert taken < size // 4 and cache.shape == (size,) and cache.dtype == torch.int8 and other.dtype == torch.int32
     cache[-4:].fill_(1)
     assert int(cache[: 1 << 20].sum()) == 0 and int(cache[-8:].sum()) == 4
+
+
+def test_memory_of_a_cache_goes_back():
+    size = 1 << 27
+    with _UntouchedZeros():
+        cache, other = (torch.zeros(size, dtype=torch.int8, device="cpu") for _ in range(2))
+    for each in (cache, other):
+        each.fill_(1)
+    before = psutil.Process().memory_info().rss
+    free_cache_pages([cache[size // 2 :], cache.view(torch.float32)])
+    assert before - psutil.Process().memory_info().rss > size * 3 // 4
+    assert not cache.any() and other.all()
+    plain = torch.ones(1 << 20, dtype=torch.int8)
+    free_cache_pages([plain])  # which vLLM has allocated otherwise
+    assert plain.all()
+
+
+def test_vllm_replaces_kernels_everywhere_though_it_looks_at_its_own_modules_only():
+    """In a process of its own, since the kernels of a process are replaced once."""
+    code = """
+import sys
+from verl.utils.vllm import import_vllm
+import_vllm()
+assert "torch._inductor.lowering" not in sys.modules, "the compiler, which vLLM does not need here"
+import vllm.v1.worker.cpu_model_runner, vllm.v1.worker.cpu_worker
+from vllm.platforms import current_platform
+from vllm.triton_utils import dispatcher
+current_platform.register_triton_kernel_overrides()
+assert dispatcher.sys is sys and dispatcher._registry
+originals = [original for original, _ in dispatcher._registry.values()]
+for name, module in list(sys.modules.items()):
+    for attribute, value in list(getattr(module, "__dict__", {}).items()):
+        held = [value, value.__dict__.get("kernel")] if hasattr(value, "__dict__") else [value]
+        assert not any(each is original for each in held for original in originals), (name, attribute)
+import torch._inductor.lowering
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

@@ -9,8 +9,9 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -22,6 +23,7 @@ import psutil
 from verl.utils import guard
 
 _PR_SET_PDEATHSIG = 1
+_STARTER = "start-processes"
 _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO = struct.Struct("QQ11Ii")  # struct pidfd_info of Linux 6.15: mask, cgroup, eleven ids, wait status
 _PIDFD_INFO_EXIT = 1 << 3
@@ -40,7 +42,7 @@ def die_with_parent() -> None:
 @cache
 def _starter() -> ThreadPoolExecutor:
     """Return the thread that starts processes, which lives as long as this process."""
-    return ThreadPoolExecutor(1, "start-processes")
+    return ThreadPoolExecutor(1, _STARTER)
 
 
 os.register_at_fork(after_in_child=_starter.cache_clear)  # a forked process has no such thread
@@ -67,6 +69,34 @@ def _kill_started(started: "Future[subprocess.Popen[bytes]]") -> None:
     if started.exception() is None:
         with started.result() as process:
             process.kill()
+
+
+def passes_in_fork(check: Callable[[], object]) -> bool:
+    """Run a check in a fork of this process, which takes along all that it imports and reads.
+
+    Returns: False if the check has failed there, or if no fork is possible: run it here then, and it says why.
+    """
+    if sys.platform != "linux" or not _has_only_own_threads():
+        return False
+    parent, child = os.getpid(), os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    code = 1
+    try:
+        die_with_parent()
+        if os.getppid() == parent:
+            check()
+            sys.stdout.flush()
+            code = 0
+    finally:
+        os._exit(code)  # no handler of the parent runs here, and no trace is shown
+
+
+def _has_only_own_threads() -> bool:
+    """Whether all threads but the main one wait for work of ``start_process`` or ``time_limit`` and hold nothing."""
+    others = [each for each in threading.enumerate() if each is not threading.main_thread()]
+    own = all(each.name.startswith((_STARTER, "time-limit")) for each in others)
+    return own and len(os.listdir("/proc/self/task")) == 1 + len(others)
 
 
 _QUIET = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

@@ -1,5 +1,6 @@
 """When a run has a fork server, and which."""
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -50,6 +51,12 @@ def config(*words):
         "ray_kwargs": {"ray_init": {"num_cpus": None}, "fork_workers": None},
     }
     return OmegaConf.merge(base, OmegaConf.from_dotlist(list(words)))
+
+
+def test_what_the_server_imports_is_there():
+    """A name that is not there would be left out without a word."""
+    for name in (*prestart._FIRST, *prestart._GENERAL, *prestart._VLLM):
+        assert importlib.util.find_spec(name.partition(":")[0]), name
 
 
 def test_the_server_has_the_environment_of_the_workers_and_their_modules(started):

@@ -15,6 +15,7 @@ from verl.utils.numerics.seeding import RequestSeeds
 from verl.workers.config import SamplingConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.checksum import tensor_checksum
+from verl.workers.sharding_manager import complete
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -361,3 +362,23 @@ def test_after_a_sync_vllm_uses_the_same_part_of_its_cache_again(started: Any) -
     assert free_blocks() == sorted(used) != used
     rollout.generate_sequences(tiny.prompts_batch(6, repeat=2))
     assert sorted(free_blocks()) == sorted(used)
+
+
+def test_vllm_on_a_cpu_gives_the_memory_of_its_cache_back(started: Any) -> None:
+    """Between two batches the trainer has it (``free_cache_engine``); nothing that is generated changes."""
+    rollout, _ = started
+    if not hasattr(rollout, "_llm"):
+        pytest.skip("of vLLM's cache")
+    assert rollout.config.free_cache_engine and rollout._caches
+
+    def written() -> int:
+        return sum(int(cache.count_nonzero()) for cache in rollout._caches)
+
+    before = rollout.generate_sequences(tiny.prompts_batch(4, repeat=2))
+    assert written()
+    complete(rollout.release())
+    assert not written()
+    complete(rollout.resume(["weights", "kv_cache"]))
+    after = rollout.generate_sequences(tiny.prompts_batch(4, repeat=2))
+    for name in ("responses", "rollout_log_probs"):
+        assert torch.equal(before.batch[name], after.batch[name]), name

@@ -30,15 +30,13 @@ _GENERAL = (
     "verl.trainer.ppo.ray_trainer",
     "verl.trainer.ppo.resources",
     "verl.workers.fsdp_workers",
-    "verl.workers.rewards.naive",
+    "verl.workers.rewards.managers",
     "verl.utils.dataset.rl_dataset",
 )
 _VLLM = (
-    "vllm.env_override",
-    "vllm.config",
+    "verl.utils.vllm:import_vllm",
     "vllm.model_executor.model_loader",
     "vllm.v1.worker.cpu_model_runner",
-    "verl.utils.vllm:import_vllm",
     "vllm.v1.worker.cpu_worker",
     "verl.workers.rollout.vllm_rollout.vllm_rollout",
 )

@@ -3,8 +3,8 @@
 ``python server.py SETTINGS``, a JSON object with ``parent`` (id of the launching process), ``listeners`` (handles of
 the sockets for all processes, and perhaps for workers), ``path`` (``sys.path`` of the launching process) and lists of
 modules to import, of which ``module:function`` is called as well: ``first``, ``general``, which may import ray, and
-``workers``, which only the workers of a worker group need. ``last_of_general`` and ``last_of_workers`` are the numbers
-of processes of each kind, or null.
+``workers``, which only the workers of a worker group need, and which a second server imports, a fork of the first one.
+``last_of_general`` and ``last_of_workers`` are the numbers of processes of each kind, or null.
 
 A fork of a process with threads may hang, so one with threads refuses to fork: the request is then answered with no,
 and so is one whose environment could have changed what was imported.
@@ -56,6 +56,12 @@ def load(names: Sequence[str]) -> None:
                 getattr(loaded, function)()
 
 
+def keep_shared() -> None:
+    """Take all objects out of the sight of collections, which write to each and so copy the pages that forks share."""
+    gc.collect()
+    gc.freeze()
+
+
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return a request, and the standard streams of who has sent it.
 
@@ -97,9 +103,16 @@ def deciding(environment: Mapping[str, str], of_ray: bool) -> dict[str, str]:
     }
 
 
-class Request(NamedTuple):
-    """A request, who waits for its answer, and the standard streams of the process to be."""
+def end_with_threads() -> None:
+    """End if this process has threads: neither it nor another could fork."""
+    if has_threads():
+        os._exit(0)
 
+
+class Request(NamedTuple):
+    """A request, where it came from, who waits for its answer, and the standard streams of the process to be."""
+
+    listener: socket.socket
     connection: socket.socket
     content: dict[str, Any]
     handles: list[int]
@@ -124,14 +137,14 @@ class Request(NamedTuple):
 
 
 class Server(MetaPathFinder):
-    """Answers the requests at a socket.
+    """Answers the requests at a socket; until it is split, the first of those at several.
 
     Ray reads some variables only once, while it is imported, and among them are the process id of the raylet and the
     number of the job. So the import of ray, wherever it comes, waits for the first request, which has them.
     """
 
-    def __init__(self, listener: socket.socket, environment: Mapping[str, str], path: Sequence[str]) -> None:
-        self._listener = listener
+    def __init__(self, listeners: Sequence[socket.socket], environment: Mapping[str, str], path: Sequence[str]) -> None:
+        self._listeners = listeners
         self._launch_path = [*sys.path]
         self._launch_environment = dict(environment)
         self._environment = deciding(environment, of_ray=False)
@@ -156,30 +169,49 @@ class Server(MetaPathFinder):
     def _next(self) -> Request:
         """Return the next request; end when the raylet has ended."""
         while True:
-            ready, _, _ = select.select([self._listener, *self._ends], [], [])
-            if ready != [self._listener]:
+            ready, _, _ = select.select([*self._listeners, *self._ends], [], [])
+            if any(end in ready for end in self._ends):
                 os._exit(0)
-            connection, _ = self._listener.accept()
+            connection, _ = ready[0].accept()
             try:
-                return Request(connection, *receive(connection))
+                return Request(ready[0], connection, *receive(connection))
             except (OSError, ValueError):
                 connection.close()
 
-    def serve(self, modules: Sequence[str], others: str | None = None, last: int | None = None) -> None:
-        """Import the modules, then fork a process for each request, until the raylet has ended.
-
-        The first request is also told to the server at ``others``, so that it goes on importing. With the process
-        of number ``last``, counted from 1, nothing is left to serve: the server becomes that process itself, so that
-        no page has to be copied. Later ones start by themselves.
-        """
-        request = self._first or self._wait_for_first()
-        if others is not None:
-            prepare(others, request.content)
+    def load(self, modules: Sequence[str]) -> None:
+        """Import what every process needs, and wait for the first request."""
+        if self._first is None:
+            self._wait_for_first()
         load(modules)
         sys.meta_path.remove(self)
-        gc.collect()
-        gc.freeze()  # a collection in a fork would write to every object, and so copy the pages that it shares
+        end_with_threads()
+
+    def split(self, modules: Sequence[str]) -> bool:
+        """Fork a server for workers, which imports more and answers at the second socket; return whether this is it."""
+        keep_shared()
+        parent = os.getpid()
+        is_for_workers = os.fork() == 0
+        kept, other = reversed(self._listeners) if is_for_workers else self._listeners
+        if self._first is not None and self._first.listener is other:
+            self._first.close()
+            self._first = None
+        other.close()
+        self._listeners = [kept]
+        if is_for_workers:
+            end_with(parent)
+            load(modules)
+        return is_for_workers
+
+    def serve(self, last: int | None, has_other: bool = False) -> None:
+        """Fork a process for each request, until the raylet has ended.
+
+        With the process of number ``last``, counted from 1, nothing is left to serve: the server becomes that process
+        itself, so that no page has to be copied. Later ones start by themselves. ``has_other`` says that a server for
+        workers ends with this one.
+        """
+        keep_shared()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+        request = self._first or self._next()
         started = 0
         while True:
             is_possible = self._can_fork(request.content) and request.is_wanted()
@@ -191,7 +223,7 @@ class Server(MetaPathFinder):
             if is_possible:
                 self._fork(request)
             request.close()
-            if others is None and not started and has_threads():
+            if not has_other and not started and has_threads():
                 os._exit(0)  # it could never fork
             request = self._next()
 
@@ -216,7 +248,8 @@ class Server(MetaPathFinder):
             os.setpgid(child, request.content["group"])
 
     def _become(self, request: Request) -> NoReturn:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for handle in self._ends:
             os.close(handle)
         handles = [os.dup(handle) for handle in request.handles]
@@ -225,15 +258,6 @@ class Server(MetaPathFinder):
             if not name.startswith(_OF_RAY) and self._launch_environment.get(name) != value:
                 request.content["environment"].setdefault(name, value)
         become(request.content, handles, self._path, self._launch_path)
-
-
-def prepare(path: str, content: Mapping[str, Any]) -> None:
-    """Tell a server of a request that it need not answer."""
-    message = json.dumps({**content, "words": []}).encode()
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(path)
-        socket.send_fds(connection, [len(message).to_bytes(8, "big")], [0, 1, 2])
-        connection.sendall(message)
 
 
 def become(request: Mapping[str, Any], handles: Sequence[int], path: Sequence[str], launch_path: Sequence[str]) -> None:
@@ -306,30 +330,22 @@ def leave(code: int) -> NoReturn:
 def main(settings: Mapping[str, Any]) -> None:
     """Import, and serve the requests for both kinds of processes."""
     end_with(settings["parent"])
-    first = os.getpid()
     for number in _OF_TERMINAL:  # which the launching process answers; this one ends after it
         signal.signal(number, signal.SIG_IGN)
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
     environment = dict(os.environ)
     path = sys.path[0 if sys.flags.safe_path else 1 :]
     sys.path[:] = settings["path"]
-    general, *others = (socket.socket(fileno=handle) for handle in settings["listeners"])
+    listeners = [socket.socket(fileno=handle) for handle in settings["listeners"]]
     load(settings["first"])
-    if has_threads():
-        os._exit(0)  # neither this one nor the other could fork
-    if not others:
-        Server(general, environment, path).serve(settings["general"], last=settings["last_of_general"])
-    elif os.fork() == 0:
-        end_with(first)
-        general.close()
-        server = Server(others[0], environment, path)
-        load(settings["workers"])
-        server.serve(settings["general"], last=settings["last_of_workers"])
+    end_with_threads()
+    server = Server(listeners, environment, path)
+    server.load(settings["general"])
+    has_other = len(listeners) > 1
+    if has_other and server.split(settings["workers"]):
+        server.serve(settings["last_of_workers"])
     else:
-        workers_path = others[0].getsockname()
-        others[0].close()
-        server = Server(general, environment, path)
-        server.serve(settings["general"], workers_path, settings["last_of_general"])
+        server.serve(settings["last_of_general"], has_other)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ import contextlib
 import importlib
 import importlib.metadata
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
 from types import ModuleType
 
 from packaging.version import Version
@@ -59,7 +61,8 @@ def import_vllm(batch_invariant: bool | None = None) -> ModuleType:
     logging.getLogger("vllm").setLevel(envs.read("VLLM_LOGGING_LEVEL", "INFO") or "INFO")
     try:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # deprecations of torch
-        vllm = importlib.import_module("vllm")
+        with _without_compiler() if on_cpu else contextlib.nullcontext():
+            vllm = importlib.import_module("vllm")
         vllm.LLM  # noqa: B018 (vLLM imports its parts on first access)
     except ImportError as error:
         device = get_device_name()
@@ -74,3 +77,22 @@ def import_vllm(batch_invariant: bool | None = None) -> ModuleType:
     if batch_invariant is not None:
         patch.choose_products(batch_invariant)
     return vllm
+
+
+_COMPILER = "torch._inductor.lowering"
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Keep ``import vllm`` from importing torch's compiler where nothing is compiled.
+
+    vLLM adds its operators to a list of the compiler. That takes a CPU second, and 80 MB of a worker that is a fork.
+    """
+    if _COMPILER in sys.modules or envs.read("TORCHDYNAMO_DISABLE") != "1":
+        yield
+        return
+    sys.modules[_COMPILER] = None  # type: ignore[assignment]  # an import fails, and vLLM goes on without it
+    try:
+        yield
+    finally:
+        del sys.modules[_COMPILER]

@@ -9,10 +9,13 @@ import logging
 import mmap
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ def apply(on_cpu: bool) -> None:
         compute_sampled_log_probs_only()
         share_partial_blocks()
         touch_cache_on_use()
+        replace_kernels_in_vllm_only()
 
 
 def quiet_reload() -> None:
@@ -360,6 +364,20 @@ def touch_cache_on_use() -> None:
     BlockPool.reset_prefix_cache = reset_and_sort
 
 
+_cache_pages: "weakref.WeakValueDictionary[int, mmap.mmap]" = weakref.WeakValueDictionary()
+"""The memory of key-value caches on a CPU, by its address."""
+
+
+def free_cache_pages(caches: Iterable[Tensor]) -> None:
+    """Give the memory of key-value caches on a CPU back to the system until it is touched again; it is zero then.
+
+    No request may need what is in them, and no cached prefix: see ``LLM.reset_prefix_cache``.
+    """
+    for start in {cache.untyped_storage().data_ptr() for cache in caches}:
+        if start in _cache_pages:
+            _cache_pages[start].madvise(mmap.MADV_DONTNEED)
+
+
 class _UntouchedZeros(TorchFunctionMode):
     """Let ``torch.zeros(size, dtype=torch.int8)`` return memory that the kernel fills with zeros at the first touch."""
 
@@ -367,7 +385,9 @@ class _UntouchedZeros(TorchFunctionMode):
         options = kwargs or {}
         if func is torch.zeros and options.get("dtype") is torch.int8:
             pages = mmap.mmap(-1, *args, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(pages, dtype=torch.int8)
+            zeros = torch.frombuffer(pages, dtype=torch.int8)
+            _cache_pages[zeros.data_ptr()] = pages
+            return zeros
         return func(*args, **options)
 
 
@@ -440,3 +460,27 @@ def _mapped_files() -> str:
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             texts.append(path.read_text())
     return "\n".join(texts)
+
+
+def replace_kernels_in_vllm_only() -> None:
+    """Let vLLM look for the Triton kernels that it replaces in its own modules and in those imported after it.
+
+    Versions: 0.32 on a CPU. It looks at each attribute of all modules of the process. That takes 0.3 s, and a worker
+    that is a fork copies 50 MB of the pages that it shares. Remove when vLLM looks at fewer modules.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:
+        return
+    replace = dispatcher._rebind_kernels
+
+    def replace_in_few(overrides: list[Any]) -> None:
+        names = list(sys.modules)
+        few = {name: sys.modules[name] for name in names[names.index("vllm") :]}
+        dispatcher.sys = SimpleNamespace(modules=few)
+        try:
+            replace(overrides)
+        finally:
+            dispatcher.sys = sys
+
+    dispatcher._rebind_kernels = replace_in_few

@@ -65,8 +65,7 @@ class vLLMRollout(BaseRollout):
         self._weights = EngineWeights(runner.get_model(), runner.model_config, device, config.pack_weights)
         use_training_positions(runner.get_model(), model_config.hf_config)
         logger.info("vLLM engine started in %.1f s", time.perf_counter() - started)
-        if config.free_cache_engine and not self._can_sleep:
-            logger.info("free_cache_engine has no effect: this device's engine cannot free memory between steps")
+        self._caches = runner.kv_caches if config.free_cache_engine and device.type == "cpu" else []
 
     @classmethod
     def import_engine(cls, config: "RolloutConfig") -> None:
@@ -163,7 +162,9 @@ class vLLMRollout(BaseRollout):
             self._asleep.difference_update(waking)
 
     async def release(self, tags: list[str] | None = None) -> None:
-        """Free the engine's memory, if the engine can sleep. vLLM frees all tags at once."""
+        """Free the engine's memory, if the engine can sleep. vLLM frees all tags at once; on a CPU the cache goes."""
+        if self._caches and self._llm.reset_prefix_cache(reset_running_requests=True):
+            patch.free_cache_pages(self._caches)
         if not self._can_sleep or self._asleep:
             return
         self._llm.sleep(level=self._sleep_level)
