@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 CASES = {
     "fixed": Case(34, 40, 32),
-    "varied": Case(4, 64, 64),
+    "varied": Case(4, 64, 64, token_budget=640),
     "long_prompt": Case(66, 72, 64, prompt_length=512, token_budget=2048),
 }
 LENGTH_KEYS = {  # by framework
