@@ -319,15 +319,22 @@ def test_the_kernel_of_a_device(
         assert type(module._kernel_for(query, query, packed)).__name__ == kernel
 
 
-@pytest.mark.parametrize("prompt, groups, kernel", [(256, 8, "_ByPath"), (4096, 2, "_ByPath"), (4096, 8, "_ByDepth")])
-def test_long_prompts_are_not_copied_for_many_heads(
-    monkeypatch: pytest.MonkeyPatch, prompt: int, groups: int, kernel: str
+@pytest.mark.parametrize(
+    "prompt, samples, groups, kernel",
+    [
+        (256, 8, 8, "_ByPath"),
+        (4096, 8, 2, "_ByPath"),
+        (4096, 8, 16, "_ByDepth"),  # 6.3 copies of 16 heads
+        (4096, 32, 1, "_ByDepth"),  # 11.7 copies
+    ],
+)
+def test_long_prompts_are_not_copied_too_often(
+    monkeypatch: pytest.MonkeyPatch, prompt: int, samples: int, groups: int, kernel: str
 ) -> None:
-    """Eight samples of 256 tokens: paths are 2.2 or 6.3 times their tokens."""
+    """Samples have 256 tokens."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    packed = PackedSequences([prompt, *[256] * 8], "cuda", [prompt + 8 * 256, *range(prompt + 256, prompt + 2049, 256)])
+    tokens = prompt + samples * 256
+    packed = PackedSequences([prompt, *[256] * samples], "cuda", [tokens, *range(prompt + 256, tokens + 1, 256)])
     with FakeTensorMode():
-        query, key = (
-            torch.empty(prompt + 2048, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, groups)
-        )
+        query, key = (torch.empty(tokens, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (32, groups))
         assert type(module._kernel_for(query, key, packed)).__name__ == kernel

@@ -62,12 +62,15 @@ def _kernel_for(query: Tensor, key: Tensor, packed: PackedSequences) -> "_Kernel
     recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
     if not recent or width > 256 or width % 8:
         return None
-    copied = sum(packed.path_lengths) / len(query) * key.shape[1:].numel()
-    return _ByPath() if copied <= _MAX_COPIED else _ByDepth()
+    copies = sum(packed.path_lengths) / len(query)
+    return _ByPath() if copies <= min(_MAX_COPIES, _MAX_COPIED / key.shape[1:].numel()) else _ByDepth()
 
 
-_MAX_COPIED = 6144
-"""Elements of copied keys, by token of the forest, up to which a call by paths is faster (docs/perf/gpu.md)."""
+_MAX_COPIES, _MAX_COPIED = 10, 6144
+"""Copies of a key, and elements of these, on average over the tokens, up to which a call by paths is faster.
+
+The gradients of copies take memory, for as many heads as queries have (docs/perf/gpu.md).
+"""
 
 
 # ---- merged calls

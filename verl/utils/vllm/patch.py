@@ -373,7 +373,7 @@ def free_cache_pages(caches: Iterable[Tensor]) -> None:
 
     No request may need what is in them, and no cached prefix: see ``LLM.reset_prefix_cache``.
     """
-    for start in {cache.untyped_storage().data_ptr() for cache in caches}:
+    for start in {each.untyped_storage().data_ptr() for each in caches}:
         if start in _cache_pages:
             _cache_pages[start].madvise(mmap.MADV_DONTNEED)
 
