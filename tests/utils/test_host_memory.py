@@ -42,16 +42,20 @@ def faults():
 
 def after_the_first(times):
     found = [faults() for _ in range(times)]
-    return found[-1]
+    return max(found[-3:])
 
 assert not sys.argv[1:] or keep_freed_host_memory()
-print(after_the_first(4))
+print(after_the_first(12))
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
 def test_a_process_keeps_the_pages_of_large_tensors() -> None:
-    """A tensor of 64 MB has 16,384 pages of 4 kB, or fewer that are larger; a kept one needs none."""
+    """A tensor of 64 MB has 16,384 pages of 4 kB, or fewer that are larger; a kept one needs none.
+
+    A freed block is a few bytes too small for the next one of its size, unless what is beside it is free as well. So
+    some blocks come first that are used in turn afterwards.
+    """
     new, kept = (
         int(subprocess.run([sys.executable, "-c", KEEPS, *words], check=True, capture_output=True, text=True).stdout)
         for words in ([], ["keep"])

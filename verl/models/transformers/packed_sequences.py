@@ -177,8 +177,8 @@ class PackedSequences:
     def block_mask(self) -> Any:
         """Return the mask of a forest for ``flex_attention``; built once and used by every layer.
 
-        Two blocks of tokens decide from their ends: one that begins before a token of the other stops to be seen has
-        something to see there, and one that ends before any does sees all. The (T, T) mask is never made.
+        A block of queries sees something of an earlier block of keys if it begins before the last of these stops to be
+        seen, and all of it if it ends before the first does. The (T, T) mask is never made.
         """
         from torch.nn.attention.flex_attention import BlockMask
 
