@@ -2,9 +2,9 @@
 
 Each case is samples of prompts, packed end to end. ``rows`` attends to every row by itself, with flash attention. The
 others have each prompt once: ``by depth`` merges calls of flash attention, ``by path`` makes one call with copies of
-keys and values, ``flex`` uses ``flex_attention`` with a mask of blocks. ``chosen`` is what the first two would do, as
-a ratio to the fastest of the three. Milliseconds are medians of single passes between two events of the device, and the
-ways take turns. MiB are those that a pass takes at most.
+keys and values, ``flex`` uses ``flex_attention`` with a mask of blocks. ``chosen`` is the time of the
+one that verl takes of the first two, as a ratio to the fastest of the three. Milliseconds are medians of single passes
+between two events of the device, and the ways take turns. MiB are those that a pass takes at most.
 """
 
 import argparse

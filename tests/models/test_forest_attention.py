@@ -99,6 +99,9 @@ def test_blocks_are_those_of_the_whole_mask(seed: int) -> None:
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert torch.equal(found.to_dense(), expected.to_dense())
+    for row, count in enumerate(expected.full_kv_num_blocks[0, 0]):
+        wholes = (each.full_kv_indices[0, 0, row, :count].sort().values for each in (found, expected))
+        assert torch.equal(*wholes), row
 
 
 def test_without_shared_tokens_nothing_changes() -> None:

@@ -57,7 +57,7 @@ def check_inputs(
     check_run_machine(run)
     if run.ray_kwargs.is_local:
         check_remote(_paths(run))
-    if not passes_in_fork(partial(check_files, run)):  # pyarrow and pandas take 70 MB
+    if not passes_in_fork(partial(check_files, run)):  # which needs pyarrow and pandas, and nothing after it does
         check_files(run)
     check_hub_models(run)
     check_model("actor_rollout_ref.model.path", run.actor_rollout_ref.model.path)

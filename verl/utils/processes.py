@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from verl.utils import guard
+from verl.utils import guard, time_limit
 
 _PR_SET_PDEATHSIG = 1
 _STARTER = "start-processes"
@@ -95,7 +95,7 @@ def passes_in_fork(check: Callable[[], object]) -> bool:
 def _has_only_own_threads() -> bool:
     """Whether all threads but the main one wait for work of ``start_process`` or ``time_limit`` and hold nothing."""
     others = [each for each in threading.enumerate() if each is not threading.main_thread()]
-    own = all(each.name.startswith((_STARTER, "time-limit")) for each in others)
+    own = all(each.name.startswith((_STARTER, time_limit.WATCHER)) for each in others)
     return own and len(os.listdir("/proc/self/task")) == 1 + len(others)
 
 

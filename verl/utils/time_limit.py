@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 IMPORT_TIMEOUT_S = 300.0
 """Seconds that a module of the user gets for its import."""
+WATCHER = "time-limit"
+"""Name of the thread that watches the limits; it waits, and holds nothing."""
 REPEAT_S = 1.0  # code that catches every exception is interrupted again
 _SIGNAL = signal.SIGRTMAX - 3  # not SIGALRM, because the limited code may use alarms
 Handler = Callable[[int, FrameType | None], object]
@@ -175,7 +177,7 @@ class _Watcher:
             self._wakes[limit] = limit.due
             if not self._is_started:
                 self._is_started = True
-                threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
+                threading.Thread(target=self._watch, name=WATCHER, daemon=True).start()
             elif limit.due < self._sleeps_until:  # limits of the same length do not wake the thread
                 self._changed.notify()
 

@@ -159,12 +159,11 @@ class Server(MetaPathFinder):
         if name == "ray" and self._first is None:
             self._wait_for_first()
 
-    def _wait_for_first(self) -> Request:
+    def _wait_for_first(self) -> None:
         self._first = self._next()
         self._of_ray = deciding(self._first.content["environment"], of_ray=True)
         os.environ.update(self._of_ray)
         self._ends.append(os.pidfd_open(self._first.content["parent"]))
-        return self._first
 
     def _next(self) -> Request:
         """Return the next request; end when the raylet has ended."""
