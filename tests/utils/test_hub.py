@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.environment import check_environment
 from verl.trainer.run.inputs import InputError
-from verl.utils.hub import hub_problems, model_folder, unreachable
+from verl.utils.hub import cached_folder, hub_problems, model_folder, unreachable
 
 
 @pytest.fixture
@@ -89,3 +89,18 @@ def test_what_is_wrong_with_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     (problem,) = hub_problems("nobody/nothing")
     assert "http://127.0.0.1:1 cannot be reached" in problem and "copy the model to this machine" in problem
+
+
+def test_the_folder_of_a_model_on_this_machine(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert cached_folder("some/model") == str(snapshot)
+    assert cached_folder(str(tmp_path)) == str(tmp_path)
+    assert [cached_folder(other) for other in ("other/model", "no hub id!", "", "hdfs://a/b")] == [None] * 4
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cached_folder("~/models--some--model") == str(tmp_path / "models--some--model")

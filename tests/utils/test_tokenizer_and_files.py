@@ -1,10 +1,13 @@
 """Loading of tokenizers, and staging of files."""
 
+import ctypes
 import json
+import mmap
 import os
 import shutil
 import socket
 import stat
+from types import SimpleNamespace
 
 import pytest
 
@@ -217,3 +220,42 @@ def test_a_copier_put_in_the_place_of_the_module_s_own_is_used(tmp_path, monkeyp
     for recopy, count in ((False, 1), (True, 2), (False, 2)):
         fs.copy_to_local(remote, cache_dir=tmp_path / "cache", always_recopy=recopy)
         assert len(calls) == count
+
+
+def cached_pages(path):
+    """Return how many pages of a file are in the file cache, and how many it has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        pages = -(-len(mapped) // mmap.PAGESIZE)
+        cached = (ctypes.c_ubyte * pages)()
+        found = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), cached)
+        del start
+    assert found == 0, os.strerror(ctypes.get_errno())
+    return sum(each & 1 for each in cached), pages
+
+
+def evict(path):
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_weights_are_read_ahead(tmp_path, monkeypatch):
+    weights, other = tmp_path / "model-00001-of-00002.safetensors", tmp_path / "optimizer.pt"
+    for path in (weights, other):
+        path.write_bytes(bytes(9 << 20))
+        evict(path)
+    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"x")
+    if cached_pages(weights)[0]:
+        pytest.skip("this file system keeps its pages in memory")
+    monkeypatch.setattr(fs.psutil, "virtual_memory", lambda: SimpleNamespace(available=17 << 20))
+    fs.read_ahead(str(tmp_path)).join()
+    assert cached_pages(weights)[0] == 0, "half of the memory is for others"
+    monkeypatch.undo()
+    fs.read_ahead(str(tmp_path)).join()
+    found, pages = cached_pages(weights)
+    assert found == pages and cached_pages(other)[0] == 0
+    (tmp_path / "model-00003-of-00002.safetensors").symlink_to("nowhere")
+    for folder in (tmp_path, tmp_path / "absent", "hdfs://host/model"):
+        fs.read_ahead(str(folder)).join()  # whoever loads the model says what is wrong

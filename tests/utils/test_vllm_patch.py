@@ -1,5 +1,6 @@
 """Helpers for forks that load weights into vLLM by themselves, on modules shaped as vLLM's."""
 
+import os
 import subprocess
 import sys
 
@@ -90,3 +91,20 @@ for name, module in list(sys.modules.items()):
 import torch._inductor.lowering
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_vllm_looks_at_a_model_in_this_process(tmp_path):
+    """In a process of its own, with an empty cache of vLLM's answers."""
+    code = """
+import subprocess, sys
+from verl.utils.vllm import import_vllm
+import_vllm()
+subprocess.run = None
+from vllm.model_executor.models.registry import ModelRegistry
+known = ModelRegistry.models["Qwen2ForCausalLM"]
+found = known.inspect_model_cls()
+assert found.is_text_generation_model and known.load_model_cls().__module__ in sys.modules
+"""
+    env = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=env)
+    assert list(tmp_path.rglob("*Qwen2ForCausalLM*"))

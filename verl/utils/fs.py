@@ -1,5 +1,6 @@
 """Copies of files from HDFS to the local disk, and from there to shared memory."""
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -8,8 +9,10 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
+import psutil
 from filelock import FileLock
 
 from verl.utils import hdfs_io
@@ -23,6 +26,8 @@ makedirs = hdfs_io.makedirs
 SHM_ROOT = "/dev/shm/verl-cache"
 RECORD_FILE = ".directory_record.txt"
 LOCK_TIMEOUT_S = 3600
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 is_non_local = hdfs_io.is_hdfs
 
@@ -137,6 +142,32 @@ def copy_to_local(
                     logger.warning("copying %s to %s", src, local)
                 _copy_from_hdfs(src, local)
     return copy_to_shm(local) if use_shm else local
+
+
+def read_ahead(folder: str) -> threading.Thread:
+    """Let the system read the weights of a folder into its file cache while this process does other things.
+
+    Nothing is read of a path that is no folder, nor files that would take more than half of the memory that is
+    available, since others may need it. On Linux only.
+
+    Returns: the thread that waits for the system.
+    """
+    thread = threading.Thread(target=_read_ahead, args=(Path(folder),), name="read-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_ahead(folder: Path) -> None:
+    # What loads a file says what is wrong with it; and elsewhere ``sendfile`` writes to sockets only.
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+        sizes = {path: path.stat().st_size for name in _WEIGHT_FILES for path in sorted(folder.glob(name))}
+        if sum(sizes.values()) > psutil.virtual_memory().available // 2:
+            return
+        for path, size in sizes.items():
+            at = 0
+            with open(path, "rb") as file:  # without a copy, and without the interpreter's lock
+                while at < size and (sent := os.sendfile(nowhere.fileno(), file.fileno(), at, size - at)):
+                    at += sent
 
 
 copy_local_path_from_hdfs = functools.partial(copy_to_local, use_shm=False)

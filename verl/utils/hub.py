@@ -49,6 +49,23 @@ def _is_local(path: str) -> bool:
     return "://" in path or os.path.isdir(os.path.expanduser(path))
 
 
+def cached_folder(path: str) -> str | None:
+    """Return the folder of this machine that holds a model: the path itself, or that of a hub id in the cache."""
+    folder = os.path.expanduser(path)
+    if os.path.isdir(folder):
+        return folder
+    if "://" in path or envs.flag(_MODELSCOPE):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return os.path.dirname(found) if isinstance(found, str) else None
+
+
 def hub_problems(path: str) -> Iterator[str]:
     """Yield why a path that is no local folder cannot be loaded from the hub; a cached model is not asked for."""
     if _is_local(path):

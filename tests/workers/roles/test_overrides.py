@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.workers.actor import DataParallelPPOActor
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
+from verl.workers.roles import actor_rollout_ref
 from verl.workers.rollout import HFRollout
 
 OVERRIDES = {
@@ -193,13 +194,14 @@ def test_an_engine_that_starts_apart_begins_before_the_model_is_built(
         events.append("engine")
         begin(self, *args)
 
+    monkeypatch.setattr(actor_rollout_ref, "read_ahead", lambda folder: events.append("read"))
     monkeypatch.setattr(HFRollout, "import_engine", classmethod(lambda cls, config: events.append("import")))
     monkeypatch.setattr(HFRollout, "__init__", beginning)
     monkeypatch.setattr(HFRollout, "wait_until_started", lambda self: events.append("wait"))
     for apart, worker_class, expected in (
-        (False, Observed, ["import", "model", "engine", "wait"]),
-        (True, Observed, ["import", "engine", "model", "wait"]),
-        (True, Own, ["import", "model", "engine", "wait"]),  # which may read what the worker has built before
+        (False, Observed, ["read", "import", "model", "engine", "wait"]),
+        (True, Observed, ["read", "import", "engine", "model", "wait"]),
+        (True, Own, ["read", "import", "model", "engine", "wait"]),  # which may read what the worker has built before
     ):
         monkeypatch.setattr(HFRollout, "starts_apart", classmethod(lambda cls, apart=apart: apart))
         events.clear()
@@ -207,7 +209,7 @@ def test_an_engine_that_starts_apart_begins_before_the_model_is_built(
         assert events == expected and worker.sharding_manager.rollout is worker.rollout
     events.clear()
     start(Observed, "actor")
-    assert events == ["model"]
+    assert events == ["read", "model"]
 
 
 def test_requests_without_seeds_differ_by_call_and_update_and_repeat_in_another_run(start: Any) -> None:

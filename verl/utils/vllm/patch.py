@@ -39,6 +39,7 @@ def apply(on_cpu: bool) -> None:
         share_partial_blocks()
         touch_cache_on_use()
         replace_kernels_in_vllm_only()
+        inspect_models_in_process()
 
 
 def quiet_reload() -> None:
@@ -460,6 +461,18 @@ def _mapped_files() -> str:
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             texts.append(path.read_text())
     return "\n".join(texts)
+
+
+def inspect_models_in_process() -> None:
+    """Let vLLM look at the class of a model in this process instead of a new one, which it imports torch and itself in.
+
+    Versions: 0.25 to 0.32. vLLM keeps the answer in a file, so this is for the first start on a machine or in a
+    container. It wants to keep CUDA out of the process; call this on a CPU, or where the trainer uses CUDA already.
+    Remove when vLLM knows the answers for its own models.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 def replace_kernels_in_vllm_only() -> None:

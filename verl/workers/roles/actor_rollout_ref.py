@@ -13,6 +13,8 @@ from verl.base_config import WrongInput, build_node, omega_conf_to_dataclass
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import OLD_LOG_PROBS_VERSION, DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.fs import read_ahead
+from verl.utils.hub import cached_folder
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.profiler import ProfilerConfig
@@ -71,7 +73,11 @@ class ActorRolloutRefWorker(EngineWorker):
         self._begun: BaseRollout | None = None
         self._register_meshes()
         self.use_profilers(**self._profilers())
-        if self._is_rollout:  # the driver may still load its data
+        # The driver may still load its data.
+        folder = cached_folder(self.model_config.path or "")
+        if folder is not None:
+            read_ahead(folder)
+        if self._is_rollout:
             with suppress(Exception):  # ``init_model`` raises it again
                 get_rollout_class(self.rollout_config.name, self.rollout_config.mode).import_engine(self.rollout_config)
 

@@ -53,6 +53,7 @@ class vLLMRollout(BaseRollout):
         self._asleep: set[str] = set()
         with preserved_random_state():
             vllm = import_vllm(batch_invariant=is_batch_invariant(config))
+            patch.inspect_models_in_process()
             with _shared_memory_named():
                 args = build_engine_args(config, model_config)
                 started = time.perf_counter()
