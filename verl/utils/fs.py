@@ -1,4 +1,4 @@
-"""Copies of files from HDFS to the local disk, and from there to shared memory."""
+"""Copies of files from HDFS to the local disk, and from there to shared memory; and reading files ahead."""
 
 import contextlib
 import errno
