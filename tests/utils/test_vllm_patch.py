@@ -93,10 +93,11 @@ import torch._inductor.lowering
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
-def test_vllm_looks_at_a_model_in_this_process(tmp_path):
-    """In a process of its own, with an empty cache of vLLM's answers."""
+def test_vllm_starts_without_another_process_and_random_weights(tmp_path):
+    """In a process of its own, with an empty cache of what vLLM knows of models."""
     code = """
 import subprocess, sys
+import torch
 from verl.utils.vllm import import_vllm
 import_vllm()
 subprocess.run = None
@@ -104,6 +105,14 @@ from vllm.model_executor.models.registry import ModelRegistry
 known = ModelRegistry.models["Qwen2ForCausalLM"]
 found = known.inspect_model_cls()
 assert found.is_text_generation_model and known.load_model_cls().__module__ in sys.modules
+
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+model = torch.nn.Linear(3, 2)
+model.weight.data.fill_(7)
+model.bias.dummy_weight_value = 2
+DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
+assert model.weight.eq(0).all() and model.bias.eq(2).all()
 """
     env = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=env)

@@ -40,6 +40,7 @@ def apply(on_cpu: bool) -> None:
         touch_cache_on_use()
         replace_kernels_in_vllm_only()
         inspect_models_in_process()
+        zero_dummy_weights()
 
 
 def quiet_reload() -> None:
@@ -473,6 +474,27 @@ def inspect_models_in_process() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()
+
+
+def zero_dummy_weights() -> None:
+    """Let the weights of ``load_format=dummy`` be zero instead of random.
+
+    Versions: 0.32 on a CPU, where drawing them takes most of the engine's start for a large model. The rollout answers
+    no request before its first sync, which replaces them. Remove when vLLM has a load format without weights.
+    """
+    from vllm.model_executor.model_loader import dummy_loader
+
+    draw = getattr(dummy_loader, "initialize_single_dummy_weight", None)
+    if draw is None:
+        return
+
+    def fill(tensor: Tensor) -> None:
+        if tensor.is_floating_point() and not tensor.is_meta and getattr(tensor, "dummy_weight_value", None) is None:
+            tensor.detach().zero_()
+        else:  # a value that the layer needs, or a tensor that comes later
+            draw(tensor)
+
+    dummy_loader.initialize_single_dummy_weight = fill
 
 
 def replace_kernels_in_vllm_only() -> None:
