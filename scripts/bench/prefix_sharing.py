@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-WARM_UP = 2  # updates of each case on a GPU that are not counted
+WARM_UP_ON_GPU = 2  # updates of each case that are not counted
 PROMPTS, SAMPLES = (32, 256, 1024), (4, 8, 16)
 
 
@@ -133,7 +133,7 @@ def child(given: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
             started = time.process_time()
             engine.train_batch(data, loss)
             seconds.append(time.process_time() - started)
-    return {"seconds": statistics.median(seconds[WARM_UP:]), "peak": (status("VmHWM") - before) / MIB}
+    return {"seconds": statistics.median(seconds[1:]), "peak": (status("VmHWM") - before) / MIB}
 
 
 class OnGpu:
@@ -149,8 +149,8 @@ class OnGpu:
 
         engine, data, seconds = self.engines[given["shares"]], rows_of(given["prompt"], given["samples"], self.args), []
         with engine.train_mode():
-            for at in range(WARM_UP + self.args.updates):
-                if at == WARM_UP:  # kernels are compiled and the optimizer has its state
+            for at in range(WARM_UP_ON_GPU + self.args.updates):
+                if at == WARM_UP_ON_GPU:  # kernels are compiled and the optimizer has its state
                     before = torch.cuda.memory_allocated()
                     torch.cuda.reset_peak_memory_stats()
                 torch.cuda.synchronize()
@@ -159,7 +159,7 @@ class OnGpu:
                 torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - started)
         peak = torch.cuda.max_memory_allocated() - before
-        return {"seconds": statistics.median(seconds[WARM_UP:]), "peak": peak / MIB}
+        return {"seconds": statistics.median(seconds[WARM_UP_ON_GPU:]), "peak": peak / MIB}
 
 
 def needed(prompt: int, samples: int, args: argparse.Namespace, shares: bool, folder: str) -> float:

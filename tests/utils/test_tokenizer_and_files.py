@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import stat
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -256,6 +257,12 @@ def test_weights_are_read_ahead(tmp_path, monkeypatch):
     fs.read_ahead(str(tmp_path)).join()
     found, pages = cached_pages(weights)
     assert found == pages and cached_pages(other)[0] == 0
-    (tmp_path / "model-00003-of-00002.safetensors").symlink_to("nowhere")
+
+
+def test_folders_that_cannot_be_read_ahead(tmp_path, monkeypatch):
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    (tmp_path / "model.safetensors").symlink_to("nowhere")
     for folder in (tmp_path, tmp_path / "absent", "hdfs://host/model"):
         fs.read_ahead(str(folder)).join()  # whoever loads the model says what is wrong
+    assert raised == []

@@ -158,7 +158,7 @@ def read_ahead(folder: str) -> threading.Thread:
 
 
 def _read_ahead(folder: Path) -> None:
-    # What loads a file says what is wrong with it; and elsewhere ``sendfile`` writes to sockets only.
+    # Whoever loads a file says what is wrong with it. Outside Linux ``sendfile`` writes to sockets only.
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         sizes = {path: path.stat().st_size for name in _WEIGHT_FILES for path in sorted(folder.glob(name))}
         if sum(sizes.values()) > psutil.virtual_memory().available // 2:

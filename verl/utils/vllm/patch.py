@@ -465,10 +465,10 @@ def _mapped_files() -> str:
 
 
 def inspect_models_in_process() -> None:
-    """Let vLLM look at the class of a model in this process instead of a new one, which it imports torch and itself in.
+    """Let vLLM look at the class of a model in this process. Otherwise it starts another, which imports torch and vLLM.
 
-    Versions: 0.25 to 0.32. vLLM keeps the answer in a file, so this is for the first start on a machine or in a
-    container. It wants to keep CUDA out of the process; call this on a CPU, or where the trainer uses CUDA already.
+    Versions: 0.25 to 0.32. vLLM keeps what it finds in a file, so only the first start on a machine or in a container
+    gains. The other process keeps CUDA out of this one: call this on a CPU, or where the engine runs in this process.
     Remove when vLLM knows the answers for its own models.
     """
     from vllm.model_executor.models import registry

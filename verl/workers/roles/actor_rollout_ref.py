@@ -73,7 +73,7 @@ class ActorRolloutRefWorker(EngineWorker):
         self._begun: BaseRollout | None = None
         self._register_meshes()
         self.use_profilers(**self._profilers())
-        # The driver may still load its data.
+        # The driver may still be loading its data.
         folder = cached_folder(self.model_config.path or "")
         if folder is not None:
             read_ahead(folder)
