@@ -38,6 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--intermediate", type=int, help="width of the MLP (default: 4 x the model's)")
     parser.add_argument("--vocab", type=int, default=1000, help="size of the vocabulary (default: 1000)")
     parser.add_argument("--fused-head", choices=("torch", "triton"), help="compute the head without whole logits")
+    parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=false of FSDP")
     parser.add_argument("--updates", type=int, default=5, help="measured updates of a process (default: 5)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a pass (default: 8192)")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
@@ -109,7 +110,9 @@ def engine_of(folder: str, shares: bool, args: argparse.Namespace, bf16: bool = 
         model_type="language_model",
         backend="fsdp2",
         model_config=model,
-        engine_config=config.FSDPEngineConfig(strategy="fsdp2", mixed_precision=precision),
+        engine_config=config.FSDPEngineConfig(
+            strategy="fsdp2", mixed_precision=precision, reshard_after_forward=not args.keep_gathered
+        ),
         optimizer_config=config.FSDPOptimizerConfig(lr=1e-6),
         checkpoint_config=None,
     )
