@@ -104,7 +104,7 @@ def pickle_cases() -> Iterator[Case]:
         # Ray hands out buffers in memory that is read-only.
         pickle.loads(text, buffers=[memoryview(buffer).toreadonly() for buffer in buffers]).batch  # noqa: B018
 
-    yield Case("pickle and load, 96 MB", in_band, 100.0)
+    yield Case("pickle and load, 96 MB", in_band, 40.0)
     yield Case("save and load a file, 96 MB", on_disk)
     yield Case("load from read-only buffers, 96 MB", out_of_band)
     with contextlib.suppress(OSError):

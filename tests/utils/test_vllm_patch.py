@@ -93,13 +93,16 @@ import torch._inductor.lowering
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
-def test_vllm_starts_without_another_process_and_random_weights(tmp_path):
+def test_vllm_starts_without_another_process_random_weights_and_long_collections(tmp_path):
     """In a process of its own, with an empty cache of what vLLM knows of models."""
     code = """
-import subprocess, sys
+import gc, subprocess, sys
 import torch
-from verl.utils.vllm import import_vllm
-import_vllm()
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
+config = RolloutConfig(name="vllm", tensor_model_parallel_size=1)
+vLLMRollout.import_engine(config)
+assert gc.get_freeze_count() > 100_000 > len(gc.get_objects()), "each of vLLM's collections would visit all objects"
 subprocess.run = None
 from vllm.model_executor.models.registry import ModelRegistry
 known = ModelRegistry.models["Qwen2ForCausalLM"]

@@ -38,6 +38,8 @@ _VLLM = (
     "vllm.model_executor.model_loader",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.entrypoints.launchers.cli_args",
     "verl.workers.rollout.vllm_rollout.vllm_rollout",
 )
 """Modules that cost time: first those that do not import ray, which has to wait until its cluster runs."""

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _ALLOCATIONS_PER_COLLECTION = 50_000
+_USUAL, _ONLY_YOUNG = gc.get_threshold()[1:], (1 << 30, 1 << 30)
+"""Collections of young objects before one of older ones, and of those before one of all."""
 _REQUEST_S = 10.0
 _SAFE_THREADS = ("jemalloc_bg_thd",)  # jemalloc stops and starts it around a fork
 _FREE_PREFIXES = ("__RAY_", "WG_", "MASTER_", "LOCAL_")
@@ -58,7 +60,7 @@ def load(names: Sequence[str]) -> None:
 
 def keep_shared() -> None:
     """Take all objects out of the sight of collections, which write to each and so copy the pages that forks share."""
-    gc.collect()
+    gc.collect(0)  # imports leave some garbage among new objects and next to none among older ones
     gc.freeze()
 
 
@@ -209,6 +211,7 @@ class Server(MetaPathFinder):
         workers ends with this one.
         """
         keep_shared()
+        gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *_USUAL)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
         request = self._first or self._next()
         started = 0
@@ -331,7 +334,7 @@ def main(settings: Mapping[str, Any]) -> None:
     end_with(settings["parent"])
     for number in _OF_TERMINAL:  # which the launching process answers; this one ends after it
         signal.signal(number, signal.SIG_IGN)
-    gc.set_threshold(_ALLOCATIONS_PER_COLLECTION)
+    gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *_ONLY_YOUNG)
     environment = dict(os.environ)
     path = sys.path[0 if sys.flags.safe_path else 1 :]
     sys.path[:] = settings["path"]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.utils.numerics.host_memory import empty_like
+from verl.utils.numerics.host_memory import recycled_like
 from verl.utils.numerics.log_probs import LOG_ZERO, rows_per_chunk
 
 _LOG2_E = 1 / math.log(2)
@@ -42,7 +42,7 @@ class _Entropy(torch.autograd.Function):
         chunk = (min(step, rows), logits.shape[-1])
         exponents, exponentials, products = (logits.new_empty(chunk, dtype=dtype) for _ in range(3))
         on_cpu = logits.device.type == "cpu"
-        unscaled = empty_like(logits) if with_gradient and on_cpu and logits.dtype == dtype else None
+        unscaled = recycled_like(logits) if with_gradient and on_cpu and logits.dtype == dtype else None
         masked = not on_cpu  # where a look at the result would wait for the device
         for at in range(0, rows, step):
             part = slice(at, at + step)
@@ -78,7 +78,7 @@ class _Entropy(torch.autograd.Function):
         if ctx.unscaled is not None:
             unscaled, ctx.unscaled = ctx.unscaled, None
             return unscaled.mul_(scale), None, None
-        grad_logits = empty_like(logits)
+        grad_logits = recycled_like(logits)
         chunk = (min(ctx.step, len(logits)), logits.shape[-1])
         exponents, exponentials = (logits.new_empty(chunk, dtype=dtype) for _ in range(2))
         for at in range(0, len(logits), ctx.step):

@@ -498,7 +498,7 @@ def zero_dummy_weights() -> None:
 
 
 def replace_kernels_in_vllm_only() -> None:
-    """Let vLLM look for the Triton kernels that it replaces in its own modules and in those imported after it.
+    """Let vLLM look for the Triton kernels that it replaces in its own modules and in those imported from now on.
 
     Versions: 0.32 on a CPU. It looks at each attribute of all modules of the process. That takes 0.3 s, and a worker
     that is a fork copies 50 MB of the pages that it shares. Remove when vLLM looks at fewer modules.
@@ -508,10 +508,10 @@ def replace_kernels_in_vllm_only() -> None:
     except ImportError:
         return
     replace = dispatcher._rebind_kernels
+    others = {name for name in sys.modules if name.partition(".")[0] != "vllm"}
 
     def replace_in_few(overrides: list[Any]) -> None:
-        names = list(sys.modules)
-        few = {name: sys.modules[name] for name in names[names.index("vllm") :]}
+        few = {name: module for name, module in sys.modules.items() if name not in others}
         dispatcher.sys = SimpleNamespace(modules=few)
         try:
             replace(overrides)

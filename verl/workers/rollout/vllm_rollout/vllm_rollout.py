@@ -1,5 +1,6 @@
 """Generation by a vLLM engine in the process of the worker."""
 
+import gc
 import logging
 import sys
 import time
@@ -70,9 +71,15 @@ class vLLMRollout(BaseRollout):
 
     @classmethod
     def import_engine(cls, config: "RolloutConfig") -> None:
-        """Import vLLM."""
+        """Import vLLM, and spare its start the looks at what has been imported.
+
+        It collects garbage five times when it starts, and each collection visits every object of the process: 0.3 s
+        each time, unless they are frozen.
+        """
         with preserved_random_state():
             import_vllm(batch_invariant=is_batch_invariant(config))
+        gc.collect()
+        gc.freeze()
 
     def shutdown(self) -> None:
         """End the engine and all process groups of this process, including the trainer's."""
