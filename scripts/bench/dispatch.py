@@ -223,7 +223,7 @@ def ray_cases() -> Iterator[Case]:
             use(ray.get(ray.put(data)))
 
         wall = time.perf_counter
-        yield Case("put and get, 96 MB", lambda: put_and_get(lambda got: got.batch), 17.0, wall)
+        yield Case("put and get, 96 MB", lambda: put_and_get(lambda got: got.batch), 45.0, wall)
         yield Case("put, get and read, 96 MB", lambda: put_and_get(touched), None, wall)
         small = make_batch(64)
         pool = RayResourcePool([2], max_colocate_count=1, name_prefix="bench")
@@ -231,8 +231,8 @@ def ray_cases() -> Iterator[Case]:
             pool, RayClassWithInitArgs(ray.remote(EchoWorker)), device_name="cpu", call_timeout_s=300
         )
         group.ready()
-        yield Case("two workers and back, read, 64 MB", lambda: touched(group.read_and_return(small)), 37.0, wall)
-        yield Case("two workers and back, 64 MB", lambda: group.pass_on(small).batch, 37.0, wall)
+        yield Case("two workers and back, read, 64 MB", lambda: touched(group.read_and_return(small)), 90.0, wall)
+        yield Case("two workers and back, 64 MB", lambda: group.pass_on(small).batch, 90.0, wall)
         group.kill()
     finally:
         ray.shutdown()

@@ -511,7 +511,7 @@ def replace_kernels_in_vllm_only() -> None:
     others = {name for name in sys.modules if name.partition(".")[0] != "vllm"}
 
     def replace_in_few(overrides: list[Any]) -> None:
-        few = {name: module for name, module in sys.modules.items() if name not in others}
+        few = {name: module for name, module in list(sys.modules.items()) if name not in others}
         dispatcher.sys = SimpleNamespace(modules=few)
         try:
             replace(overrides)
