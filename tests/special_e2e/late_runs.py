@@ -26,7 +26,10 @@ class ManyRuns(TaskRunner):
     def run(self, config: DictConfig) -> None:
         """Try every case; those of an early group have workers of their own, the others share one trainer."""
         from verl.single_controller.ray import RayWorkerGroup
+        from verl.trainer.ppo import resources
 
+        # A run that ends while it reads its data would leave workers behind that come later.
+        resources.take_steps_later = lambda classes: False
         path = Path(os.environ[CASES_VARIABLE])
         cases, self.messages = json.loads(path.read_text()), path.with_name("messages.json")
         self.said: dict[str, tuple[int, str]] = {}

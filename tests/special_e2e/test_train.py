@@ -3,6 +3,7 @@
 import math
 import re
 
+import pandas as pd
 import pytest
 
 from tests import metrics_page
@@ -25,6 +26,15 @@ PPO = {
     "algorithm.rollout_is_threshold": 2.0,
     "algorithm.rollout_is": True,
 }
+BY_THE_DATA = {
+    "data.filter_overlong_prompts": True,
+    "trainer.total_training_steps": None,
+    "trainer.total_epochs": 1,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+    "critic.optim.lr_scheduler_type": "cosine",
+    "critic.optim.min_lr_ratio": 0.5,
+}
+"""The filter decides on the number of steps, which the schedules need, while the workers start."""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +44,14 @@ def grpo(workspace):
 
 @pytest.fixture(scope="module")
 def ppo(workspace):
-    model = {"critic.model.path": workspace.model, "trainer.save_freq": 2}
-    return workspace.train("ppo", TWO_WORKERS | PPO | model)
+    return workspace.train("ppo", ppo_overrides(workspace))
+
+
+def ppo_overrides(workspace):
+    half = workspace.folder / "half.parquet"  # four batches
+    pd.read_parquet(workspace.folder / "train.parquet")[:32].to_parquet(half)
+    own = {"critic.model.path": workspace.model, "data.train_files": half, "trainer.save_freq": 2}
+    return TWO_WORKERS | PPO | BY_THE_DATA | own
 
 
 def test_grpo_runs_and_rollout_and_trainer_agree(grpo):
@@ -74,6 +90,10 @@ def test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation(ppo):
         for name in ("mean", "min", "max", "p25", "p50", "p99", "eff_sample_size", "seq_min", "seq_max"):
             assert abs(numbers[f"mismatch/rollout_is_{name}"] - 1) < 1e-4
         assert numbers["mismatch/rollout_is_std"] < 1e-4
+        wave = (1 + math.cos(math.pi * (step - 1) / 4)) / 2
+        assert numbers["actor/lr"] == pytest.approx(1e-3 * wave, abs=1e-9)
+        assert numbers["critic/lr"] == pytest.approx(1e-3 * (0.5 + 0.5 * wave))
+    assert sorted(ppo.steps) == [1, 2, 3, 4]
     assert ppo.steps[4]["critic/vf_loss"] < ppo.steps[1]["critic/vf_loss"]
 
 
@@ -92,11 +112,7 @@ def test_every_metric_of_a_run_is_on_the_page(grpo, ppo):
 def test_a_killed_run_resumes_bit_for_bit(workspace, request, kind, tmp_path):
     """SIGKILL of a worker in the update of step 3; the message, and then steps 3 and 4, in which the worker is slow."""
     whole = request.getfixturevalue(kind)
-    overrides = {"trainer.save_freq": 2}
-    rank = 0
-    if kind == "ppo":
-        overrides |= TWO_WORKERS | PPO | {"critic.model.path": workspace.model}
-        rank = 1
+    overrides, rank = ({"trainer.save_freq": 2}, 0) if kind == "grpo" else (ppo_overrides(workspace), 1)
     fault = {"VERL_FAULT": f"kill:update_actor:rank={rank}:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
     name = f"{kind}-killed"
     killed = workspace.train(name, overrides, env=fault, fails=True)

@@ -28,7 +28,7 @@ from .wrong_inputs import ABSENT, Case
 
 ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 NO_WORKERS = {"trainer.total_training_steps": None, "data.filter_overlong_prompts": True}
-"""With these the workers start only after the data are read: cases that fail before save that time."""
+"""With these the workers of ``late_runs.py`` start only after the data are read: cases that fail before have none."""
 
 
 NO_FAILURE = {"reward_model.scoring.max_failed_ratio": 0}

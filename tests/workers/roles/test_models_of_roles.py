@@ -10,7 +10,8 @@ from verl.trainer.config.cli import CONFIG_DIR
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
-from verl.workers.roles.base import AnyTrainedConfig, engine_config_of
+from verl.workers.roles.base import AnyTrainedConfig, EngineWorker, engine_config_of
+from verl.workers.roles.critic import CriticWorker
 
 
 def node(*overrides):
@@ -23,7 +24,32 @@ def test_transformers_generates_in_each_worker_alone(name, size):
     assert omega_conf_to_dataclass(node(f"rollout.name={name}").rollout).workers_per_engine == size
 
 
-def test_a_reference_of_its_own_differs_in_the_keys_that_it_names(monkeypatch):
+@pytest.fixture
+def alone(monkeypatch):
+    """Let workers be constructed here, without processes and models."""
+    monkeypatch.setattr(vars(HFModelConfig)["hf_config"], "_load", lambda config: None)
+    monkeypatch.setattr("verl.workers.roles.base.initialize_global_process_group_ray", lambda timeout_second: None)
+    monkeypatch.setattr("verl.single_controller.base.Worker.__init__", lambda self: None)
+    for name, value in (("rank", 0), ("world_size", 1)):
+        monkeypatch.setattr(EngineWorker, name, value, raising=False)
+    monkeypatch.setattr(EngineWorker, "_register_dispatch_collect_info", lambda *args: None)
+
+
+def test_schedules_get_their_length_before_the_models_are_built(alone):
+    config = node("model.path=actor", "rollout.name=hf", "actor.ppo_micro_batch_size_per_gpu=1")
+    OmegaConf.set_struct(config, True)
+    worker = ActorRolloutRefWorker(config, "actor")
+    worker.set_total_training_steps(7)
+    assert worker.actor_config.optim.total_training_steps == config.actor.optim.total_training_steps == 7
+    ActorRolloutRefWorker(node("model.path=actor", "rollout.name=hf"), "ref").set_total_training_steps(7)
+    with initialize_config_dir(CONFIG_DIR, version_base=None):
+        critic = compose("ppo_trainer", ["critic.model.path=critic", "critic.ppo_micro_batch_size_per_gpu=1"]).critic
+    worker = CriticWorker(critic)
+    worker.set_total_training_steps(7)
+    assert worker.config.optim.total_training_steps == 7
+
+
+def test_a_reference_of_its_own_differs_in_the_keys_that_it_names(alone, monkeypatch):
     config = node(
         "model.path=actor", "model.use_remove_padding=true",
         "ref.model={path: other, override_config: {b: 2}}", "ref.log_prob_micro_batch_size_per_gpu=2",
@@ -37,12 +63,6 @@ def test_a_reference_of_its_own_differs_in_the_keys_that_it_names(monkeypatch):
         parts = {"module": None, "optimizer": None, "lr_scheduler": None, "adopt": lambda *parts: None}
         return SimpleNamespace(get_data_parallel_size=lambda: 1, **parts)
 
-    monkeypatch.setattr(vars(HFModelConfig)["hf_config"], "_load", lambda config: None)
-    monkeypatch.setattr("verl.workers.roles.base.initialize_global_process_group_ray", lambda timeout_second: None)
-    monkeypatch.setattr("verl.single_controller.base.Worker.__init__", lambda self: None)
-    for name, value in (("rank", 0), ("world_size", 1)):
-        monkeypatch.setattr(ActorRolloutRefWorker, name, value, raising=False)
-    monkeypatch.setattr(ActorRolloutRefWorker, "_register_dispatch_collect_info", lambda *args: None)
     monkeypatch.setattr(ActorRolloutRefWorker, "build_engine", build_engine)
     worker = ActorRolloutRefWorker(config, "ref")
     worker.init_model()

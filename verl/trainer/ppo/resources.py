@@ -1,7 +1,7 @@
 """Worker processes of a run: the pools of devices they run on, and how they start, if possible before the data load."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -146,10 +146,7 @@ def set_schedule_steps(config: DictConfig, steps: int) -> None:
 
 
 def steps_known_early(run: RunConfig) -> int | None:
-    """Return the number of training steps if it is known without loading the data, else None.
-
-    Workers are constructed with this number, so they can start early only if it is known.
-    """
+    """Return the number of training steps if it is known without loading the data, else None."""
     data = run.data
     if run.trainer.total_training_steps is not None:
         return run.trainer.total_training_steps
@@ -166,11 +163,23 @@ def steps_known_early(run: RunConfig) -> int | None:
     return int(rows) // data.loader_batch_size * run.trainer.total_epochs
 
 
+def take_steps_later(classes: Iterable[Any]) -> bool:
+    """Whether these worker classes can be constructed before the number of training steps is known.
+
+    They can unless a constructor is not one of ``EngineWorker``: that of a fork may read it.
+    """
+    plain = (getattr(cls, "__ray_actor_class__", cls) for cls in classes)
+    return all(
+        hasattr(cls, "set_total_training_steps") and cls.__init__.__module__.startswith("verl.workers.roles.")
+        for cls in plain
+    )
+
+
 class WorkerStart:
     """Starts the worker processes in a thread, while the driver loads tokenizer and data."""
 
-    def __init__(self, total_training_steps: int, start: Callable[[], dict[str, RayWorkerGroup]]) -> None:
-        """Begin ``start`` in the background, for a run of ``total_training_steps``."""
+    def __init__(self, total_training_steps: int | None, start: Callable[[], dict[str, RayWorkerGroup]]) -> None:
+        """Begin ``start`` in the background, for a run of ``total_training_steps``; None if the data will tell."""
         self._total_training_steps = total_training_steps
         self._groups: Future[dict[str, RayWorkerGroup]] = Future()
         # A daemon, unlike the threads of an executor: if loading the data fails, nobody waits for the workers.
@@ -183,12 +192,15 @@ class WorkerStart:
             self._groups.set_exception(error)
 
     def result(self, total_training_steps: int) -> dict[str, RayWorkerGroup]:
-        """Wait for the processes and return their worker groups.
+        """Wait for the processes and return their worker groups, which know the number of steps.
 
         Raises: the error of the start; RuntimeError when the run turns out to have another number of steps.
         """
         groups = self._groups.result()
-        if total_training_steps != self._total_training_steps:
+        if self._total_training_steps is None:
+            for group in groups.values():
+                group.set_total_training_steps(total_training_steps)
+        elif total_training_steps != self._total_training_steps:
             raise RuntimeError(
                 f"the data set gives {total_training_steps} steps, but its files gave {self._total_training_steps}: "
                 "set trainer.total_training_steps"
@@ -199,14 +211,15 @@ class WorkerStart:
 def start_workers_early(
     config: DictConfig, role_worker_mapping: WorkerClasses, pools: ResourcePoolManager, group_cls: type[RayWorkerGroup]
 ) -> WorkerStart | None:
-    """Start the workers before the data are loaded; return None if the number of steps is not known yet.
+    """Start the workers before the data are loaded; return None if they need a number of steps that is not known yet.
 
     The trainer, which may change the tree, does not exist yet, so this parses the tree for itself.
     """
     run = RunConfig.parse(config)
     steps = steps_known_early(run)
-    if steps is None:
+    if steps is not None:
+        set_schedule_steps(config, steps)
+    elif not take_steps_later(role_worker_mapping.values()):
         return None
-    set_schedule_steps(config, steps)
     start = partial(create_worker_groups, config.copy(), run, role_worker_mapping, pools, group_cls, run.trainer.device)
     return WorkerStart(steps, start)

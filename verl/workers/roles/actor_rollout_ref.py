@@ -35,7 +35,7 @@ from verl.workers.rollout import BaseRollout, begin_rollout, get_rollout_class
 from verl.workers.sharding_manager import ServerSync, build_sharding_manager, complete
 
 if TYPE_CHECKING:
-    from verl.workers.config import ActorRolloutRefConfig, HFModelConfig, RefConfig, RolloutConfig
+    from verl.workers.config import ActorRolloutRefConfig, HFModelConfig, OptimizerConfig, RefConfig, RolloutConfig
     from verl.workers.config.actor_critic import McoreActorConfig
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_ref", "actor_rollout_ref")
@@ -112,6 +112,11 @@ class ActorRolloutRefWorker(EngineWorker):
         return configs
 
     # ---- start
+
+    @property
+    def optimizer_nodes(self) -> "list[OptimizerConfig | DictConfig]":
+        """The actor's, in its typed configuration and in ``config``, which a subclass may read."""
+        return [self.actor_config.optim, self.config.actor.optim] if self._is_actor else []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, open_dict
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -33,14 +35,14 @@ from verl.workers.roles.batching import BatchInfo, mini_batches_of, rows_of_step
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
-    from verl.workers.config import HFModelConfig
+    from verl.workers.config import HFModelConfig, OptimizerConfig
 
 AnyEngineConfig = FSDPEngineConfig | McoreEngineConfig
 AnyTrainedConfig = FSDPActorConfig | McoreActorConfig | FSDPCriticConfig | McoreCriticConfig
 EngineRoleConfig = FSDPActorConfig | McoreActorConfig | FSDPRefConfig | McoreRefConfig
 RoleConfig = AnyTrainedConfig | FSDPRefConfig | McoreRefConfig | RewardModelConfig
 
-_NOT_OF_A_STEP = ("init_model", "load_checkpoint", "report_step", "start_timeline")
+_NOT_OF_A_STEP = ("init_model", "set_total_training_steps", "load_checkpoint", "report_step", "start_timeline")
 
 
 class EngineWorker(Worker, DistProfilerExtension):
@@ -92,6 +94,18 @@ class EngineWorker(Worker, DistProfilerExtension):
         self.profiler = RoleProfilers(
             {role: DistProfiler(self.rank, config, role=role) for role, config in configs.items()}
         )
+
+    @property
+    def optimizer_nodes(self) -> "list[OptimizerConfig | DictConfig]":
+        """The nodes of the optimizers that this role has, typed or not; both where a subclass may read either."""
+        return []
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_total_training_steps(self, steps: int) -> None:
+        """Set the length of the learning-rate schedules; call it before ``init_model``, if the run did not know it."""
+        for node in self.optimizer_nodes:
+            with open_dict(node) if isinstance(node, DictConfig) else nullcontext():
+                node.total_training_steps = steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def dump_memory_snapshot(self, tag: str = "manual", sub_dir: str | None = None) -> None:

@@ -16,7 +16,7 @@ from verl.workers.roles.losses import as_engine_loss, value_loss
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from verl.workers.config import McoreCriticConfig
+    from verl.workers.config import McoreCriticConfig, OptimizerConfig
 
 
 class CriticWorker(EngineWorker):
@@ -28,6 +28,11 @@ class CriticWorker(EngineWorker):
         self.register_engine_mesh("critic", self.config)
         self.loss_fn: Any = partial(value_loss, self.config)
         self.use_profilers(critic=self.config.profiler)
+
+    @property
+    def optimizer_nodes(self) -> "list[OptimizerConfig | DictConfig]":
+        """The critic's."""
+        return [self.config.optim]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
