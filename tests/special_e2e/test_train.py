@@ -10,6 +10,7 @@ from tests import metrics_page
 from verl.utils.observe.record import read_entries
 from verl.utils.report.panels import expected_panels
 
+from .changing_trainer import LEARNING_RATE
 from .conftest import assert_bit_for_bit
 
 TWO_WORKERS = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
@@ -106,6 +107,16 @@ def test_every_metric_of_a_run_is_on_the_page(grpo, ppo):
     assert metrics_page.promised("always", sampled) <= set(grpo.steps[1])
     there = ("always", "with a critic", sampled, "`rollout_is_threshold`")
     assert metrics_page.promised(*there) <= set(ppo.steps[1])
+
+
+def test_what_a_trainer_of_a_fork_writes_to_the_configuration_reaches_the_workers(workspace, grpo, ppo):
+    """They have started before it exists, and start again; those of other runs do not."""
+    module = "tests.special_e2e.changing_trainer"
+    run = workspace.train("changing", {"trainer.total_training_steps": 1}, module=module)
+    assert run.steps[1]["actor/lr"] == LEARNING_RATE
+    again = "the workers start again"
+    assert f"{again}, because actor_rollout_ref.actor.optim.lr was changed" in run.output
+    assert again not in grpo.output and again not in ppo.output
 
 
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])

@@ -258,7 +258,7 @@ class TaskRunner:
 
         trainer = self._build_trainer(config, pools, ray_worker_group_cls)
         CLOCK.mark("tokenizer_and_data")
-        trainer.init_workers(workers.result(trainer.total_training_steps) if workers else None)
+        trainer.init_workers(workers.result(trainer.config, trainer.total_training_steps) if workers else None)
         trainer.fit()
 
 

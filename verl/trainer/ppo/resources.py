@@ -1,5 +1,6 @@
 """Worker processes of a run: the pools of devices they run on, and how they start, if possible before the data load."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -14,10 +15,13 @@ from verl.base_config import omega_conf_to_dataclass
 from verl.single_controller.base.errors import PlacementError
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.colocated import create_colocated_worker_cls
+from verl.single_controller.ray.worker_group import kill_all
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.profiling import nsys_group_options
 from verl.trainer.ppo.utils import Role
 from verl.utils.device import get_device_name
+
+logger = logging.getLogger(__name__)
 
 WorkerClasses = Mapping[Role, Any]
 """Role -> Ray actor class of its worker."""
@@ -178,8 +182,11 @@ def take_steps_later(classes: Iterable[Any]) -> bool:
 class WorkerStart:
     """Starts the worker processes in a thread, while the driver loads tokenizer and data."""
 
-    def __init__(self, total_training_steps: int | None, start: Callable[[], dict[str, RayWorkerGroup]]) -> None:
-        """Begin ``start`` in the background, for a run of ``total_training_steps``; None if the data will tell."""
+    def __init__(
+        self, config: DictConfig, total_training_steps: int | None, start: Callable[[], dict[str, RayWorkerGroup]]
+    ) -> None:
+        """Begin ``start``, which uses ``config``, for so many steps; None: the workers take the number later."""
+        self._config = config
         self._total_training_steps = total_training_steps
         self._groups: Future[dict[str, RayWorkerGroup]] = Future()
         # A daemon, unlike the threads of an executor: if loading the data fails, nobody waits for the workers.
@@ -191,21 +198,41 @@ class WorkerStart:
         except BaseException as error:  # handed to the caller of result()
             self._groups.set_exception(error)
 
-    def result(self, total_training_steps: int) -> dict[str, RayWorkerGroup]:
-        """Wait for the processes and return their worker groups, which know the number of steps.
+    def result(self, config: DictConfig, total_training_steps: int) -> dict[str, RayWorkerGroup] | None:
+        """Wait for the processes and return their worker groups, if they are those of this configuration.
 
-        Raises: the error of the start; RuntimeError when the run turns out to have another number of steps.
+        Otherwise, because a trainer of a fork has written to it, or a data set has another number of rows than its
+        files, end them and return None.
+
+        Raises: the error of the start.
         """
         groups = self._groups.result()
         if self._total_training_steps is None:
+            set_schedule_steps(self._config, total_training_steps)
+        key = _changed_key(_of_workers(self._config), _of_workers(config))
+        if key is not None:
+            logger.warning("the workers start again, because %s was changed after their start", key)
+            kill_all([worker for group in groups.values() for worker in group.workers])
+            return None
+        if self._total_training_steps is None:
             for group in groups.values():
                 group.set_total_training_steps(total_training_steps)
-        elif total_training_steps != self._total_training_steps:
-            raise RuntimeError(
-                f"the data set gives {total_training_steps} steps, but its files gave {self._total_training_steps}: "
-                "set trainer.total_training_steps"
-            )
         return groups
+
+
+def _of_workers(config: DictConfig) -> dict[str, Any]:
+    """Return the nodes that workers get."""
+    nodes = ("actor_rollout_ref", "critic", "reward_model")
+    return {name: OmegaConf.to_container(config[name], resolve=True) for name in nodes if config.get(name) is not None}
+
+
+def _changed_key(before: Any, after: Any, key: str = "") -> str | None:
+    """Return the first key whose values differ."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return None if before == after else key
+    names = (str(name) for name in {**before, **after})
+    found = (_changed_key(before.get(name), after.get(name), f"{key}.{name}".lstrip(".")) for name in names)
+    return next((name for name in found if name is not None), None)
 
 
 def start_workers_early(
@@ -221,5 +248,6 @@ def start_workers_early(
         set_schedule_steps(config, steps)
     elif not take_steps_later(role_worker_mapping.values()):
         return None
-    start = partial(create_worker_groups, config.copy(), run, role_worker_mapping, pools, group_cls, run.trainer.device)
-    return WorkerStart(steps, start)
+    used = config.copy()
+    start = partial(create_worker_groups, used, run, role_worker_mapping, pools, group_cls, run.trainer.device)
+    return WorkerStart(used, steps, start)
