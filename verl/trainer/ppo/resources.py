@@ -12,7 +12,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.base_config import omega_conf_to_dataclass
-from verl.single_controller.base.errors import PlacementError
+from verl.single_controller.base.errors import PlacementError, phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.colocated import create_colocated_worker_cls
 from verl.single_controller.ray.worker_group import kill_all
@@ -201,8 +201,8 @@ class WorkerStart:
     def result(self, config: DictConfig, total_training_steps: int) -> dict[str, RayWorkerGroup] | None:
         """Wait for the processes and return their worker groups, if they are those of this configuration.
 
-        Otherwise, because a trainer of a fork has written to it, or a data set has another number of rows than its
-        files, end them and return None.
+        Otherwise end them and return None: the trainer of a fork may have written to the configuration, and a data set
+        may have another number of rows than its files.
 
         Raises: the error of the start.
         """
@@ -215,8 +215,9 @@ class WorkerStart:
             kill_all([worker for group in groups.values() for worker in group.workers])
             return None
         if self._total_training_steps is None:
-            for group in groups.values():
-                group.set_total_training_steps(total_training_steps)
+            for name, group in groups.items():
+                with phase(f"start of {name}", step=0):
+                    group.set_total_training_steps(total_training_steps)
         return groups
 
 

@@ -9,13 +9,9 @@ Memory of a freed tensor is cleared already, so a process that makes and frees s
 memory of this process.
 """
 
-import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
 
 import numpy as np
 import torch
@@ -26,11 +22,10 @@ LARGE_BYTES = 1 << 22
 KEPT_BYTES = 1 << 29
 """The most that a process keeps of freed tensors to use again."""
 _LARGEST_SURPLUS = 1 / 8
-"""A kept block may be larger than a tensor that gets it by this share."""
+"""Kept pages may be larger than a tensor that gets them by this share."""
 
-_Block = np.ndarray[tuple[int], np.dtype[np.uint8]]
-_kept: dict[int, _Block] = {}
-"""Blocks of freed tensors, the oldest first. Tensors are freed in any thread, so each step is one operation."""
+_kept: dict[int, mmap.mmap] = {}
+"""Pages of freed tensors, the oldest first. Tensors are freed in any thread, so each step is one operation."""
 
 
 def empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
@@ -52,11 +47,9 @@ def recycled_like(tensor: Tensor) -> Tensor:
     """Return what ``empty_like`` does; a large CPU tensor may have the memory of a freed one that was made here."""
     if tensor.device.type != "cpu" or tensor.nbytes < LARGE_BYTES:
         return empty_like(tensor)
-    block = _taken(tensor.nbytes)
-    if block is None:
-        block = np.empty(tensor.nbytes, dtype=np.uint8)
-    own = block[: tensor.nbytes]  # lives as long as a tensor or an array that refers to this memory
-    weakref.finalize(own, _keep, block).atexit = False
+    pages = _taken(tensor.nbytes) or _new_pages(tensor.nbytes)
+    own = np.frombuffer(pages, dtype=np.uint8, count=tensor.nbytes)  # lives as long as anything refers to the tensor
+    weakref.finalize(own, _keep, pages).atexit = False
     return torch.from_numpy(own).view(tensor.dtype).view(tensor.shape)
 
 
@@ -65,17 +58,23 @@ def drop_kept() -> None:
     _kept.clear()
 
 
-def _taken(nbytes: int) -> _Block | None:
-    """Return the smallest kept block that fits, if there is one."""
+def _new_pages(nbytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise(pages, "MADV_HUGEPAGE")
+    return pages
+
+
+def _taken(nbytes: int) -> mmap.mmap | None:
+    """Return the smallest kept pages that fit, if there are any."""
     fitting = [(size, key) for key, size in _sizes() if nbytes <= size <= nbytes * (1 + _LARGEST_SURPLUS)]
     return _kept.pop(min(fitting)[1], None) if fitting else None
 
 
-def _keep(block: _Block) -> None:
-    """Keep the block of a tensor that was freed, and drop the oldest ones above the limit."""
-    if block.nbytes > KEPT_BYTES or not _lend_to_kernel(block):
+def _keep(pages: mmap.mmap) -> None:
+    """Keep the pages of a tensor that was freed, if the kernel can take them, and drop the oldest above the limit."""
+    if len(pages) > KEPT_BYTES or not _advise(pages, "MADV_FREE"):
         return
-    _kept[id(block)] = block
+    _kept[id(pages)] = pages
     sizes = _sizes()
     total = sum(size for _, size in sizes)
     for key, size in sizes:
@@ -86,24 +85,13 @@ def _keep(block: _Block) -> None:
 
 
 def _sizes() -> list[tuple[int, int]]:
-    return [(key, block.nbytes) for key in list(_kept) if (block := _kept.get(key)) is not None]
+    return [(key, len(pages)) for key in list(_kept) if (pages := _kept.get(key)) is not None]
 
 
-def _lend_to_kernel(block: _Block) -> bool:
-    """Let the kernel take the pages of a block when it needs them, and return whether it can."""
-    madvise = _madvise()
-    if madvise is None:
+def _advise(pages: mmap.mmap, name: str) -> bool:
+    """Give the kernel a piece of advice on pages, and return whether it knows it."""
+    try:
+        pages.madvise(getattr(mmap, name))
+    except (AttributeError, OSError):
         return False
-    address = block.ctypes.data  # its first and last page may have other blocks on them
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (address + block.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    return start >= end or madvise(start, end - start, mmap.MADV_FREE) == 0
-
-
-@cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    with suppress(OSError, TypeError, AttributeError):  # another C library, or a system without it
-        function = ctypes.CDLL(None).madvise
-        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        return function if mmap.MADV_FREE else None
-    return None
+    return True

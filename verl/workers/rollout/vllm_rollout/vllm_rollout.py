@@ -71,10 +71,9 @@ class vLLMRollout(BaseRollout):
 
     @classmethod
     def import_engine(cls, config: "RolloutConfig") -> None:
-        """Import vLLM, and spare its start the looks at what has been imported.
+        """Import vLLM, and freeze all objects that are there.
 
-        It collects garbage five times when it starts, and each collection visits every object of the process: 0.3 s
-        each time, unless they are frozen.
+        vLLM collects garbage five times when it starts, and each collection visits every object that is not frozen.
         """
         with preserved_random_state():
             import_vllm(batch_invariant=is_batch_invariant(config))
