@@ -37,7 +37,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, nargs=2, help="query heads, key and value heads (default: of 64, 2 to 1)")
     parser.add_argument("--intermediate", type=int, help="width of the MLP (default: 4 x the model's)")
     parser.add_argument("--vocab", type=int, default=1000, help="size of the vocabulary (default: 1000)")
+    parser.add_argument("--tied", action="store_true", help="the head has the weights of the embedding")
     parser.add_argument("--fused-head", choices=("torch", "triton"), help="compute the head without whole logits")
+    parser.add_argument("--liger", action="store_true", help="kernels of liger-kernel; needs a GPU")
     parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=false of FSDP")
     parser.add_argument("--updates", type=int, default=5, help="measured updates of a process (default: 5)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a pass (default: 8192)")
@@ -56,7 +58,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
     sizes["intermediate_size"] = args.intermediate or 4 * args.hidden
     queries, keys = args.heads or (args.hidden // 64, max(1, args.hidden // 128))
     heads = {"num_attention_heads": queries, "num_key_value_heads": keys}
-    Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=False, **sizes, **heads)).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=args.tied, **sizes, **heads)).save_pretrained(folder)
 
 
 def rows_of(prompt: int, samples: int, args: argparse.Namespace) -> Any:
@@ -102,6 +104,7 @@ def engine_of(folder: str, shares: bool, args: argparse.Namespace, bf16: bool = 
         load_tokenizer=False,
         use_remove_padding=True,
         use_prefix_sharing=shares,
+        use_liger=args.liger,
         enable_gradient_checkpointing=False,
         **(fused if args.fused_head else {}),
     )

@@ -1,5 +1,6 @@
 """Whole runs on one GPU: Ray, FSDP with NCCL, generation, checkpoints, replay; and supervised training."""
 
+import importlib.util
 import json
 
 import pandas as pd
@@ -22,6 +23,8 @@ OFFLOAD = {
     "actor_rollout_ref.actor.fsdp_config.param_offload": True,
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True,
 }
+LIGER = BF16 | {"actor_rollout_ref.model.use_liger": True}
+NO_LIGER = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
 
 
 def test_a_run_is_stopped_and_replayed(workspace):
@@ -37,9 +40,14 @@ def test_a_run_is_stopped_and_replayed(workspace):
 
 
 @pytest.mark.parametrize(
-    "changes", [BF16, OFFLOAD | {"actor_rollout_ref.actor.strategy": "fsdp2"}], ids=["bf16", "offload"]
+    ("name", "changes"),
+    [
+        ("bf16", BF16),
+        ("offload", OFFLOAD | {"actor_rollout_ref.actor.strategy": "fsdp2"}),
+        pytest.param("liger", LIGER, marks=NO_LIGER),
+    ],
 )
-def test_shared_prefixes_and_a_critic(workspace, changes):
+def test_shared_prefixes_and_a_critic(workspace, name, changes):
     ppo = {
         "algorithm.adv_estimator": "gae",
         "critic.model.path": workspace.model,
@@ -50,7 +58,7 @@ def test_shared_prefixes_and_a_critic(workspace, changes):
         "actor_rollout_ref.model.use_prefix_sharing": True,
         "trainer.total_training_steps": 2,
     }
-    run = workspace.train(f"gpu-ppo-{'-'.join(sorted(changes))[:40].replace('.', '_')}", ON_GPU | ppo | changes)
+    run = workspace.train(f"gpu-ppo-{name}", ON_GPU | ppo | changes)
     assert run.steps[2]["actor/grad_norm"] > 0 and run.steps[2]["critic/grad_norm"] > 0
 
 

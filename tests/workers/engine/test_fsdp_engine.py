@@ -269,7 +269,7 @@ def own_group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_one_process_is_wrapped_where_fsdp_does_the_work(folder: Path, own_group: None) -> None:
+def test_one_process_with_offload_or_in_half_precision(folder: Path, own_group: None) -> None:
     """CPU offload changes nothing; half precision in the layers, fp32 weights and gradients around them."""
     expected = cases.reference_step(_plain(folder))
     offloaded = cases.build(folder, engine={"offload_policy": True})

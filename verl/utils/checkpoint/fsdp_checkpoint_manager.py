@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager
@@ -165,6 +165,11 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+def _placements(value: Tensor) -> tuple[Placement, ...] | None:
+    """Return how ranks share a tensor; None if one has all of it."""
+    return value.placements if isinstance(value, DTensor) and value.device_mesh.size() > 1 else None
+
+
 def _matched(name: str, live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Pair every live tensor with the saved tensor of the same name.
 
@@ -189,7 +194,7 @@ def _same_layout(file: str, key: str, live: Tensor, saved: Tensor) -> Tensor:
         raise files.CheckpointError(
             f"{file} belongs to another model: {key} has shape {tuple(saved.shape)} there and {tuple(live.shape)} here"
         )
-    there, here = (getattr(tensor, "placements", None) for tensor in (saved, live))
+    there, here = (_placements(tensor) for tensor in (saved, live))
     if there != here or _local(live).shape != _local(saved).shape:
         raise files.CheckpointError(
             f"{file} shards {key} by {there}, this run by {here}: set fsdp_config.fsdp_size to its value at the save"
@@ -228,9 +233,13 @@ def _matched_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: State
 
 
 def _on_mesh_of(param: Tensor, file: str, key: str, value: Tensor | float) -> Tensor | float:
-    if not isinstance(param, DTensor) or not isinstance(value, DTensor):
+    if not isinstance(value, Tensor) or not (isinstance(param, DTensor) or isinstance(value, DTensor)):
         return value
-    local = _same_layout(file, key, param, value).to(param.to_local().device)
+    if value.shape != param.shape and not isinstance(value, DTensor):  # the number of steps
+        return value
+    local = _same_layout(file, key, param, value).to(_local(param).device)
+    if not isinstance(param, DTensor):
+        return local
     return DTensor.from_local(
         local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

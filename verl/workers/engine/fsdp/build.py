@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pickle import UnpicklingError
@@ -22,11 +22,12 @@ from transformers import PreTrainedModel
 from verl.base_config import WrongInput
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
 from verl.models.transformers.dense_common import install_fused_head
+from verl.models.transformers.liger import install_liger
 from verl.models.transformers.names import SHARED_FAMILIES
 from verl.models.transformers.remote import builds_own_attention
 from verl.models.transformers.vision import is_vision_config, uses_media
 from verl.utils.flops_counter import AdapterSizes
-from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta
+from verl.utils.fsdp_utils import apply_fsdp2, parameters_on_meta, sharding_units
 from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.model import (
     VisionValueModel,
@@ -37,6 +38,7 @@ from verl.utils.model import (
 )
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
+from verl.workers.engine.fsdp.compute_copies import ComputeCopies
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.weights import (
     DTYPES,
@@ -126,7 +128,10 @@ def use_packed_attention(module: nn.Module) -> None:
 
 @dataclass
 class ModelBuilder:
-    """Make the module of one engine, step by step; ``build`` sets ``adapter_sizes``."""
+    """Make the module of one engine, step by step.
+
+    ``build`` sets ``adapter_sizes``; ``copies`` if the module shall compute with them, and is not wrapped for that.
+    """
 
     model_config: "HFModelConfig"
     engine_config: "FSDPEngineConfig"
@@ -135,6 +140,7 @@ class ModelBuilder:
     makes_head: bool = True
     freeze_vision_tower: bool = False
     adapter_sizes: AdapterSizes | None = None
+    copies: ComputeCopies | None = None
 
     def build(self) -> nn.Module:
         """Return the module with its weights, sharded as the layout says.
@@ -176,7 +182,7 @@ class ModelBuilder:
         model.config.use_cache = False
         self._patch(model)
         if self.layout.fsdp_mesh is not None:
-            shard(module, model, self.engine_config, self.layout)
+            self._shard(module, model)
         home = torch.device("cpu") if self.engine_config.offload_policy else self.layout.device
         materialize(module, self.layout.shard_group, home, read, self._initialize)
         load_buffers(module, read)
@@ -185,6 +191,19 @@ class ModelBuilder:
                 if buffer is not None:
                     part._buffers[name] = buffer.to(self.layout.device)
         return module
+
+    def _shard(self, module: nn.Module, model: PreTrainedModel) -> None:
+        """Shard the module or, with one rank, let it compute with copies where that does the same."""
+        config = self.engine_config
+        policy = precision_policy(config, self.layout.device)
+        if self.layout.world_size == 1 and not config.offload_policy:
+            if ComputeCopies.serve(module, policy, keeps_gathered=not config.reshard_after_forward):
+                assert policy is not None and policy.param_dtype is not None
+                units = sharding_units(module, model, config.get("wrap_policy"))
+                self.copies = ComputeCopies(module, units, policy.param_dtype)
+                self.layout = replace(self.layout, fsdp_mesh=None, shard_group=None)
+                return
+        shard(module, model, config, self.layout)
 
     def _config(self) -> "PretrainedConfig":
         hf_config: PretrainedConfig = deepcopy(self.model_config.hf_config)
@@ -227,13 +246,7 @@ class ModelBuilder:
 
     def _patch(self, model: PreTrainedModel) -> None:
         if self.model_config.use_liger:
-            try:
-                from liger_kernel.transformers import _apply_liger_kernel_to_instance
-            except ImportError:
-                raise WrongInput(
-                    "model.use_liger=True needs the package liger-kernel: install it or write False"
-                ) from None
-            _apply_liger_kernel_to_instance(model=model)
+            install_liger(model)
         if self.model_config.use_fused_kernels and not self.is_value_model:
             backend = self.model_config.fused_kernel_options["impl_backend"]
             backend_of(backend, self.layout.device)  # raises if it cannot run there

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,16 +27,15 @@ from verl.workers.config.engine import DEVICES, STRATEGIES
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, precision_policy, use_packed_attention
+from verl.workers.engine.fsdp.compute_copies import WHOLE_MODEL_BYTES, ComputeCopies
 from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel
-from verl.workers.engine.fsdp.layout import check_layout, make_layout
+from verl.workers.engine.fsdp.layout import check_layout, is_sharded, make_layout
 from verl.workers.engine.fsdp.remote_code import check_remote_code
 from verl.workers.engine.fsdp.residence import move_tensors, resident_tensors
 from verl.workers.engine.passes import MicroBatch, PassSpec, Segment
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
-
-ACCUMULATION_BUDGET_BYTES = 2 << 30  # largest model whose gradients accumulate whole between micro-batches
 
 
 class FSDPEngine(BaseEngine):
@@ -48,6 +47,7 @@ class FSDPEngine(BaseEngine):
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: LambdaLR | None = None
+    _copies: ComputeCopies | None = None
 
     # ---- start
 
@@ -60,6 +60,8 @@ class FSDPEngine(BaseEngine):
             self.model_config, config, self.layout, self.is_value_model, self.makes_head, self.freeze_vision_tower
         )
         self.module = builder.build()
+        self.layout = builder.layout
+        self._copies = builder.copies
         self.adapter_sizes = builder.adapter_sizes
         self._adopt_own()
         if self.optimizer_config is not None:
@@ -156,7 +158,7 @@ class FSDPEngine(BaseEngine):
         )
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        self._accumulates_whole = size <= ACCUMULATION_BUDGET_BYTES
+        self._accumulates_whole = size <= WHOLE_MODEL_BYTES
 
     def _check_rows(self, remove_padding: bool) -> None:
         """Raise ConfigError for a model whose rows cannot be packed, or cannot share tokens."""
@@ -220,7 +222,8 @@ class FSDPEngine(BaseEngine):
     def _run_micro_batches(
         self, micro_batches: list[MicroBatch], rounds: int, use: OutputFn, spec: PassSpec, forward_only: bool
     ) -> None:
-        with torch.set_grad_enabled(not forward_only), sequence_parallel(self.layout):
+        trains = not forward_only
+        with torch.set_grad_enabled(trains), sequence_parallel(self.layout), self._computing(trains):
             for at in range(rounds):
                 self._synchronize_gradients(at == rounds - 1)
                 if at < len(micro_batches):
@@ -231,8 +234,12 @@ class FSDPEngine(BaseEngine):
                     loss = self.forward.idle(spec)
                 if at == 0 and spec.after_first_forward is not None:
                     spec.after_first_forward()
-                if not forward_only:
+                if trains:
                     torch.autograd.backward(loss)
+
+    def _computing(self, trains: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the module computes in the configured dtype, if FSDP does not see to that."""
+        return nullcontext() if self._copies is None else self._copies.in_place(trains)
 
     def take_segments(self) -> list[Segment]:
         """Return and forget what passes with shared prefixes have computed; see ``BaseEngine``."""
@@ -249,7 +256,7 @@ class FSDPEngine(BaseEngine):
         """Reduce gradients and free gathered weights only after the last micro-batch, if memory allows.
 
         Reducing after every micro-batch would send the whole gradient each time. Accumulating first sends it once, and
-        costs a whole gradient and the whole weights per rank between micro-batches (``ACCUMULATION_BUDGET_BYTES``).
+        costs a whole gradient and the whole weights per rank between micro-batches (``WHOLE_MODEL_BYTES``).
         """
         if isinstance(self.module, FSDPModule) and torch.is_grad_enabled() and self._accumulates_whole:
             self.module.set_requires_gradient_sync(last)
@@ -288,8 +295,11 @@ class FSDPEngine(BaseEngine):
         if not hasattr(self, "layout"):  # not initialized: the model was built elsewhere
             self.layout = make_layout(self.engine_config, must_wrap=isinstance(module, FSDPModule))
         if module is not self.module:
+            if self._copies is not None and is_sharded(module):
+                self.layout, self._copies = make_layout(self.engine_config, must_wrap=True), None
             check_layout(module, self.layout)
             self.module = module
+            self._copies = None if self._copies is None else self._copies.of(module)
             self._adopt_own()
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = optimizer
@@ -346,7 +356,7 @@ class FSDPEngine(BaseEngine):
                 f"the reference has use_prefix_sharing={engine.shares_prefixes} and the policy "
                 f"{self.shares_prefixes}: give both the same, because they compare token by token"
             )
-        self.forward.reference = Reference(engine.forward)
+        self.forward.reference = Reference(engine.forward, engine._computing)
 
     # ---- checkpoints
 

@@ -83,6 +83,11 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
     return Layout(world_size, device, shares, sp_size, rank % sp_size, sp_group, fsdp_mesh, shard_group)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` has made parameters of a module its own."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
 def check_layout(module: nn.Module, layout: Layout) -> None:
     """Check that a module is sharded over the mesh of the layout.
 

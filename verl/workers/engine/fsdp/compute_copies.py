@@ -1,0 +1,95 @@
+"""Mixed precision of one rank without FSDP: the module computes with copies of its weights in another dtype.
+
+With one rank ``fully_shard`` shards nothing, and is there for its dtypes only. It casts and copies each parameter
+several times in a pass, unit by unit. Launching that takes as long as the rest of the pass for a small model on a GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+
+WHOLE_MODEL_BYTES = 2 << 30
+"""Parameters of models up to this size may be held whole by a rank, a second time, while it computes."""
+
+
+class ComputeCopies:
+    """Copies of the weights of a module, which take their places during passes. Numbers are those of ``fully_shard``.
+
+    Gradients add up in fp32, in ``grad`` of the module's own parameters.
+
+    Args: ``units`` are the modules whose inputs are cast, as ``fully_shard`` casts those of its units.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self._module = module
+        self._units = list(dict.fromkeys((*units, module)))
+        self._dtype = dtype
+
+    @staticmethod
+    def serve(module: nn.Module, policy: MixedPrecisionPolicy | None, keeps_gathered: bool) -> bool:
+        """Whether copies do for a module of one rank what ``fully_shard`` would.
+
+        Args: with ``keeps_gathered`` the whole weights may stay gathered between forward and backward; small models
+            may always.
+        """
+        if policy is None or policy.param_dtype is None or policy.reduce_dtype != torch.float32:
+            return False
+        parameters = list(module.parameters())
+        size = sum(each.numel() * each.element_size() for each in parameters)
+        return all(each.dtype == torch.float32 for each in parameters) and (keeps_gathered or size <= WHOLE_MODEL_BYTES)
+
+    def of(self, module: nn.Module) -> "ComputeCopies":
+        """Return the same for a module that holds layers of this one, or others."""
+        parts = set(module.modules())
+        return ComputeCopies(module, [unit for unit in self._units if unit in parts], self._dtype)
+
+    @contextmanager
+    def in_place(self, trains: bool) -> Iterator[None]:
+        """Let the module compute with new copies; with ``trains`` their gradients go to its own parameters.
+
+        The context spans the backward pass too: with gradient checkpointing that computes layers again.
+        """
+        places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        for part in self._module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.dtype == torch.float32:
+                    places.setdefault(parameter, []).append((part._parameters, name))
+        own: list[Tensor] = list(places)
+        made = [torch.empty_like(each, dtype=self._dtype) for each in own]
+        with torch.no_grad():
+            torch._foreach_copy_(made, own)
+        with ExitStack() as stack:
+            for unit in self._units:
+                hook = unit.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+                stack.callback(hook.remove)
+            for weight, copy in zip(own, made, strict=True):
+                leaf = nn.Parameter(copy, requires_grad=trains and weight.requires_grad)
+                if leaf.requires_grad:
+                    hand_over = partial(_hand_over, weight)
+                    leaf.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+                for table, name in places[weight]:
+                    table[name] = leaf
+                    stack.callback(table.__setitem__, name, weight)
+            yield
+
+    def _cast_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(self._cast, (args, kwargs))
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _hand_over(own: Tensor, leaf: Tensor) -> None:
+    """Add the gradient of a copy to that of the parameter."""
+    assert leaf.grad is not None
+    if own.grad is None:
+        own.grad = leaf.grad.to(own.dtype)
+    else:
+        own.grad.add_(leaf.grad)
+    leaf.grad = None
