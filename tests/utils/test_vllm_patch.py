@@ -94,15 +94,23 @@ import torch._inductor.lowering
 
 
 def test_vllm_starts_without_another_process_random_weights_and_long_collections(tmp_path):
-    """In a process of its own, with an empty cache of what vLLM knows of models."""
+    """In a process of its own, with an empty cache of what vLLM knows of models; its loggers are configured before."""
     code = """
-import gc, subprocess, sys
+import gc, logging, subprocess, sys
 import torch
+early = logging.getLogger("vllm.early")
+early.setLevel(logging.INFO)
+assert early.isEnabledFor(logging.INFO)  # and keeps the answer
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 config = RolloutConfig(name="vllm", tensor_model_parallel_size=1)
 vLLMRollout.import_engine(config)
 assert gc.get_freeze_count() > 100_000 > len(gc.get_objects()), "each of vLLM's collections would visit all objects"
+import vllm.logger
+from vllm.engine.arg_utils import EngineArgs
+assert not early.isEnabledFor(logging.INFO) and early.isEnabledFor(logging.ERROR)
+vllm.logger.dictConfig = None
+vllm.logger.configure_logging_if_needed(EngineArgs(model=".").create_logging_config())
 subprocess.run = None
 from vllm.model_executor.models.registry import ModelRegistry
 known = ModelRegistry.models["Qwen2ForCausalLM"]
