@@ -16,8 +16,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tests.workers.engine import cases, sharing_cases
 from tests.workers.engine import vision_cases as vision
 from verl.utils.fsdp_utils import full_tensor
+from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.fsdp import compute_copies
+from verl.workers.engine.fsdp.build import use_packed_attention
 from verl.workers.engine.passes import PassSpec
+from verl.workers.roles.workerless import DataParallelPPOActor
 
 BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
 
@@ -134,20 +137,46 @@ def test_a_large_model_is_wrapped_unless_its_weights_may_stay_gathered(
 def test_weights_come_back_after_an_error(folder: Path, build: Any) -> None:
     engine = build(folder / "plain", False)
     own = dict(engine.module.named_parameters())
+    before = len(engine.module._forward_pre_hooks)
     with pytest.raises(ZeroDivisionError), engine.train_mode():
         engine.forward_backward_batch(sharing_cases.groups(), lambda output, rows: 1 / 0)
+    with pytest.raises((TypeError, ValueError)), torch.no_grad():
+        engine.module("no ids")
     assert all(parameter is own[name] for name, parameter in engine.module.named_parameters())
-    assert not engine.module._forward_pre_hooks
+    assert len(engine.module._forward_pre_hooks) == before
 
 
 def test_another_module_computes_in_the_same_dtype(folder: Path, build: Any) -> None:
-    """A module of a user, as it is or sharded by him."""
+    """A module of a user: a copy, one that he has built, one that he has sharded."""
     data = sharing_cases.groups()
     engine = build(folder / "plain", False)
     expected = sharing_cases.outputs(engine, data)
-    own = deepcopy(engine.module)
-    engine.adopt(own, None, None)
-    assert_equal(sharing_cases.outputs(engine, data), expected)
+    own = cases.load(folder / "plain")
+    use_packed_attention(own)
+    for module in (deepcopy(engine.module), own):
+        engine.adopt(module, None, None)
+        assert_equal(sharing_cases.outputs(engine, data), expected)
     sharded = fully_shard(deepcopy(own), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     engine.adopt(sharded, None, None)
     assert_equal(sharing_cases.outputs(engine, data), expected)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_module_that_is_called_or_wrapped_by_the_code_of_a_user(folder: Path, build: Any, checkpoints: bool) -> None:
+    """Its loss, gradient, and log-probabilities by an actor around it, as with a module that ``fully_shard`` wraps."""
+    ids = torch.arange(3, 23)[None]
+    found, scored = [], []
+    for wrapped in (True, False):
+        engine = build(folder / "plain", wrapped, enable_gradient_checkpointing=checkpoints)
+        with torch.no_grad():
+            found.append([engine.module(ids, position_ids=torch.arange(20)[None]).logits])
+        if not checkpoints:
+            engine.module.train()
+            engine.module(ids, labels=ids).loss.backward()
+            found[-1] += [full_tensor(parameter.grad) for parameter in engine.module.parameters()]
+        config = FSDPActorConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=4, use_remove_padding=True)
+        data = sharing_cases.groups()
+        data.meta_info.update(micro_batch_size=4)
+        scored.append(DataParallelPPOActor(config, engine.module).compute_log_prob(data)[0])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert found[0][0].dtype == torch.bfloat16 and torch.equal(*scored)

@@ -130,7 +130,7 @@ def use_packed_attention(module: nn.Module) -> None:
 class ModelBuilder:
     """Make the module of one engine, step by step.
 
-    ``build`` sets ``adapter_sizes``; ``copies`` if the module shall compute with them, and is not wrapped for that.
+    ``build`` sets ``adapter_sizes``, and ``layout`` to one without a mesh if it wraps nothing.
     """
 
     model_config: "HFModelConfig"
@@ -140,7 +140,6 @@ class ModelBuilder:
     makes_head: bool = True
     freeze_vision_tower: bool = False
     adapter_sizes: AdapterSizes | None = None
-    copies: ComputeCopies | None = None
 
     def build(self) -> nn.Module:
         """Return the module with its weights, sharded as the layout says.
@@ -200,7 +199,7 @@ class ModelBuilder:
             if ComputeCopies.serve(module, policy, keeps_gathered=not config.reshard_after_forward):
                 assert policy is not None and policy.param_dtype is not None
                 units = sharding_units(module, model, config.get("wrap_policy"))
-                self.copies = ComputeCopies(module, units, policy.param_dtype)
+                ComputeCopies(module, units, policy.param_dtype)
                 self.layout = replace(self.layout, fsdp_mesh=None, shard_group=None)
                 return
         shard(module, model, config, self.layout)

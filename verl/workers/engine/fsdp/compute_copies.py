@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 WHOLE_MODEL_BYTES = 2 << 30
 """Parameters of models up to this size may be held whole by a rank, a second time, while it computes."""
+_MARK = "_verl_compute_copies"
 
 
 class ComputeCopies:
     """Copies of the weights of a module, which take their places during passes. Numbers are those of ``fully_shard``.
 
-    Gradients add up in fp32, in ``grad`` of the module's own parameters.
+    Gradients add up in fp32, in ``grad`` of the module's own parameters. A call of the module outside of ``in_place``
+    makes copies for itself. With gradient checkpointing it cannot, since the backward pass calls layers again: then
+    such a call computes with the weights as they are.
 
     Args: ``units`` are the modules whose inputs are cast, as ``fully_shard`` casts those of its units.
     """
@@ -30,6 +34,16 @@ class ComputeCopies:
         self._module = module
         self._units = list(dict.fromkeys((*units, module)))
         self._dtype = dtype
+        self._is_in_place = False
+        self._call: ExitStack | None = None
+        module.__dict__[_MARK] = self
+        module.register_forward_pre_hook(self._begin_call, with_kwargs=True)
+        module.register_forward_hook(self._end_call, always_call=True)
+
+    @staticmethod
+    def of(module: nn.Module) -> "ComputeCopies | None":
+        """Return what a module computes with, if it is not its own weights."""
+        return module.__dict__.get(_MARK)
 
     @staticmethod
     def serve(module: nn.Module, policy: MixedPrecisionPolicy | None, keeps_gathered: bool) -> bool:
@@ -44,10 +58,10 @@ class ComputeCopies:
         size = sum(each.numel() * each.element_size() for each in parameters)
         return all(each.dtype == torch.float32 for each in parameters) and (keeps_gathered or size <= WHOLE_MODEL_BYTES)
 
-    def of(self, module: nn.Module) -> "ComputeCopies":
-        """Return the same for a module that holds layers of this one, or others."""
+    def serve_another(self, module: nn.Module) -> None:
+        """Let a module that holds layers of this one, or others, compute in the same dtype."""
         parts = set(module.modules())
-        return ComputeCopies(module, [unit for unit in self._units if unit in parts], self._dtype)
+        ComputeCopies(module, [unit for unit in self._units if unit in parts], self._dtype)
 
     @contextmanager
     def in_place(self, trains: bool) -> Iterator[None]:
@@ -58,8 +72,12 @@ class ComputeCopies:
         places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
         for part in self._module.modules():
             for name, parameter in part._parameters.items():
-                if parameter is not None and parameter.dtype == torch.float32:
-                    places.setdefault(parameter, []).append((part._parameters, name))
+                if parameter is None or parameter.dtype != torch.float32 or isinstance(parameter, DTensor):
+                    continue
+                places.setdefault(parameter, []).append((part._parameters, name))
+        if not places:  # the module has been sharded since
+            yield
+            return
         own: list[Tensor] = list(places)
         made = [torch.empty_like(each, dtype=self._dtype) for each in own]
         with torch.no_grad():
@@ -76,7 +94,22 @@ class ComputeCopies:
                 for table, name in places[weight]:
                     table[name] = leaf
                     stack.callback(table.__setitem__, name, weight)
+            self._is_in_place = True
+            stack.callback(setattr, self, "_is_in_place", False)
             yield
+
+    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        trains = torch.is_grad_enabled()
+        if self._is_in_place or (trains and getattr(module, "is_gradient_checkpointing", False)):
+            return None
+        self._call = ExitStack()
+        self._call.enter_context(self.in_place(trains))
+        return self._cast_inputs(module, args, kwargs)
+
+    def _end_call(self, *_: Any) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.close()
 
     def _cast_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(self._cast, (args, kwargs))

@@ -47,7 +47,6 @@ class FSDPEngine(BaseEngine):
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: LambdaLR | None = None
-    _copies: ComputeCopies | None = None
 
     # ---- start
 
@@ -61,7 +60,6 @@ class FSDPEngine(BaseEngine):
         )
         self.module = builder.build()
         self.layout = builder.layout
-        self._copies = builder.copies
         self.adapter_sizes = builder.adapter_sizes
         self._adopt_own()
         if self.optimizer_config is not None:
@@ -237,9 +235,10 @@ class FSDPEngine(BaseEngine):
                 if trains:
                     torch.autograd.backward(loss)
 
-    def _computing(self, trains: bool = False) -> AbstractContextManager[None]:
+    def _computing(self, trains: bool) -> AbstractContextManager[None]:
         """Return a context in which the module computes in the configured dtype, if FSDP does not see to that."""
-        return nullcontext() if self._copies is None else self._copies.in_place(trains)
+        copies = ComputeCopies.of(self.module)
+        return nullcontext() if copies is None else copies.in_place(trains)
 
     def take_segments(self) -> list[Segment]:
         """Return and forget what passes with shared prefixes have computed; see ``BaseEngine``."""
@@ -295,11 +294,13 @@ class FSDPEngine(BaseEngine):
         if not hasattr(self, "layout"):  # not initialized: the model was built elsewhere
             self.layout = make_layout(self.engine_config, must_wrap=isinstance(module, FSDPModule))
         if module is not self.module:
-            if self._copies is not None and is_sharded(module):
-                self.layout, self._copies = make_layout(self.engine_config, must_wrap=True), None
+            copies = None if self.module is None else ComputeCopies.of(self.module)
+            if copies is not None and is_sharded(module):
+                self.layout = make_layout(self.engine_config, must_wrap=True)
+            elif copies is not None and ComputeCopies.of(module) is None:
+                copies.serve_another(module)
             check_layout(module, self.layout)
             self.module = module
-            self._copies = None if self._copies is None else self._copies.of(module)
             self._adopt_own()
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = optimizer
@@ -356,7 +357,7 @@ class FSDPEngine(BaseEngine):
                 f"the reference has use_prefix_sharing={engine.shares_prefixes} and the policy "
                 f"{self.shares_prefixes}: give both the same, because they compare token by token"
             )
-        self.forward.reference = Reference(engine.forward, engine._computing)
+        self.forward.reference = Reference(engine.forward)
 
     # ---- checkpoints
 
