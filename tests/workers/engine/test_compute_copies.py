@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.workers.engine import cases, sharing_cases
 from tests.workers.engine import vision_cases as vision
+from verl.algos.aggregate import agg_sum
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.fsdp import compute_copies
@@ -65,6 +66,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def step(engine: Any, data: Any) -> dict[str, float]:
+    data.meta_info.setdefault("micro_batch_size_per_gpu", 5)
     with engine.train_mode():
         return engine.train_batch(data, cases.loss_fn)
 
@@ -107,6 +109,26 @@ def test_a_reference_computes_in_the_same_dtype(folder: Path, build: Any) -> Non
         with engine.eval_mode():
             divergences.append(engine.infer_batch(sharing_cases.groups(), PassSpec(full_kl=True)))
     assert_equal(*divergences)
+
+
+def test_adapters_are_left_out_in_the_middle_of_a_pass(folder: Path, build: Any) -> None:
+    """For the reference of the full divergence; that makes them need no gradient for a while."""
+
+    def loss(output: dict[str, Tensor], rows: Any) -> Any:
+        total = agg_sum(output["full_kl"] - output["log_probs"], rows.batch["response_mask"], "token-mean")
+        return [total], {"loss": total}
+
+    found = []
+    for wrapped in (True, False):
+        engine = build(folder / "plain", wrapped, lora_rank=4, lora_alpha=8)
+        step(engine, sharing_cases.groups())  # adapters that change nothing would have no divergence
+        engine.set_reference(None)
+        with engine.train_mode():
+            engine.forward_backward_batch(sharing_cases.groups(), loss, spec=PassSpec(micro_batch_size=5, full_kl=True))
+            gradients = {name: p.grad for name, p in engine.module.named_parameters() if p.grad is not None}
+        found.append(gradients)
+        assert len(gradients) > 20 and any(full_tensor(gradient).any() for gradient in gradients.values())
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("saved_wrapped", [True, False])
