@@ -76,9 +76,7 @@ def test_texts(tmp_path: Path, family: str, changes: dict[str, Any], kind: str, 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_images(tmp_path: Path, family: str) -> None:
-    vision.write_model(tmp_path, family)
-    tensors, media = vision.rows(family)
-    torch.save(vision.positions(vision.load(tmp_path), tensors, media), tmp_path / "positions.pt")
+    vision.write_with_positions(tmp_path, family)
     compare(tmp_path, vision.samples_of_prompts(tmp_path, family), "language_model", {})
 
 

@@ -39,9 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases.write_model(root / "plain")
     cases.write_model(root / "tied", tie_word_embeddings=True)
     cases.write_family(root / "experts", "Glm4Moe", cases.SIGMOID)
-    vision.write_model(root / "vision", "qwen2_5_vl")
-    tensors, media = vision.rows("qwen2_5_vl")
-    torch.save(vision.positions(vision.load(root / "vision"), tensors, media), root / "vision" / "positions.pt")
+    vision.write_with_positions(root / "vision", "qwen2_5_vl")
     return root
 
 
@@ -181,6 +179,14 @@ def test_another_module_computes_in_the_same_dtype(folder: Path, build: Any) -> 
     sharded = fully_shard(deepcopy(own), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     engine.adopt(sharded, None, None)
     assert_equal(sharing_cases.outputs(engine, data), expected)
+    fp32 = fully_shard(deepcopy(own), mp_policy=MixedPrecisionPolicy())  # his dtypes count, for inputs too
+    engine.adopt(fp32, None, None)
+    assert not torch.equal(sharing_cases.outputs(engine, data)["log_probs"], expected["log_probs"])
+    seen = []
+    fp32.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["inputs_embeds"].dtype), with_kwargs=True)
+    with torch.no_grad():
+        fp32(inputs_embeds=torch.zeros(1, 4, 64), position_ids=torch.arange(4)[None])
+    assert seen == [torch.float32]
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

@@ -157,9 +157,7 @@ def engines(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 def test_samples_of_a_prompt_share_its_images(tmp_path: Path, family: str) -> None:
     """Rows 2 and 4 differ after their prompt, row 0 holds an image of a tool; tower and model see the images once."""
-    vision.write_model(tmp_path, family)
-    tensors, media = vision.rows(family)
-    torch.save(vision.positions(vision.load(tmp_path), tensors, media), tmp_path / "positions.pt")
+    vision.write_with_positions(tmp_path, family)
     data = vision.samples_of_prompts(tmp_path, family)
     shown = [row or {} for row in data.non_tensor_batch["multi_modal_inputs"]]
     patches = [len(row[name]) for row in shown for name in ("pixel_values", "pixel_values_videos") if name in row]
@@ -182,9 +180,7 @@ def test_samples_of_a_prompt_share_its_images(tmp_path: Path, family: str) -> No
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_other_images_behind_equal_tokens(tmp_path: Path, family: str) -> None:
     """Three rows have equal ids and positions. Two of them show the same image and share, the third another one."""
-    vision.write_model(tmp_path, family)
-    tensors, media = vision.rows(family)
-    torch.save(vision.positions(vision.load(tmp_path), tensors, media), tmp_path / "positions.pt")
+    vision.write_with_positions(tmp_path, family)
     data = vision.batch(tmp_path, family, [5, 5, 5])
     shown = data.non_tensor_batch["multi_modal_inputs"]
     shown[1] = shown[1] | {"pixel_values": -shown[1]["pixel_values"]}

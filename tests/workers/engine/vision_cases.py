@@ -178,6 +178,12 @@ def positions(model: Any, tensors: dict[str, Tensor], media: list[dict[str, Tens
     return torch.cat([text.unsqueeze(0), shown]).transpose(0, 1)
 
 
+def write_with_positions(folder: Path, family: str) -> None:
+    """Write a tiny model, and beside it the positions of the rows, which ``batch`` reads."""
+    write_model(folder, family)
+    torch.save(positions(load(folder), *rows(family)), folder / "positions.pt")
+
+
 def join(media: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     names = {name for row in media for name in row}
     return {name: torch.cat([row[name] for row in media if name in row]) for name in names}

@@ -45,10 +45,10 @@ def apply(on_cpu: bool) -> None:
 
 
 def configure_logging() -> None:
-    """Configure vLLM's loggers now, as its engine would, and forget the levels that loggers have kept only once.
+    """Configure vLLM's loggers now, as its engine would, and clear the caches of all loggers once.
 
-    Versions: 0.32. The standard library forgets them for all loggers of the process whenever the level of one is set,
-    and vLLM has hundreds: a third of the time that an engine for a small model takes. Remove when vLLM sets fewer.
+    Versions: 0.32. The standard library clears them whenever a level is set, and vLLM sets those of some hundred
+    loggers: that took a third of the start of an engine for a small model. Remove when vLLM sets fewer.
     """
     try:
         from vllm.config.logging import LoggingConfig

@@ -38,7 +38,7 @@ from verl.utils.model import (
 )
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
-from verl.workers.engine.fsdp.compute_copies import ComputeCopies
+from verl.workers.engine.fsdp.compute_copies import ComputeCopies, dtype_of_copies
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.weights import (
     DTYPES,
@@ -194,12 +194,11 @@ class ModelBuilder:
     def _shard(self, module: nn.Module, model: PreTrainedModel) -> None:
         """Shard the module or, with one rank, let it compute with copies where that does the same."""
         config = self.engine_config
-        policy = precision_policy(config, self.layout.device)
         if self.layout.world_size == 1 and not config.offload_policy:
-            if ComputeCopies.serve(module, policy, keeps_gathered=not config.reshard_after_forward):
-                assert policy is not None and policy.param_dtype is not None
-                units = sharding_units(module, model, config.get("wrap_policy"))
-                ComputeCopies(module, units, policy.param_dtype)
+            policy = precision_policy(config, self.layout.device)
+            dtype = dtype_of_copies(module, policy, keeps_gathered=not config.reshard_after_forward)
+            if dtype is not None:
+                ComputeCopies(module, sharding_units(module, model, config.wrap_policy), dtype)
                 self.layout = replace(self.layout, fsdp_mesh=None, shard_group=None)
                 return
         shard(module, model, config, self.layout)

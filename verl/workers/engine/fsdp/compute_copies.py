@@ -1,7 +1,7 @@
 """Mixed precision of one rank without FSDP: the module computes with copies of its weights in another dtype.
 
 With one rank ``fully_shard`` shards nothing, and is there for its dtypes only. It casts and copies each parameter
-several times in a pass, unit by unit. Launching that takes as long as the rest of the pass for a small model on a GPU.
+several times in a pass, unit by unit. On a GPU, a small model waits for the launch of these kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
+
+from verl.workers.engine.fsdp.layout import is_sharded
 
 WHOLE_MODEL_BYTES = 2 << 30
 """Parameters of models up to this size may be held whole by a rank, a second time, while it computes."""
 _MARK = "_verl_compute_copies"
+
+
+def dtype_of_copies(module: nn.Module, policy: MixedPrecisionPolicy | None, keeps_gathered: bool) -> torch.dtype | None:
+    """Return the dtype in which copies do for a module of one rank what ``fully_shard`` would; None if they do not.
+
+    Args: with ``keeps_gathered`` the whole weights may stay gathered between forward and backward; small models may
+        always.
+    """
+    if policy is None or policy.reduce_dtype != torch.float32:
+        return None
+    parameters = list(module.parameters())
+    size = sum(each.numel() * each.element_size() for each in parameters)
+    is_served = all(each.dtype == torch.float32 for each in parameters) and (
+        keeps_gathered or size <= WHOLE_MODEL_BYTES
+    )
+    return policy.param_dtype if is_served else None
 
 
 class ComputeCopies:
@@ -45,19 +62,6 @@ class ComputeCopies:
         """Return what a module computes with, if it is not its own weights."""
         return module.__dict__.get(_MARK)
 
-    @staticmethod
-    def serve(module: nn.Module, policy: MixedPrecisionPolicy | None, keeps_gathered: bool) -> bool:
-        """Whether copies do for a module of one rank what ``fully_shard`` would.
-
-        Args: with ``keeps_gathered`` the whole weights may stay gathered between forward and backward; small models
-            may always.
-        """
-        if policy is None or policy.param_dtype is None or policy.reduce_dtype != torch.float32:
-            return False
-        parameters = list(module.parameters())
-        size = sum(each.numel() * each.element_size() for each in parameters)
-        return all(each.dtype == torch.float32 for each in parameters) and (keeps_gathered or size <= WHOLE_MODEL_BYTES)
-
     def serve_another(self, module: nn.Module) -> None:
         """Let a module that holds layers of this one, or others, compute in the same dtype."""
         parts = set(module.modules())
@@ -69,13 +73,8 @@ class ComputeCopies:
 
         The context spans the backward pass too: with gradient checkpointing that computes layers again.
         """
-        places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
-        for part in self._module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is None or parameter.dtype != torch.float32 or isinstance(parameter, DTensor):
-                    continue
-                places.setdefault(parameter, []).append((part._parameters, name))
-        if not places:  # the module has been sharded since
+        places = self._places()
+        if not places:
             yield
             return
         own: list[Tensor] = list(places)
@@ -98,13 +97,24 @@ class ComputeCopies:
             stack.callback(setattr, self, "_is_in_place", False)
             yield
 
+    def _places(self) -> dict[Tensor, list[tuple[dict[str, Any], str]]]:
+        """Return where the module holds each of its weights; nothing if a user has sharded it, whose dtypes count."""
+        places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        if is_sharded(self._module):
+            return places
+        for part in self._module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.dtype == torch.float32:
+                    places.setdefault(parameter, []).append((part._parameters, name))
+        return places
+
     def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         trains = torch.is_grad_enabled()
         if self._is_in_place or (trains and getattr(module, "is_gradient_checkpointing", False)):
             return None
         self._call = ExitStack()
         self._call.enter_context(self.in_place(trains))
-        return self._cast_inputs(module, args, kwargs)
+        return self._cast_inputs(module, args, kwargs) if self._is_in_place else None
 
     def _end_call(self, *_: Any) -> None:
         call, self._call = self._call, None

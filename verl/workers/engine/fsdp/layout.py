@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl.base_config import WrongInput
@@ -84,8 +85,8 @@ def make_layout(config: "FSDPEngineConfig", must_wrap: bool) -> Layout:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` has made parameters of a module its own."""
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    """Whether ``fully_shard`` wraps a module or a part of it."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def check_layout(module: nn.Module, layout: Layout) -> None:
