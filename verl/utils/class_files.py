@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import BaseConfig, WrongInput, config_error, nearest, one_line, parse_node
+from verl.utils.import_utils import is_own
 from verl.utils.time_limit import error_text, import_within_limit
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ def read_options(owner: object, config: Mapping[str, Any], options: type[Options
     Raises: ConfigError naming each key.
     """
     known = {key: value for key, value in config.items() if key not in _HANDLED}
-    if not type(owner).__module__.startswith("verl."):
+    if not is_own(type(owner)):
         names = {each.name for each in fields(options)}
         known = {key: value for key, value in known.items() if key in names}
     node, violations = parse_node(known, options, "config")

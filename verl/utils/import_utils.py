@@ -102,6 +102,11 @@ def python_file(path: str) -> Path | None:
     return None if path.startswith("pkg://") else Path(path.removeprefix("file://")).expanduser()
 
 
+def is_own(cls: type) -> bool:
+    """Whether verl defines a class, so that a method of it that a user may override is the one of verl."""
+    return cls.__module__.startswith("verl.")
+
+
 def external_module_of(function: Callable[..., object]) -> ModuleType | None:
     """Return the module of a user's file that defines a function, or what a ``partial`` calls; None for any other."""
     inner = getattr(function, "func", function)

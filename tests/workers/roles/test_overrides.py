@@ -1,5 +1,6 @@
 """The methods of the worker and of its actor that forks override: their versions run."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.workers.rollout import tiny
 from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.workers.actor import DataParallelPPOActor
+from verl.workers.engine.weights import SafetensorsReader
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.roles import actor_rollout_ref
 from verl.workers.rollout import HFRollout
@@ -96,6 +98,43 @@ def test_the_model_and_optimizer_that_a_subclass_returns_are_trained(start: Any)
     same = {name for name, value in weights(worker).items() if torch.equal(value, before[name])}
     assert same == {"model.embed_tokens.weight"}
     assert all(torch.isfinite(value).all() for value in weights(worker).values())
+
+
+def test_weights_arrive_while_the_rollout_starts(start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a subclass they are there as soon as the model is."""
+    started = threading.Event()
+    build, read = ActorRolloutRefWorker._build_rollout, SafetensorsReader.read
+
+    def build_rollout(self: Any, *args: Any, **kwargs: Any) -> None:
+        started.set()
+        build(self, *args, **kwargs)
+
+    def read_later(self: Any, *args: Any) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            assert started.wait(60), "the rollout starts after the weights have been read"
+            in_thread.append(args[0])
+        return read(self, *args)
+
+    in_thread: list[str] = []
+    monkeypatch.setattr(ActorRolloutRefWorker, "_build_rollout", build_rollout)
+    monkeypatch.setattr(SafetensorsReader, "read", read_later)
+    expected = cases.load(folder).state_dict()
+    worker = start(ActorRolloutRefWorker, "actor_rollout_ref")
+    assert in_thread == 2 * list(weights(worker))
+    for engine in (worker.engine, worker.ref_engine):
+        assert all(torch.equal(value, expected[name]) for name, value in engine.local_parameters())
+    assert torch.equal(worker.compute_log_prob(asked()).batch["old_log_probs"],
+                       worker.compute_ref_log_prob(asked()).batch["ref_log_prob"])  # fmt: skip
+
+    class Reads(ActorRolloutRefWorker):
+        def _build_model_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+            built = super()._build_model_optimizer(*args, **kwargs)
+            assert all(torch.equal(value, expected[name]) for name, value in built[0].named_parameters())
+            return built
+
+    in_thread.clear()
+    start(Reads)
+    assert not in_thread
 
 
 def test_arguments_that_a_subclass_changes_count(start: Any) -> None:

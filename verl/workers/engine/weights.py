@@ -182,7 +182,7 @@ def tensor_seed(seed: int, name: str) -> int:
 def draw_tensor(name: str, shape: torch.Size, seed: int, hf_config: "PretrainedConfig") -> Tensor:
     """Draw a new tensor from the seed and its name, so that every layout and engine has the same; biases are 0."""
     if name.endswith("bias"):
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=torch.float32)
     generator = torch.Generator().manual_seed(tensor_seed(seed, name))
     std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
-    return torch.randn(shape, generator=generator) * std
+    return torch.randn(shape, generator=generator, dtype=torch.float32) * std

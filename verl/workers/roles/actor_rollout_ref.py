@@ -15,6 +15,7 @@ from verl.protocol import OLD_LOG_PROBS_VERSION, DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import read_ahead
 from verl.utils.hub import cached_folder
+from verl.utils.import_utils import is_own
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.profiler import ProfilerConfig
@@ -25,6 +26,7 @@ from verl.workers.config.actor_critic import FSDPActorConfig
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig, ref_class
 from verl.workers.engine import BaseEngine, FSDPEngine
 from verl.workers.engine.base import ModelOutput
+from verl.workers.engine.fsdp.background_load import load_in_background
 from verl.workers.engine.passes import PassSpec
 from verl.workers.roles import batching
 from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu
@@ -123,17 +125,21 @@ class ActorRolloutRefWorker(EngineWorker):
         """Build the parts of the role: training engine, reference engine, rollout and the manager between them."""
         if self._is_rollout:
             self._begin_rollout()
-        if self._is_actor:
-            self._build_actor()
-        if self._is_ref:
-            self._build_ref()
-        if self._is_actor and self.actor_config.uses_full_kl:
-            self.engine.set_reference(self.ref_engine if self._is_ref else None)
+        # Code of a user that runs in between may read the weights.
+        is_plain = is_own(type(self)) and self.model_config.external_lib is None
+        with load_in_background() if self._is_rollout and is_plain else nullcontext():
+            if self._is_actor:
+                self._build_actor()
+            if self._is_ref:
+                self._build_ref()
+            if self._is_actor and self.actor_config.uses_full_kl:
+                self.engine.set_reference(self.ref_engine if self._is_ref else None)
+            if self._is_rollout:
+                self._build_rollout(trust_remote_code=self.model_config.trust_remote_code)
         if self._is_actor and not self._is_rollout:
             bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
             self._servers = ServerSync(self.engine, bucket_bytes, self.config.nccl_timeout)
         if self._is_rollout:
-            self._build_rollout(trust_remote_code=self.model_config.trust_remote_code)
             self.rollout.seeds = self._request_seeds()
             self.sharding_manager = build_sharding_manager(self.engine if self._is_actor else None, self.rollout)
             if self.rollout_config.share_weights:

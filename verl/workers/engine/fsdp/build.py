@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from verl.utils.model import (
 )
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
+from verl.workers.engine.fsdp.background_load import load
 from verl.workers.engine.fsdp.compute_copies import ComputeCopies, dtype_of_copies
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.weights import (
@@ -60,6 +61,14 @@ logger = logging.getLogger(__name__)
 
 LocalReader = Callable[[str, torch.Size, slice], Tensor | None]
 """(name, whole shape, rows) -> those rows, or None for a tensor that the checkpoint does not hold."""
+
+
+class Source(NamedTuple):
+    """Where the weights come from, and whether all ranks must read together."""
+
+    read: LocalReader
+    is_collective: bool
+
 
 # Precision and attention
 
@@ -170,7 +179,7 @@ class ModelBuilder:
                 "does not know: correct it, or install a version that does"
             ) from error
         remember_conversions(model)
-        read = self._reader(model, auto_class)
+        source = self._source(model, auto_class)
         self._freeze(model)
         module: nn.Module = model
         if self.model_config.lora_rank:
@@ -183,8 +192,13 @@ class ModelBuilder:
         if self.layout.fsdp_mesh is not None:
             self._shard(module, model)
         home = torch.device("cpu") if self.engine_config.offload_policy else self.layout.device
-        materialize(module, self.layout.shard_group, home, read, self._initialize)
-        load_buffers(module, read)
+        load_buffers(module, source.read)
+        fill = materialize(module, self.layout.shard_group, home, source.read, self._initialize)
+        # On an accelerator, an engine measures the free memory of the device while it starts.
+        if home.type == "cpu" and not source.is_collective:
+            load(fill)
+        else:
+            fill()
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -252,9 +266,7 @@ class ModelBuilder:
         if self.model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def _reader(
-        self, model: PreTrainedModel, auto_class: "type[_BaseAutoModelClass] | VisionValueModel"
-    ) -> LocalReader:
+    def _source(self, model: PreTrainedModel, auto_class: "type[_BaseAutoModelClass] | VisionValueModel") -> "Source":
         """Choose how to read the checkpoint.
 
         If model and files share their names, each rank reads its slices. If transformers converts names or layouts,
@@ -273,8 +285,8 @@ class ModelBuilder:
                     stored = next((n for n in (name, *aliases.get(name, ())) if n in reader.files), None)
                     return reader.read(stored, shape, rows) if stored is not None else None
 
-                return read
-        return _broadcast_reader(partial(self._load_whole, auto_class))
+                return Source(read, is_collective=False)
+        return _from_first_rank(partial(self._load_whole, auto_class))
 
     def _load_whole(self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel") -> dict[str, Tensor]:
         """Return the tensors of the checkpoint as transformers loads and converts them.
@@ -305,9 +317,9 @@ class ModelBuilder:
         generator = torch.Generator().manual_seed(tensor_seed(self.engine_config.seed, name))
         if is_adapter(name):
             if "lora_B" in name:
-                return torch.zeros(shape)[rows]
+                return torch.zeros(shape, dtype=torch.float32)[rows]
             bound = 1.0 / math.sqrt(shape[-1])  # kaiming_uniform with a = sqrt(5), as peft starts lora_A
-            return (torch.rand(shape, generator=generator) * 2 - 1).mul_(bound)[rows]
+            return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1).mul_(bound)[rows]
         # Heads for sequence classification have no bias.
         if self.is_value_model and HEAD in name and (self.makes_head or name.endswith("bias")):
             return draw_tensor(name, shape, self.engine_config.seed, self.model_config.hf_config)[rows]
@@ -341,36 +353,44 @@ def local_rows(shape: torch.Size, group: ProcessGroup | None) -> slice:
 
 def materialize(
     model: nn.Module, group: ProcessGroup | None, device: torch.device, read: LocalReader, initialize: LocalReader
-) -> None:
-    """Give every meta parameter its shard on ``device``, from the checkpoint or, if it is new, from ``initialize``.
+) -> Callable[[], None]:
+    """Give every meta parameter memory for its shard on ``device``. Tied parameters stay one.
 
-    Each rank reads only its shard, so no rank ever holds the whole model. Tied parameters stay one.
-
-    Raises: ModelWeightsError for tensors that neither source has.
+    Returns: what fills the memory, from the checkpoint or, if a tensor is new, from ``initialize``. Each rank reads
+        only its shard, so no rank ever holds the whole model. It raises ModelWeightsError for tensors that neither
+        source has.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
-    missing = []
+    empty: list[tuple[str, torch.Size, Tensor]] = []
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
-        rows = local_rows(parameter.shape, group)
-        plain = base_name(name)
-        local = None if plain is None else read(plain, parameter.shape, rows)
-        if local is None:
-            local = initialize(name, parameter.shape, rows)
-        if local is None:
-            missing.append(name)
-            continue
-        # A slice of a file may be a view into all of it. Saving such a shard would save the whole file.
-        filled = torch.empty_like(parameter.detach(), device=device)
-        (filled.to_local() if isinstance(filled, DTensor) else filled).copy_(local)
-        new = nn.Parameter(filled, requires_grad=parameter.requires_grad)
+        memory = torch.empty_like(parameter.detach(), device=device)
+        new = nn.Parameter(memory, requires_grad=parameter.requires_grad)
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, new)
+        empty.append((name, parameter.shape, memory.to_local() if isinstance(memory, DTensor) else memory))
+    return partial(_fill, empty, group, read, initialize)
+
+
+def _fill(
+    empty: list[tuple[str, torch.Size, Tensor]], group: ProcessGroup | None, read: LocalReader, initialize: LocalReader
+) -> None:
+    missing = []
+    for name, shape, memory in empty:
+        rows = local_rows(shape, group)
+        plain = base_name(name)
+        local = None if plain is None else read(plain, shape, rows)
+        if local is None:
+            local = initialize(name, shape, rows)
+        if local is None:
+            missing.append(name)
+        else:  # copied, since a slice of a file may be a view into all of it, and saving it would save the whole file
+            memory.copy_(local)
     if missing:
         raise ModelWeightsError(
             f"the checkpoint lacks {len(missing)} tensors of the model, the first is {missing[0]!r}: "
@@ -405,7 +425,7 @@ def _tied_aliases(model: nn.Module) -> dict[str, list[str]]:
     return {first: rest for first, *rest in names.values() if rest}
 
 
-def _broadcast_reader(load_whole: Callable[[], dict[str, Tensor]]) -> LocalReader:
+def _from_first_rank(load_whole: Callable[[], dict[str, Tensor]]) -> Source:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     first = alone or dist.get_rank() == 0
     whole = load_whole() if first else {}
@@ -418,7 +438,7 @@ def _broadcast_reader(load_whole: Callable[[], dict[str, Tensor]]) -> LocalReade
             raise ModelWeightsError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
         return tensor if tensor is None or not shape else tensor[rows]
 
-    return read
+    return Source(read, is_collective=not alone)
 
 
 def _broadcast_from_first(tensor: Tensor | None) -> Tensor | None:

@@ -21,11 +21,13 @@ from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import current_device, get_torch_device
 from verl.utils.fsdp_utils import gradient_norm, local_gradients, move_optimizer_state
+from verl.utils.import_utils import is_own
 from verl.utils.numerics.lr_schedules import num_warmup_steps
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config.engine import DEVICES, STRATEGIES
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
+from verl.workers.engine.fsdp.background_load import wait_for_weights
 from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, precision_policy, use_packed_attention
 from verl.workers.engine.fsdp.compute_copies import WHOLE_MODEL_BYTES, ComputeCopies
 from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel
@@ -59,6 +61,8 @@ class FSDPEngine(BaseEngine):
             self.model_config, config, self.layout, self.is_value_model, self.makes_head, self.freeze_vision_tower
         )
         self.module = builder.build()
+        if not is_own(type(self)):  # an engine of the user, which may read the weights
+            wait_for_weights()
         self.layout = builder.layout
         self.adapter_sizes = builder.adapter_sizes
         self._adopt_own()
@@ -104,6 +108,7 @@ class FSDPEngine(BaseEngine):
     def _check_remote_code(self) -> None:
         if not has_remote_code(self.base_model):
             return
+        wait_for_weights()
         output = "values" if self.is_value_model else "log_probs"
         with self.eval_mode():
             check_remote_code(

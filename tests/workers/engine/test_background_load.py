@@ -1,0 +1,96 @@
+"""Weights that arrive in a thread are the same, are there when the block is left, and fail as they do without it."""
+
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers.engine import cases
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.engine.fsdp import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.background_load import load, load_in_background
+from verl.workers.engine.weights import SINGLE_FILE, ModelWeightsError
+
+WAIT_S = 60
+MODELS: dict[str, dict[str, Any]] = {
+    "policy": {},
+    "adapters": {"model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}},
+    "critic": {"kind": "value_model"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "plain"
+    cases.write_model(path)
+    return path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_weights_are_the_same_whatever_the_process_does_meanwhile(folder: Path, name: str) -> None:
+    expected = dict(cases.build(folder, **MODELS[name]).local_parameters())
+    goes_on = Event()
+    usual = torch.get_default_dtype()
+    try:
+        with load_in_background():
+            load(lambda: assert_that(goes_on.wait(WAIT_S)))  # the weights come after it
+            engine = cases.build(folder, **MODELS[name])
+            torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it builds its model
+            torch.manual_seed(12345)
+            goes_on.set()
+        drawn = torch.rand(3)
+    finally:
+        torch.set_default_dtype(usual)
+    weights = dict(engine.local_parameters())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[each], value) and value.dtype == torch.float32 for each, value in expected.items())
+    torch.manual_seed(12345)
+    assert torch.equal(drawn, torch.rand(3, dtype=torch.bfloat16)), "loading has drawn from the state of the process"
+
+
+def assert_that(holds: bool) -> None:
+    assert holds
+
+
+@pytest.mark.parametrize("problem", ["holds NaN", "lacks 1 tensors of the model"])
+@pytest.mark.parametrize("other_fails", [False, True])
+def test_a_damaged_file_is_named_also_where_the_other_work_failed(
+    folder: Path, tmp_path: Path, problem: str, other_fails: bool
+) -> None:
+    cases.write_model(tmp_path)
+    name = "model.norm.weight"
+    weights = load_file(tmp_path / SINGLE_FILE)
+    bad = {name: weights[name] / 0 * 0} if problem == "holds NaN" else {}
+    rest = {each: value for each, value in weights.items() if each != name}
+    save_file(rest | bad, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(ModelWeightsError, match=problem) as found, load_in_background():
+        cases.build(tmp_path)
+        cases.build(folder)
+        if other_fails:
+            raise RuntimeError("the engine has not started")
+    assert name in str(found.value) and isinstance(found.value.__cause__, RuntimeError) is other_fails
+
+
+def test_the_error_of_the_other_work_comes_through(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="has not started"), load_in_background():
+        engine = cases.build(folder)
+        raise RuntimeError("the engine has not started")
+    assert torch.equal(cases.export(engine)["model.norm.weight"], cases.load(folder).model.norm.weight)
+
+
+def test_an_engine_of_a_user_finds_its_weights(folder: Path) -> None:
+    class Halved(FSDPEngineWithLMHead):
+        def initialize(self) -> None:
+            super().initialize()
+            self.module.model.norm.weight.data.mul_(0.5)
+
+    config = FSDPEngineConfig(**cases.IN_FP32)
+    optimizer = FSDPOptimizerConfig(lr=cases.LR)
+    with load_in_background():
+        load(lambda: assert_that(not Event().wait(0.5)))  # slower than the construction of the rest
+        engine = Halved(cases.model_config(folder), config, optimizer)
+        engine.initialize()
+    assert torch.equal(cases.export(engine)["model.norm.weight"], cases.load(folder).model.norm.weight * 0.5)
