@@ -647,14 +647,22 @@ def spilled_bytes() -> int:
 Case = tuple[str, int, int, int]
 
 
+def size_of(text: str) -> tuple[int, int, int]:
+    """Parse a size on the command line."""
+    try:
+        rows, tokens, workers = (int(number) for number in text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write ROWSxTOKENSxWORKERS, as 4096x8192x64") from None
+    return rows, tokens, workers
+
+
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Return what is to be run: whether it is for fitting, responses, tokens of each and workers."""
     cases = [("fit", *case) for case in FITTED] + [("predict", *case) for case in PREDICTED]
     if arguments.large:
         cases = [("large", *case) for case in LARGE]
     if arguments.cases:
-        chosen = [(int(rows), int(tokens), int(workers)) for rows, tokens, workers in arguments.cases]
-        cases = [("fit" if case in FITTED else "predict", *case) for case in chosen]
+        cases = [("fit" if case in FITTED else "predict", *case) for case in arguments.cases]
     return cases
 
 
@@ -991,7 +999,7 @@ def main() -> None:
     measuring.add_argument("--rounds", type=int, default=3)
     measuring.add_argument("--store-mb", type=int, default=6000, help="size of the object store")
     measuring.add_argument(
-        "--cases", nargs="+", type=lambda case: case.split("x"), help="these: ROWSxTOKENSxWORKERS, as 4096x8192x64"
+        "--cases", nargs="+", type=size_of, metavar="ROWSxTOKENSxWORKERS", help="these sizes only, as 4096x8192x64"
     )
     measuring.add_argument("--columns", nargs="+", choices=("driver", "reference"), default=("driver", "reference"))
     measuring.add_argument("--large", action="store_true", help="the largest sizes only")
