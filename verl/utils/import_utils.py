@@ -103,7 +103,7 @@ def python_file(path: str) -> Path | None:
 
 
 def is_own(cls: type) -> bool:
-    """Whether verl defines a class, so that a method of it that a user may override is the one of verl."""
+    """Whether verl defines this class. A class of the user may override any of its methods."""
     return cls.__module__.startswith("verl.")
 
 

@@ -1,5 +1,6 @@
 """Weights that arrive in a thread are the same, are there when the block is left, and fail as they do without it."""
 
+import time
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import remote_code
 from tests.workers.engine import cases
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
@@ -71,7 +73,7 @@ def test_a_damaged_file_is_named_also_where_the_other_work_failed(
         cases.build(folder)
         if other_fails:
             raise RuntimeError("the engine has not started")
-    assert name in str(found.value) and isinstance(found.value.__cause__, RuntimeError) is other_fails
+    assert name in str(found.value) and isinstance(found.value.__context__, RuntimeError) is other_fails
 
 
 def test_the_error_of_the_other_work_comes_through(folder: Path) -> None:
@@ -81,16 +83,47 @@ def test_the_error_of_the_other_work_comes_through(folder: Path) -> None:
     assert torch.equal(cases.export(engine)["model.norm.weight"], cases.load(folder).model.norm.weight)
 
 
-def test_an_engine_of_a_user_finds_its_weights(folder: Path) -> None:
-    class Halved(FSDPEngineWithLMHead):
-        def initialize(self) -> None:
-            super().initialize()
-            self.module.model.norm.weight.data.mul_(0.5)
+def slow() -> None:
+    """Take longer than the construction of a model."""
+    time.sleep(0.5)
 
-    config = FSDPEngineConfig(**cases.IN_FP32)
+
+class Halved(FSDPEngineWithLMHead):
+    """An engine of a user."""
+
+    def initialize(self) -> None:
+        super().initialize()
+        self.module.model.norm.weight.data.mul_(0.5)
+
+
+def halved(folder: Path) -> Halved:
     optimizer = FSDPOptimizerConfig(lr=cases.LR)
+    return Halved(cases.model_config(folder), FSDPEngineConfig(**cases.IN_FP32), optimizer)
+
+
+def test_an_engine_of_a_user_finds_its_weights(folder: Path) -> None:
     with load_in_background():
-        load(lambda: assert_that(not Event().wait(0.5)))  # slower than the construction of the rest
-        engine = Halved(cases.model_config(folder), config, optimizer)
+        load(slow)
+        engine = halved(folder)
         engine.initialize()
     assert torch.equal(cases.export(engine)["model.norm.weight"], cases.load(folder).model.norm.weight * 0.5)
+
+
+def test_an_error_that_the_block_has_met_is_not_its_own_cause(tmp_path: Path) -> None:
+    """Whoever follows the causes of an error comes to an end."""
+    cases.write_model(tmp_path)
+    weights = load_file(tmp_path / SINGLE_FILE)
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(ModelWeightsError, match="lacks 1 tensors") as found, load_in_background():
+        halved(tmp_path).initialize()
+    assert found.value.__cause__ is None and found.value.__context__ is None
+
+
+def test_remote_code_is_checked_with_its_weights(tmp_path: Path) -> None:
+    remote_code.write_model(tmp_path, "kimi_vl")
+    with load_in_background():
+        load(slow)
+        engine = cases.build(tmp_path, {"trust_remote_code": True})
+        present = {name: value.detach().clone() for name, value in engine.local_parameters()}
+    assert all(torch.equal(present[name], value) for name, value in engine.local_parameters())

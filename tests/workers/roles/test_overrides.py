@@ -58,8 +58,10 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         words = [f"actor_rollout_ref.{key}={value}" for key, value in OVERRIDES.items()]
         node = compose("ppo_trainer", [*words, f"actor_rollout_ref.model.path={folder}"]).actor_rollout_ref
 
-    def start(cls: type[ActorRolloutRefWorker], role: str = "actor_rollout") -> Any:
-        worker = cls(node.copy(), role)
+    def start(cls: type[ActorRolloutRefWorker], role: str = "actor_rollout", external_lib: str | None = None) -> Any:
+        own = node.copy()
+        own.model.external_lib = external_lib
+        worker = cls(own, role)
         worker.init_model()
         return worker
 
@@ -101,7 +103,7 @@ def test_the_model_and_optimizer_that_a_subclass_returns_are_trained(start: Any)
 
 
 def test_weights_arrive_while_the_rollout_starts(start: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a subclass they are there as soon as the model is."""
+    """Where code of a user may read them, they are there as soon as the model is."""
     started = threading.Event()
     build, read = ActorRolloutRefWorker._build_rollout, SafetensorsReader.read
 
@@ -134,6 +136,7 @@ def test_weights_arrive_while_the_rollout_starts(start: Any, folder: Path, monke
 
     in_thread.clear()
     start(Reads)
+    start(ActorRolloutRefWorker, external_lib="json")
     assert not in_thread
 
 

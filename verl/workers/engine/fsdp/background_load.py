@@ -15,20 +15,16 @@ def load_in_background() -> Iterator[None]:
     Until then only shapes and dtypes of parameters may be read. The work in the block may change the default dtype and
     the random state of the process: loading depends on neither.
 
-    Raises: the error of a load, also where the block has failed itself.
+    Raises: the error of a load, also where the block has failed, since that may be a consequence.
     """
     with ThreadPoolExecutor(1, "load-weights") as thread:
         loads = _Loads(thread)
         token = _running.set(loads)
         try:
             yield
-        except Exception as error:
-            if (cause := loads.error()) is not None:
-                raise cause from error
-            raise
         finally:
             _running.reset(token)
-        loads.wait()
+            loads.wait()
 
 
 def load(work: Callable[[], None]) -> None:
@@ -55,10 +51,6 @@ class _Loads:
     def add(self, work: Callable[[], None]) -> None:
         self._futures.append(self._thread.submit(work))
 
-    def error(self) -> BaseException | None:
-        errors = [future.exception() for future in self._futures]  # in order of the models
-        return next((each for each in errors if each is not None), None)
-
     def wait(self) -> None:
-        if (error := self.error()) is not None:
-            raise error
+        for future in self._futures:
+            future.result()

@@ -356,9 +356,9 @@ def materialize(
 ) -> Callable[[], None]:
     """Give every meta parameter memory for its shard on ``device``. Tied parameters stay one.
 
-    Returns: what fills the memory, from the checkpoint or, if a tensor is new, from ``initialize``. Each rank reads
-        only its shard, so no rank ever holds the whole model. It raises ModelWeightsError for tensors that neither
-        source has.
+    Returns: the work that fills the memory, from the checkpoint or, if a tensor is new, from ``initialize``. Each rank
+        reads only its shard, so no rank ever holds the whole model. The work raises ModelWeightsError for tensors that
+        neither source has.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
