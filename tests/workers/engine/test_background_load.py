@@ -1,15 +1,19 @@
 """Weights that arrive in a thread are the same, are there when the block is left, and fail as they do without it."""
 
+import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests import remote_code
+from tests.ranks import Ranks
 from tests.workers.engine import cases
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
@@ -127,3 +131,27 @@ def test_remote_code_is_checked_with_its_weights(tmp_path: Path) -> None:
         engine = cases.build(tmp_path, {"trust_remote_code": True})
         present = {name: value.detach().clone() for name, value in engine.local_parameters()}
     assert all(torch.equal(present[name], value) for name, value in engine.local_parameters())
+
+
+def test_ranks_that_read_together_do_so_at_once(tmp_path: Path) -> None:
+    """What one broadcasts from a thread would meet what the other sends from its main thread."""
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+    cases.write_family(tmp_path, "Qwen3Moe", moe)  # transformers stacks the experts of its files
+    Ranks(read_together, (2, tmp_path, str(tmp_path / "store")), nprocs=2).join()
+
+
+def read_together(rank: int, world_size: int, folder: Path, store: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=WAIT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    with load_in_background():
+        load(slow)
+        engine: Any = cases.build(folder)
+        present = {name: value.to_local().detach().clone() for name, value in engine.local_parameters()}
+    exported = cases.export(engine)
+    expected = cases.load(folder)
+    stored = cases.under_checkpoint_names(expected, dict(expected.named_parameters()))
+    assert all(torch.equal(present[name], value.to_local()) for name, value in engine.local_parameters())
+    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+    dist.destroy_process_group()
