@@ -4,6 +4,8 @@ Tolerances are those of the contract on CPU: fp32 with sums of a few hundred ter
 """
 
 import os
+import time
+from threading import Event
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from tests.workers.engine import cases, megatron_cases, real_losses, sharing_cases
 from tests.workers.engine.test_engine_contract import assert_output, assert_step
+from verl.workers.engine.fsdp.background_load import load, load_in_background
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,39 @@ def test_triton_head_of_an_engine(folder, references):
     assert_output([on_cpu], references["plain"]["output"])
     assert_step([on_cpu], references["plain"])
     assert_real_loss(on_cpu["real loss"], references["plain"]["real loss"])
+
+
+@pytest.mark.parametrize(
+    "engine", [{}, {"strategy": "fsdp2", "param_offload": True}, {"offload_policy": True}], ids=str
+)
+def test_weights_arrive_after_the_start_of_another_engine(folder, engine):
+    """Which may capture a graph and measure free memory meanwhile, of which the weights have their part already."""
+    expected = cases.export(cases.build(folder / "plain", engine=engine))
+    is_read, graph = Event(), torch.cuda.CUDAGraph()
+    ones = torch.ones(8, device="cuda")
+    with load_in_background():
+        load(lambda: assert_soon(is_read))
+        built = cases.build(folder / "plain", engine=engine)
+        allocated = torch.cuda.memory_allocated()
+        with torch.cuda.graph(graph):
+            is_read.set()
+            load(lambda: is_read.clear() or ())
+            assert_soon(is_read, False)
+            twice = ones * 2
+        assert torch.cuda.memory_allocated() - allocated <= 4096  # of the graph
+    graph.replay()
+    assert twice.sum() == 16
+    weights = cases.export(built)
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def assert_soon(event, is_set=True):
+    """Wait for an event, or for its end."""
+    end = time.monotonic() + 60
+    while event.is_set() is not is_set and time.monotonic() < end:
+        time.sleep(0.01)
+    assert event.is_set() is is_set
+    return ()
 
 
 BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}

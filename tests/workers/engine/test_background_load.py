@@ -16,8 +16,8 @@ from tests import remote_code
 from tests.ranks import Ranks
 from tests.workers.engine import cases
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
-from verl.workers.engine.fsdp import FSDPEngineWithLMHead
-from verl.workers.engine.fsdp.background_load import load, load_in_background
+from verl.workers.engine.fsdp import FSDPEngineWithLMHead, build
+from verl.workers.engine.fsdp.background_load import Values, load, load_in_background
 from verl.workers.engine.weights import SINGLE_FILE, ModelWeightsError
 
 WAIT_S = 60
@@ -57,8 +57,35 @@ def test_the_weights_are_the_same_whatever_the_process_does_meanwhile(folder: Pa
     assert torch.equal(drawn, torch.rand(3, dtype=torch.bfloat16)), "loading has drawn from the state of the process"
 
 
-def assert_that(holds: bool) -> None:
+def assert_that(holds: bool) -> Values:
     assert holds
+    return ()
+
+
+def test_memory_of_an_accelerator_gets_its_values_when_the_block_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory of the host in its place: ``tests/special_gpu`` has the real one."""
+    expected = dict(cases.build(folder).local_parameters())
+    monkeypatch.setattr(build, "place", as_on_an_accelerator)
+    goes_on, is_read = Event(), Event()
+    with load_in_background():
+        load(lambda: assert_that(goes_on.wait(WAIT_S)))
+        engine = cases.build(folder)
+        for parameter in engine.module.parameters():
+            parameter.data.fill_(torch.nan)
+        load(lambda: is_read.set() or ())
+        goes_on.set()
+        assert is_read.wait(WAIT_S)
+        assert all(parameter.isnan().all() for parameter in engine.module.parameters())
+    weights = dict(engine.local_parameters())
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def as_on_an_accelerator(value: torch.Tensor, memory: torch.Tensor) -> Values:
+    """Stand in for ``place`` as if the memory were that of an accelerator."""
+    yield memory, value
 
 
 @pytest.mark.parametrize("problem", ["holds NaN", "lacks 1 tensors of the model"])
@@ -87,9 +114,10 @@ def test_the_error_of_the_other_work_comes_through(folder: Path) -> None:
     assert torch.equal(cases.export(engine)["model.norm.weight"], cases.load(folder).model.norm.weight)
 
 
-def slow() -> None:
+def slow() -> Values:
     """Take longer than the construction of a model."""
     time.sleep(0.5)
+    return ()
 
 
 class Halved(FSDPEngineWithLMHead):

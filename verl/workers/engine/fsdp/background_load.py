@@ -1,9 +1,15 @@
 """Read the weights of a new model in a thread, while the process does other work of its start."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+Values = Iterable[tuple[Tensor, Tensor]]
+"""Pairs of memory on an accelerator and the value that belongs there."""
 
 _running: ContextVar["_Loads | None"] = ContextVar("background_loads", default=None)
 
@@ -25,32 +31,60 @@ def load_in_background() -> Iterator[None]:
         finally:
             _running.reset(token)
             loads.wait()
+        loads.finish()
 
 
-def load(work: Callable[[], None]) -> None:
-    """Run the work that fills parameters: in the thread of the block around this call, else now."""
+def load(read: Callable[[], Values], at_once: bool = False) -> None:
+    """Let ``read`` fill parameters: in the thread of the block around this call; without one, or ``at_once``, now.
+
+    Args: ``read`` hands each value to ``place``, and yields what that yields.
+    """
     loads = _running.get()
-    if loads is None:
-        work()
+    if at_once or loads is None:
+        _store(read())
     else:
-        loads.add(work)
+        loads.add(read)
+
+
+def place(value: Tensor, memory: Tensor) -> Values:
+    """Copy a value into memory of the host; yield memory of an accelerator with its value, for ``load``.
+
+    That value gets there in the process's own thread: from another one it could break a CUDA graph that an engine
+    captures meanwhile. Since the memory is there already, an engine that measures what is free sees the whole model.
+    """
+    if memory.device.type == "cpu":
+        memory.copy_(value)
+    else:
+        yield memory, value
 
 
 def wait_for_weights() -> None:
     """Wait until the parameters have their values. Raises: the error of a load."""
     loads = _running.get()
     if loads is not None:
-        loads.wait()
+        loads.finish()
+
+
+@torch.no_grad()
+def _store(values: Values) -> None:
+    for memory, value in values:
+        memory.copy_(value)
 
 
 class _Loads:
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
-        self._futures: list[Future[None]] = []
+        self._futures: list[Future[list[tuple[Tensor, Tensor]]]] = []
 
-    def add(self, work: Callable[[], None]) -> None:
-        self._futures.append(self._thread.submit(work))
+    def add(self, read: Callable[[], Values]) -> None:
+        self._futures.append(self._thread.submit(lambda: list(read())))
 
     def wait(self) -> None:
         for future in self._futures:
             future.result()
+
+    def finish(self) -> None:
+        self.wait()
+        for future in self._futures:
+            _store(future.result())
+        self._futures.clear()

@@ -38,7 +38,7 @@ from verl.utils.model import (
 )
 from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
-from verl.workers.engine.fsdp.background_load import load
+from verl.workers.engine.fsdp.background_load import Values, load, place
 from verl.workers.engine.fsdp.compute_copies import ComputeCopies, dtype_of_copies
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.weights import (
@@ -191,14 +191,11 @@ class ModelBuilder:
         self._patch(model)
         if self.layout.fsdp_mesh is not None:
             self._shard(module, model)
-        home = torch.device("cpu") if self.engine_config.offload_policy else self.layout.device
+        is_on_host = self.engine_config.offload_policy or self.engine_config.param_offload
+        home = torch.device("cpu") if is_on_host else self.layout.device
         load_buffers(module, source.read)
         fill = materialize(module, self.layout.shard_group, home, source.read, self._initialize)
-        # On an accelerator, an engine measures the free memory of the device while it starts.
-        if home.type == "cpu" and not source.is_collective:
-            load(fill)
-        else:
-            fill()
+        load(fill, at_once=source.is_collective)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -353,11 +350,11 @@ def local_rows(shape: torch.Size, group: ProcessGroup | None) -> slice:
 
 def materialize(
     model: nn.Module, group: ProcessGroup | None, device: torch.device, read: LocalReader, initialize: LocalReader
-) -> Callable[[], None]:
+) -> Callable[[], Values]:
     """Give every meta parameter memory for its shard on ``device``. Tied parameters stay one.
 
-    Returns: the work that fills the memory, from the checkpoint or, if a tensor is new, from ``initialize``. Each rank
-        reads only its shard, so no rank ever holds the whole model. The work raises ModelWeightsError for tensors that
+    Returns: what fills the memory (see ``load``), from the checkpoint or, if a tensor is new, from ``initialize``. Each
+        rank reads only its shard, so no rank ever holds the whole model. It raises ModelWeightsError for tensors that
         neither source has.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -379,7 +376,7 @@ def materialize(
 
 def _fill(
     empty: list[tuple[str, torch.Size, Tensor]], group: ProcessGroup | None, read: LocalReader, initialize: LocalReader
-) -> None:
+) -> Values:
     missing = []
     for name, shape, memory in empty:
         rows = local_rows(shape, group)
@@ -390,7 +387,7 @@ def _fill(
         if local is None:
             missing.append(name)
         else:  # copied, since a slice of a file may be a view into all of it, and saving it would save the whole file
-            memory.copy_(local)
+            yield from place(local, memory)
     if missing:
         raise ModelWeightsError(
             f"the checkpoint lacks {len(missing)} tensors of the model, the first is {missing[0]!r}: "
