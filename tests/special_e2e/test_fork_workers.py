@@ -63,8 +63,8 @@ class Forks(threading.Thread):
                     continue
 
 
-def train(workspace, name, overrides, env) -> tuple[Run, Forks]:
-    with workspace.start(name, SAVED | overrides, env) as process:
+def train(workspace, name, overrides, env, module="verl.trainer.main_ppo") -> tuple[Run, Forks]:
+    with workspace.start(name, SAVED | overrides, env, module) as process:
         forks = Forks(process.pid)
         try:
             output = process.communicate(timeout=420)[0]
@@ -112,6 +112,17 @@ def test_forks_change_no_bit(workspace, alone, kind, is_plain):
         assert "launch to the end of the first step:" in run.output
     keys = [{key for key in run.steps[STEPS] if key.startswith("timing_s/")} for run in (started, forked)]
     assert keys[0] == keys[1]
+
+
+@FULL
+def test_a_trainer_that_was_ready_changes_no_bit(workspace, alone):
+    """As on a GPU, where nothing is forked."""
+    started, none = train(workspace, "started-late", PLAIN, alone)
+    ready, ahead = train(workspace, "started-ahead", FORKS, alone, "tests.special_e2e.ready_trainer")
+    assert not none.names and {"ray::TaskRunner", "ray::WorkerDict"} <= none.others
+    assert ahead.names == {"ray::TaskRunner"} and "ray::WorkerDict" in ahead.others
+    assert_bit_for_bit(ready, started, range(1, STEPS + 1))
+    assert weights_of(ready) == weights_of(started) != {}
 
 
 def name_of(chosen) -> str:

@@ -25,7 +25,8 @@ def inherits(handle):
 json.dump({
     "parent": os.getppid(), "group": os.getpgid(0), "argv": sys.argv, "folder": os.getcwd(), "main": __name__,
     "file": sys.modules["__main__"].__file__, "path": sys.path, "environment": dict(os.environ),
-    "has": "preloaded" in sys.modules, "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "has": "preloaded" in sys.modules, "read": getattr(sys.modules.get("preloaded"), "READ", None),
+    "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     "terminate": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "inherited": [handle for handle in range(3, 100) if inherits(handle)],
@@ -188,6 +189,32 @@ def test_a_server_becomes_the_last_of_all_other_processes_too(folder):
         words = command(started, folder)
         last, late = (report_of(words, folder, RANK=rank) for rank in "01")
     assert last["has"] and last["parent"] == os.getpid() and not late["has"]
+
+
+def test_a_server_for_the_first_process_becomes_it(folder):
+    """It may have threads, and has imported with variables that Ray sets later, if the process does."""
+    for given, read in (({}, "assumed"), ({"READ_AT_IMPORT": "given"}, "given")):
+        environment = {**os.environ, **given}
+        only_first = {"only_first": True, "assumed": {"READ_AT_IMPORT": "assumed"}}
+        with ForkServer(environment, ["preloaded", "threaded"], ["ray"], **only_first) as started:
+            words = command(started, folder)
+            first, late = (report_of(words, folder, RANK=rank, **given) for rank in "01")
+            assert started._process.wait(timeout=PATIENCE_S) == 0
+        assert (
+            first["has"]
+            and first["read"] == read
+            and first["environment"].get("READ_AT_IMPORT") == given.get("READ_AT_IMPORT")
+        )
+        assert first["parent"] == late["parent"] == os.getpid() and not late["has"]
+        assert first["environment"]["RANK"] == "0" and first["interrupt"] and first["terminate"]
+
+
+def test_a_server_for_the_first_process_is_not_there_for_another(folder):
+    with ForkServer(os.environ, ["preloaded"], ["ray"], only_first=True) as started:
+        words = command(started, folder)
+        assert not report_of(words, folder, READ_AT_IMPORT="1")["has"]
+        assert started._process.wait(timeout=PATIENCE_S) == 0
+        assert not report_of(words, folder)["has"]
 
 
 def test_the_servers_end_with_the_raylet_and_take_those_along_that_ask_for_it(folder):

@@ -22,11 +22,13 @@ def started(monkeypatch):
     made = []
 
     class Server(SimpleNamespace):
+        stopped = False
+
         def stop(self):
             self.stopped = True
 
-    def make(environment, first, general, workers, *last):
-        made.append(Server(workers=workers, last=last, environment=environment, general=general, stopped=False))
+    def make(environment, first, general, workers, *last, **options):
+        made.append(Server(environment=environment, general=general, workers=workers, last=last, **options))
         return made[-1]
 
     monkeypatch.setattr(prestart, "ForkServer", make)
@@ -72,7 +74,7 @@ def test_the_server_has_the_environment_of_the_workers_and_their_modules(started
 @pytest.mark.parametrize(
     "word",
     [
-        "ray_kwargs.fork_workers=false", "ray_kwargs.fork_workers=1", "trainer.device=cuda",
+        "ray_kwargs.fork_workers=false", "ray_kwargs.fork_workers=1", "trainer.device=npu",
         "ray_kwargs.ray_init.address=auto", "ray_kwargs.ray_init.runtime_env.pip=[x]",
         "ray_kwargs.ray_init.include_dashboard=true", "ray_kwargs.ray_init=3", "trainer=null",
     ],
@@ -82,7 +84,7 @@ def test_ray_starts_the_processes_where_forks_are_not_wanted_or_impossible(start
 
 
 def test_without_room_for_its_sockets_ray_starts_the_processes(monkeypatch, caplog):
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise OSError("AF_UNIX path too long")
 
     monkeypatch.setattr(prestart, "ForkServer", fail)
@@ -101,7 +103,7 @@ def test_what_is_refused_by_name(monkeypatch):
     assert not refusals()
     joined = {"address": "10.0.0.1:6379"}
     cases = [
-        ({"device": "cuda"}, "needs trainer.device=cpu, not cuda: write false or null"),
+        ({"device": "npu"}, "needs trainer.device=cpu or cuda, not npu: write false or null"),
         ({"ray_init": joined}, "ray_kwargs.ray_init.address=10.0.0.1:6379 names a cluster: write false or null"),
         ({"ray_init": {"runtime_env": {"pip": ["x"]}}}, "or remove ray_kwargs.ray_init.runtime_env"),
         ({"ray_init": {"_system_config": {"a": 1}}}, "or remove ray_kwargs.ray_init._system_config"),
@@ -115,7 +117,7 @@ def test_what_is_refused_by_name(monkeypatch):
     (found,) = refusals(ray_init=None)
     assert "environment variable RAY_ADDRESS=auto names a cluster" in found and not refusals()
     monkeypatch.setattr(rules, "has_accelerators", lambda: True)
-    assert "needs a machine without accelerators" in refusals()[0]
+    assert "needs a machine without accelerators" in refusals()[0] and not refusals(device="cuda")
     monkeypatch.setattr(rules, "has_accelerators", lambda: False)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "needs Linux" in refusals()[0]
@@ -141,13 +143,26 @@ def test_other_engines_and_pools(started, word, has_engine, last):
     assert prestart.fork_server_of(config(word), has_own_runner=True).last == (None, None)
 
 
+def test_on_a_gpu_only_the_trainer_starts_from_the_server(started, monkeypatch):
+    monkeypatch.setattr(rules, "has_accelerators", lambda: True)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cuda = "trainer.device=cuda"
+    server = prestart.fork_server_of(config(cuda, "actor_rollout_ref.actor.strategy=megatron"))
+    assert server.only_first and not server.workers and server.last == (None, None)
+    assert server.assumed == {"OMP_NUM_THREADS": "1"} and "OMP_NUM_THREADS" not in server.environment
+    assert "verl.workers.megatron_workers" in server.general
+    for word in (OFF, "global_profiler.tool=nsys"):  # nsys starts the trainer
+        assert prestart.fork_server_of(config(cuda, word)) is None
+    assert prestart.fork_server_of(config(cuda), has_own_runner=True) is None and len(started) == 1
+
+
 def test_an_early_start_is_used_if_the_configuration_agrees(started, monkeypatch):
     prestart.start_early(CPU)
     assert prestart.fork_server_of(config()) is started[0] and len(started) == 1
     prestart.start_early(CPU)
     assert prestart.fork_server_of(config("trainer.n_gpus_per_node=2")) is started[2] and started[1].stopped
     prestart.start_early(CPU)
-    assert prestart.fork_server_of(config("trainer.device=cuda")) is None and started[3].stopped
+    assert prestart.fork_server_of(config("trainer.device=npu")) is None and started[3].stopped
     prestart.start_early([*CPU, ON])
     assert prestart.fork_server_of(config(ON)) is started[4] and not started[4].stopped
     served = "actor_rollout_ref.rollout.mode=async"

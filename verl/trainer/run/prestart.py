@@ -46,29 +46,36 @@ _VLLM = (
 
 
 class _Plan(NamedTuple):
-    """The needs that a run has of its fork server; ``engine`` is that of the workers, if they have one.
+    """The needs that a run has of its fork server; ``engine`` is that of the workers, if they are forks and have one.
 
     ``last_of_general`` and ``last_of_workers`` say how many processes of each kind come, if that is known: the server
-    becomes the last of them itself.
+    becomes the last of them itself. With ``only_trainer`` it becomes the trainer, which is the first one.
     """
 
     engine: str
     strategies: frozenset[str]
     last_of_general: int | None
     last_of_workers: int | None
+    device: str = "cpu"
+    only_trainer: bool = False
 
     def start(self) -> ForkServer | None:
         """Start the server with the modules of the engine and the strategies; None, with a warning, if it cannot be."""
         general = [*_GENERAL, *(["verl.workers.megatron_workers"] if "megatron" in self.strategies else [])]
         workers = _VLLM if self.engine == "vllm" else ()
-        environment = {**envs.mapping(), **unset_variables("cpu", LOOPBACK_ENV_VARS)}
+        environment = {**envs.mapping(), **unset_variables(self.device, LOOPBACK_ENV_VARS)}
         last = self.last_of_general, self.last_of_workers
         try:
-            return ForkServer(environment, _FIRST, general, workers, *last)
+            return ForkServer(
+                environment, _FIRST, general, workers, *last, only_first=self.only_trainer, assumed=_ASSUMED
+            )
         except OSError as error:  # for instance no room for its sockets, or a folder whose path is too long for them
             logger.warning("no fork server could be started, so Ray starts the processes of the run: %s", error)
             return None
 
+
+_ASSUMED = {"OMP_NUM_THREADS": "1"}
+"""What Ray sets in the process of the trainer, which has one core."""
 
 _early: tuple[_Plan, ForkServer] | None = None
 _COMMON = _Plan("vllm", frozenset({"fsdp"}), 1, 1)
@@ -122,6 +129,10 @@ def _plan_of(config: Any, has_own_runner: bool) -> _Plan | None:
         return None
     strategies = {get("actor_rollout_ref.actor.strategy"), get("critic.strategy")}
     kinds = frozenset("megatron" if strategy == "megatron" else "fsdp" for strategy in strategies)
+    if get("trainer.device") == "cuda":
+        # What holds the driver of a device cannot be forked; and nsys starts the trainer by itself.
+        is_alone = not has_own_runner and get("global_profiler.tool") != "nsys"
+        return _Plan("", kinds, None, None, "cuda", only_trainer=True) if is_alone else None
     is_hybrid = bool(get("actor_rollout_ref.hybrid_engine"))
     engine = str(get("actor_rollout_ref.rollout.name")) if is_hybrid else ""
     has_one_pool = is_hybrid and not get("reward_model.enable_resource_pool")

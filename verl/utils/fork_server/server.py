@@ -4,7 +4,9 @@
 the sockets for all processes, and perhaps for workers), ``path`` (``sys.path`` of the launching process) and lists of
 modules to import, of which ``module:function`` is called as well: ``first``, ``general``, which may import ray, and
 ``workers``, which only the workers of a worker group need, and which a second server imports, a fork of the first one.
-``last_of_general`` and ``last_of_workers`` are the numbers of processes of each kind, or null.
+``last_of_general`` and ``last_of_workers`` are the numbers of processes of each kind, or null. With ``only_first`` the
+server never forks: it becomes the process of the first request. ``assumed`` holds variables that Ray sets in each
+process if they are not set, before it imports anything.
 
 A fork of a process with threads may hang, so one with threads refuses to fork: the request is then answered with no,
 and so is one whose environment could have changed what was imported.
@@ -145,10 +147,18 @@ class Server(MetaPathFinder):
     number of the job. So the import of ray, wherever it comes, waits for the first request, which has them.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], environment: Mapping[str, str], path: Sequence[str]) -> None:
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        environment: Mapping[str, str],
+        assumed: Mapping[str, str],
+        path: Sequence[str],
+        forks: bool,
+    ) -> None:
         self._listeners = listeners
+        self._forks = forks
         self._launch_path = [*sys.path]
-        self._launch_environment = dict(environment)
+        self._launch_environment = {**environment, **assumed}
         self._environment = deciding(environment, of_ray=False)
         self._path = path
         self._first: Request | None = None
@@ -185,7 +195,8 @@ class Server(MetaPathFinder):
             self._wait_for_first()
         load(modules)
         sys.meta_path.remove(self)
-        end_with_threads()
+        if self._forks:
+            end_with_threads()
 
     def split(self, modules: Sequence[str]) -> bool:
         """Fork a server for workers, which imports more and answers at the second socket; return whether this is it."""
@@ -210,18 +221,15 @@ class Server(MetaPathFinder):
         itself, so that no page has to be copied. Later ones start by themselves. ``has_other`` says that a server for
         workers ends with this one.
         """
-        keep_shared()
-        gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *_USUAL)
+        self._keep_imports()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
         request = self._first or self._next()
         started = 0
         while True:
-            is_possible = self._can_fork(request.content) and request.is_wanted()
+            is_possible = self._is_like(request.content) and not has_threads() and request.is_wanted()
             started += is_possible
             if is_possible and started == last:
-                with suppress(OSError):
-                    os.setpgid(0, request.content["group"])
-                self._become(request)
+                self._take_place(request)
             if is_possible:
                 self._fork(request)
             request.close()
@@ -229,15 +237,29 @@ class Server(MetaPathFinder):
                 os._exit(0)  # it could never fork
             request = self._next()
 
-    def _can_fork(self, content: Mapping[str, Any]) -> bool:
+    def serve_first(self) -> NoReturn:
+        """Become the process of the first request, or end if it could differ from that."""
+        self._keep_imports()
+        request = self._first or self._next()
+        if self._is_like(request.content) and request.is_wanted():
+            self._take_place(request)
+        os._exit(0)
+
+    def _keep_imports(self) -> None:
+        keep_shared()
+        gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *_USUAL)
+
+    def _is_like(self, content: Mapping[str, Any]) -> bool:
+        """Whether the process of a request would have imported what this one has."""
         environment = content["environment"]
         is_same = deciding(environment, of_ray=False) == self._environment
-        return (
-            is_same
-            and deciding(environment, of_ray=True) == self._of_ray
-            and bool(content["words"])
-            and not has_threads()
-        )
+        return is_same and deciding(environment, of_ray=True) == self._of_ray and bool(content["words"])
+
+    def _take_place(self, request: Request) -> NoReturn:
+        """Become the process of a request without a fork."""
+        with suppress(OSError):
+            os.setpgid(0, request.content["group"])
+        self._become(request)
 
     def _fork(self, request: Request) -> None:
         try:
@@ -336,13 +358,19 @@ def main(settings: Mapping[str, Any]) -> None:
         signal.signal(number, signal.SIG_IGN)
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *_ONLY_YOUNG)
     environment = dict(os.environ)
+    assumed = {name: value for name, value in settings["assumed"].items() if name not in environment}
+    os.environ.update(assumed)
+    forks = not settings["only_first"]
     path = sys.path[0 if sys.flags.safe_path else 1 :]
     sys.path[:] = settings["path"]
     listeners = [socket.socket(fileno=handle) for handle in settings["listeners"]]
     load(settings["first"])
-    end_with_threads()
-    server = Server(listeners, environment, path)
+    if forks:
+        end_with_threads()
+    server = Server(listeners, environment, assumed, path, forks)
     server.load(settings["general"])
+    if not forks:
+        server.serve_first()
     has_other = len(listeners) > 1
     if has_other and server.split(settings["workers"]):
         server.serve(settings["last_of_workers"])

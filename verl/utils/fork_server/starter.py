@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from verl.utils.fork_server import client, server
@@ -29,6 +30,8 @@ class ForkServer:
     Args: ``environment`` is that of the processes without what is special to each. ``first`` names modules that do not
         import ray, and ``general`` all others that every process needs; ``workers`` those that only workers need.
         ``last_of_general`` and ``last_of_workers`` say how many processes of each kind will come, if that is known.
+        With ``only_first`` the server never forks, and becomes the first process; ``assumed`` holds variables that Ray
+        sets in that process if they are not set.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class ForkServer:
         workers: Sequence[str] = (),
         last_of_general: int | None = None,
         last_of_workers: int | None = None,
+        only_first: bool = False,
+        assumed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="verl-fork-", ignore_cleanup_errors=True)
         end_with_this_process([], [Path(self._folder.name)])
@@ -47,6 +52,7 @@ class ForkServer:
         handles = [listener.fileno() for listener in listeners]
         last = {"last_of_general": last_of_general, "last_of_workers": last_of_workers}
         settings = {"parent": os.getpid(), "listeners": handles, "path": sys.path} | modules | last
+        settings |= {"only_first": only_first, "assumed": dict(assumed)}
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         command = [sys.executable, server.__file__, json.dumps(settings)]
         self._process = start_process(command, env=dict(environment), pass_fds=handles, **quiet)

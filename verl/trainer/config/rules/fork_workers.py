@@ -25,13 +25,13 @@ def obstacles(device: str, ray_init: Mapping[str, Any]) -> Iterator[str]:
 
     Without a choice these processes start by themselves then. A fork must not share the libraries of an accelerator, it
     lives on the machine of the launch, and it starts with what the launch has imported, whatever its own environment
-    says.
+    says. With ``cuda`` nothing forks: only the trainer starts as a process that has imported.
     """
     if sys.platform != "linux":
         yield f"needs Linux, and this machine runs {sys.platform}: write false or null"
-    if device != "cpu":
-        yield f"needs trainer.device=cpu, not {device}: write false or null"
-    elif has_accelerators():  # an engine may look for one while it is imported, before Ray hides it
+    if device not in ("cpu", "cuda"):
+        yield f"needs trainer.device=cpu or cuda, not {device}: write false or null"
+    elif device == "cpu" and has_accelerators():  # an engine may look for one while it is imported
         yield "needs a machine without accelerators: write false or null"
     given = ray_init.get("address")
     address = given or envs.read("RAY_ADDRESS") or "local"
