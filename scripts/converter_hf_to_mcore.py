@@ -50,8 +50,10 @@ def convert(model_path: str, output_path: str, trust_remote_code: bool = False) 
     )
     layout = make_layout(engine_config)
     builder = ModelBuilder(model_config, engine_config, layout, is_value_model=False, makes_head=False)
+    chunks = builder.build()
+    builder.load(chunks)
     MegatronCheckpointManager(
-        builder.build(),
+        chunks,
         model_config.hf_config,
         processing_class=model_config.get_processor(),
         checkpoint_config=CheckpointConfig(save_contents=["model"]),

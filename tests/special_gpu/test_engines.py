@@ -5,6 +5,7 @@ Tolerances are those of the contract on CPU: fp32 with sums of a few hundred ter
 
 import os
 import time
+from contextlib import nullcontext
 from threading import Event
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from tests.workers.engine import cases, megatron_cases, real_losses, sharing_cases
 from tests.workers.engine.test_engine_contract import assert_output, assert_step
-from verl.workers.engine.fsdp.background_load import load, load_in_background
+from verl.workers.engine.background_load import load, load_in_background
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +188,26 @@ def test_megatron_equals_plain_transformers(one_rank_of_nccl, folder, name, layo
     expected["weights"] = cases.under_checkpoint_names(model, expected["weights"] | cases.saved_buffers(model))
     assert_output([on_cpu], expected["output"])
     assert_step([on_cpu], expected)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_megatron_weights_arrive_after_the_optimizer(one_rank_of_nccl, folder, distributed):
+    """In half precision, of which the optimizer holds copies in fp32: a step gives the same weights."""
+    pytest.importorskip("megatron.core")
+    from megatron.core import parallel_state
+
+    import verl.workers.engine.megatron  # noqa: F401
+
+    settings = {"dtype": "bf16", "use_distributed_optimizer": distributed}
+    weights = []
+    for is_late in (False, True):
+        with load_in_background() if is_late else nullcontext():
+            engine = megatron_cases.build(folder / "mcore" / "plain", settings)
+            if is_late:
+                for parameter in engine.models[0].parameters():
+                    parameter.data.fill_(torch.nan)
+        with engine.train_mode():
+            engine.train_batch(cases.batch(**cases.MICRO[4]), cases.loss_fn)
+        weights.append(cases.export(engine))
+    parallel_state.destroy_model_parallel()
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())

@@ -16,8 +16,8 @@ from tests import remote_code
 from tests.ranks import Ranks
 from tests.workers.engine import cases
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.engine.background_load import Values, load, load_in_background
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead, build
-from verl.workers.engine.fsdp.background_load import Values, load, load_in_background
 from verl.workers.engine.weights import SINGLE_FILE, ModelWeightsError
 
 WAIT_S = 60

@@ -1,7 +1,9 @@
 """What the Megatron-Core engine does beyond the contract: bad input, schedules, skipped steps, reward models."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.workers.engine import cases, megatron_cases
 from verl.model_merger.__main__ import main
 from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
-from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine import BaseEngine, EngineRegistry, MegatronEngineWithLMHead
+from verl.workers.engine.background_load import Values, load, load_in_background
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
@@ -212,6 +215,61 @@ def test_half_precision_keeps_an_fp32_copy(folder: Path) -> None:
     main = [p for each in engine.optimizer.chained_optimizers for p in each.get_parameters()]
     assert {p.dtype for p in main} == {torch.float32}
     assert any((p != p.bfloat16()).any() for p in main)
+
+
+BF16 = {"dtype": "bf16"}
+STARTS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "fp32": ({}, "language_model", True),
+    "value head": ({}, "value_model", True),
+    "bf16": (BF16, "language_model", True),
+    "bf16, plain optimizer": (BF16 | megatron_cases.PLAIN, "language_model", True),
+    "offloaded": (megatron_cases.OFFLOAD, "language_model", False),
+    "overlapped": (megatron_cases.OVERLAP, "language_model", False),
+}
+
+
+@pytest.mark.parametrize("settings, kind, is_late", STARTS.values(), ids=STARTS)
+def test_weights_arrive_in_a_thread(folder: Path, settings: dict[str, Any], kind: str, is_late: bool) -> None:
+    """After the optimizer has copied memory that they have not filled yet, unless it must have them."""
+    plain = megatron_cases.build(folder, settings, kind)
+    goes_on = Event()
+    usual = torch.get_default_dtype()
+    try:
+        with load_in_background():
+            load(lambda: () if goes_on.wait(60) else None)
+            engine: Any = megatron_cases.build(folder, settings, kind)
+            if is_late:
+                for parameter in engine.models[0].parameters():
+                    parameter.data.fill_(torch.nan)
+            torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it builds its model
+            goes_on.set()
+    finally:
+        torch.set_default_dtype(usual)
+    for _ in range(2):
+        exported = cases.export(engine)
+        assert all(torch.equal(tensor, exported[name]) for name, tensor in cases.export(plain).items())
+        assert step(engine) == step(plain)
+
+
+def test_an_engine_of_a_user_finds_its_weights(folder: Path) -> None:
+    class Halved(MegatronEngineWithLMHead):
+        def initialize(self) -> None:
+            super().initialize()
+            self.models[0].decoder.final_layernorm.weight.data.mul_(0.5)
+
+    plain: Any = megatron_cases.build(folder, {})
+    with load_in_background():
+        load(slow)
+        engine = Halved(plain.model_config, plain.engine_config, plain.optimizer_config)
+        engine.initialize()
+    halved = cases.export(engine)["model.norm.weight"]
+    assert torch.equal(halved, cases.load(folder).model.norm.weight * 0.5)
+
+
+def slow() -> Values:
+    """Take longer than the construction of a model."""
+    time.sleep(0.5)
+    return ()
 
 
 def bytes_on_device(engine: Any) -> dict[str, int]:

@@ -25,8 +25,8 @@ from verl.utils.vision.multi_modal import take_fetched_bytes
 from verl.workers.config.actor_critic import FSDPActorConfig
 from verl.workers.config.actor_rollout_ref import FSDPRefConfig, McoreRefConfig, ref_class
 from verl.workers.engine import BaseEngine, FSDPEngine
+from verl.workers.engine.background_load import load_in_background
 from verl.workers.engine.base import ModelOutput
-from verl.workers.engine.fsdp.background_load import load_in_background
 from verl.workers.engine.passes import PassSpec
 from verl.workers.roles import batching
 from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu

@@ -184,7 +184,18 @@ def init_mcore_model(
             parameter.requires_grad_(False)
         if marks_experts and ".experts." in name:
             parameter.allreduce = False
+    _mark_shards(model, hf_config, value)
     return model
+
+
+def _mark_shards(model: GPTModel, hf_config: "PretrainedConfig", is_value_model: bool) -> None:
+    """Mark parameters that tensor parallelism shards, as Megatron-Core does when it initialises them, which is skipped.
+
+    The gradient of one that is not marked would count as replicated, and the gradient norm would be wrong.
+    """
+    for named in named_parameters(model, hf_config, is_value_model):
+        if named.rule.shard_dim is not None and not hasattr(named.parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(named.parameter, True, named.rule.shard_dim, 1)
 
 
 def attach_picker(model: GPTModel, tp_group: ProcessGroup) -> None:
@@ -229,7 +240,7 @@ class NamedParameter:
 
 
 def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_model: bool) -> Iterator[NamedParameter]:
-    """Yield a chunk's parameters, and the buffers that checkpoints hold; mark those that tensor parallelism shards.
+    """Yield a chunk's parameters, and the buffers that checkpoints hold.
 
     Raises: ValueError naming a parameter without a rule.
     """
@@ -260,10 +271,6 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
             if is_buffer:  # positions and counts, which checkpoints do not hold
                 continue
             raise ValueError(f"no rule maps Megatron-Core's {name!r} to checkpoint tensors")
-        if rule.shard_dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-            # Megatron-Core marks it during initialisation, which is skipped. Unmarked, its gradient would count as
-            # replicated, and the gradient norm would be wrong.
-            set_tensor_model_parallel_attributes(parameter, True, rule.shard_dim, 1)
         names = tuple(each.format(layer=layer, expert=expert) for each in rule.names)
         yield NamedParameter(name, rule, names, parameter, expert is not None)
 
@@ -283,17 +290,29 @@ def load_parts(
     read: ReadPart,
     shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> None:
-    """Fill the parameters of this rank's chunks, in their order; ``read`` is asked only for this rank's parts.
+    """Fill the parameters of this rank's chunks with their ``parts``."""
+    with torch.no_grad():
+        for part, parameter in parts(chunks, hf_config, is_value_model, read, shapes):
+            parameter.copy_(part)
+
+
+def parts(
+    chunks: Sequence[GPTModel],
+    hf_config: "PretrainedConfig",
+    is_value_model: bool,
+    read: ReadPart,
+    shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (value, parameter) for this rank's chunks, in their order; ``read`` is asked only for this rank's parts.
 
     ``shapes`` are those of the stored tensors, for families whose checkpoints come in two layouts.
     """
     groups = (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group())
     dense, in_expert = (Shard(group.rank(), group.size()) for group in groups)
     read = reading_stacks(read, families.num_experts(hf_config) or 0, shapes)
-    with torch.no_grad():
-        for chunk in chunks:
-            for named in named_parameters(chunk, hf_config, is_value_model):
-                shard = in_expert if named.is_expert else dense
-                part = named.rule.load(read, shard, named.checkpoint_names, named.parameter.shape)
-                if part.device.type != "meta":  # a dry run reads nothing
-                    named.parameter.copy_(part)
+    for chunk in chunks:
+        for named in named_parameters(chunk, hf_config, is_value_model):
+            shard = in_expert if named.is_expert else dense
+            part = named.rule.load(read, shard, named.checkpoint_names, named.parameter.shape)
+            if part.device.type != "meta":  # a dry run reads nothing
+                yield part, named.parameter

@@ -37,8 +37,8 @@ from verl.utils.model import (
     stored_buffers,
 )
 from verl.utils.ulysses import validate_ulysses_config
+from verl.workers.engine.background_load import Values, load, place
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
-from verl.workers.engine.fsdp.background_load import Values, load, place
 from verl.workers.engine.fsdp.compute_copies import ComputeCopies, dtype_of_copies
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.weights import (

@@ -25,9 +25,9 @@ from verl.utils.import_utils import is_own
 from verl.utils.numerics.lr_schedules import num_warmup_steps
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config.engine import DEVICES, STRATEGIES
+from verl.workers.engine.background_load import wait_for_weights
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
-from verl.workers.engine.fsdp.background_load import wait_for_weights
 from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, precision_policy, use_packed_attention
 from verl.workers.engine.fsdp.compute_copies import WHOLE_MODEL_BYTES, ComputeCopies
 from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel

@@ -9,6 +9,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -25,8 +26,8 @@ from verl.models.mcore.gpt.build import (
     attach_picker,
     hf_to_mcore_config,
     init_mcore_model,
-    load_parts,
     named_parameters,
+    parts,
 )
 from verl.models.mcore.gpt.layers import attach_paths
 from verl.models.mcore.gpt.vision import takes_axes
@@ -38,6 +39,7 @@ from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, ho
 from verl.utils.fs import copy_to_local
 from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
+from verl.workers.engine.background_load import Values, load, place
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.weights import DTYPES, ModelWeightsError, SafetensorsReader, draw_tensor, refuse_not_finite
 
@@ -89,7 +91,7 @@ class ModelBuilder:
         self.bridge: Bridge | None = None
 
     def build(self) -> list[Any]:
-        """Return the chunks with their weights.
+        """Return the chunks, whose weights ``load`` brings.
 
         Raises: ValueError naming the file, tensor or key that is wrong.
         """
@@ -120,16 +122,10 @@ class ModelBuilder:
                 attach_fused_head(chunk, self.text.vocab_size, self.layout.tp_group, backend)
             if self.freeze_vision_tower and hasattr(chunk, "visual"):
                 chunk.visual.requires_grad_(False)
-        if not self.load_weight:
-            self._fill(chunks, new_weights(self.hf_config, self.engine_config.seed), {})
-        elif self.engine_config.use_dist_checkpointing:
-            self.load_distributed(chunks, str(self.engine_config.dist_checkpointing_path))
-        else:
-            self.load(chunks)
         return chunks
 
     def _build_bridged(self) -> list[Any]:
-        """Return the chunks of a model that the tables lack, as mbridge builds and loads them."""
+        """Return the chunks of a model that the tables lack, as mbridge builds them."""
         self._refuse_options()
         if self.is_value_model or not self.load_weight or self.freeze_vision_tower:
             wrong = "load_weight=false" if not self.load_weight else "freeze_vision_tower=true"
@@ -148,10 +144,6 @@ class ModelBuilder:
             if self.fuses_head:
                 backend = self.model_config.fused_kernel_options["impl_backend"]
                 attach_fused_head(chunk, self.text.vocab_size, self.layout.tp_group, backend)
-        if self.engine_config.use_dist_checkpointing:
-            self.load_distributed(chunks, str(self.engine_config.dist_checkpointing_path))
-        else:
-            self.bridge.load(chunks, self.path)
         return chunks
 
     @property
@@ -254,7 +246,27 @@ class ModelBuilder:
 
     # ---- weights
 
-    def load(self, chunks: Sequence[Any]) -> None:
+    @property
+    def reads_alone(self) -> bool:
+        """Whether ``load`` needs no other rank, and so may run in a thread."""
+        shares_files = self.engine_config.share_model_files and self.layout.world_size > 1
+        return self.bridge is None and not self.engine_config.use_dist_checkpointing and not shares_files
+
+    def load(self, chunks: Sequence[Any], at_once: bool = True) -> None:
+        """Bring the weights of the chunks; collective unless ``reads_alone``, and only then may it be not ``at_once``.
+
+        Raises: ModelWeightsError naming the file, or the tensor that is missing or of the wrong shape.
+        """
+        if not self.load_weight:
+            self._fill(chunks, new_weights(self.hf_config, self.engine_config.seed), {}, at_once)
+        elif self.engine_config.use_dist_checkpointing:
+            self.load_distributed(chunks, str(self.engine_config.dist_checkpointing_path))
+        elif self.bridge is not None:
+            self.bridge.load(chunks, self.path)
+        else:
+            self.load_files(chunks, at_once)
+
+    def load_files(self, chunks: Sequence[Any], at_once: bool = True) -> None:
         """Fill the parameters of this rank with its parts of the checkpoint.
 
         It reads only those parts. With ``share_model_files`` they may come from another worker; collective then.
@@ -283,10 +295,16 @@ class ModelBuilder:
                 "some nodes have it"
             )
         shapes = {name: reader.shape(name) for name in reader.names() if is_stack(name)}
-        self._fill(chunks, self._reading(reader.read, reader.names()), shapes)
+        self._fill(chunks, self._reading(reader.read, reader.names()), shapes, at_once)
 
-    def _fill(self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]]) -> None:
-        load_parts(chunks, self.hf_config, self.is_value_model, read, shapes)
+    def _fill(
+        self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]], at_once: bool = True
+    ) -> None:
+        load(partial(self._values, chunks, read, shapes), at_once)
+
+    def _values(self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]]) -> Values:
+        for value, parameter in parts(chunks, self.hf_config, self.is_value_model, read, shapes):
+            yield from place(value, parameter)
 
     def _reading(self, read_stored: "ReadPart", names: Collection[str]) -> "ReadPart":
         """Return a function that reads a part of a stored tensor, or makes one of a new head."""
@@ -419,9 +437,9 @@ def new_weights(hf_config: "PretrainedConfig", seed: int) -> "ReadPart":
     """Return a function that draws each tensor, the same on every layout: norms are 1, biases 0, matrices normal."""
 
     def make(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-        is_norm = len(shape) == 1 and not name.endswith("bias")
-        whole = torch.ones(*shape) if is_norm else draw_tensor(name, torch.Size(shape), seed, hf_config)
-        return whole[part]
+        if len(shape) == 1 and not name.endswith("bias"):  # a norm
+            return torch.ones(*shape, dtype=torch.float32)[part]
+        return draw_tensor(name, torch.Size(shape), seed, hf_config)[part]
 
     return make
 

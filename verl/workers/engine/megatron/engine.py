@@ -17,12 +17,14 @@ from verl.models.mcore.gpt.build import attach_fused_head, attach_picker
 from verl.models.mcore.gpt.export import exported_weights
 from verl.models.mcore.gpt.vision import takes_axes
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+from verl.utils.import_utils import is_own
 from verl.utils.megatron.offload import Offload
 from verl.utils.megatron.optimizer import (
     get_megatron_optimizer,
     get_megatron_optimizer_param_scheduler,
     init_megatron_optim_config,
 )
+from verl.workers.engine.background_load import wait_for_weights, when_loaded
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part, T
 from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, share_folder, wrap
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
@@ -77,6 +79,9 @@ class MegatronEngine(BaseEngine):
         )
         self.models = builder.build()
         self.bridge = builder.bridge
+        loads_last = builder.reads_alone and not self._needs_weights
+        if not loads_last:
+            builder.load(self.models)
         self.module = list(self.models)
         if self.optimizer_config is None:
             for model in self.models:
@@ -87,8 +92,25 @@ class MegatronEngine(BaseEngine):
             settings = init_megatron_optim_config(self.optimizer_config, dtype, config.use_distributed_optimizer)
             self.optimizer = get_megatron_optimizer(self.module, settings)
             self.lr_scheduler = get_megatron_optimizer_param_scheduler(self.optimizer, self.optimizer_config)
+        if loads_last:
+            builder.load(self.models, at_once=False)
+            if self.optimizer is not None:  # which may hold copies in fp32
+                when_loaded(self.optimizer.reload_model_params)
+        if not is_own(type(self)):  # an engine of the user, which may read the weights
+            wait_for_weights()
         self._adopt(self.model_config.hf_config, builder.fuses_head, self.model_config.use_prefix_sharing)
         self._unload()
+
+    @property
+    def _needs_weights(self) -> bool:
+        """Whether the wrapper and the optimizer need the weights when they are made.
+
+        They are moved then, or an option makes copies that the optimizer cannot make again.
+        """
+        config, optimizer = self.engine_config, self.optimizer_config
+        options = optimizer is not None and (optimizer.override_optimizer_config or config.override_ddp_config)
+        is_quantized = any(key.startswith(("fp8", "fp4")) for key in config.override_transformer_config)
+        return config.param_offload or config.optimizer_offload or is_quantized or bool(options)
 
     @classmethod
     def from_modules(

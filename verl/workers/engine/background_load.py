@@ -53,9 +53,19 @@ def place(value: Tensor, memory: Tensor) -> Values:
     captures meanwhile. Since the memory is there already, an engine that measures what is free sees the whole model.
     """
     if memory.device.type == "cpu":
-        memory.copy_(value)
+        with torch.no_grad():
+            memory.copy_(value)
     else:
         yield memory, value
+
+
+def when_loaded(work: Callable[[], None]) -> None:
+    """Run work that depends on weights: when those of the block around this call are there; without one, now."""
+    loads = _running.get()
+    if loads is None:
+        work()
+    else:
+        loads.dependents.append(work)
 
 
 def wait_for_weights() -> None:
@@ -73,6 +83,7 @@ def _store(values: Values) -> None:
 
 class _Loads:
     def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self.dependents: list[Callable[[], None]] = []
         self._thread = thread
         self._futures: list[Future[list[tuple[Tensor, Tensor]]]] = []
 
@@ -88,3 +99,6 @@ class _Loads:
         for future in self._futures:
             _store(future.result())
         self._futures.clear()
+        for work in self.dependents:
+            work()
+        self.dependents.clear()
