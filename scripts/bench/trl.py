@@ -48,12 +48,12 @@ class Case(NamedTuple):
     limit: int
     prompt_length: int = 32
     trl_micro: int = 32
-    token_budget: int = 1024
+    token_budget: int = 640
 
 
 CASES = {
     "fixed": Case(34, 40, 32),
-    "varied": Case(4, 64, 64, token_budget=640),
+    "varied": Case(4, 64, 64),
     "long_prompt": Case(66, 72, 64, prompt_length=512, token_budget=2048),
 }
 LENGTH_KEYS = {  # by framework

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.workers.engine import cases, megatron_cases, real_losses, sharing_cases
 from tests.workers.engine.test_engine_contract import assert_output, assert_step
-from verl.workers.engine.background_load import load, load_in_background
+from verl.workers.engine.background_load import fill, load_in_background
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,12 @@ def test_weights_arrive_after_the_start_of_another_engine(folder, engine):
     is_read, graph = Event(), torch.cuda.CUDAGraph()
     ones = torch.ones(8, device="cuda")
     with load_in_background():
-        load(lambda: assert_soon(is_read))
+        fill((), lambda: assert_soon(is_read))
         built = cases.build(folder / "plain", engine=engine)
         allocated = torch.cuda.memory_allocated()
         with torch.cuda.graph(graph):
             is_read.set()
-            load(lambda: is_read.clear() or ())
+            fill((), lambda: is_read.clear() or ())
             assert_soon(is_read, False)
             twice = ones * 2
         assert torch.cuda.memory_allocated() - allocated <= 4096  # of the graph

@@ -209,10 +209,11 @@ def test_a_server_for_the_first_process_becomes_it(folder):
         assert first["environment"]["RANK"] == "0" and first["interrupt"] and first["terminate"]
 
 
-def test_a_server_for_the_first_process_is_not_there_for_another(folder):
+@pytest.mark.parametrize("variables", [{"READ_AT_IMPORT": "1"}, {"WG_BACKEND": "ray"}], ids=["a variable", "a worker"])
+def test_a_server_for_the_first_process_is_not_there_for_another(folder, variables):
     with ForkServer(os.environ, ["preloaded"], ["ray"], only_first=True) as started:
         words = command(started, folder)
-        assert not report_of(words, folder, READ_AT_IMPORT="1")["has"]
+        assert not report_of(words, folder, **variables)["has"]
         assert started._process.wait(timeout=PATIENCE_S) == 0
         assert not report_of(words, folder)["has"]
 

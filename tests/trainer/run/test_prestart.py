@@ -153,7 +153,9 @@ def test_on_a_gpu_only_the_trainer_starts_from_the_server(started, monkeypatch):
     assert "verl.workers.megatron_workers" in server.general
     for word in (OFF, "global_profiler.tool=nsys"):  # nsys starts the trainer
         assert prestart.fork_server_of(config(cuda, word)) is None
-    assert prestart.fork_server_of(config(cuda), has_own_runner=True) is None and len(started) == 1
+    assert prestart.fork_server_of(config(cuda), has_own_runner=True) is None
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # Ray would hide the devices from the trainer
+    assert prestart.fork_server_of(config(cuda)) is None and len(started) == 1
 
 
 def test_an_early_start_is_used_if_the_configuration_agrees(started, monkeypatch):

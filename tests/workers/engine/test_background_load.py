@@ -2,9 +2,12 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,14 @@ from tests import remote_code
 from tests.ranks import Ranks
 from tests.workers.engine import cases
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
-from verl.workers.engine.background_load import Values, load, load_in_background
+from verl.workers.engine import background_load
+from verl.workers.engine.background_load import (
+    Values,
+    fill,
+    load_in_background,
+    wait_for_weights,
+    when_filled,
+)
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead, build
 from verl.workers.engine.weights import SINGLE_FILE, ModelWeightsError
 
@@ -42,7 +52,7 @@ def test_the_weights_are_the_same_whatever_the_process_does_meanwhile(folder: Pa
     usual = torch.get_default_dtype()
     try:
         with load_in_background():
-            load(lambda: assert_that(goes_on.wait(WAIT_S)))  # the weights come after it
+            fill((), lambda: assert_that(goes_on.wait(WAIT_S)))  # the weights come after it
             engine = cases.build(folder, **MODELS[name])
             torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it builds its model
             torch.manual_seed(12345)
@@ -70,17 +80,49 @@ def test_memory_of_an_accelerator_gets_its_values_when_the_block_ends(
     monkeypatch.setattr(build, "place", as_on_an_accelerator)
     goes_on, is_read = Event(), Event()
     with load_in_background():
-        load(lambda: assert_that(goes_on.wait(WAIT_S)))
+        fill((), lambda: assert_that(goes_on.wait(WAIT_S)))
         engine = cases.build(folder)
         for parameter in engine.module.parameters():
             parameter.data.fill_(torch.nan)
-        load(lambda: is_read.set() or ())
+        fill((), lambda: is_read.set() or ())
         goes_on.set()
         assert is_read.wait(WAIT_S)
         assert all(parameter.isnan().all() for parameter in engine.module.parameters())
     weights = dict(engine.local_parameters())
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_weights_arrive_once_whoever_waits_for_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "place", as_on_an_accelerator)
+    done: list[str] = []
+    with load_in_background():
+        fill((), slow)
+        engine = cases.build(folder)
+        when_filled(lambda: done.append("first"))
+        wait_for_weights()
+        assert done == ["first"]
+        weight = engine.module.model.norm.weight
+        assert torch.equal(weight, cases.load(folder).model.norm.weight)
+        weight.data.fill_(2.0)
+        when_filled(lambda: done.append("second"))
+    assert done == ["first", "second"] and (weight == 2.0).all()
+    when_filled(lambda: done.append("third"))
+    assert done[-1] == "third"
+
+
+def test_values_that_find_no_room_on_the_host_arrive_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_load.psutil, "virtual_memory", lambda: SimpleNamespace(available=4000))
+    room, none = (torch.empty(size, device="meta") for size in (400, 101))  # a device that is not the host
+    arrived: list[str] = []
+    goes_on = Event()
+    with load_in_background():
+        fill([room], lambda: arrived.append("room") or () if goes_on.wait(WAIT_S) else ())
+        fill([none], lambda: arrived.append("none") or ())
+        fill([torch.empty(1000)], lambda: arrived.append("host") or ())
+        assert arrived == ["none"]
+        goes_on.set()
+    assert arrived == ["none", "room", "host"]
 
 
 def as_on_an_accelerator(value: torch.Tensor, memory: torch.Tensor) -> Values:
@@ -135,7 +177,7 @@ def halved(folder: Path) -> Halved:
 
 def test_an_engine_of_a_user_finds_its_weights(folder: Path) -> None:
     with load_in_background():
-        load(slow)
+        fill((), slow)
         engine = halved(folder)
         engine.initialize()
     assert torch.equal(cases.export(engine)["model.norm.weight"], cases.load(folder).model.norm.weight * 0.5)
@@ -155,7 +197,7 @@ def test_an_error_that_the_block_has_met_is_not_its_own_cause(tmp_path: Path) ->
 def test_remote_code_is_checked_with_its_weights(tmp_path: Path) -> None:
     remote_code.write_model(tmp_path, "kimi_vl")
     with load_in_background():
-        load(slow)
+        fill((), slow)
         engine = cases.build(tmp_path, {"trust_remote_code": True})
         present = {name: value.detach().clone() for name, value in engine.local_parameters()}
     assert all(torch.equal(present[name], value) for name, value in engine.local_parameters())
@@ -168,18 +210,41 @@ def test_ranks_that_read_together_do_so_at_once(tmp_path: Path) -> None:
     Ranks(read_together, (2, tmp_path, str(tmp_path / "store")), nprocs=2).join()
 
 
-def read_together(rank: int, world_size: int, folder: Path, store: str) -> None:
+def test_shards_that_are_offloaded_are_whole(folder: Path, tmp_path: Path) -> None:
+    """``fully_shard`` copies a shard that is shorter than others when it moves."""
+    Ranks(read_and_offload, (3, folder, str(tmp_path / "store")), nprocs=3).join()
+
+
+def read_and_offload(rank: int, world_size: int, folder: Path, store: str) -> None:
+    with as_rank(rank, world_size, store):
+        with load_in_background():
+            fill((), slow)
+            engine: Any = cases.build(folder, engine={"param_offload": True})
+        sizes = {parameter.to_local().shape[0] for _, parameter in engine.local_parameters()}
+        with engine.eval_mode():
+            exported = cases.export(engine)
+        model = cases.load(folder)
+        assert len(sizes) > 1 and all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int, store: str) -> Iterator[None]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     timeout = timedelta(seconds=WAIT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
-    with load_in_background():
-        load(slow)
-        engine: Any = cases.build(folder)
-        present = {name: value.to_local().detach().clone() for name, value in engine.local_parameters()}
-    exported = cases.export(engine)
-    expected = cases.load(folder)
-    stored = cases.under_checkpoint_names(expected, dict(expected.named_parameters()))
-    assert all(torch.equal(present[name], value.to_local()) for name, value in engine.local_parameters())
-    assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)
+    yield
     dist.destroy_process_group()
+
+
+def read_together(rank: int, world_size: int, folder: Path, store: str) -> None:
+    with as_rank(rank, world_size, store):
+        with load_in_background():
+            fill((), slow)
+            engine: Any = cases.build(folder)
+            present = {name: value.to_local().detach().clone() for name, value in engine.local_parameters()}
+        exported = cases.export(engine)
+        expected = cases.load(folder)
+        stored = cases.under_checkpoint_names(expected, dict(expected.named_parameters()))
+        assert all(torch.equal(present[name], value.to_local()) for name, value in engine.local_parameters())
+        assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)

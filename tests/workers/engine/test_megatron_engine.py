@@ -14,7 +14,7 @@ from tests.workers.engine import cases, megatron_cases
 from verl.model_merger.__main__ import main
 from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, MegatronEngineWithLMHead
-from verl.workers.engine.background_load import Values, load, load_in_background
+from verl.workers.engine.background_load import Values, fill, load_in_background
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
@@ -228,15 +228,25 @@ STARTS: dict[str, tuple[dict[str, Any], str, bool]] = {
 }
 
 
+@pytest.mark.parametrize("is_on_host", [True, False])
 @pytest.mark.parametrize("settings, kind, is_late", STARTS.values(), ids=STARTS)
-def test_weights_arrive_in_a_thread(folder: Path, settings: dict[str, Any], kind: str, is_late: bool) -> None:
+def test_weights_arrive_in_a_thread(
+    folder: Path,
+    settings: dict[str, Any],
+    kind: str,
+    is_late: bool,
+    is_on_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After the optimizer has copied memory that they have not filled yet, unless it must have them."""
+    if not is_on_host:
+        monkeypatch.setattr("verl.workers.engine.megatron.build.place", as_on_an_accelerator)
     plain = megatron_cases.build(folder, settings, kind)
     goes_on = Event()
     usual = torch.get_default_dtype()
     try:
         with load_in_background():
-            load(lambda: () if goes_on.wait(60) else None)
+            fill((), lambda: () if goes_on.wait(60) else None)
             engine: Any = megatron_cases.build(folder, settings, kind)
             if is_late:
                 for parameter in engine.models[0].parameters():
@@ -259,11 +269,16 @@ def test_an_engine_of_a_user_finds_its_weights(folder: Path) -> None:
 
     plain: Any = megatron_cases.build(folder, {})
     with load_in_background():
-        load(slow)
+        fill((), slow)
         engine = Halved(plain.model_config, plain.engine_config, plain.optimizer_config)
         engine.initialize()
     halved = cases.export(engine)["model.norm.weight"]
     assert torch.equal(halved, cases.load(folder).model.norm.weight * 0.5)
+
+
+def as_on_an_accelerator(value: torch.Tensor, memory: torch.Tensor) -> Values:
+    """Stand in for ``place`` as if the memory were that of an accelerator."""
+    yield memory, value
 
 
 def slow() -> Values:

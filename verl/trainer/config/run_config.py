@@ -112,7 +112,7 @@ class RayConfig(BaseConfig):
 class TrainingRayConfig(RayConfig):
     """The Ray cluster of a training run."""
 
-    fork_workers: bool | None = setting(None, "start processes (on a GPU the trainer) from one that has imported")
+    fork_workers: bool | None = setting(None, "start processes from one that has imported; null: if possible")
 
 
 ABSENT = object()

@@ -152,7 +152,7 @@ def start_ray(
 
     Starts a cluster on this machine unless the node ``cluster`` or ``RAY_ADDRESS`` has the address of one. ``device``
     is that of the workers. A cluster on this machine has a dashboard only if ``ray_init`` asks for it, and otherwise
-    only the processes that a run uses, with Ray's agent if it ``serves_metrics``. Its workers are forks of the
+    only the processes that a run uses, with Ray's agent if it ``serves_metrics``. Its processes start from the
     ``fork_server``, if there is one.
     """
     global _log_forwarder

@@ -65,17 +65,21 @@ class _Plan(NamedTuple):
         workers = _VLLM if self.engine == "vllm" else ()
         environment = {**envs.mapping(), **unset_variables(self.device, LOOPBACK_ENV_VARS)}
         last = self.last_of_general, self.last_of_workers
+        assumed = _OF_TRAINER if self.only_trainer else {}
         try:
             return ForkServer(
-                environment, _FIRST, general, workers, *last, only_first=self.only_trainer, assumed=_ASSUMED
+                environment, _FIRST, general, workers, *last, only_first=self.only_trainer, assumed=assumed
             )
         except OSError as error:  # for instance no room for its sockets, or a folder whose path is too long for them
             logger.warning("no fork server could be started, so Ray starts the processes of the run: %s", error)
             return None
 
 
-_ASSUMED = {"OMP_NUM_THREADS": "1"}
-"""What Ray sets in the process of the trainer, which has one core."""
+_OF_TRAINER = {"OMP_NUM_THREADS": "1"}
+"""What Ray sets in the process of the trainer, which has one core, unless it is set."""
+
+_HIDES_DEVICES = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""With this variable Ray hides all devices from a process that asks for none, as the trainer."""
 
 _early: tuple[_Plan, ForkServer] | None = None
 _COMMON = _Plan("vllm", frozenset({"fsdp"}), 1, 1)
@@ -131,8 +135,8 @@ def _plan_of(config: Any, has_own_runner: bool) -> _Plan | None:
     kinds = frozenset("megatron" if strategy == "megatron" else "fsdp" for strategy in strategies)
     if get("trainer.device") == "cuda":
         # What holds the driver of a device cannot be forked; and nsys starts the trainer by itself.
-        is_alone = not has_own_runner and get("global_profiler.tool") != "nsys"
-        return _Plan("", kinds, None, None, "cuda", only_trainer=True) if is_alone else None
+        is_plain = not has_own_runner and get("global_profiler.tool") != "nsys" and not envs.read(_HIDES_DEVICES)
+        return _Plan("", kinds, None, None, "cuda", only_trainer=True) if is_plain else None
     is_hybrid = bool(get("actor_rollout_ref.hybrid_engine"))
     engine = str(get("actor_rollout_ref.rollout.name")) if is_hybrid else ""
     has_one_pool = is_hybrid and not get("reward_model.enable_resource_pool")

@@ -5,8 +5,8 @@ the sockets for all processes, and perhaps for workers), ``path`` (``sys.path`` 
 modules to import, of which ``module:function`` is called as well: ``first``, ``general``, which may import ray, and
 ``workers``, which only the workers of a worker group need, and which a second server imports, a fork of the first one.
 ``last_of_general`` and ``last_of_workers`` are the numbers of processes of each kind, or null. With ``only_first`` the
-server never forks: it becomes the process of the first request. ``assumed`` holds variables that Ray sets in each
-process if they are not set, before it imports anything.
+server never forks: it becomes the process of the first request, unless that is a worker. ``assumed`` holds variables
+that Ray sets in this process before anything is imported there, unless they are set.
 
 A fork of a process with threads may hang, so one with threads refuses to fork: the request is then answered with no,
 and so is one whose environment could have changed what was imported.
@@ -34,7 +34,8 @@ _USUAL, _ONLY_YOUNG = gc.get_threshold()[1:], (1 << 30, 1 << 30)
 """Collections of young objects before one of older ones, and of those before one of all."""
 _REQUEST_S = 10.0
 _SAFE_THREADS = ("jemalloc_bg_thd",)  # jemalloc stops and starts it around a fork
-_FREE_PREFIXES = ("__RAY_", "WG_", "MASTER_", "LOCAL_")
+_OF_WORKERS = "WG_"
+_FREE_PREFIXES = ("__RAY_", _OF_WORKERS, "MASTER_", "LOCAL_")
 _FREE = {"RANK", "WORLD_SIZE", "PYTHONBREAKPOINT", "SPT_NOENV", "PWD", "OLDPWD", "SHLVL", "_", "LD_PRELOAD"}
 _FREE |= {"RAY_LOCAL_WORLD_SIZE", "RAY_LD_PRELOAD_ON_WORKERS"}
 """Variables that no module reads while it is imported."""
@@ -238,10 +239,11 @@ class Server(MetaPathFinder):
             request = self._next()
 
     def serve_first(self) -> NoReturn:
-        """Become the process of the first request, or end if it could differ from that."""
+        """Become the process of the first request; end if that is a worker, or could differ from this process."""
         self._keep_imports()
         request = self._first or self._next()
-        if self._is_like(request.content) and request.is_wanted():
+        is_worker = any(name.startswith(_OF_WORKERS) for name in request.content["environment"])
+        if not is_worker and self._is_like(request.content) and request.is_wanted():
             self._take_place(request)
         os._exit(0)
 

@@ -30,8 +30,8 @@ class ForkServer:
     Args: ``environment`` is that of the processes without what is special to each. ``first`` names modules that do not
         import ray, and ``general`` all others that every process needs; ``workers`` those that only workers need.
         ``last_of_general`` and ``last_of_workers`` say how many processes of each kind will come, if that is known.
-        With ``only_first`` the server never forks, and becomes the first process; ``assumed`` holds variables that Ray
-        sets in that process if they are not set.
+        With ``only_first`` the server never forks: it becomes the first process, unless that is a worker. ``assumed``
+        holds variables that Ray sets in that process unless they are set.
     """
 
     def __init__(

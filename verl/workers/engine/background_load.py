@@ -5,8 +5,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import psutil
 import torch
 from torch import Tensor
+
+from verl.utils import envs
 
 Values = Iterable[tuple[Tensor, Tensor]]
 """Pairs of memory on an accelerator and the value that belongs there."""
@@ -18,8 +21,8 @@ _running: ContextVar["_Loads | None"] = ContextVar("background_loads", default=N
 def load_in_background() -> Iterator[None]:
     """Let models that are built in the block get their weights in a thread; leaving the block waits for it.
 
-    Until then only shapes and dtypes of parameters may be read. The work in the block may change the default dtype and
-    the random state of the process: loading depends on neither.
+    Until then only shapes and dtypes of parameters may be read, and nothing may move or replace their memory. The work
+    in the block may change the default dtype and the random state of the process: loading depends on neither.
 
     Raises: the error of a load, also where the block has failed, since that may be a consequence.
     """
@@ -34,20 +37,22 @@ def load_in_background() -> Iterator[None]:
         loads.finish()
 
 
-def load(read: Callable[[], Values], at_once: bool = False) -> None:
-    """Let ``read`` fill parameters: in the thread of the block around this call; without one, or ``at_once``, now.
+def fill(memory: Iterable[Tensor], read: Callable[[], Values], at_once: bool = False) -> None:
+    """Let ``read`` fill the memory of parameters: in the thread of the block around this call; without one, now.
+
+    It is also done now if it has to be ``at_once``, or if the host has no room for values that wait for an accelerator.
 
     Args: ``read`` hands each value to ``place``, and yields what that yields.
     """
     loads = _running.get()
-    if at_once or loads is None:
+    if at_once or loads is None or not loads.has_room_for(memory):
         _store(read())
     else:
         loads.add(read)
 
 
 def place(value: Tensor, memory: Tensor) -> Values:
-    """Copy a value into memory of the host; yield memory of an accelerator with its value, for ``load``.
+    """Copy a value into memory of the host; yield memory of an accelerator with its value, for ``fill``.
 
     That value gets there in the process's own thread: from another one it could break a CUDA graph that an engine
     captures meanwhile. Since the memory is there already, an engine that measures what is free sees the whole model.
@@ -59,8 +64,8 @@ def place(value: Tensor, memory: Tensor) -> Values:
         yield memory, value
 
 
-def when_loaded(work: Callable[[], None]) -> None:
-    """Run work that depends on weights: when those of the block around this call are there; without one, now."""
+def when_filled(work: Callable[[], None]) -> None:
+    """Run work that needs the weights, or moves them: when those of the block around this call are there, else now."""
     loads = _running.get()
     if loads is None:
         work()
@@ -86,6 +91,16 @@ class _Loads:
         self.dependents: list[Callable[[], None]] = []
         self._thread = thread
         self._futures: list[Future[list[tuple[Tensor, Tensor]]]] = []
+        workers = envs.integer("RAY_LOCAL_WORLD_SIZE", 1)
+        self._room = psutil.virtual_memory().available // 2 // workers
+
+    def has_room_for(self, memory: Iterable[Tensor]) -> bool:
+        """Whether the values of memory on an accelerator may wait on the host; if so, they take their part of it."""
+        needed = sum(each.nbytes for each in memory if each.device.type != "cpu")
+        if needed > self._room:
+            return False
+        self._room -= needed
+        return True
 
     def add(self, read: Callable[[], Values]) -> None:
         self._futures.append(self._thread.submit(lambda: list(read())))
@@ -96,9 +111,8 @@ class _Loads:
 
     def finish(self) -> None:
         self.wait()
-        for future in self._futures:
-            _store(future.result())
-        self._futures.clear()
-        for work in self.dependents:
+        while self._futures:
+            _store(self._futures.pop(0).result())
+        dependents, self.dependents = self.dependents, []
+        for work in dependents:
             work()
-        self.dependents.clear()

@@ -290,7 +290,9 @@ def load_parts(
     read: ReadPart,
     shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> None:
-    """Fill the parameters of this rank's chunks with their ``parts``."""
+    """Fill the parameters of this rank's chunks with their ``parts``, and mark shards, as ``init_mcore_model`` does."""
+    for chunk in chunks:
+        _mark_shards(chunk, hf_config, is_value_model)
     with torch.no_grad():
         for part, parameter in parts(chunks, hf_config, is_value_model, read, shapes):
             parameter.copy_(part)

@@ -1,4 +1,4 @@
-"""Worker processes that are forks: ``ray_kwargs.fork_workers``."""
+"""Processes that start from one that has imported: ``ray_kwargs.fork_workers``."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,14 +14,14 @@ _OPTIONS = ("runtime_env", "_system_config", "include_dashboard")
 
 
 def fork_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield what keeps the processes of a run from being forks, if they shall be."""
+    """Yield what keeps the processes of a run from starting from one that has imported, if they shall."""
     if run.ray_kwargs.fork_workers:
         for expected in obstacles(run.trainer.device, run.ray_kwargs.ray_init or {}):
             yield Violation(KEY, True, expected)
 
 
 def obstacles(device: str, ray_init: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what keeps Ray from starting its processes as forks, and what to do.
+    """Yield what keeps Ray from starting its processes from one that has imported, and what to do.
 
     Without a choice these processes start by themselves then. A fork must not share the libraries of an accelerator, it
     lives on the machine of the launch, and it starts with what the launch has imported, whatever its own environment

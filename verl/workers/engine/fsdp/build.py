@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from verl.utils.model import (
     stored_buffers,
 )
 from verl.utils.ulysses import validate_ulysses_config
-from verl.workers.engine.background_load import Values, load, place
+from verl.workers.engine.background_load import Values, fill, place
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.compute_copies import ComputeCopies, dtype_of_copies
 from verl.workers.engine.fsdp.layout import Layout
@@ -151,7 +151,7 @@ class ModelBuilder:
     adapter_sizes: AdapterSizes | None = None
 
     def build(self) -> nn.Module:
-        """Return the module with its weights, sharded as the layout says.
+        """Return the module, sharded as the layout says; ``fill`` brings its weights.
 
         Raises: ValueError naming the file, tensor or key that is wrong.
         """
@@ -194,8 +194,9 @@ class ModelBuilder:
         is_on_host = self.engine_config.offload_policy or self.engine_config.param_offload
         home = torch.device("cpu") if is_on_host else self.layout.device
         load_buffers(module, source.read)
-        fill = materialize(module, self.layout.shard_group, home, source.read, self._initialize)
-        load(fill, at_once=source.is_collective)
+        empty = materialize(module, home)
+        read = partial(_values, empty, self.layout.shard_group, source.read, self._initialize)
+        fill((each.memory for each in empty), read, at_once=source.is_collective)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -348,21 +349,22 @@ def local_rows(shape: torch.Size, group: ProcessGroup | None) -> slice:
     return slice(start, min(start + step, shape[0]))
 
 
-def materialize(
-    model: nn.Module, group: ProcessGroup | None, device: torch.device, read: LocalReader, initialize: LocalReader
-) -> Callable[[], Values]:
-    """Give every meta parameter memory for its shard on ``device``. Tied parameters stay one.
+class Empty(NamedTuple):
+    """A parameter of a module that has no value yet: its name and whole shape, and the memory of this rank's rows."""
 
-    Returns: what fills the memory (see ``load``), from the checkpoint or, if a tensor is new, from ``initialize``. Each
-        rank reads only its shard, so no rank ever holds the whole model. It raises ModelWeightsError for tensors that
-        neither source has.
-    """
+    name: str
+    shape: torch.Size
+    memory: Tensor
+
+
+def materialize(model: nn.Module, device: torch.device) -> list[Empty]:
+    """Give every meta parameter memory for its shard on ``device``. Tied parameters stay one."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
-    empty: list[tuple[str, torch.Size, Tensor]] = []
+    empty: list[Empty] = []
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:
             continue
@@ -370,13 +372,17 @@ def materialize(
         new = nn.Parameter(memory, requires_grad=parameter.requires_grad)
         for module, attribute in places[id(parameter)]:
             setattr(module, attribute, new)
-        empty.append((name, parameter.shape, memory.to_local() if isinstance(memory, DTensor) else memory))
-    return partial(_fill, empty, group, read, initialize)
+        empty.append(Empty(name, parameter.shape, memory.to_local() if isinstance(memory, DTensor) else memory))
+    return empty
 
 
-def _fill(
-    empty: list[tuple[str, torch.Size, Tensor]], group: ProcessGroup | None, read: LocalReader, initialize: LocalReader
-) -> Values:
+def _values(empty: Sequence[Empty], group: ProcessGroup | None, read: LocalReader, initialize: LocalReader) -> Values:
+    """Fill each memory from the checkpoint or, if a tensor is new, from ``initialize``; see ``fill``.
+
+    Each rank reads only its shard, so no rank ever holds the whole model.
+
+    Raises: ModelWeightsError for tensors that neither source has.
+    """
     missing = []
     for name, shape, memory in empty:
         rows = local_rows(shape, group)

@@ -25,7 +25,7 @@ from verl.utils.import_utils import is_own
 from verl.utils.numerics.lr_schedules import num_warmup_steps
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config.engine import DEVICES, STRATEGIES
-from verl.workers.engine.background_load import wait_for_weights
+from verl.workers.engine.background_load import wait_for_weights, when_filled
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, precision_policy, use_packed_attention
@@ -70,7 +70,7 @@ class FSDPEngine(BaseEngine):
             self.optimizer = build_optimizer(self._parameters, self.optimizer_config)
             self.lr_scheduler = build_scheduler(self.optimizer, self.optimizer_config)
         self.module.eval()
-        self._offload()
+        when_filled(self._offload)
         self._check_remote_code()
 
     @classmethod

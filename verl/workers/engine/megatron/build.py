@@ -39,7 +39,7 @@ from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, ho
 from verl.utils.fs import copy_to_local
 from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
-from verl.workers.engine.background_load import Values, load, place
+from verl.workers.engine.background_load import Values, fill, place
 from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.weights import DTYPES, ModelWeightsError, SafetensorsReader, draw_tensor, refuse_not_finite
 
@@ -300,7 +300,8 @@ class ModelBuilder:
     def _fill(
         self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]], at_once: bool = True
     ) -> None:
-        load(partial(self._values, chunks, read, shapes), at_once)
+        memory = (parameter for chunk in chunks for parameter in chunk.parameters())
+        fill(memory, partial(self._values, chunks, read, shapes), at_once)
 
     def _values(self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]]) -> Values:
         for value, parameter in parts(chunks, self.hf_config, self.is_value_model, read, shapes):

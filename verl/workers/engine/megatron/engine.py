@@ -24,7 +24,7 @@ from verl.utils.megatron.optimizer import (
     get_megatron_optimizer_param_scheduler,
     init_megatron_optim_config,
 )
-from verl.workers.engine.background_load import wait_for_weights, when_loaded
+from verl.workers.engine.background_load import wait_for_weights, when_filled
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part, T
 from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, share_folder, wrap
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
@@ -95,7 +95,7 @@ class MegatronEngine(BaseEngine):
         if loads_last:
             builder.load(self.models, at_once=False)
             if self.optimizer is not None:  # which may hold copies in fp32
-                when_loaded(self.optimizer.reload_model_params)
+                when_filled(self.optimizer.reload_model_params)
         if not is_own(type(self)):  # an engine of the user, which may read the weights
             wait_for_weights()
         self._adopt(self.model_config.hf_config, builder.fuses_head, self.model_config.use_prefix_sharing)
@@ -103,9 +103,10 @@ class MegatronEngine(BaseEngine):
 
     @property
     def _needs_weights(self) -> bool:
-        """Whether the wrapper and the optimizer need the weights when they are made.
+        """Whether the weights must be there when the optimizer is made.
 
-        They are moved then, or an option makes copies that the optimizer cannot make again.
+        They are offloaded next, so that an engine finds the memory free; or an option makes copies of them that
+        ``reload_model_params`` does not make again.
         """
         config, optimizer = self.engine_config, self.optimizer_config
         options = optimizer is not None and (optimizer.override_optimizer_config or config.override_ddp_config)
