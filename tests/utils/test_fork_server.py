@@ -218,6 +218,15 @@ def test_a_server_for_the_first_process_is_not_there_for_another(folder, variabl
         assert not report_of(words, folder)["has"]
 
 
+def test_what_is_absent_is_there_when_a_process_starts(folder):
+    (folder / "asks.py").write_text("try:\n    import preloaded\nexcept ImportError:\n    FOUND = False\n")
+    (folder / "default_worker.py").write_text(
+        "import asks, json, preloaded, sys\nprint(json.dumps([asks.FOUND, preloaded.__name__]), flush=True)\n"
+    )
+    with ForkServer(os.environ, ["asks"], ["ray"], absent=["preloaded"]) as started:
+        assert report_of(command(started, folder), folder) == [False, "preloaded"]
+
+
 def test_the_servers_end_with_the_raylet_and_take_those_along_that_ask_for_it(folder):
     (folder / "default_worker.py").write_text(
         "import os, time\nfrom verl.utils.processes import die_with_parent\n"

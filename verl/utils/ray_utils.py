@@ -44,6 +44,23 @@ def loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = supports_clusters
 
 
+def serialize_without_arrow() -> None:
+    """Let Ray serialize what this process sends without pyarrow, which this process then does not import.
+
+    Ray 2.60 registers pyarrow's tables with the first object that it serializes, if pyarrow is installed. Pickle can do
+    them too, but would send the whole table of a slice. Remove when Ray waits for a table.
+    """
+    if "pyarrow" in sys.modules:
+        return
+    from ray._private import worker
+
+    sys.modules["pyarrow"] = None  # type: ignore[assignment]  # an import fails, and Ray goes on without it
+    try:
+        worker.global_worker.get_serialization_context()
+    finally:
+        del sys.modules["pyarrow"]
+
+
 _AGENT = "--dashboard_agent_command="
 _WORKER = "--python_worker_command="
 # As Ray's own agent does without its optional packages: it serves no port, says so, and lives as long as the raylet.
@@ -60,11 +77,12 @@ def lean_cluster(keep_agent: bool, worker_command: Sequence[str] | None = None) 
     These are the autoscaler, the server of the dashboard, which loads without its pages too, the log monitor, whose
     work ``LogForwarder`` does in a thread, and, unless ``keep_agent``, the agent that serves metrics and the dashboard
     of this machine. Together they take 240 MB and more than 3 CPU seconds. ``worker_command`` takes the place of the
-    interpreter in the command that starts a worker.
+    interpreter in the command that starts a worker. Without the agent, this process does not import its packages
+    either.
 
     Versions: Ray 2.60, which starts all of them without asking. Remove what ``ray.init`` can leave out by itself.
     """
-    from ray._private import ray_constants, services
+    from ray._private import ray_constants, services, utils
     from ray._private.node import Node
 
     unused = ("start_monitor", "start_api_server", "start_log_monitor")
@@ -79,10 +97,14 @@ def lean_cluster(keep_agent: bool, worker_command: Sequence[str] | None = None) 
     for name in unused:
         setattr(Node, name, lambda self, *args, **kwargs: None)
     services.start_ray_process = start_lean
+    find_packages = utils.get_dashboard_dependency_error
+    if not keep_agent:
+        utils.get_dashboard_dependency_error = lambda: None
     try:
         yield
     finally:
         services.start_ray_process = start
+        utils.get_dashboard_dependency_error = find_packages
         for name, method in methods.items():
             setattr(Node, name, method)
 

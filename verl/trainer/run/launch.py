@@ -33,7 +33,7 @@ from verl.utils.fork_server.starter import ForkServer
 from verl.utils.interrupts import interrupt, keep_interrupts
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
 from verl.utils.processes import descendants, end_all, end_with_this_process
-from verl.utils.ray_utils import LogForwarder, lean_cluster, loopback
+from verl.utils.ray_utils import LogForwarder, lean_cluster, loopback, serialize_without_arrow
 
 T = TypeVar("T")
 
@@ -181,6 +181,8 @@ def start_ray(
     lean = lean_cluster(keeps_agent, worker_command) if is_lean else nullcontext()
     with loopback() if on_loopback else nullcontext(), lean:
         ray.init(**options)
+    if cluster.is_local:
+        serialize_without_arrow()
     if is_lean and options.get("log_to_driver") is not False:
         _log_forwarder = LogForwarder()
     if cluster.is_local:

@@ -4,10 +4,12 @@ checks and starts Ray.
 This module is light, since a launch imports it first.
 """
 
+import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
 
 from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.utils import envs
@@ -65,14 +67,27 @@ class _Plan(NamedTuple):
         workers = _VLLM if self.engine == "vllm" else ()
         environment = {**envs.mapping(), **unset_variables(self.device, LOOPBACK_ENV_VARS)}
         last = self.last_of_general, self.last_of_workers
-        assumed = _OF_TRAINER if self.only_trainer else {}
+        options: _Options = {"only_first": True, "assumed": _OF_TRAINER} if self.only_trainer else {}
+        if self.device == "cpu":
+            options["absent"] = _without_use_on_a_cpu()
         try:
-            return ForkServer(
-                environment, _FIRST, general, workers, *last, only_first=self.only_trainer, assumed=assumed
-            )
+            return ForkServer(environment, _FIRST, general, workers, *last, **options)
         except OSError as error:  # for instance no room for its sockets, or a folder whose path is too long for them
             logger.warning("no fork server could be started, so Ray starts the processes of the run: %s", error)
             return None
+
+
+class _Options(TypedDict, total=False):
+    only_first: bool
+    assumed: Mapping[str, str]
+    absent: Sequence[str]
+
+
+def _without_use_on_a_cpu() -> list[str]:
+    """Return packages that torch and vLLM import if they are there; Triton has no kernels for a CPU in most builds."""
+    spec = importlib.util.find_spec("triton")
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    return ["triton"] if folders and not any(Path(folder, "backends/cpu").exists() for folder in folders) else []
 
 
 _OF_TRAINER = {"OMP_NUM_THREADS": "1"}

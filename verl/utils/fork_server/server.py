@@ -6,7 +6,8 @@ modules to import, of which ``module:function`` is called as well: ``first``, ``
 ``workers``, which only the workers of a worker group need, and which a second server imports, a fork of the first one.
 ``last_of_general`` and ``last_of_workers`` are the numbers of processes of each kind, or null. With ``only_first`` the
 server never forks: it becomes the process of the first request, unless that is a worker. ``assumed`` holds variables
-that Ray sets in this process before anything is imported there, unless they are set.
+that Ray sets in this process before anything is imported there, unless they are set. Modules in ``absent`` cannot be
+imported until a process has started: what tries to, goes on without them.
 
 A fork of a process with threads may hang, so one with threads refuses to fork: the request is then answered with no,
 and so is one whose environment could have changed what was imported.
@@ -154,10 +155,12 @@ class Server(MetaPathFinder):
         environment: Mapping[str, str],
         assumed: Mapping[str, str],
         path: Sequence[str],
+        absent: Sequence[str],
         forks: bool,
     ) -> None:
         self._listeners = listeners
         self._forks = forks
+        self._absent = absent
         self._launch_path = [*sys.path]
         self._launch_environment = {**environment, **assumed}
         self._environment = deciding(environment, of_ray=False)
@@ -280,6 +283,8 @@ class Server(MetaPathFinder):
             os.close(handle)
         handles = [os.dup(handle) for handle in request.handles]
         request.close()
+        for name in self._absent:
+            del sys.modules[name]
         for name, value in os.environ.items():  # what modules have set while they were imported
             if not name.startswith(_OF_RAY) and self._launch_environment.get(name) != value:
                 request.content["environment"].setdefault(name, value)
@@ -366,10 +371,12 @@ def main(settings: Mapping[str, Any]) -> None:
     path = sys.path[0 if sys.flags.safe_path else 1 :]
     sys.path[:] = settings["path"]
     listeners = [socket.socket(fileno=handle) for handle in settings["listeners"]]
+    absent = settings["absent"]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # an import of None fails
     load(settings["first"])
     if forks:
         end_with_threads()
-    server = Server(listeners, environment, assumed, path, forks)
+    server = Server(listeners, environment, assumed, path, absent, forks)
     server.load(settings["general"])
     if not forks:
         server.serve_first()

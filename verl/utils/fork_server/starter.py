@@ -31,7 +31,8 @@ class ForkServer:
         import ray, and ``general`` all others that every process needs; ``workers`` those that only workers need.
         ``last_of_general`` and ``last_of_workers`` say how many processes of each kind will come, if that is known.
         With ``only_first`` the server never forks: it becomes the first process, unless that is a worker. ``assumed``
-        holds variables that Ray sets in that process unless they are set.
+        holds variables that Ray sets in that process unless they are set. Modules in ``absent`` are not there while the
+        server imports.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ForkServer:
         last_of_workers: int | None = None,
         only_first: bool = False,
         assumed: Mapping[str, str] = MappingProxyType({}),
+        absent: Sequence[str] = (),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="verl-fork-", ignore_cleanup_errors=True)
         end_with_this_process([], [Path(self._folder.name)])
@@ -52,7 +54,7 @@ class ForkServer:
         handles = [listener.fileno() for listener in listeners]
         last = {"last_of_general": last_of_general, "last_of_workers": last_of_workers}
         settings = {"parent": os.getpid(), "listeners": handles, "path": sys.path} | modules | last
-        settings |= {"only_first": only_first, "assumed": dict(assumed)}
+        settings |= {"only_first": only_first, "assumed": dict(assumed), "absent": absent}
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         command = [sys.executable, server.__file__, json.dumps(settings)]
         self._process = start_process(command, env=dict(environment), pass_fds=handles, **quiet)
