@@ -284,7 +284,8 @@ class Server(MetaPathFinder):
         handles = [os.dup(handle) for handle in request.handles]
         request.close()
         for name in self._absent:
-            del sys.modules[name]
+            if sys.modules.get(name, self) is None:  # else an import has put something there in its place
+                del sys.modules[name]
         for name, value in os.environ.items():  # what modules have set while they were imported
             if not name.startswith(_OF_RAY) and self._launch_environment.get(name) != value:
                 request.content["environment"].setdefault(name, value)
