@@ -95,7 +95,10 @@ def test_without_room_for_its_sockets_ray_starts_the_processes(monkeypatch, capl
 def refusals(**changes):
     chosen = {"fork_workers": True, "device": "cpu", "ray_init": {"address": "local", "num_cpus": 2}} | changes
     cluster = TrainingRayConfig(ray_init=chosen["ray_init"], fork_workers=chosen["fork_workers"])
-    run = SimpleNamespace(ray_kwargs=cluster, trainer=SimpleNamespace(device=chosen["device"]))
+    profiler = SimpleNamespace(tool=chosen.get("tool"))
+    run = SimpleNamespace(
+        ray_kwargs=cluster, trainer=SimpleNamespace(device=chosen["device"]), global_profiler=profiler
+    )
     return [str(violation) for violation in fork_rules(run)]
 
 
@@ -104,6 +107,7 @@ def test_what_is_refused_by_name(monkeypatch):
     joined = {"address": "10.0.0.1:6379"}
     cases = [
         ({"device": "npu"}, "needs trainer.device=cpu or cuda, not npu: write false or null"),
+        ({"device": "cuda", "tool": "nsys"}, "and global_profiler.tool=nsys: write false or null"),
         ({"ray_init": joined}, "ray_kwargs.ray_init.address=10.0.0.1:6379 names a cluster: write false or null"),
         ({"ray_init": {"runtime_env": {"pip": ["x"]}}}, "or remove ray_kwargs.ray_init.runtime_env"),
         ({"ray_init": {"_system_config": {"a": 1}}}, "or remove ray_kwargs.ray_init._system_config"),
@@ -143,7 +147,7 @@ def test_other_engines_and_pools(started, word, has_engine, last):
     assert prestart.fork_server_of(config(word), has_own_runner=True).last == (None, None)
 
 
-def test_on_a_gpu_only_the_trainer_starts_from_the_server(started, monkeypatch):
+def test_on_a_gpu_only_the_trainer_starts_from_the_server(started, monkeypatch, caplog):
     monkeypatch.setattr(rules, "has_accelerators", lambda: True)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cuda = "trainer.device=cuda"
@@ -153,9 +157,12 @@ def test_on_a_gpu_only_the_trainer_starts_from_the_server(started, monkeypatch):
     assert "verl.workers.megatron_workers" in server.general
     for word in (OFF, "global_profiler.tool=nsys"):  # nsys starts the trainer
         assert prestart.fork_server_of(config(cuda, word)) is None
-    assert prestart.fork_server_of(config(cuda), has_own_runner=True) is None
+    assert prestart.fork_server_of(config(cuda), has_own_runner=True) is None and not caplog.text
+    assert prestart.fork_server_of(config(cuda, ON), has_own_runner=True) is None
+    assert "ray_kwargs.fork_workers=true has no effect" in caplog.text
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # Ray would hide the devices from the trainer
     assert prestart.fork_server_of(config(cuda)) is None and len(started) == 1
+    assert "unset the environment variable RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" in refusals(device="cuda")[0]
 
 
 def test_an_early_start_is_used_if_the_configuration_agrees(started, monkeypatch):

@@ -1,6 +1,7 @@
 """One fixed batch, the ways to train on it, and what plain transformers and torch make of it."""
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from verl.protocol import DataProto
 from verl.utils.distributed import group_timeout
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.background_load import Values
 from verl.workers.engine.fsdp.build import checkpoint_names
 
 ROWS, PROMPT, RESPONSE, VOCAB = 8, 6, 9, 97
@@ -369,3 +371,17 @@ def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:
     torch.save(results, folder / f"world_{world_size}_rank_{rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()
+
+
+# Weights that arrive in a thread
+
+
+def as_on_an_accelerator(value: Tensor, memory: Tensor) -> Values:
+    """Stand in for ``background_load.place`` as if the memory were that of an accelerator."""
+    yield memory, value
+
+
+def slow() -> Values:
+    """Take longer than the construction of a model, and fill nothing."""
+    time.sleep(0.5)
+    return ()

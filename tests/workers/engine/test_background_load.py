@@ -1,7 +1,6 @@
 """Weights that arrive in a thread are the same, are there when the block is left, and fail as they do without it."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -77,7 +76,7 @@ def test_memory_of_an_accelerator_gets_its_values_when_the_block_ends(
 ) -> None:
     """With memory of the host in its place: ``tests/special_gpu`` has the real one."""
     expected = dict(cases.build(folder).local_parameters())
-    monkeypatch.setattr(build, "place", as_on_an_accelerator)
+    monkeypatch.setattr(build, "place", cases.as_on_an_accelerator)
     goes_on, is_read = Event(), Event()
     with load_in_background():
         fill((), lambda: assert_that(goes_on.wait(WAIT_S)))
@@ -94,10 +93,10 @@ def test_memory_of_an_accelerator_gets_its_values_when_the_block_ends(
 
 
 def test_weights_arrive_once_whoever_waits_for_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "place", as_on_an_accelerator)
+    monkeypatch.setattr(build, "place", cases.as_on_an_accelerator)
     done: list[str] = []
     with load_in_background():
-        fill((), slow)
+        fill((), cases.slow)
         engine = cases.build(folder)
         when_filled(lambda: done.append("first"))
         wait_for_weights()
@@ -123,11 +122,6 @@ def test_values_that_find_no_room_on_the_host_arrive_at_once(folder: Path, monke
         assert arrived == ["none"]
         goes_on.set()
     assert arrived == ["none", "room", "host"]
-
-
-def as_on_an_accelerator(value: torch.Tensor, memory: torch.Tensor) -> Values:
-    """Stand in for ``place`` as if the memory were that of an accelerator."""
-    yield memory, value
 
 
 @pytest.mark.parametrize("problem", ["holds NaN", "lacks 1 tensors of the model"])
@@ -156,12 +150,6 @@ def test_the_error_of_the_other_work_comes_through(folder: Path) -> None:
     assert torch.equal(cases.export(engine)["model.norm.weight"], cases.load(folder).model.norm.weight)
 
 
-def slow() -> Values:
-    """Take longer than the construction of a model."""
-    time.sleep(0.5)
-    return ()
-
-
 class Halved(FSDPEngineWithLMHead):
     """An engine of a user."""
 
@@ -177,7 +165,7 @@ def halved(folder: Path) -> Halved:
 
 def test_an_engine_of_a_user_finds_its_weights(folder: Path) -> None:
     with load_in_background():
-        fill((), slow)
+        fill((), cases.slow)
         engine = halved(folder)
         engine.initialize()
     assert torch.equal(cases.export(engine)["model.norm.weight"], cases.load(folder).model.norm.weight * 0.5)
@@ -197,7 +185,7 @@ def test_an_error_that_the_block_has_met_is_not_its_own_cause(tmp_path: Path) ->
 def test_remote_code_is_checked_with_its_weights(tmp_path: Path) -> None:
     remote_code.write_model(tmp_path, "kimi_vl")
     with load_in_background():
-        fill((), slow)
+        fill((), cases.slow)
         engine = cases.build(tmp_path, {"trust_remote_code": True})
         present = {name: value.detach().clone() for name, value in engine.local_parameters()}
     assert all(torch.equal(present[name], value) for name, value in engine.local_parameters())
@@ -218,13 +206,13 @@ def test_shards_that_are_offloaded_are_whole(folder: Path, tmp_path: Path) -> No
 def read_and_offload(rank: int, world_size: int, folder: Path, store: str) -> None:
     with as_rank(rank, world_size, store):
         with load_in_background():
-            fill((), slow)
+            fill((), cases.slow)
             engine: Any = cases.build(folder, engine={"param_offload": True})
-        sizes = {parameter.to_local().shape[0] for _, parameter in engine.local_parameters()}
+        is_uneven = any(parameter.shape[0] % world_size for _, parameter in engine.local_parameters())
         with engine.eval_mode():
             exported = cases.export(engine)
         model = cases.load(folder)
-        assert len(sizes) > 1 and all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
+        assert is_uneven and all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
 
 
 @contextmanager
@@ -240,7 +228,7 @@ def as_rank(rank: int, world_size: int, store: str) -> Iterator[None]:
 def read_together(rank: int, world_size: int, folder: Path, store: str) -> None:
     with as_rank(rank, world_size, store):
         with load_in_background():
-            fill((), slow)
+            fill((), cases.slow)
             engine: Any = cases.build(folder)
             present = {name: value.to_local().detach().clone() for name, value in engine.local_parameters()}
         exported = cases.export(engine)

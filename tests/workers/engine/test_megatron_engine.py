@@ -1,6 +1,5 @@
 """What the Megatron-Core engine does beyond the contract: bad input, schedules, skipped steps, reward models."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -14,7 +13,7 @@ from tests.workers.engine import cases, megatron_cases
 from verl.model_merger.__main__ import main
 from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, MegatronEngineWithLMHead
-from verl.workers.engine.background_load import Values, fill, load_in_background
+from verl.workers.engine.background_load import fill, load_in_background
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
@@ -240,7 +239,7 @@ def test_weights_arrive_in_a_thread(
 ) -> None:
     """After the optimizer has copied memory that they have not filled yet, unless it must have them."""
     if not is_on_host:
-        monkeypatch.setattr("verl.workers.engine.megatron.build.place", as_on_an_accelerator)
+        monkeypatch.setattr("verl.workers.engine.megatron.build.place", cases.as_on_an_accelerator)
     plain = megatron_cases.build(folder, settings, kind)
     goes_on = Event()
     usual = torch.get_default_dtype()
@@ -269,22 +268,11 @@ def test_an_engine_of_a_user_finds_its_weights(folder: Path) -> None:
 
     plain: Any = megatron_cases.build(folder, {})
     with load_in_background():
-        fill((), slow)
+        fill((), cases.slow)
         engine = Halved(plain.model_config, plain.engine_config, plain.optimizer_config)
         engine.initialize()
     halved = cases.export(engine)["model.norm.weight"]
     assert torch.equal(halved, cases.load(folder).model.norm.weight * 0.5)
-
-
-def as_on_an_accelerator(value: torch.Tensor, memory: torch.Tensor) -> Values:
-    """Stand in for ``place`` as if the memory were that of an accelerator."""
-    yield memory, value
-
-
-def slow() -> Values:
-    """Take longer than the construction of a model."""
-    time.sleep(0.5)
-    return ()
 
 
 def bytes_on_device(engine: Any) -> dict[str, int]:

@@ -7,9 +7,9 @@ This module is light, since a launch imports it first.
 import importlib.util
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.utils import envs
@@ -67,20 +67,20 @@ class _Plan(NamedTuple):
         workers = _VLLM if self.engine == "vllm" else ()
         environment = {**envs.mapping(), **unset_variables(self.device, LOOPBACK_ENV_VARS)}
         last = self.last_of_general, self.last_of_workers
-        options: _Options = {"only_first": True, "assumed": _OF_TRAINER} if self.only_trainer else {}
-        if self.device == "cpu":
-            options["absent"] = _without_use_on_a_cpu()
         try:
-            return ForkServer(environment, _FIRST, general, workers, *last, **options)
+            return ForkServer(
+                environment,
+                _FIRST,
+                general,
+                workers,
+                *last,
+                only_first=self.only_trainer,
+                assumed=_OF_TRAINER if self.only_trainer else {},
+                absent=_without_use_on_a_cpu() if self.device == "cpu" else (),
+            )
         except OSError as error:  # for instance no room for its sockets, or a folder whose path is too long for them
             logger.warning("no fork server could be started, so Ray starts the processes of the run: %s", error)
             return None
-
-
-class _Options(TypedDict, total=False):
-    only_first: bool
-    assumed: Mapping[str, str]
-    absent: Sequence[str]
 
 
 def _without_use_on_a_cpu() -> list[str]:
@@ -92,9 +92,6 @@ def _without_use_on_a_cpu() -> list[str]:
 
 _OF_TRAINER = {"OMP_NUM_THREADS": "1"}
 """What Ray sets in the process of the trainer, which has one core, unless it is set."""
-
-_HIDES_DEVICES = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
-"""With this variable Ray hides all devices from a process that asks for none, as the trainer."""
 
 _early: tuple[_Plan, ForkServer] | None = None
 _COMMON = _Plan("vllm", frozenset({"fsdp"}), 1, 1)
@@ -144,14 +141,18 @@ def _plan_of(config: Any, has_own_runner: bool) -> _Plan | None:
         return OmegaConf.select(config, key)
 
     is_wanted = get(KEY) is None or get(KEY) is True
-    if not is_wanted or any(obstacles(get("trainer.device"), get("ray_kwargs.ray_init") or {})):
+    if not is_wanted or any(
+        obstacles(get("trainer.device"), get("ray_kwargs.ray_init") or {}, get("global_profiler.tool"))
+    ):
         return None
     strategies = {get("actor_rollout_ref.actor.strategy"), get("critic.strategy")}
     kinds = frozenset("megatron" if strategy == "megatron" else "fsdp" for strategy in strategies)
-    if get("trainer.device") == "cuda":
-        # What holds the driver of a device cannot be forked; and nsys starts the trainer by itself.
-        is_plain = not has_own_runner and get("global_profiler.tool") != "nsys" and not envs.read(_HIDES_DEVICES)
-        return _Plan("", kinds, None, None, "cuda", only_trainer=True) if is_plain else None
+    if get("trainer.device") == "cuda":  # what holds the driver of a device cannot be forked
+        if has_own_runner:
+            if get(KEY):
+                logger.warning("%s=true has no effect on a GPU with the task runner of a recipe", KEY)
+            return None
+        return _Plan("", kinds, None, None, "cuda", only_trainer=True)
     is_hybrid = bool(get("actor_rollout_ref.hybrid_engine"))
     engine = str(get("actor_rollout_ref.rollout.name")) if is_hybrid else ""
     has_one_pool = is_hybrid and not get("reward_model.enable_resource_pool")

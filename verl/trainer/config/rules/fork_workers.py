@@ -10,17 +10,19 @@ from verl.utils import envs
 from verl.utils.fork_server.starter import has_accelerators
 
 KEY = "ray_kwargs.fork_workers"
+_HIDES_DEVICES = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""With this variable Ray hides all devices from a process that asks for none, as the trainer."""
 _OPTIONS = ("runtime_env", "_system_config", "include_dashboard")
 
 
 def fork_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield what keeps the processes of a run from starting from one that has imported, if they shall."""
     if run.ray_kwargs.fork_workers:
-        for expected in obstacles(run.trainer.device, run.ray_kwargs.ray_init or {}):
+        for expected in obstacles(run.trainer.device, run.ray_kwargs.ray_init or {}, run.global_profiler.tool):
             yield Violation(KEY, True, expected)
 
 
-def obstacles(device: str, ray_init: Mapping[str, Any]) -> Iterator[str]:
+def obstacles(device: str, ray_init: Mapping[str, Any], profiler: str | None) -> Iterator[str]:
     """Yield what keeps Ray from starting its processes from one that has imported, and what to do.
 
     Without a choice these processes start by themselves then. A fork must not share the libraries of an accelerator, it
@@ -33,6 +35,11 @@ def obstacles(device: str, ray_init: Mapping[str, Any]) -> Iterator[str]:
         yield f"needs trainer.device=cpu or cuda, not {device}: write false or null"
     elif device == "cpu" and has_accelerators():  # an engine may look for one while it is imported
         yield "needs a machine without accelerators: write false or null"
+    elif device == "cuda":
+        if profiler == "nsys":
+            yield "needs a trainer that nsys does not start, and global_profiler.tool=nsys: write false or null"
+        if envs.read(_HIDES_DEVICES):
+            yield f"needs a trainer that sees the devices: unset the environment variable {_HIDES_DEVICES}"
     given = ray_init.get("address")
     address = given or envs.read("RAY_ADDRESS") or "local"
     ray = sys.modules.get("ray")
