@@ -23,12 +23,16 @@ def offloaded_activations(model: nn.Module, pin_memory: bool) -> AbstractContext
     Weights, their views and gathered weights stay on the device: they are there anyway, or FSDP frees and gathers
     them again.
     """
-    shards = {_address(p.to_local() if isinstance(p, DTensor) else p) for p in model.parameters()}
+    weights = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    owners = {_address(weight): weight for weight in weights}
 
     def moves(tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.nbytes < MIN_BYTES:
             return False  # parameters are subclasses of Tensor
-        return not isinstance(tensor._base, nn.Parameter) and _address(tensor) not in shards
+        if isinstance(tensor._base, nn.Parameter):
+            return False
+        owner = owners.get(_address(tensor))  # FSDP may have freed it since, and an activation has its memory now
+        return owner is None or _address(owner) != _address(tensor)
 
     def pack(tensor: Tensor) -> Tensor | _Moved:
         return (tensor.device, _to_host(tensor, pin_memory)) if moves(tensor) else tensor

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl.utils import activation_offload
 from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine import BaseEngine, passes
+from verl.workers.engine.fsdp import forward
 from verl.workers.engine.fsdp.engine import build_scheduler
 
 CUT = cases.MICRO[4]
@@ -288,8 +290,9 @@ def test_one_process_with_offload_or_in_half_precision(folder: Path, own_group: 
 def test_no_gathered_weight_goes_to_the_host_with_the_activations(
     folder: Path, own_group: None, monkeypatch: pytest.MonkeyPatch, checkpointing: bool, lora_rank: int
 ) -> None:
-    """Moved tensors come back as copies, and the numbers are those of the same engine without."""
+    """All activations move and come back as copies, and the numbers are those of a pass that keeps them."""
     moved: list[bool] = []
+    kept: list[torch.Size] = []
 
     def to_host(tensor: Tensor, pin_memory: bool) -> Tensor:
         here = [p for p in engine.module.parameters() if not isinstance(p, DTensor)]  # gathered at this moment
@@ -297,16 +300,25 @@ def test_no_gathered_weight_goes_to_the_host_with_the_activations(
         moved.append(tensor.untyped_storage().data_ptr() in memory)
         return tensor.clone()
 
+    def keep(tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor and not isinstance(tensor._base, torch.nn.Parameter):
+            kept.append(tensor.shape)
+        return tensor
+
+    def kept_activations(model: torch.nn.Module, pin_memory: bool) -> AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
     monkeypatch.setattr(activation_offload, "_to_host", to_host)
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
     model = {"enable_gradient_checkpointing": checkpointing, "lora_rank": lora_rank, "lora_alpha": 8}
-    wrapped = {"offload_policy": True}
-    expected = step(cases.build(folder, model, wrapped))
-    assert not moved
-    engine = cases.build(folder, model | {"enable_activation_offload": True}, wrapped)
+    settings = (model | {"enable_activation_offload": True}, {"offload_policy": True})
+    with monkeypatch.context() as patch:
+        patch.setattr(forward, "offloaded_activations", kept_activations)
+        expected = step(cases.build(folder, *settings))
+    engine = cases.build(folder, *settings)
     assert isinstance(engine.module, FSDPModule)
     assert step(engine) == expected
-    assert len(moved) > 20 and not any(moved)
+    assert kept and len(moved) == len(kept) and not any(moved)
 
 
 @pytest.mark.parametrize(
