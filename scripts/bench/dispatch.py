@@ -190,6 +190,7 @@ def ray_cases() -> Iterator[Case]:
     from verl.single_controller.base import Worker
     from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.trainer.run.launch import LOCAL_SYSTEM_CONFIG
 
     class EchoWorker(Worker):
         """Return what it gets, read or unread."""
@@ -214,6 +215,7 @@ def ray_cases() -> Iterator[Case]:
 
     ray.init(
         num_cpus=2, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, logging_level=logging.ERROR,
+        _system_config=LOCAL_SYSTEM_CONFIG,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}},
     )  # fmt: skip
     try:
@@ -223,7 +225,7 @@ def ray_cases() -> Iterator[Case]:
             use(ray.get(ray.put(data)))
 
         wall = time.perf_counter
-        yield Case("put and get, 96 MB", lambda: put_and_get(lambda got: got.batch), 45.0, wall)
+        yield Case("put and get, 96 MB", lambda: put_and_get(lambda got: got.batch), 30.0, wall)
         yield Case("put, get and read, 96 MB", lambda: put_and_get(touched), None, wall)
         small = make_batch(64)
         pool = RayResourcePool([2], max_colocate_count=1, name_prefix="bench")

@@ -413,6 +413,26 @@ def test_a_local_cluster_inherits_secrets_instead_of_writing_them_down(monkeypat
 
 
 @pytest.mark.slow
+def test_a_local_cluster_uses_the_memory_of_a_freed_object_at_once():
+    """Without waiting for others, or for the period after which Ray frees what it has collected (an hour here)."""
+    code = (
+        "import time, numpy, ray\n"
+        "from verl.trainer.config.run_config import RayConfig\n"
+        "from verl.trainer.run.launch import start_ray\n"
+        "system = {'free_objects_period_milliseconds': 3_600_000}\n"
+        "start_ray('cpu', RayConfig(ray_init={'num_cpus': 1, '_system_config': system}))\n"
+        "used = []\n"
+        "while len(used) == len(set(used)) < 50:\n"
+        "    used.append(ray.get(ray.put(numpy.zeros(2**20))).ctypes.data)\n"
+        "    time.sleep(0.1)\n"
+        "ray.shutdown()\n"
+        "assert len(set(used)) < 50, used\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_a_local_cluster_is_closed_to_others_and_ends_with_its_launch():
     """All that listens is on 127.0.0.1 only. After SIGKILL, Ray's agents alone would stay for a minute.
 

@@ -39,8 +39,10 @@ T = TypeVar("T")
 
 SETUP_HOOK = "verl.utils.processes.collect_garbage_rarely"
 """The function that each Ray process calls before it imports anything large."""
-# Prestarted processes lack the environment of a worker, so none could be used.
-LOCAL_SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
+LOCAL_SYSTEM_CONFIG = {
+    "prestart_worker_first_driver": False,  # prestarted processes lack the environment of a worker
+    "free_objects_batch_size": 1,  # else freed memory waits up to a second, and the next batch gets new pages
+}
 ERROR_LOG = "error.log"
 _TRACE_STARTS = ("--- in the worker", "\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
 _INPUT_ERRORS = (ValueError, OSError, ImportError, OmegaConfBaseException)
