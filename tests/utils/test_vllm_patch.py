@@ -71,13 +71,34 @@ def test_memory_of_a_cache_goes_back():
     assert plain.all()
 
 
-def test_vllm_replaces_kernels_everywhere_though_it_looks_at_its_own_modules_only():
+def test_vllm_imports_little_and_replaces_kernels_everywhere_though_it_looks_at_its_own_modules_only():
     """In a process of its own, since the kernels of a process are replaced once."""
     code = """
 import sys
 from verl.utils.vllm import import_vllm
 import_vllm()
-assert "torch._inductor.lowering" not in sys.modules, "the compiler, which vLLM does not need here"
+unused = "torch._inductor.lowering", "av", "cv2"
+assert not {*unused} & {*sys.modules}, "the compiler, and what decodes audio and video"
+import io
+import numpy as np
+import av
+import pytest
+from vllm.multimodal.audio import resample_audio_pyav
+from vllm.multimodal.video import VideoBackend
+from vllm.utils.import_utils import PlaceholderModule
+assert "cv2" not in sys.modules
+with av.open(film := io.BytesIO(), "w", format="mp4") as container:
+    stream = container.add_stream("mpeg4", rate=4)
+    stream.width = stream.height = 64
+    for shade in range(12):
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((64, 64, 3), 20 * shade, np.uint8))))
+    container.mux(stream.encode())
+frames, metadata = VideoBackend.load_bytes(film.getvalue(), num_frames=12)
+assert "cv2" in sys.modules and metadata["video_backend"] == "opencv"
+assert [round(shade / 20) for shade in frames.mean(axis=(1, 2, 3))] == [*range(12)]
+assert abs(len(resample_audio_pyav(np.zeros(800, np.float32), orig_sr=8000, target_sr=16000)) - 1600) < 100
+with pytest.raises(ImportError, match="vLLM needs no_such_package"):
+    PlaceholderModule("no_such_package").name
 import vllm.v1.worker.cpu_model_runner, vllm.v1.worker.cpu_worker
 from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher

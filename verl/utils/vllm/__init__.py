@@ -61,9 +61,9 @@ def import_vllm(batch_invariant: bool | None = None) -> ModuleType:
     logging.getLogger("vllm").setLevel(envs.read("VLLM_LOGGING_LEVEL", "INFO") or "INFO")
     try:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # deprecations of torch
-        with _without_compiler() if on_cpu else contextlib.nullcontext():
+        with _without_unused() if on_cpu else contextlib.nullcontext():
             vllm = importlib.import_module("vllm")
-        vllm.LLM  # noqa: B018 (vLLM imports its parts on first access)
+            vllm.LLM  # noqa: B018 (vLLM imports its parts on first access)
     except ImportError as error:
         device = get_device_name()
         install = "vllm and vllm-ascend" if device == "npu" else f"'verl[{'cpu' if on_cpu else 'vllm'}]'"
@@ -80,19 +80,22 @@ def import_vllm(batch_invariant: bool | None = None) -> ModuleType:
 
 
 _COMPILER = "torch._inductor.lowering"
+_MEDIA = ("av", "cv2")
 
 
 @contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Keep ``import vllm`` from importing torch's compiler where nothing is compiled.
+def _without_unused() -> Iterator[None]:
+    """Keep ``import vllm`` from importing what a text model on a CPU has no use for.
 
-    vLLM adds its operators to a list of the compiler. That takes a CPU second, and 80 MB of a worker that is a fork.
+    vLLM adds its operators to a list of torch's compiler. That takes a CPU second, and 80 MB of a worker that is a
+    fork. It also imports what decodes audio and video, 30 MB; ``patch.load_media_on_use`` imports that when it is used.
     """
-    if _COMPILER in sys.modules or envs.read("TORCHDYNAMO_DISABLE") != "1":
-        yield
-        return
-    sys.modules[_COMPILER] = None  # type: ignore[assignment]  # an import fails, and vLLM goes on without it
+    hidden = [name for name in _MEDIA if name not in sys.modules]
+    if _COMPILER not in sys.modules and envs.read("TORCHDYNAMO_DISABLE") == "1":
+        hidden.append(_COMPILER)
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # an import of None fails, and vLLM goes on
     try:
         yield
     finally:
-        del sys.modules[_COMPILER]
+        for name in hidden:
+            sys.modules.pop(name, None)
