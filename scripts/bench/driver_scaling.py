@@ -586,6 +586,7 @@ def measure(arguments: argparse.Namespace) -> None:
     import ray
 
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.trainer.run.launch import LOCAL_SYSTEM_CONFIG
 
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
@@ -596,6 +597,7 @@ def measure(arguments: argparse.Namespace) -> None:
         object_store_memory=arguments.store_mb << 20,
         log_to_driver=False,
         logging_level="ERROR",
+        _system_config=LOCAL_SYSTEM_CONFIG,
         runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}},
     )
     torch.set_num_threads(1)
