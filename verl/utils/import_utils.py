@@ -1,5 +1,6 @@
 """Checks for optional packages, and loading of user code."""
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -7,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,19 @@ def has_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # the parent package of a dotted name is missing or broken
         return False
+
+
+@contextlib.contextmanager
+def hidden(names: Iterable[str]) -> Iterator[None]:
+    """Let an import of these modules fail, except of those that have been imported."""
+    absent = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # an import of None fails
+    try:
+        yield
+    finally:
+        for name in absent:
+            if sys.modules.get(name, hidden) is None:  # else an import has put something there in its place
+                del sys.modules[name]
 
 
 is_megatron_core_available = partial(has_module, "megatron.core")

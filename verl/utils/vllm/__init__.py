@@ -4,15 +4,15 @@ import contextlib
 import importlib
 import importlib.metadata
 import logging
-import sys
 import warnings
-from collections.abc import Iterator
 from types import ModuleType
 
 from packaging.version import Version
 
 from verl.utils import envs
 from verl.utils.device import get_device_name
+from verl.utils.import_utils import hidden
+from verl.utils.vllm.tracing import import_traces_on_use
 
 _ENVIRONMENT = {
     # The engine runs in this process, step by step on request, next to the training engine.
@@ -61,8 +61,9 @@ def import_vllm(batch_invariant: bool | None = None) -> ModuleType:
     logging.getLogger("vllm").setLevel(envs.read("VLLM_LOGGING_LEVEL", "INFO") or "INFO")
     try:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # deprecations of torch
-        with _without_unused() if on_cpu else contextlib.nullcontext():
+        with hidden(_without_use_on_a_cpu() if on_cpu else ()):
             vllm = importlib.import_module("vllm")
+            import_traces_on_use()
             vllm.LLM  # noqa: B018 (vLLM imports its parts on first access)
     except ImportError as error:
         device = get_device_name()
@@ -83,19 +84,10 @@ _COMPILER = "torch._inductor.lowering"
 _MEDIA = ("av", "cv2")
 
 
-@contextlib.contextmanager
-def _without_unused() -> Iterator[None]:
-    """Keep ``import vllm`` from importing what a text model on a CPU has no use for.
+def _without_use_on_a_cpu() -> list[str]:
+    """Return what vLLM imports if it is there, and a text model on a CPU has no use for.
 
     vLLM adds its operators to a list of torch's compiler. That takes a CPU second, and 80 MB of a worker that is a
     fork. It also imports what decodes audio and video, 30 MB; ``patch.load_media_on_use`` imports that when it is used.
     """
-    hidden = [name for name in _MEDIA if name not in sys.modules]
-    if _COMPILER not in sys.modules and envs.read("TORCHDYNAMO_DISABLE") == "1":
-        hidden.append(_COMPILER)
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # an import of None fails, and vLLM goes on
-    try:
-        yield
-    finally:
-        for name in hidden:
-            sys.modules.pop(name, None)
+    return [*_MEDIA, *([_COMPILER] if envs.read("TORCHDYNAMO_DISABLE") == "1" else [])]

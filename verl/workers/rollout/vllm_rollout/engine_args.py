@@ -100,6 +100,8 @@ def build_engine_args(
     if is_vision_config(model_config.hf_config):
         args |= media_arguments(config)
     args |= dict(config.engine_kwargs.get("vllm") or {})
+    if args.get("otlp_traces_endpoint"):
+        args["disable_log_stats"] = False  # a trace of a request tells its statistics
     return {name: value for name, value in args.items() if value is not None}
 
 
