@@ -9,6 +9,10 @@ bytes of each phase:
     python scripts/bench/driver_scaling.py model runs.jsonl
     python scripts/bench/driver_scaling.py phases runs.jsonl
 
+The speed of a machine changes while its neighbours work. So ``measure`` times a fixed piece of work before and after
+each step, and ``model`` and ``phases`` count the CPU seconds of a step at the median speed of its runs. A round has the
+sizes in an order of its own.
+
 ``measure --work-s`` lets the workers work, and ``model`` compares the wall seconds of such steps with its queue.
 """
 
@@ -19,7 +23,9 @@ import itertools
 import json
 import os
 import pickle
+import random
 import resource
+import statistics
 import sys
 import threading
 import time
@@ -668,6 +674,24 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
     return cases
 
 
+PROBES = 5
+
+
+def probe_s() -> float:
+    """Return the CPU seconds of a fixed piece of work like that of the driver: objects of Python, and copies."""
+    objects = [{"uid": str(number), "scores": [float(number)] * 4} for number in range(5000)]
+    values = torch.ones(1 << 22)
+    copy = torch.empty_like(values)
+    seconds = []
+    for _ in range(PROBES):
+        start = time.process_time()
+        pickle.loads(pickle.dumps(objects, protocol=5))
+        for _ in range(2):
+            copy.copy_(values)
+        seconds.append(time.process_time() - start)
+    return statistics.median(seconds)
+
+
 def run_cases(
     arguments: argparse.Namespace,
     cases: Sequence[Case],
@@ -682,8 +706,10 @@ def run_cases(
     """
     calls: dict[bool, int] = {}
     weights: dict[tuple[Any, ...], dict[str, dict[str, int]]] = {}
+    order = random.Random(0)
+    rounds = [order.sample(list(cases), len(cases)) for _ in range(arguments.rounds)]
     with Path(arguments.out).open("a", encoding="utf-8") as file:
-        for kind, rows, tokens, workers in list(cases) * arguments.rounds:
+        for kind, rows, tokens, workers in itertools.chain.from_iterable(rounds):
             for by_reference in [mode == "reference" for mode in arguments.columns]:
                 # The first step of a size pays for its memory, the others of a run do not.
                 case = (by_reference, rows, tokens, workers)
@@ -695,7 +721,9 @@ def run_cases(
                     work_for(call_s)
                     step = Step(group_of(workers, account), by_reference, rows, tokens, account, weighed, call_s)
                     gc.collect()
+                    before_s = probe_s()
                     step.run()
+                    after_s = probe_s()
                     if weighed:
                         weights[case], calls[by_reference] = step.through, step.calls
                 late = work_for(0.0)
@@ -719,6 +747,7 @@ def run_cases(
                     "late_answers": late,
                     "seconds": step.seconds,
                     "thread_seconds": step.thread_seconds,
+                    "probe_s": (before_s + after_s) / 2,
                     "calls": step.calls,
                     "through_bytes": weights[case],
                     "system_seconds": step.system,
@@ -848,6 +877,24 @@ def minima(lines: Lines) -> list[dict[str, Any]]:
     return found
 
 
+def at_median_speed(lines: Lines) -> list[dict[str, Any]]:
+    """Return the lines with the CPU seconds that their steps take at the median speed of the machine in these lines.
+
+    Lines of an earlier version of this script, without ``probe_s``, are left as they are.
+    """
+    usual = statistics.median([line["probe_s"] for line in lines if "probe_s" in line] or [1.0])
+    found = []
+    for line in lines:
+        factor = usual / line.get("probe_s", usual)
+        scaled = {
+            name: {part: seconds * factor for part, seconds in line[name].items()}
+            for name in ("seconds", "thread_seconds")
+            if name in line
+        }
+        found.append({**line, **scaled})
+    return found
+
+
 def worked(line: dict[str, Any]) -> float:
     """Return how many seconds the workers worked in the step of a line."""
     return float(line.get("work_s", 0.0))
@@ -912,7 +959,7 @@ def phases(arguments: argparse.Namespace) -> None:
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
     sys.stdout.write("| responses | tokens | workers | columns | phase | CPU s | MB to workers | MB from workers |\n")
     sys.stdout.write("| --- " * 8 + "|\n")
-    for line in minima([line for line in read if not worked(line)]):
+    for line in minima(at_median_speed([line for line in read if not worked(line)])):
         named = [line["rows"], line["tokens"], line["workers"], "reference" if line["by_reference"] else "driver"]
         moved = line["through_bytes"]
         rows = [(phase, line["seconds"][phase], *moved[phase].values()) for phase in PHASES]
@@ -948,7 +995,7 @@ def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say
 def model(arguments: argparse.Namespace) -> None:
     """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
-    lines = minima([line for line in read if not worked(line)])
+    lines = minima(at_median_speed([line for line in read if not worked(line)]))
     if len({line.get("keeps_memory", False) for line in lines if not line["by_reference"]}) > 1:
         raise SystemExit("runs with and without --keep-memory: give those of one kind")
     say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731
