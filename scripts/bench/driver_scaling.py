@@ -9,10 +9,6 @@ bytes of each phase:
     python scripts/bench/driver_scaling.py model runs.jsonl
     python scripts/bench/driver_scaling.py phases runs.jsonl
 
-The speed of a machine changes while its neighbours work. So ``measure`` times a fixed piece of work before and after
-each step, and ``model`` and ``phases`` count the CPU seconds of a step at the median speed of its runs. A round has the
-sizes in an order of its own.
-
 ``measure --work-s`` lets the workers work, and ``model`` compares the wall seconds of such steps with its queue.
 """
 
@@ -25,7 +21,7 @@ import os
 import pickle
 import random
 import resource
-import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -579,10 +575,16 @@ LARGE = [(4096, 8192, 8), (4096, 8192, 64), (4096, 8192, 512), (2048, 8192, 64)]
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Run all cases, each several times."""
+    """Run all cases, several times in turn; each has a driver of its own, which no other size has used before."""
+    cases = cases_of(arguments)
+    if len(cases) > 1:
+        order = random.Random(0)  # the machine may be slower towards the end of a round
+        for _, *size in [case for _ in range(arguments.rounds) for case in order.sample(cases, len(cases))]:
+            own = ["--cases", "x".join(map(str, size)), "--rounds", "1"]  # the last of an option counts
+            subprocess.run([sys.executable, *sys.argv, *own], check=True)
+        return
     if arguments.keep_memory:
         keep_memory()
-    cases = cases_of(arguments)
     if arguments.without_ray:
         if arguments.work_s:
             raise SystemExit("--work-s needs Ray: without it, workers do not run beside the driver")
@@ -666,30 +668,8 @@ def size_of(text: str) -> tuple[int, int, int]:
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Return what is to be run: whether it is for fitting, responses, tokens of each and workers."""
-    cases = [("fit", *case) for case in FITTED] + [("predict", *case) for case in PREDICTED]
-    if arguments.large:
-        cases = [("large", *case) for case in LARGE]
-    if arguments.cases:
-        cases = [("fit" if case in FITTED else "predict", *case) for case in arguments.cases]
-    return cases
-
-
-PROBES = 5
-
-
-def probe_s() -> float:
-    """Return the CPU seconds of a fixed piece of work like that of the driver: objects of Python, and copies."""
-    objects = [{"uid": str(number), "scores": [float(number)] * 4} for number in range(5000)]
-    values = torch.ones(1 << 22)
-    copy = torch.empty_like(values)
-    seconds = []
-    for _ in range(PROBES):
-        start = time.process_time()
-        pickle.loads(pickle.dumps(objects, protocol=5))
-        for _ in range(2):
-            copy.copy_(values)
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds)
+    sizes = arguments.cases or (LARGE if arguments.large else [*FITTED, *PREDICTED])
+    return [("fit" if size in FITTED else "large" if size in LARGE else "predict", *size) for size in sizes]
 
 
 def run_cases(
@@ -706,10 +686,8 @@ def run_cases(
     """
     calls: dict[bool, int] = {}
     weights: dict[tuple[Any, ...], dict[str, dict[str, int]]] = {}
-    order = random.Random(0)
-    rounds = [order.sample(list(cases), len(cases)) for _ in range(arguments.rounds)]
     with Path(arguments.out).open("a", encoding="utf-8") as file:
-        for kind, rows, tokens, workers in itertools.chain.from_iterable(rounds):
+        for kind, rows, tokens, workers in list(cases) * arguments.rounds:
             for by_reference in [mode == "reference" for mode in arguments.columns]:
                 # The first step of a size pays for its memory, the others of a run do not.
                 case = (by_reference, rows, tokens, workers)
@@ -721,9 +699,7 @@ def run_cases(
                     work_for(call_s)
                     step = Step(group_of(workers, account), by_reference, rows, tokens, account, weighed, call_s)
                     gc.collect()
-                    before_s = probe_s()
                     step.run()
-                    after_s = probe_s()
                     if weighed:
                         weights[case], calls[by_reference] = step.through, step.calls
                 late = work_for(0.0)
@@ -747,7 +723,6 @@ def run_cases(
                     "late_answers": late,
                     "seconds": step.seconds,
                     "thread_seconds": step.thread_seconds,
-                    "probe_s": (before_s + after_s) / 2,
                     "calls": step.calls,
                     "through_bytes": weights[case],
                     "system_seconds": step.system,
@@ -877,24 +852,6 @@ def minima(lines: Lines) -> list[dict[str, Any]]:
     return found
 
 
-def at_median_speed(lines: Lines) -> list[dict[str, Any]]:
-    """Return the lines with the CPU seconds that their steps take at the median speed of the machine in these lines.
-
-    Lines of an earlier version of this script, without ``probe_s``, are left as they are.
-    """
-    usual = statistics.median([line["probe_s"] for line in lines if "probe_s" in line] or [1.0])
-    found = []
-    for line in lines:
-        factor = usual / line.get("probe_s", usual)
-        scaled = {
-            name: {part: seconds * factor for part, seconds in line[name].items()}
-            for name in ("seconds", "thread_seconds")
-            if name in line
-        }
-        found.append({**line, **scaled})
-    return found
-
-
 def worked(line: dict[str, Any]) -> float:
     """Return how many seconds the workers worked in the step of a line."""
     return float(line.get("work_s", 0.0))
@@ -959,7 +916,7 @@ def phases(arguments: argparse.Namespace) -> None:
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
     sys.stdout.write("| responses | tokens | workers | columns | phase | CPU s | MB to workers | MB from workers |\n")
     sys.stdout.write("| --- " * 8 + "|\n")
-    for line in minima(at_median_speed([line for line in read if not worked(line)])):
+    for line in minima([line for line in read if not worked(line)]):
         named = [line["rows"], line["tokens"], line["workers"], "reference" if line["by_reference"] else "driver"]
         moved = line["through_bytes"]
         rows = [(phase, line["seconds"][phase], *moved[phase].values()) for phase in PHASES]
@@ -995,7 +952,7 @@ def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say
 def model(arguments: argparse.Namespace) -> None:
     """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
-    lines = minima(at_median_speed([line for line in read if not worked(line)]))
+    lines = minima([line for line in read if not worked(line)])
     if len({line.get("keeps_memory", False) for line in lines if not line["by_reference"]}) > 1:
         raise SystemExit("runs with and without --keep-memory: give those of one kind")
     say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731

@@ -218,6 +218,17 @@ def test_the_step_of_a_driver_by_hand() -> None:
     assert step_s(seconds, 2, 20.0, 4) == 2 * (6.5 + 10.0 + 1.0)
 
 
+def test_each_size_has_a_driver_of_its_own(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.jsonl"
+    command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--rounds", "1"]
+    command += ["--columns", "driver", "--without-ray", "--cases", "16x16x2", "512x64x8"]
+    subprocess.run(command, check=True)
+    found = [json.loads(line) for line in runs.read_text().splitlines()]
+    assert sorted((line["kind"], line["rows"], line["workers"]) for line in found) == [
+        ("fit", 512, 8), ("predict", 16, 2)
+    ]  # fmt: skip
+
+
 def test_a_simulated_worker_works_from_when_its_part_was_sent() -> None:
     scaling = load("driver_scaling")
     worker = scaling.SimulatedWorker.__new__(scaling.SimulatedWorker)
