@@ -222,7 +222,7 @@ def test_each_size_has_a_driver_of_its_own(tmp_path: Path) -> None:
     runs = tmp_path / "runs.jsonl"
     command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--rounds", "1"]
     command += ["--columns", "driver", "--without-ray", "--cases", "16x16x2", "512x64x8"]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, timeout=200)
     found = [json.loads(line) for line in runs.read_text().splitlines()]
     assert sorted((line["kind"], line["rows"], line["workers"]) for line in found) == [
         ("fit", 512, 8), ("predict", 16, 2)

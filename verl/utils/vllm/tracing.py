@@ -35,7 +35,7 @@ def import_traces_on_use() -> None:
     with hidden([_API]):
         tracing: Any = importlib.import_module("vllm.tracing")
     load = functools.cache(functools.partial(_load, tracing))
-    tracing.SpanKind = _OfLoaded(load, "SpanKind")
+    tracing.SpanKind = _SpanKind(load)
     tracing.otel_import_error_traceback = None  # if the import fails later, ``init_otel_tracer`` tells why
     tracing._REGISTERED_TRACING_BACKENDS["otel"] = (
         lambda: True,
@@ -55,15 +55,14 @@ def _is_in_use() -> bool:
     return _API in sys.modules
 
 
-class _OfLoaded:
-    """Something of the loaded module, whose attributes are asked for while something is traced."""
+class _SpanKind:
+    """The kinds of spans, which are asked for while something is traced."""
 
-    def __init__(self, load: Callable[[], ModuleType], name: str) -> None:
+    def __init__(self, load: Callable[[], ModuleType]) -> None:
         self._load = load
-        self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(self._load(), self._name), name)
+        return getattr(self._load().SpanKind, name)
 
 
 def _init_worker_tracer(load: Callable[[], ModuleType], *args: Any, **kwargs: Any) -> Any:
