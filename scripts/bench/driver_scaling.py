@@ -568,6 +568,12 @@ PREDICTED = [
     (2048, 4096, 32),
     (1024, 8192, 16),
     (2048, 6144, 16),
+    (65536, 16, 128),
+    (32768, 32, 64),
+    (32768, 16, 256),
+    (8192, 128, 128),
+    (4096, 512, 64),
+    (1024, 1024, 16),
 ]
 """Responses, tokens of each and workers. The model sees the first list only."""
 LARGE = [(4096, 8192, 8), (4096, 8192, 64), (4096, 8192, 512), (2048, 8192, 64)]
@@ -580,8 +586,8 @@ def measure(arguments: argparse.Namespace) -> None:
     if len(cases) > 1:
         order = random.Random(0)  # the machine may be slower towards the end of a round
         for _, *size in [case for _ in range(arguments.rounds) for case in order.sample(cases, len(cases))]:
-            own = ["--cases", "x".join(map(str, size)), "--rounds", "1"]  # the last of an option counts
-            subprocess.run([sys.executable, *sys.argv, *own], check=True)
+            own = ["--cases", "x".join(map(str, size)), "--rounds", str(arguments.steps)]
+            subprocess.run([sys.executable, *sys.argv, *own], check=True)  # the last of an option counts
         return
     if arguments.keep_memory:
         keep_memory()
@@ -752,8 +758,22 @@ CALLS = {"generate": 1, "infer": 3, "shape": 0, "update": 1, "finish": 0}
 
 
 @cache
-def messages(rows_of_a_part: int, tokens: int) -> list[tuple[int, int]]:
-    """Return the bytes of a part and of its answer for each call: those of a small step, and in proportion above it."""
+def messages(rows: int, tokens: int, workers: int) -> list[tuple[int, int]]:
+    """Return the bytes of a part and of its answer for each call.
+
+    They are those of a small step, and in proportion above it. All parts but the first call's, which asks for
+    responses, hold the token counts of all rows as well.
+    """
+    of_a_part = -(-rows // workers)
+    of_others = len(pickle.dumps([tokens] * rows, protocol=5)) - len(pickle.dumps([tokens] * of_a_part, protocol=5))
+    counts = [0] + [of_others] * (sum(CALLS.values()) - 1)
+    small = part_messages(of_a_part, tokens)
+    return [(sent + more, answer) for (sent, answer), more in zip(small, counts, strict=True)]
+
+
+@cache
+def part_messages(rows_of_a_part: int, tokens: int) -> list[tuple[int, int]]:
+    """Return the bytes of a part and of its answer for each call, if the part were all rows."""
     rows = min(max(SAMPLES, rows_of_a_part // SAMPLES * SAMPLES), max(SAMPLES, (1 << 21) // tokens))
     group = InProcess(1, Account())
     Step(group, False, rows // SAMPLES * SAMPLES, tokens).run()
@@ -778,7 +798,7 @@ def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: in
         pairs = workers * workers * sum(1 - (1 - size / rows) ** of_a_worker for size in sizes)
         return [1.0, workers, rows, workers * len(sizes), pairs, workers * rows]
     first = {"generate": 0, "infer": 1, "update": 4}.get(phase, 0)
-    calls = messages(of_a_worker, tokens)
+    calls = messages(rows, tokens, workers)
     calls = calls if phase in (ANSWERS, SENDS) else calls[first : first + CALLS[phase]]
     stored = sum((sent > INLINE_BYTES) + (answer > INLINE_BYTES) for sent, answer in calls)
     moved = sum(map(sum, calls))
@@ -986,7 +1006,7 @@ def model(arguments: argparse.Namespace) -> None:
                 like = next(line for line in lines if line["by_reference"] == by_reference and line["tokens"] >= 256)
                 scale = rows * 8192 / (like["rows"] * like["tokens"])
                 held = rows * like["address_bytes"] / like["rows"] if by_reference else like["held_bytes"] * scale
-                of_calls = [] if by_reference else messages(rows // workers, 8192)
+                of_calls = [] if by_reference else messages(rows, 8192, workers)
                 cells = [str(rows), str(workers), "reference" if by_reference else "driver"]
                 step = step_s(seconds, like["calls"], arguments.work_s, workers)
                 cells += [f"{seconds[phase]:.1f}" for phase in PHASES]
@@ -1003,6 +1023,7 @@ def main() -> None:
     measuring.add_argument("--out", default="driver_scaling.jsonl")
     measuring.add_argument("--actors", type=int, default=2, help="actors that play the workers")
     measuring.add_argument("--rounds", type=int, default=3)
+    measuring.add_argument("--steps", type=int, default=1, help="counted steps of a size in a round (default: 1)")
     measuring.add_argument("--store-mb", type=int, default=6000, help="size of the object store")
     measuring.add_argument(
         "--cases", nargs="+", type=size_of, metavar="ROWSxTOKENSxWORKERS", help="these sizes only, as 4096x8192x64"

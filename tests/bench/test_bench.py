@@ -221,11 +221,11 @@ def test_the_step_of_a_driver_by_hand() -> None:
 def test_each_size_has_a_driver_of_its_own(tmp_path: Path) -> None:
     runs = tmp_path / "runs.jsonl"
     command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--rounds", "1"]
-    command += ["--columns", "driver", "--without-ray", "--cases", "16x16x2", "512x64x8"]
+    command += ["--steps", "2", "--columns", "driver", "--without-ray", "--cases", "16x16x2", "512x64x8"]
     subprocess.run(command, check=True, timeout=200)
     found = [json.loads(line) for line in runs.read_text().splitlines()]
     assert sorted((line["kind"], line["rows"], line["workers"]) for line in found) == [
-        ("fit", 512, 8), ("predict", 16, 2)
+        ("fit", 512, 8), ("fit", 512, 8), ("predict", 16, 2), ("predict", 16, 2)
     ]  # fmt: skip
 
 
@@ -285,13 +285,22 @@ def test_a_step_takes_at_least_the_work_of_its_workers(tmp_path: Path) -> None:
 
 def test_messages_are_those_of_a_step() -> None:
     scaling = load("driver_scaling")
-    sizes = scaling.messages(16, 64)
+    sizes = scaling.messages(16, 64, 1)
     assert len(sizes) == sum(scaling.CALLS.values())
     prompts, responses = 16 * 8, 16 * 56
     # int64 ids and masks, all below the size from which they are narrowed; fp32 log-probabilities
     assert sizes[0][0] == pytest.approx(16 * prompts, rel=0.5)
     assert sizes[0][1] == pytest.approx(8 * (prompts + 2 * responses + 3 * 16 * 64) + 4 * responses, rel=0.1)
-    assert scaling.messages(8192, 64)[2][1] == pytest.approx(8 * 8192 * 56, rel=0.01)  # two columns of fp32
+    assert scaling.messages(8192, 64, 1)[2][1] == pytest.approx(8 * 8192 * 56, rel=0.01)  # two columns of fp32
+
+
+def test_a_message_holds_the_token_counts_of_all_rows() -> None:
+    scaling = load("driver_scaling")
+    group = scaling.InProcess(64, scaling.Account())
+    scaling.Step(group, False, 4096, 16).run()
+    for found, expected in zip(group.messages, scaling.messages(4096, 16, 64), strict=True):
+        assert found == pytest.approx(expected, rel=0.02, abs=100)
+    assert group.messages[-1][0] > 2 * 4096  # two bytes of each count, in a part of 64 rows
 
 
 def test_bytes_of_a_phase_are_those_of_its_messages() -> None:

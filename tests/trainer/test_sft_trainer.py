@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.data_preprocess.gsm8k import solve, synthetic_tables
 from examples.tiny_model import make_tiny_model
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.sft import trainer as sft
 from verl.trainer.sft.checkpoint import CheckpointHandler
 from verl.trainer.sft_trainer import SFTTrainer, padded_batch
 from verl.utils.checkpoint import verify_checkpoint
@@ -265,6 +266,14 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tm
         for step, values in part.items():
             for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens", "train/total_tokens(B)"):
                 assert values[key] == whole[step][key], (step, key)
+
+
+def test_a_run_on_a_cpu_keeps_the_memory_of_its_steps(options, monkeypatch):
+    kept = []
+    monkeypatch.setattr(sft, "keep_freed_host_memory", lambda: kept.append(True))
+    monkeypatch.setattr(sft, "SFTTrainer", lambda config: SimpleNamespace(fit=lambda: kept.append("fit")))
+    sft.run_sft(build(options))
+    assert kept == [True, "fit"]
 
 
 def handler(folder, rank, ranks, rows=8):

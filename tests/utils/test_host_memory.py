@@ -3,12 +3,13 @@
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from verl.utils.memory_utils import return_freed_host_memory
+from verl.utils.memory_utils import is_host_memory_short, return_freed_host_memory
 
 MIB = 1 << 20
 
@@ -29,6 +30,13 @@ def test_freed_tensors_between_living_ones_are_returned() -> None:
     return_freed_host_memory()
     assert resident().rss - before < 8 * MIB
     assert all(tensor.sum() == 8 * 1024 for tensor in living)
+
+
+@pytest.mark.parametrize(("available", "short"), [(3 << 30, False), (2 << 30, False), ((2 << 30) - 1, True)])
+def test_memory_is_short_where_a_quarter_is_left(monkeypatch, available: int, short: bool) -> None:
+    left = SimpleNamespace(total=8 << 30, available=available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: left)
+    assert is_host_memory_short() is short
 
 
 KEEPS = """

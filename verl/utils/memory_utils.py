@@ -22,6 +22,7 @@ from verl.utils.numerics import host_memory
 logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
+_SHORT = 1 / 4
 _STACKS = {"python": "python", "cpp": "all", "all": "all"}
 """torch records C++ frames only together with Python frames."""
 Device = torch.device | str | int | None
@@ -53,12 +54,18 @@ def return_freed_host_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def is_host_memory_short() -> bool:
+    """Return whether less than a quarter of the memory of this machine is available."""
+    memory = psutil.virtual_memory()
+    return memory.available < _SHORT * memory.total
+
+
 @cache
 def keep_freed_host_memory() -> bool:
     """Let this process keep the host memory that it frees, and return whether it does; only glibc can.
 
     Blocks above some MB come from new pages each time otherwise, which the kernel clears. A process whose steps take
-    and free the same large blocks pays for them once, and holds its peak until it ends.
+    and free the same large blocks pays for them once, and holds its peak until it ends or returns what it has freed.
     """
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     with suppress(OSError, TypeError, AttributeError):  # another C library

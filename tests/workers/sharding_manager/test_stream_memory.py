@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.rollout.checksum import tensor_checksum
+from verl.workers.sharding_manager import weight_sync
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
 MIB = 1 << 20
@@ -114,6 +115,18 @@ def test_the_stream_stays_below_two_buckets(engine: FSDPEngine, bucket: int, loo
     small = 4 * MIB if looks else 4096
     assert sync["peak_bytes"] <= found["peak"] <= sync["peak_bytes"] + small < 2 * bucket * MIB
     assert found["left"] <= 4096 and found["events"] > 2 * len(parameters)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_freed_memory_is_returned_where_little_is_left(
+    engine: FSDPEngine, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    """After each bucket; elsewhere the next step uses it again."""
+    returned: list[bool] = []
+    monkeypatch.setattr(weight_sync, "is_host_memory_short", lambda: short)
+    monkeypatch.setattr(weight_sync, "return_freed_host_memory", lambda: returned.append(True))
+    sync = WeightSync(engine, Taker(), 32 * MIB, step=1).run()
+    assert sync["buckets"] > 2 and len(returned) == (sync["buckets"] if short else 0)
 
 
 @pytest.mark.parametrize("bucket", [8, 32])

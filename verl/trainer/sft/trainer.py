@@ -28,6 +28,7 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter, image_lengths
 from verl.utils.import_utils import import_external_libs
+from verl.utils.memory_utils import keep_freed_host_memory
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
 from verl.utils.observe.record import Details
@@ -386,6 +387,8 @@ def run_sft(config: DictConfig) -> None:
     with Ownership() as owner:
         if envs.integer("RANK", 0) == 0:
             owner.take_folders({"trainer.default_local_dir": trainer.default_local_dir})
+        if get_device_name() == "cpu":
+            keep_freed_host_memory()  # each step takes its activations and gradients again
         if world_size > 1:
             initialize_global_process_group()
         try:

@@ -175,7 +175,7 @@ class RolloutConfig(LogProbConfig):
     enable_chunked_prefill: bool = setting(True, "a prompt may take several passes")
     enable_prefix_caching: bool = setting(True, "prompts with the same beginning share its cache")
     load_format: str = setting("dummy", "where the first weights come from")
-    disable_log_stats: bool = setting(True, "the engine logs no statistics")
+    disable_log_stats: bool = setting(True, "the engine logs no statistics; traces of vllm need them and turn them on")
     do_sample: bool = setting(True, "draw tokens; else take the most likely")
     n: int = setting(1, "responses of one prompt", at_least=1, at_most=MOST_RESPONSES)
     batch_invariant: bool | None = setting(None, "no response depends on others; null: on CPU in fp32 with one thread")

@@ -16,6 +16,7 @@ from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.faults import fault_point
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.megatron.ranks import place_of
+from verl.utils.memory_utils import keep_freed_host_memory
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe import timeline
@@ -56,6 +57,8 @@ class EngineWorker(Worker, DistProfilerExtension):
     def __init__(self, timeout_s: float) -> None:
         super().__init__()
         self._engine: BaseEngine | None = None
+        if get_device_name() == "cpu":
+            keep_freed_host_memory()  # each step takes its activations and gradients again
         initialize_global_process_group_ray(timeout_second=timeout_s)
         self._weights_digest: tuple[int, str] | None = None
         self.flops_counters: dict[int, FlopsCounter] = {}
