@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1024**3
 _SHORT = 1 / 4
+"""Memory of the host is short if less than this share of it is available."""
 _STACKS = {"python": "python", "cpp": "all", "all": "all"}
 """torch records C++ frames only together with Python frames."""
 Device = torch.device | str | int | None
@@ -55,7 +56,7 @@ def return_freed_host_memory() -> None:
 
 
 def is_host_memory_short() -> bool:
-    """Return whether less than a quarter of the memory of this machine is available."""
+    """Return whether little of the memory of this machine is available."""
     memory = psutil.virtual_memory()
     return memory.available < _SHORT * memory.total
 

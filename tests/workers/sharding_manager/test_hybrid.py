@@ -9,7 +9,7 @@ import pytest
 from verl.workers.roles import ActorRolloutRefWorker
 from verl.workers.roles.base import EngineWorker
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager import FSDPVLLMShardingManager, complete
+from verl.workers.sharding_manager import FSDPVLLMShardingManager, complete, hybrid
 
 START, FREED = ["release"], ["resume weights", "release"]
 
@@ -53,6 +53,25 @@ def test_a_rollout_wakes_by_its_asynchronous_methods(manager: FSDPVLLMShardingMa
 
     asyncio.run(in_an_event_loop())
     assert manager.rollout.calls == START + generated * 2
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_the_host_gets_freed_memory_back_where_little_is_left(
+    manager: FSDPVLLMShardingManager, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    """On a CPU, before a generation and after it."""
+    monkeypatch.setattr(hybrid, "is_host_memory_short", lambda: short)
+    monkeypatch.setattr(hybrid, "return_freed_host_memory", lambda: manager.rollout.calls.append("returned"))
+    with manager:
+        manager.rollout.calls.append("generate")
+    calls = manager.rollout.calls[len(START) :]
+    assert [call for call in calls if call != "returned"] == [
+        "resume weights",
+        "resume kv_cache",
+        "generate",
+        "release",
+    ]
+    assert (calls[0] == "returned" == calls[-1]) if short else ("returned" not in calls)
 
 
 def test_the_event_loop_of_the_thread_stays(manager: FSDPVLLMShardingManager) -> None:
