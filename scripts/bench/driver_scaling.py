@@ -586,8 +586,8 @@ def measure(arguments: argparse.Namespace) -> None:
     if len(cases) > 1:
         order = random.Random(0)  # the machine may be slower towards the end of a round
         for _, *size in [case for _ in range(arguments.rounds) for case in order.sample(cases, len(cases))]:
-            own = ["--cases", "x".join(map(str, size)), "--rounds", str(arguments.steps)]
-            subprocess.run([sys.executable, *sys.argv, *own], check=True)  # the last of an option counts
+            own = ["--cases", "x".join(map(str, size)), "--rounds", "1"]  # the last of an option counts
+            subprocess.run([sys.executable, *sys.argv, *own], check=True)
         return
     if arguments.keep_memory:
         keep_memory()
@@ -693,7 +693,7 @@ def run_cases(
     calls: dict[bool, int] = {}
     weights: dict[tuple[Any, ...], dict[str, dict[str, int]]] = {}
     with Path(arguments.out).open("a", encoding="utf-8") as file:
-        for kind, rows, tokens, workers in list(cases) * arguments.rounds:
+        for kind, rows, tokens, workers in list(cases) * (arguments.rounds * arguments.steps):
             for by_reference in [mode == "reference" for mode in arguments.columns]:
                 # The first step of a size pays for its memory, the others of a run do not.
                 case = (by_reference, rows, tokens, workers)

@@ -9,7 +9,8 @@ import psutil
 import pytest
 import torch
 
-from verl.utils.memory_utils import is_host_memory_short, return_freed_host_memory
+from verl.utils import memory_utils
+from verl.utils.memory_utils import return_freed_host_memory, return_freed_host_memory_if_short
 
 MIB = 1 << 20
 
@@ -33,10 +34,13 @@ def test_freed_tensors_between_living_ones_are_returned() -> None:
 
 
 @pytest.mark.parametrize(("available", "short"), [(3 << 30, False), (2 << 30, False), ((2 << 30) - 1, True)])
-def test_memory_is_short_where_a_quarter_is_left(monkeypatch, available: int, short: bool) -> None:
+def test_memory_is_returned_where_less_than_a_quarter_is_left(monkeypatch, available: int, short: bool) -> None:
+    returned: list[bool] = []
     left = SimpleNamespace(total=8 << 30, available=available)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: left)
-    assert is_host_memory_short() is short
+    monkeypatch.setattr(memory_utils, "return_freed_host_memory", lambda: returned.append(True))
+    return_freed_host_memory_if_short()
+    assert returned == [True] * short
 
 
 KEEPS = """

@@ -55,10 +55,11 @@ def return_freed_host_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def is_host_memory_short() -> bool:
-    """Return whether little of the memory of this machine is available."""
+def return_freed_host_memory_if_short() -> None:
+    """Return freed host memory to the system if it has little left; otherwise the next step uses it again."""
     memory = psutil.virtual_memory()
-    return memory.available < _SHORT * memory.total
+    if memory.available < _SHORT * memory.total:
+        return_freed_host_memory()
 
 
 @cache

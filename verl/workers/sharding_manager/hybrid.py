@@ -12,7 +12,7 @@ from verl.protocol import all_gather_data_proto
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, set_expandable_segments
 from verl.utils.faults import is_skipped
-from verl.utils.memory_utils import is_host_memory_short, return_freed_host_memory
+from verl.utils.memory_utils import return_freed_host_memory_if_short
 from verl.workers.sharding_manager.base import BaseShardingManager
 from verl.workers.sharding_manager.shared_weights import SharedWeights
 from verl.workers.sharding_manager.weight_sync import WeightSync
@@ -159,11 +159,10 @@ class HybridShardingManager(BaseShardingManager):
 
 
 def _empty_cache() -> None:
-    """Return unused memory of the device; that of the host where little is left, since the next step takes it again."""
     if get_device_name() != "cpu":
         get_torch_device().empty_cache()
-    elif is_host_memory_short():
-        return_freed_host_memory()
+    else:
+        return_freed_host_memory_if_short()
 
 
 def complete(coroutine: Coroutine[None, None, None] | None) -> None:

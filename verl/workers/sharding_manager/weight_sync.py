@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
-from verl.utils.memory_utils import is_host_memory_short, return_freed_host_memory
+from verl.utils.memory_utils import return_freed_host_memory_if_short
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import BaseEngine
@@ -158,9 +158,8 @@ class WeightSync:
 
     @staticmethod
     def _return_freed() -> None:
-        # On accelerators the stream is not in host memory. The next step takes the memory again.
-        if get_device_name() == "cpu" and is_host_memory_short():
-            return_freed_host_memory()
+        if get_device_name() == "cpu":  # on accelerators the stream is not in host memory
+            return_freed_host_memory_if_short()
 
     def _take(self, bucket: Bucket) -> None:
         self._num_buckets += 1
