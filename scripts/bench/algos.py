@@ -4,8 +4,8 @@ python scripts/bench/algos.py                 a table
 python scripts/bench/algos.py --check         exit 1 where a cost is above its limit
 python scripts/bench/algos.py --only gae --json
 
-One thread. The pass and what is measured alternate in one process, and medians are divided, so that the state of the
-machine and of its allocator is the same for both. Results: docs/perf/algos.md.
+One thread. The pass runs before and after each call of what is measured, in one process, so that the state of the
+machine and of its allocator is the same for both; the median of the ratios counts. Results: docs/perf/algos.md.
 """
 
 import argparse
@@ -183,12 +183,13 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Alternate the case and the pass, and divide the medians."""
+    """Run the pass before and after each call of the case, and return the median of their ratios."""
     a, b, c = (torch.randn(ROWS, case.width, generator=torch.Generator().manual_seed(i)) for i in range(3))
     one_pass = lambda: torch.addcmul(a, b, c)  # noqa: E731
-    pairs = [(seconds(one_pass), seconds(case.run)) for _ in range(WARMUP + repeats)][WARMUP:]
-    pass_s, case_s = (statistics.median(times) for times in zip(*pairs, strict=True))
-    cost = case_s / pass_s
+    calls = [(seconds(one_pass), seconds(case.run), seconds(one_pass)) for _ in range(WARMUP + repeats)][WARMUP:]
+    cost = statistics.median(2 * case_s / (before + after) for before, case_s, after in calls)
+    case_s = statistics.median(case_s for _, case_s, _ in calls)
+    pass_s = statistics.median((before + after) / 2 for before, _, after in calls)
     over = case.limit is not None and cost > case.limit
     return {"name": case.name, "passes": round(cost, 2), "limit": case.limit, "ms": round(case_s * 1e3, 3),
             "pass_ms": round(pass_s * 1e3, 3), "over": over}  # fmt: skip

@@ -21,18 +21,20 @@ import os
 import pickle
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from core_speed import SteadyClock
 
 from verl import DataProto
 from verl.algos.config import AlgoConfig
@@ -259,9 +261,10 @@ def unpack(packed: Packed) -> DataProto:
 
 
 class Account:
-    """CPU seconds of this process without those of the workers in it."""
+    """CPU seconds of this process without those of the workers in it, and without those of the probes of a clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: SteadyClock | None = None) -> None:
+        self.clock = clock
         self.left_out = 0.0
         self.of_answers = 0.0
         self.of_sends = 0.0
@@ -283,7 +286,11 @@ class Account:
 
     def now(self) -> float:
         """Return the seconds so far."""
-        return time.process_time() - self.left_out
+        return time.process_time() - self.left_out - self.probes()
+
+    def probes(self) -> float:
+        """Return the seconds that the probes took so far, in the main thread."""
+        return self.clock.spent if self.clock else 0.0
 
 
 # ---- one step
@@ -321,7 +328,8 @@ class Step:
 
     ``wall_s`` are the seconds of the step. Of these, ``last_answers_s`` passed in calls whose workers had all ended.
     ``ready_s`` are those outside of waiting for answers in which the main thread had no processor: other processes of
-    this machine had them. ``thread_seconds`` are CPU seconds of the main thread.
+    this machine had them. ``thread_seconds`` are CPU seconds of the main thread. With the clock of an account,
+    ``steady_seconds`` are CPU seconds at a fixed speed of the core.
     """
 
     def __init__(
@@ -343,6 +351,7 @@ class Step:
         self.record = StepRecord(digests=True, num_samples=0)
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.thread_seconds = dict.fromkeys(PARTS, 0.0)
+        self.steady_seconds = dict.fromkeys(PARTS, 0.0)
         self.calls = 0
         self.call_s = call_s
         self.wall_s = self.ready_s = self.last_answers_s = 0.0
@@ -395,11 +404,15 @@ class Step:
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        """Count the CPU seconds of all threads of this process, and those of this thread."""
-        began, began_here = self.account.now(), time.thread_time()
+        """Count the CPU seconds of all threads of this process, those of this thread, and the steady ones."""
+        account, clock = self.account, self.account.clock
+        began, began_here = account.now(), time.thread_time() - account.probes()
+        steady = clock.now() if clock else 0.0
         yield
-        self.seconds[name] += self.account.now() - began
-        self.thread_seconds[name] += time.thread_time() - began_here
+        self.seconds[name] += account.now() - began
+        self.thread_seconds[name] += time.thread_time() - account.probes() - began_here
+        if clock:
+            self.steady_seconds[name] += clock.now() - steady
 
     def _weigh(self, data: DataProto, output: DataProto) -> DataProto:
         """Count the bytes of a call: of each part and of each answer, as they are pickled."""
@@ -574,6 +587,10 @@ PREDICTED = [
     (8192, 128, 128),
     (4096, 512, 64),
     (1024, 1024, 16),
+    (3072, 1536, 48),
+    (12288, 64, 96),
+    (1536, 512, 24),
+    (6144, 256, 192),
 ]
 """Responses, tokens of each and workers. The model sees the first list only."""
 LARGE = [(4096, 8192, 8), (4096, 8192, 64), (4096, 8192, 512), (2048, 8192, 64)]
@@ -699,13 +716,16 @@ def run_cases(
                 case = (by_reference, rows, tokens, workers)
                 first = case not in weights
                 for weighed in [True] * first + [False] * (not first and not by_reference) + [False]:
-                    account = Account()
+                    # through the driver, copies of large memory count, which slow down less than the probes
+                    clock = SteadyClock() if by_reference and not arguments.without_ray else None
+                    account = Account(clock)
                     Held.known.clear()
                     call_s = 0.0 if weighed else arguments.work_s / calls[by_reference]
                     work_for(call_s)
                     step = Step(group_of(workers, account), by_reference, rows, tokens, account, weighed, call_s)
                     gc.collect()
-                    step.run()
+                    with clock or nullcontext():
+                        step.run()
                     if weighed:
                         weights[case], calls[by_reference] = step.through, step.calls
                 late = work_for(0.0)
@@ -738,10 +758,13 @@ def run_cases(
                     "with_ray": not arguments.without_ray,
                     "keeps_memory": arguments.keep_memory,
                 }
+                if clock:
+                    line["steady_seconds"] = step.steady_seconds
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 sys.stderr.write(f"{kind} {rows} x {tokens}, {workers} workers, by reference {by_reference}: ")
-                sys.stderr.write(f"{total(step.seconds):.2f} CPU s, {total(step.system):.2f} of them in the kernel, ")
+                steady = f", {total(step.steady_seconds):.2f} steady ones" if clock else ""
+                sys.stderr.write(f"{total(step.seconds):.2f} CPU s{steady}, {total(step.system):.2f} in the kernel, ")
                 sys.stderr.write(f"{step.wall_s:.2f} s with {arguments.work_s:g} s of work\n")
                 del step
 
@@ -850,10 +873,13 @@ WALL = ("wall_s", "ready_s", "last_answers_s", "late_answers")
 """What a line has of the wall seconds of its step."""
 
 
-def minima(lines: Lines) -> list[dict[str, Any]]:
-    """Return one line for each case, with the least CPU seconds of a phase: other work on the machine only adds.
+def summaries(lines: Lines) -> list[dict[str, Any]]:
+    """Return one line for each case.
 
-    Wall seconds, and what they consist of, are those of the shortest step.
+    Its seconds of a phase are the median of the steady seconds where the steps have these, and else the least CPU
+    seconds: other work on the machine only adds to them. Seconds of steps with work are compared with those on the
+    wall, so they are never steady; ``slowness`` tells how they relate to steady ones. Wall seconds, and what they
+    consist of, are those of the shortest step.
     """
     cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
@@ -862,14 +888,24 @@ def minima(lines: Lines) -> list[dict[str, Any]]:
     found = []
     for rounds in cases.values():
         of_step = min(rounds, key=lambda line: line.get("wall_s", float("inf")))
-        least = {**rounds[0], **{name: of_step[name] for name in WALL if name in of_step}}
-        for name in ("seconds", "thread_seconds"):
-            counted = [line[name] for line in rounds if name in line]
-            least[name] = {
-                p: min(each[p] for each in counted if p in each) for p in PARTS if any(p in c for c in counted)
-            }
-        found.append(least)
+        one = {**rounds[0], **{name: of_step[name] for name in WALL if name in of_step}}
+        one["thread_seconds"] = _each([line.get("thread_seconds", {}) for line in rounds], min)
+        if steady := [line["steady_seconds"] for line in rounds if "steady_seconds" in line]:
+            one["slowness"] = statistics.median(total(line["seconds"]) for line in rounds) / statistics.median(
+                map(total, steady)
+            )
+        if steady and not worked(one):
+            one["seconds"] = _each(steady, statistics.median)
+        else:
+            one["seconds"] = _each([line["seconds"] for line in rounds], min)
+        found.append(one)
     return found
+
+
+def _each(steps: Sequence[dict[str, float]], summary: Callable[[list[float]], float]) -> dict[str, float]:
+    """Return a number for each part that a step has seconds of."""
+    counted = {part: [step[part] for step in steps if part in step] for part in PARTS}
+    return {part: summary(seconds) for part, seconds in counted.items() if seconds}
 
 
 def worked(line: dict[str, Any]) -> float:
@@ -936,7 +972,7 @@ def phases(arguments: argparse.Namespace) -> None:
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
     sys.stdout.write("| responses | tokens | workers | columns | phase | CPU s | MB to workers | MB from workers |\n")
     sys.stdout.write("| --- " * 8 + "|\n")
-    for line in minima([line for line in read if not worked(line)]):
+    for line in summaries([line for line in read if not worked(line)]):
         named = [line["rows"], line["tokens"], line["workers"], "reference" if line["by_reference"] else "driver"]
         moved = line["through_bytes"]
         rows = [(phase, line["seconds"][phase], *moved[phase].values()) for phase in PHASES]
@@ -949,7 +985,8 @@ def phases(arguments: argparse.Namespace) -> None:
 def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say: Callable[[str], Any]) -> None:
     """Print how long steps with work took beside what the queue gives.
 
-    The queue is given the CPU seconds that the model predicts, those of the run, and those of the run's main thread.
+    The queue is given the CPU seconds that the model predicts, at the speed of the core in the run, those of the run,
+    and those of the run's main thread.
     """
     if not lines:
         return
@@ -959,7 +996,8 @@ def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say
     say("| --- " * (names.count("|") + 1) + "|")
     for line in lines:
         work = worked(line)
-        sources = (predicted(models, line), line["seconds"], line["thread_seconds"])
+        expected = {part: seconds * line.get("slowness", 1.0) for part, seconds in predicted(models, line).items()}
+        sources = (expected, line["seconds"], line["thread_seconds"])
         steps = [step_s(seconds, line["calls"], work, line["workers"]) for seconds in sources]
         cells = [line["rows"], line["tokens"], line["workers"], "reference" if line["by_reference"] else "driver"]
         cells += [f"{work:g}", line["late_answers"], f"{line['wall_s']:.2f}", f"{steps[0]:.2f}"]
@@ -972,7 +1010,7 @@ def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say
 def model(arguments: argparse.Namespace) -> None:
     """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
-    lines = minima([line for line in read if not worked(line)])
+    lines = summaries([line for line in read if not worked(line)])
     if len({line.get("keeps_memory", False) for line in lines if not line["by_reference"]}) > 1:
         raise SystemExit("runs with and without --keep-memory: give those of one kind")
     say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731
@@ -991,7 +1029,7 @@ def model(arguments: argparse.Namespace) -> None:
         cells = [line["kind"], line["by_reference"], line["rows"], line["tokens"], line["workers"]]
         cells += [f"{measured:.2f}", f"{expected:.2f}", f"{expected / measured - 1:+.1%}"]
         say(f"| {' | '.join(map(str, cells))} |")
-    compare_waiting(minima([line for line in read if worked(line)]), models, say)
+    compare_waiting(summaries([line for line in read if worked(line)]), models, say)
     say(
         "\n| rows | workers | mode | "
         + " | ".join(PHASES)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +33,11 @@ def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.append(str(BENCH))  # for the scripts of the folder that it imports
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCH))
     return module
 
 
@@ -189,13 +194,88 @@ def test_the_model_of_the_driver_is_fitted_without_the_runs_that_it_predicts() -
         noisy = [line("fit", by_reference, case, 1.5) for case in fitted]  # a round on a busy machine
         seen = [line("predict", by_reference, case) for case in held_out]
         wrong = [line("predict", by_reference, case, 7.0) for case in held_out]
-        found = scaling.fit(scaling.minima([*noisy, *lines, *seen]), by_reference)
-        other = scaling.fit(scaling.minima([*lines, *wrong]), by_reference)
+        found = scaling.fit(scaling.summaries([*noisy, *lines, *seen]), by_reference)
+        other = scaling.fit(scaling.summaries([*lines, *wrong]), by_reference)
         for phase, values in found.items():
             assert (values >= 0).all() and (values == other[phase]).all()
             for held in seen:
                 predicted = float(values @ scaling._features(phase, held))
                 assert predicted == pytest.approx(held["seconds"][phase], rel=1e-3, abs=1e-6), (by_reference, phase)
+
+
+def test_a_size_has_the_median_of_its_steady_seconds() -> None:
+    scaling = load("driver_scaling")
+    case = {"kind": "fit", "by_reference": True, "rows": 8, "tokens": 8, "workers": 1, "work_s": 0.0}
+
+    def line(seconds: float, steady: float | None, **more: float) -> dict[str, Any]:
+        found = {**case, "seconds": dict.fromkeys(scaling.PARTS, seconds), **more}
+        return found if steady is None else found | {"steady_seconds": dict.fromkeys(scaling.PARTS, steady)}
+
+    (one,) = scaling.summaries([line(6.0, 2.0), line(3.0, 1.0), line(8.0, 4.0)])
+    assert one["seconds"] == dict.fromkeys(scaling.PARTS, 2.0) and one["slowness"] == 3.0
+    (one,) = scaling.summaries([line(6.0, None), line(3.0, None), line(8.0, None)])
+    assert one["seconds"] == dict.fromkeys(scaling.PARTS, 3.0) and "slowness" not in one
+    # steps with work are compared with the wall
+    (one,) = scaling.summaries([line(6.0, 2.0, work_s=1.0), line(3.0, 1.0, work_s=1.0)])
+    assert one["seconds"] == dict.fromkeys(scaling.PARTS, 3.0) and one["slowness"] == 3.0
+
+
+def test_seconds_of_a_slow_core_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = load("core_speed")
+    cpu = SimpleNamespace(s=0.0, probe_s=speed.PROBE_S)
+
+    def probe() -> float:
+        cpu.s += 0.5  # not counted
+        return cpu.probe_s
+
+    monkeypatch.setattr(speed, "INTERVAL_S", 1000.0)  # no signal during the test
+    monkeypatch.setattr(speed, "probe", probe)
+    monkeypatch.setattr(time, "process_time", lambda: cpu.s)
+    with speed.SteadyClock() as clock:
+        assert (clock.now(), clock.spent) == (0.0, 0.5)
+        cpu.s += 3.0
+        assert clock.now() == 3.0
+        clock._tick()
+        cpu.probe_s *= 3
+        cpu.s += 8.0
+        assert clock.now() == 3.0 + 8.0  # the speed of the last probe, until the next
+        clock._tick()
+        assert clock.now() == 3.0 + 8.0 / 2  # between both speeds
+        cpu.s += 6.0
+        assert clock.now() == 7.0 + 6.0 / 3
+        assert clock.spent == 3 * 0.5
+
+
+def test_probes_run_while_the_process_does_and_end_with_the_clock() -> None:
+    speed = load("core_speed")
+    handler = signal.getsignal(signal.SIGPROF)
+    with pytest.raises(KeyError), speed.SteadyClock() as clock:
+        first = clock.spent
+        began = time.process_time()
+        while time.process_time() - began < 0.3:
+            pass
+        assert clock.spent > first > 0
+        assert clock.now() > 0
+        raise KeyError
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGPROF) is handler
+
+
+def test_a_signal_during_a_probe_is_not_another_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = load("core_speed")
+    probes = []
+
+    def probe() -> float:
+        probes.append(speed.PROBE_S)
+        clock._tick()
+        return speed.PROBE_S
+
+    monkeypatch.setattr(speed, "probe", probe)
+    monkeypatch.setattr(speed, "INTERVAL_S", 1000.0)
+    clock = speed.SteadyClock()
+    with clock:
+        clock._tick()
+    assert len(probes) == 2
 
 
 def test_the_queue_of_the_driver_by_hand() -> None:
@@ -254,7 +334,7 @@ def test_waiting_times_are_compared_with_those_of_the_queue(
     assert quick["work_s"] == 0.0 < quick["wall_s"]
     wall = {"work_s": 3.0, "late_answers": 0, "ready_s": 0.1, "last_answers_s": 0.2}
     slow, fast = ({**quick, **wall, "wall_s": wall_s} for wall_s in (3.75, 3.5))
-    found = scaling.minima([quick, slow, fast])
+    found = scaling.summaries([quick, slow, fast])
     assert [(scaling.worked(line), line["wall_s"]) for line in found] == [(0.0, quick["wall_s"]), (3.0, 3.5)]
     other = {**fast, "seconds": dict.fromkeys(quick["seconds"], 7.0)}
     plain, with_work = (scaling.fit(lines, False) for lines in ([quick], [quick, other]))
@@ -275,12 +355,15 @@ def test_waiting_times_are_compared_with_those_of_the_queue(
 def test_a_step_takes_at_least_the_work_of_its_workers(tmp_path: Path) -> None:
     runs = tmp_path / "runs.jsonl"
     command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--cases", "16x16x2"]
-    command += ["--columns", "driver", "--rounds", "1", "--actors", "1", "--store-mb", "100", "--work-s", "1.5"]
+    command += ["--rounds", "1", "--actors", "1", "--store-mb", "100", "--work-s", "1.5"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    line = json.loads(runs.read_text())
-    assert line["work_s"] == 1.5 <= line["wall_s"]
-    assert 0 < line["seconds"]["sends"] < sum(line["seconds"][phase] for phase in ("generate", "infer", "update"))
+    through_driver, by_reference = map(json.loads, runs.read_text().splitlines())
+    for line in (through_driver, by_reference):
+        assert line["work_s"] == 1.5 <= line["wall_s"]
+        assert 0 < line["seconds"]["sends"] < sum(line["seconds"][phase] for phase in ("generate", "infer", "update"))
+    assert "steady_seconds" not in through_driver
+    assert all(seconds > 0 for seconds in by_reference["steady_seconds"].values())
 
 
 def test_messages_are_those_of_a_step() -> None:

@@ -1,5 +1,6 @@
 """The entropy of distributions over the vocabulary, in chunks that stay in the cache."""
 
+import itertools
 import math
 from typing import Any
 
@@ -38,30 +39,17 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, chunk_size: int | None, with_gradient: bool) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         step = _step(logits, chunk_size)
-        rows = len(logits)
-        entropy, offset, total, mean = (logits.new_empty(rows, 1, dtype=dtype) for _ in range(4))
-        chunk = (min(step, rows), logits.shape[-1])
-        exponents, exponentials = (logits.new_empty(chunk, dtype=dtype) for _ in range(2))
+        entropy, offset, total, mean = (logits.new_empty(len(logits), 1, dtype=dtype) for _ in range(4))
         on_cpu = logits.device.type == "cpu"
         unscaled = recycled_like(logits) if with_gradient and on_cpu and logits.dtype == dtype else None
         masked = not on_cpu  # where a look at the result would wait for the device
-        for at in range(0, rows, step):
-            part = slice(at, at + step)
-            z = logits[part].to(dtype)
-            d = exponents[: len(z)] if unscaled is None else unscaled[part]
-            e = exponentials[: len(z)]
-            torch.mul(z.amax(dim=-1, keepdim=True), -_LOG2_E, out=offset[part])
-            while True:
-                _exponents(z, offset[part], d, masked)
-                torch.exp2(d, out=e)
-                torch.sum(e, dim=-1, keepdim=True, out=total[part])
-                torch.sum(d.mul_(e), dim=-1, keepdim=True, out=mean[part])
-                if masked or not bool(mean[part].isnan().any()):
-                    break
-                masked = True  # 0 * -inf; from here on for all rows
-            mean[part].div_(total[part])
-            if unscaled is not None:
-                d.addcmul_(e, mean[part], value=-1)
+        # what masks logits masks them in all rows, most often, so the first chunk tells
+        for rows in (slice(0, step), slice(step, len(logits))):
+            part = (logits[rows], offset[rows], total[rows], mean[rows], None if unscaled is None else unscaled[rows])
+            _moments(*part, step, masked)
+            if not masked and bool(mean[rows].isnan().any()):
+                masked = True  # 0 * -inf
+                _moments(*part, step, masked)
         torch.log2(total, out=entropy).sub_(mean).div_(_LOG2_E)
         ctx.save_for_backward(logits, offset, total, mean)
         ctx.step = step
@@ -94,6 +82,28 @@ class _Entropy(torch.autograd.Function):
             if logits.dtype != dtype:
                 grad_logits[part] = d
         return grad_logits, None, None
+
+
+def _moments(
+    logits: Tensor, offset: Tensor, total: Tensor, mean: Tensor, unscaled: Tensor | None, step: int, masked: bool
+) -> None:
+    """Write -max z / ln 2, s and t / s of each row, and 2^d d - 2^d t / s where there is memory for it."""
+    if not len(logits):
+        return
+    shape, dtype = (min(step, len(logits)), logits.shape[-1]), total.dtype
+    exponentials = logits.new_empty(shape, dtype=dtype)
+    exponents = itertools.repeat(logits.new_empty(shape, dtype=dtype)) if unscaled is None else unscaled.split(step)
+    parts = (logits.split(step), offset.split(step), total.split(step), mean.split(step), exponents)
+    for z, shift, sum_e, mean_d, d in zip(*parts, strict=False):
+        z, d, e = z.to(dtype), d[: len(z)], exponentials[: len(z)]
+        torch.mul(z.amax(dim=-1, keepdim=True), -_LOG2_E, out=shift)
+        _exponents(z, shift, d, masked)
+        torch.exp2(d, out=e)
+        torch.sum(e, dim=-1, keepdim=True, out=sum_e)
+        torch.sum(d.mul_(e), dim=-1, keepdim=True, out=mean_d)
+        mean_d.div_(sum_e)
+        if unscaled is not None:
+            d.addcmul_(e, mean_d, value=-1)
 
 
 def _exponents(z: Tensor, offset: Tensor, out: Tensor, masked: bool = True) -> None:
