@@ -61,7 +61,11 @@ class SteadyClock:
 
     def now(self) -> float:
         """Return the steady seconds so far."""
-        return self._steady + (time.process_time() - self._since) * PROBE_S / self._probed
+        while True:
+            since = self._since
+            steady = self._steady + (time.process_time() - since) * PROBE_S / self._probed
+            if since == self._since:  # no probe ran meanwhile
+                return steady
 
     def _tick(self, *_: Any) -> None:
         if self._busy:  # the next signal came during the probe
