@@ -203,7 +203,7 @@ def test_the_model_of_the_driver_is_fitted_without_the_runs_that_it_predicts() -
                 assert predicted == pytest.approx(held["seconds"][phase], rel=1e-3, abs=1e-6), (by_reference, phase)
 
 
-def test_a_size_has_the_median_of_its_steady_seconds() -> None:
+def test_a_size_has_the_median_of_its_steady_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = load("driver_scaling")
     case = {"kind": "fit", "by_reference": True, "rows": 8, "tokens": 8, "workers": 1, "work_s": 0.0}
 
@@ -215,6 +215,12 @@ def test_a_size_has_the_median_of_its_steady_seconds() -> None:
     assert one["seconds"] == dict.fromkeys(scaling.PARTS, 2.0) and one["slowness"] == 3.0
     (one,) = scaling.summaries([line(6.0, None), line(3.0, None), line(8.0, None)])
     assert one["seconds"] == dict.fromkeys(scaling.PARTS, 3.0) and "slowness" not in one
+    runs = tmp_path / "runs.jsonl"
+    other = line(3.0, None) | {"rows": 16}
+    runs.write_text("\n".join(map(json.dumps, [line(6.0, 2.0), other])))
+    monkeypatch.setattr(sys, "argv", ["driver_scaling.py", "model", str(runs)])
+    with pytest.raises(SystemExit, match="with and without steady seconds"):
+        scaling.main()
     # steps with work are compared with the wall
     (one,) = scaling.summaries([line(6.0, 2.0, work_s=1.0), line(3.0, 1.0, work_s=1.0)])
     assert one["seconds"] == dict.fromkeys(scaling.PARTS, 3.0) and one["slowness"] == 3.0

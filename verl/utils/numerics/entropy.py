@@ -43,7 +43,7 @@ class _Entropy(torch.autograd.Function):
         on_cpu = logits.device.type == "cpu"
         unscaled = recycled_like(logits) if with_gradient and on_cpu and logits.dtype == dtype else None
         masked = not on_cpu  # where a look at the result would wait for the device
-        # what masks logits masks them in all rows, most often, so the first chunk tells
+        # Most masks are those of all rows, so the first chunk tells; if only later ones are masked, they run twice.
         for rows in (slice(0, step), slice(step, len(logits))):
             part = (logits[rows], offset[rows], total[rows], mean[rows], None if unscaled is None else unscaled[rows])
             _moments(*part, step, masked)
@@ -88,14 +88,14 @@ def _moments(
     logits: Tensor, offset: Tensor, total: Tensor, mean: Tensor, unscaled: Tensor | None, step: int, masked: bool
 ) -> None:
     """Write -max z / ln 2, s and t / s of each row, and 2^d d - 2^d t / s where there is memory for it."""
-    if not len(logits):
-        return
     shape, dtype = (min(step, len(logits)), logits.shape[-1]), total.dtype
     exponentials = logits.new_empty(shape, dtype=dtype)
     exponents = itertools.repeat(logits.new_empty(shape, dtype=dtype)) if unscaled is None else unscaled.split(step)
     parts = (logits.split(step), offset.split(step), total.split(step), mean.split(step), exponents)
     for z, shift, sum_e, mean_d, d in zip(*parts, strict=False):
-        z, d, e = z.to(dtype), d[: len(z)], exponentials[: len(z)]
+        z = z.to(dtype)
+        d = d[: len(z)]  # the last chunk may be smaller
+        e = exponentials[: len(z)]
         torch.mul(z.amax(dim=-1, keepdim=True), -_LOG2_E, out=shift)
         _exponents(z, shift, d, masked)
         torch.exp2(d, out=e)
