@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.algos.advantage import rows_to_use
 from verl.base_config import WrongInput
-from verl.utils.groupwise import as_torch_index, group_count, group_sum
+from verl.utils.groupwise import as_torch_index, group_sum
 from verl.utils.torch_functional import masked_whiten
 
 # ---- the reward of tokens
@@ -152,25 +153,28 @@ def compute_rloo_advantage_return(
     """Return advantages and returns (B, R) of several streams of token rewards.
 
     Each stream is a pair of rewards, times their weight, and of a mask of the tokens that have one, (B, R) both. The
-    return of a token sums what is left after a baseline for it and all later tokens.
+    return of a token sums what is left after a baseline for it and all later tokens. Rows that other estimators do not
+    see (``verl.algos.advantage.rows_to_use``) have zeros.
 
     Source: section 3.2, equation 5.
     """
-    rest = sum((masked_rloo(rewards, mask, index) for rewards, mask in streams), torch.zeros(response_mask.shape))
-    returns = reverse_cumsum(rest * response_mask)
-    return masked_whiten(returns, response_mask) * response_mask, returns
+    used = rows_to_use(response_mask, index).unsqueeze(-1)
+    kept = response_mask * used
+    parts = [masked_rloo(rewards, mask * used, index) for rewards, mask in streams]
+    returns = reverse_cumsum(sum(parts, torch.zeros(kept.shape)) * kept)
+    return masked_whiten(returns, kept) * kept, returns
 
 
 def masked_rloo(rewards: Tensor, mask: Tensor, index: np.ndarray) -> Tensor:
     """Subtract the mean of the other samples of a prompt from (B, R) rewards; a response counts as its masked mean.
 
     Plain form: ``n / (n - 1) * rewards - sum of the means of all samples / (n - 1)`` under the mask. The only sample of
-    a prompt has no baseline.
+    a prompt has no baseline, and a row without a token is no sample.
     """
     mask = mask.bool()
     means = summed(rewards, mask) / mask.sum(-1).clamp(min=1)
     group = as_torch_index(index)
-    sizes = group_count(group)
+    sizes = group_sum(mask.any(-1), group, int(group.max()) + 1)
     others = (sizes - 1).clamp(min=1)
     baseline = group_sum(means, group, len(sizes)) * (sizes > 1) / others
     scale = torch.where(sizes > 1, sizes / others, 1.0)

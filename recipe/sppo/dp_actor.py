@@ -22,13 +22,16 @@ def compute_sppo_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss, mean over responses, and the log-ratio of each response, (B,).
 
-    Plain form: ``((log_ratio - eta * rewards) ** 2).mean()`` with the log-probabilities of whole responses.
+    Plain form: ``((log_ratio - eta * rewards) ** 2).mean()`` with the log-probabilities of whole responses. A row
+    without a token is no response.
 
     Args: ``rewards`` are the (B,) rewards, minus the value of the policy they were sampled from.
     Source: SPPO (arXiv:2405.00675), equation 4.4.
     """
-    ratio = torch.where(response_mask.bool(), log_prob - old_log_prob, 0.0).sum(-1)
-    return ((ratio - eta * rewards) ** 2).mean(), ratio
+    mask = response_mask.bool()
+    ratio = torch.where(mask, log_prob - old_log_prob, 0.0).sum(-1)
+    squares = torch.where(mask.any(-1), (ratio - eta * rewards) ** 2, 0.0)
+    return squares.sum() / mask.any(-1).sum().clamp(min=1), ratio
 
 
 @register_policy_loss("sppo", loss_agg_mode="seq-mean-token-sum")

@@ -42,11 +42,13 @@ def softmean(x: Tensor, beta: float) -> Tensor:
 
 
 def compute_advantage(data: DataProto, beta: float = 1.0) -> DataProto:
-    """Subtract the soft mean of the batch from the reward of each response."""
+    """Subtract the soft mean of the batch from the reward of each response; a row without a token is none."""
     tensors = tensors_of(data)
     mask = tensors["response_mask"]
     rewards = torch.where(mask.bool(), tensors["token_level_rewards"], 0.0).sum(-1)
-    tensors[SEQ_REWARDS] = rewards - softmean(rewards, beta)
+    used = mask.any(-1)
+    baseline = softmean(rewards[used], beta) if used.any() else 0.0
+    tensors[SEQ_REWARDS] = torch.where(used, rewards - baseline, 0.0)
     tensors["advantages"] = at_each_token(tensors[SEQ_REWARDS], mask)
     tensors["returns"] = tensors["advantages"]
     return data

@@ -43,13 +43,13 @@ def gradient(norm_by_std: bool, loss_agg_mode: str, micro_batch_size: int = 4) -
         assert not others
         totals.append(part.total)
         units.append(part.unit)
-    count = {"constant": 1, "sequence": 4, "token": sum(LENGTHS)}[units[0]]
-    (result,) = torch.autograd.grad(sum(totals) / count, logits)
+    assert set(units) == {"sequence"}
+    (result,) = torch.autograd.grad(sum(totals) / 4, logits)
     return result
 
 
 def paper() -> torch.Tensor:
-    """Return ``-1 / LIMIT`` times the sum over responses and tokens of (score - mean of the group) grad log pi."""
+    """Return the mean over responses of ``-1 / LIMIT`` times the sum over tokens of (score - mean) grad log pi."""
     width, generator = max(LENGTHS), torch.Generator().manual_seed(0)
     logits = torch.randn(4, width, 5, generator=generator, dtype=torch.float64)
     tokens = torch.randint(0, 5, (4, width), generator=generator)
@@ -59,7 +59,7 @@ def paper() -> torch.Tensor:
         for t in range(LENGTHS[b]):
             of_log_prob = -logits[b, t].softmax(-1)
             of_log_prob[tokens[b, t]] += 1
-            result[b, t] = -(SCORES[b] - sum(peers) / len(peers)) * of_log_prob / LIMIT
+            result[b, t] = -(SCORES[b] - sum(peers) / len(peers)) * of_log_prob / LIMIT / 4
     return result
 
 
@@ -74,7 +74,7 @@ def test_grpo_weighs_by_length_and_deviation():
     grpo = gradient(norm_by_std=True, loss_agg_mode="seq-mean-token-mean")
     ratio = grpo.abs().sum((1, 2)) / paper().abs().sum((1, 2))
     deviation = 0.5**0.5 + 1e-6  # of scores 1 and 0; the other group has equal scores and no gradient
-    want = [LIMIT / (4 * length * deviation) for length in LENGTHS[:2]]
+    want = [LIMIT / (length * deviation) for length in LENGTHS[:2]]
     assert ratio[:2].tolist() == pytest.approx(want)
     assert paper()[2:].eq(0).all()
 

@@ -21,7 +21,7 @@ def slow_agg(matrix, mask, mode):
         "token-mean": sum(flat) / max(1, len(flat)),
         "seq-mean-token-sum": sum(sum(row) for row in rows) / len(rows),
         "seq-mean-token-mean": sum(sum(row) / max(1, len(row)) for row in rows) / len(rows),
-        "seq-mean-token-sum-norm": sum(flat) / mask.shape[1],
+        "seq-mean-token-sum-norm": sum(sum(row) for row in rows) / len(rows) / mask.shape[1],
     }[mode]
 
 
@@ -49,7 +49,7 @@ def test_rows_that_fill_a_batch_are_in_no_denominator():
         "token-mean": 4.0,
         "seq-mean-token-sum": 8.0,
         "seq-mean-token-mean": 4.0,
-        "seq-mean-token-sum-norm": 8.0,
+        "seq-mean-token-sum-norm": 4.0,
     }
     assert aggregate.count_units(mask).tolist() == [4, 2, 1]
     loss, clipped = core_algos.compute_value_loss(matrix, matrix + 2, matrix, mask, 0.5, "seq-mean-token-mean")

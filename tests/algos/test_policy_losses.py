@@ -83,7 +83,7 @@ def slow_aggregate(values, mode):
         "token-mean": lambda: sum(sums) / int(MASK.sum()),
         "seq-mean-token-sum": lambda: sum(sums) / SEQUENCES,
         "seq-mean-token-mean": lambda: sum(s / n for s, n in zip(sums, lengths, strict=True)) / SEQUENCES,
-        "seq-mean-token-sum-norm": lambda: sum(sums) / WIDTH,
+        "seq-mean-token-sum-norm": lambda: sum(sums) / WIDTH / SEQUENCES,
     }[mode]()
 
 

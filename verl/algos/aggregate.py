@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from verl.algos.names import LOSS_AGG_MODES, LOSS_AGG_UNIT, Unit
+from verl.algos.names import BY_LENGTH, LOSS_AGG_MODES, LOSS_AGG_UNIT, Unit
 
 UNITS: tuple[str, ...] = get_args(Unit)
 SHARE_COLUMN = "trajectory_share"
@@ -76,6 +76,13 @@ def sum_of_mean(mean: Tensor, mask: Tensor, unit: Unit) -> Sum:
     return Sum(mean * unit_count(mask.sum(-1), unit).to(mean.dtype), unit)
 
 
+def by_length(loss: Sum, loss_agg_mode: str, width: int, length: int | None) -> Sum:
+    """Divide by the configured length in place of the width (T) by which a loss has divided, if its mode divides so."""
+    if loss_agg_mode != BY_LENGTH or length is None:
+        return loss
+    return Sum(loss.total * (width / length), loss.unit)
+
+
 def agg_unit(loss_agg_mode: str) -> Unit:
     """Return the unit by which a mode normalises.
 
@@ -100,7 +107,7 @@ def row_weights(lengths: Tensor, loss_agg_mode: str, length: int, shares: Tensor
     agg_unit(loss_agg_mode)
     if loss_agg_mode == "seq-mean-token-mean":
         return (1.0 if shares is None else shares.double()) / lengths.double().clamp(min=1)
-    weight = 1.0 / length if loss_agg_mode == "seq-mean-token-sum-norm" else 1.0
+    weight = 1.0 / length if loss_agg_mode == BY_LENGTH else 1.0
     return torch.full_like(lengths, weight, dtype=torch.float64)
 
 
@@ -135,7 +142,7 @@ def agg_loss(
     """Aggregate a (B, T) matrix into the loss of a batch that is not split further.
 
     Raises: ValueError for an unknown mode.
-    Source: Dr. GRPO (arXiv:2503.20783) section 3.2 for the constant norm, DAPO (arXiv:2503.14476) section 3.3 for the
+    Source: Dr. GRPO (arXiv:2503.20783) section 3.2 for the constant length, DAPO (arXiv:2503.14476) section 3.3 for the
     token mean.
     """
     part = agg_sum(loss_mat, loss_mask, loss_agg_mode, length, shares)

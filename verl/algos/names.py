@@ -23,11 +23,13 @@ class AdvantageEstimator(StrEnum):
 ADV_ESTIMATORS = tuple(name.value for name in AdvantageEstimator)
 POLICY_LOSSES = ("vanilla", "gspo", "gpg", "geo_mean", "clip_cov", "kl_cov", "cispo", "sapo")
 Unit = Literal["token", "sequence", "constant"]
+BY_LENGTH = "seq-mean-token-sum-norm"
+"""The mode of loss aggregation that divides the sum of each sequence by a constant length."""
 LOSS_AGG_UNIT: dict[str, Unit] = {
     "token-mean": "token",
     "seq-mean-token-sum": "sequence",
     "seq-mean-token-mean": "sequence",
-    "seq-mean-token-sum-norm": "constant",
+    BY_LENGTH: "sequence",
 }
 """The modes of loss aggregation, each with the unit whose count in the mini-batch divides the loss."""
 LOSS_AGG_MODES = tuple(LOSS_AGG_UNIT)

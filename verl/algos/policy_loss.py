@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
-from verl.algos.aggregate import Sum, agg_unit, row_weights, rows_by_share, sum_of_mean, unit_count
+from verl.algos.aggregate import Sum, agg_unit, by_length, row_weights, rows_by_share, sum_of_mean, unit_count
 from verl.algos.names import POLICY_LOSSES
 from verl.base_config import WrongInput
 from verl.utils.numerics.seeding import GOLDEN, MIX_FACTOR, mix
@@ -265,9 +265,8 @@ def _sums(name: str, inputs: LossInputs, length: int | None) -> PolicyLossSums:
     arguments = {key: value for key, value in vars(inputs).items() if key != "selection" or value is not None}
     mean, clipped, kl, clipped_low = loss_fn(**arguments)
     mask = inputs.response_mask
-    loss = sum_of_mean(mean, mask, agg_unit(effective_loss_agg_mode(name, inputs.loss_agg_mode)))
-    if length is not None and loss.unit == "constant":
-        loss = Sum(loss.total * (mask.shape[-1] / length), "constant")
+    mode = effective_loss_agg_mode(name, inputs.loss_agg_mode)
+    loss = by_length(sum_of_mean(mean, mask, agg_unit(mode)), mode, mask.shape[-1], length)
     counted = [sum_of_mean(value, mask, "token").total for value in (clipped, kl, clipped_low)]
     return PolicyLossSums(loss, *counted)
 

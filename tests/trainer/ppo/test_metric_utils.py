@@ -60,6 +60,14 @@ def test_data_metrics_by_hand():
     assert not any("values" in key or "vf_" in key for key in without)
 
 
+def test_the_same_rows_twice_change_nothing_but_counts():
+    once, twice = make_batch(), make_batch()
+    twice.batch = {name: torch.cat([each, each]) for name, each in twice.batch.items()}
+    twice.non_tensor_batch = {name: np.concatenate([each, each]) for name, each in twice.non_tensor_batch.items()}
+    want = metric_utils.compute_data_metrics(once) | {"reward/failed": 4}
+    assert metric_utils.compute_data_metrics(twice) == pytest.approx(want, rel=1e-5)  # 1e-5 is added to a variance
+
+
 def test_nothing_but_aborted_responses_is_an_error():
     batch = make_batch()
     batch.batch["attention_mask"] = batch.batch["attention_mask"].clone()

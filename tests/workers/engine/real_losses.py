@@ -80,7 +80,7 @@ def reference(model: Any, kind: str, loss_agg_mode: str = "token-mean") -> dict[
             "token-mean": sums.sum() / count,
             "seq-mean-token-sum": sums.mean(),
             "seq-mean-token-mean": (sums / mask.sum(-1)).mean(),
-            "seq-mean-token-sum-norm": sums.sum() / cases.RESPONSE,
+            "seq-mean-token-sum-norm": sums.mean() / cases.RESPONSE,
         }[loss_agg_mode]
 
     logits = plain_logits(model)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from verl.algos.aggregate import SHARE_COLUMN, UNITS, Extreme, agg_loss, count_units
+from verl.algos.names import POLICY_LOSSES
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.protocol import DataProto
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, PolicyLossConfig
-from verl.workers.roles.losses import ppo_loss, sft_loss, value_loss
+from verl.workers.roles.losses import SELECTION, ppo_loss, sft_loss, value_loss
 
 ROWS, WIDTH = 6, 5
 LENGTHS = [5, 1, 3, 0, 4, 2]
@@ -83,7 +84,7 @@ def aggregate(matrix: list[list[float]], mode: str) -> float:
         "token-mean": total / sum(LENGTHS),
         "seq-mean-token-sum": total / SEQUENCES,
         "seq-mean-token-mean": sum(sum(row) / max(len(row), 1) for row in rows) / SEQUENCES,
-        "seq-mean-token-sum-norm": total / WIDTH,
+        "seq-mean-token-sum-norm": total / WIDTH / SEQUENCES,
     }[mode]
 
 
@@ -146,6 +147,31 @@ def test_no_split_changes_a_policy_loss(loss_mode: str, mode: str) -> None:
         assert other["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         assert other["metrics"] == pytest.approx(whole["metrics"], rel=1e-6, abs=1e-9)
         torch.testing.assert_close(other["gradients"], whole["gradients"])
+
+
+@pytest.mark.parametrize("loss_mode", POLICY_LOSSES)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_rows_twice_change_nothing(loss_mode: str, mode: str) -> None:
+    """Policy, entropy, KL and value, with their metrics: a batch twice as large has the same loss, in any split.
+
+    Selected tokens are copied: the losses that select choose over the whole mini-batch, before.
+    """
+    rows = numbers() | {SELECTION: numbers()["advantages"] > 0.5}
+    data = {name: torch.cat([value, value]) for name, value in rows.items()}
+    again = [part + [row + ROWS for row in part] for part in SPLITS[2]]
+    options = {"entropy_coeff": 0.3, "use_kl_loss": True, "kl_loss_coef": 0.2, "loss_scale_factor": 3}
+    config = actor(loss_agg_mode=mode, policy_loss=PolicyLossConfig(loss_mode=loss_mode), **options)
+    critic = FSDPCriticConfig(ppo_micro_batch_size_per_gpu=1, loss_agg_mode=mode, loss_scale_factor=3)
+    names = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", SELECTION]
+    for loss_fn, node, read, outputs in (
+        (ppo_loss, config, names, ["log_probs", "entropy"]),
+        (value_loss, critic, ["values", "returns"], ["values"]),
+    ):
+        once, more = run(loss_fn, node, SPLITS[0], read, outputs, rows), run(loss_fn, node, again, read, outputs, data)
+        assert once["loss"] != 0 and more["loss"] == pytest.approx(once["loss"], rel=1e-6)
+        assert more["metrics"] == pytest.approx(once["metrics"], rel=1e-6, abs=1e-9)
+        for name, gradient in once["gradients"].items():
+            torch.testing.assert_close(more["gradients"][name], torch.cat([gradient, gradient]) / 2)
 
 
 @pytest.mark.parametrize("split", SPLITS)

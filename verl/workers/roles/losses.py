@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.algos.aggregate import SHARE_COLUMN, Extreme, Metric, Sum, agg_sum, agg_unit, rows_by_share, sum_of_mean
+from verl.algos.aggregate import (
+    SHARE_COLUMN,
+    Extreme,
+    Metric,
+    Sum,
+    agg_sum,
+    agg_unit,
+    by_length,
+    rows_by_share,
+    sum_of_mean,
+)
 from verl.algos.kl import kl_penalty
 from verl.algos.mismatch import gap_sum_metrics
 from verl.algos.policy_loss import LossInputs, Whole, get_token_selector, policy_loss_sums, token_keys
@@ -156,8 +166,7 @@ def value_loss(
             for share, rows in parts
         ]
         loss = Sum(torch.stack(totals).sum(), loss.unit)
-    if loss.unit == "constant" and config.loss_scale_factor is not None:  # the mean divides by the width of the mask
-        loss = Sum(loss.total * (mask.shape[-1] / config.loss_scale_factor), "constant")
+    loss = by_length(loss, mode, mask.shape[-1], config.loss_scale_factor)
     predicted = torch.where(mask.bool(), values.detach(), 0.0).sum()
     return [loss], {
         "critic/vf_loss": loss,

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from verl.algos.names import ADV_ESTIMATORS, LOSS_AGG_UNIT, POLICY_LOSSES
+from verl.algos.names import ADV_ESTIMATORS, BY_LENGTH, LOSS_AGG_MODES, POLICY_LOSSES
 from verl.base_config import Idle, Kind, Violation, as_yaml
 from verl.models.transformers.packing import packs_rows
 from verl.trainer.config.keys import is_under, select
@@ -78,8 +78,8 @@ IDLE = [
     *(
         Idle(f"{role}.loss_agg_mode", mode, role, ("loss_scale_factor",))
         for role in (ACTOR, "critic")
-        for mode, unit in LOSS_AGG_UNIT.items()
-        if unit != "constant"
+        for mode in LOSS_AGG_MODES
+        if mode != BY_LENGTH
     ),
     Idle(f"{ACTOR}.optim.lr_scheduler_type", "constant", f"{ACTOR}.optim", _SCHEDULE),
     Idle("critic.optim.lr_scheduler_type", "constant", "critic.optim", _SCHEDULE),
