@@ -67,8 +67,9 @@ def slow(name, batch, config):
         for b in range(n):
             running = 0.0
             for t in reversed(range(width)):
-                running = (rewards[b][t] + config.gamma * running) * mask[b][t]
-                returns[b][t] = running
+                if mask[b][t]:
+                    running = rewards[b][t] + config.gamma * running
+                    returns[b][t] = running
         return whiten(returns, mask), returns
     if name == "remax":
         returns = [[sum(row[t:]) * m[t] for t in range(width)] for row, m in zip(rewards, mask, strict=True)]

@@ -1,4 +1,7 @@
-"""Losses, advantages and metrics of the recipes: the same rows twice, and rows without a token, change nothing."""
+"""Losses, advantages and metrics of the recipes: the same rows twice change nothing.
+
+Nor do rows without a token, and tokens that the policy did not sample.
+"""
 
 import math
 from collections.abc import Callable
@@ -111,3 +114,22 @@ def test_rows_without_a_token(figures: Callable[[Rows, np.ndarray], Figures]) ->
         torch.testing.assert_close(more[name], torch.cat([value, value[:2] * 0]) if value.dim() else value)
     alone = figures({name: each[ROWS:] for name, each in filled.items()}, INDEX[[0, -1]]) if figures is sppo else {}
     assert all(not value.any() for value in alone.values())
+
+
+@pytest.mark.parametrize("figures", FIGURES)
+@pytest.mark.parametrize("after", range(WIDTH + 1))
+def test_tokens_that_the_policy_did_not_sample(figures: Callable[[Rows, np.ndarray], Figures], after: int) -> None:
+    """A tool's answer of three tokens, with numbers that a model computes for them as for others."""
+    width = WIDTH + 3
+    own = [at for at in range(width) if not after <= at < after + 3]
+    inserted = {"outcome": BATCH["outcome"], "mask": torch.zeros(ROWS, width, dtype=torch.int64)}
+    inserted |= {name: torch.full((ROWS, width), 7.0, dtype=torch.float64) for name in ("old", "new", "rewards")}
+    for name in ("mask", "old", "new", "rewards"):
+        inserted[name][:, own] = BATCH[name]
+    once, found = figures(BATCH, INDEX), figures(inserted, INDEX)
+    sampled, there = MASK.bool(), inserted["mask"].bool()
+    for name, value in once.items():
+        if value.dim() == 2:
+            torch.testing.assert_close(found[name][there], value[sampled])
+        else:
+            torch.testing.assert_close(found[name], value)

@@ -3,7 +3,8 @@
 ``estimate_advantages`` calls all of them in one way, with the keywords ``token_level_rewards``, ``response_mask`` and
 ``config``, and those of ``index``, ``values``, ``reward_baselines``, ``gamma``, ``lam`` and ``norm_adv_by_std_in_grpo``
 that the batch has. An estimator takes the ones it needs, and reads ``config`` for options that it is not given. Results
-are (B, T) and zero outside the response mask, whatever the inputs hold there.
+are (B, T) and zero outside the response mask, whatever the inputs hold there. Tokens outside the mask take no time:
+rewards to come flow over them, and discounts count the sampled tokens.
 
 In the formulas, S is the score of a response (the sum of its rewards), mean and std are those of its group (equal
 ``index``), and m is the response mask.
@@ -275,7 +276,7 @@ def gae_of_rows(
             # H of each token without the part that comes from the tokens after it.
             source = torch.mul(values[rows], gamma * (1 - lam), out=advantages[rows])
             source.add_(rewards[rows], alpha=gamma * lam).mul_(as_numbers(keep[rows], values.dtype))
-        handed = reverse_scan(advantages, keep, gamma * lam, 1.0, out=returns)
+        handed = reverse_scan(advantages, keep, gamma * lam, out=returns)
         for rows in _blocks(values):
             inside = as_numbers(keep[rows], values.dtype)
             to_come = rewards[rows].clone()
@@ -359,8 +360,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """Whiten the discounted return of each token over the batch.
 
-    Plain form: ``returns[t] = m[t] * (r[t] + gamma * returns[t + 1])``. So the return restarts at each token outside
-    the mask.
+    Plain form, with the return R' of the next sampled token: ``returns[t] = r[t] + gamma * R'``. Tokens outside the
+    mask (tool answers, padding) are skipped, and the discount counts steps from one sampled token to the next.
 
     Source: REINFORCE++ (arXiv:2501.03262), section 3.
 
@@ -379,7 +380,7 @@ def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma
         advantages = torch.empty_like(rewards)
         for rows in _blocks(rewards):
             torch.mul(rewards[rows], as_numbers(keep[rows], rewards.dtype), out=advantages[rows])
-        returns = reverse_scan(advantages, keep, gamma, 0.0)
+        returns = reverse_scan(advantages, keep, gamma)
         for rows in _blocks(rewards):
             returns[rows] *= as_numbers(keep[rows], rewards.dtype)
             advantages[rows] = returns[rows]

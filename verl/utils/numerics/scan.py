@@ -9,20 +9,20 @@ _WHOLE = 0x0101010101010101 * (_CHUNK // 8)
 _MOSTLY_CUT = 0.3
 
 
-def reverse_scan(x: Tensor, keep: Tensor, decay: float, decay_outside: float, out: Tensor | None = None) -> Tensor:
-    """Solve ``y[t] = x[t] + d[t] * y[t + 1]`` from the end, where d is ``decay`` inside the mask.
+def reverse_scan(x: Tensor, keep: Tensor, decay: float, out: Tensor | None = None) -> Tensor:
+    """Solve ``y[t] = x[t] + d[t] * y[t + 1]`` from the end, where d is ``decay`` inside the mask and 1 outside.
 
     Plain form::
 
         for t in reversed(range(T)):
-            y[:, t] = x[:, t] + where(keep[:, t], decay, decay_outside) * y[:, t + 1]
+            y[:, t] = x[:, t] + where(keep[:, t], decay, 1) * y[:, t + 1]
 
     Time is divided into chunks. In a chunk that the mask keeps whole, the solution is one product with a triangular
     matrix of powers; chunks that the mask keeps in part are solved step by step, all of them at once. The contribution
     of the following chunk is added at the end. The error is a few units in the last place of the largest sum, as for
     the loop.
 
-    Args: x is (B, T), zero outside the boolean mask ``keep`` (B, T); ``decay_outside`` is 0 or 1; ``out`` takes y.
+    Args: x is (B, T), zero outside the boolean mask ``keep`` (B, T); ``out`` takes y.
     Returns: y (B, T), right where the mask is on and at the position after; elsewhere it may be anything.
     """
     if out is None:
@@ -30,7 +30,7 @@ def reverse_scan(x: Tensor, keep: Tensor, decay: float, decay_outside: float, ou
     batch_size, width = x.shape
     if width % _CHUNK:
         missing = _CHUNK - width % _CHUNK
-        padded = reverse_scan(F.pad(x, (0, missing)), F.pad(keep, (0, missing)), decay, decay_outside)
+        padded = reverse_scan(F.pad(x, (0, missing)), F.pad(keep, (0, missing)), decay)
         return out.copy_(padded[:, :width])
     chunks = x.reshape(-1, _CHUNK)
     kept = keep.reshape(-1, _CHUNK).contiguous()
@@ -40,7 +40,7 @@ def reverse_scan(x: Tensor, keep: Tensor, decay: float, decay_outside: float, ou
     whole = count == _WHOLE
     cut = ((count != 0) & ~whole).nonzero().squeeze(-1)
     if len(cut) > _MOSTLY_CUT * len(chunks):
-        local, reach = _step_by_step(chunks, kept, decay, decay_outside)
+        local, reach = _step_by_step(chunks, kept, decay)
         _, following = _join(local[0], reach[0], batch_size)
         y.copy_(local.addcmul_(reach, following).t())
         return out
@@ -48,8 +48,8 @@ def reverse_scan(x: Tensor, keep: Tensor, decay: float, decay_outside: float, ou
     position = torch.arange(_CHUNK, device=x.device)
     lower = powers[(position.unsqueeze(1) - position).clamp(min=0)].tril()  # powers[i - j] on and below the diagonal
     torch.mm(chunks, lower, out=y)
-    local, reach = _step_by_step(chunks[cut], kept[cut], decay, decay_outside)
-    through = torch.where(whole, powers[-1], decay_outside)
+    local, reach = _step_by_step(chunks[cut], kept[cut], decay)
+    through = torch.where(whole, powers[-1], 1.0)
     y[cut, 0] = local[0]
     through[cut] = reach[0]
     starts, following = _join(y[:, 0], through, batch_size)
@@ -65,13 +65,13 @@ def as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers.to(dtype, copy=True)
 
 
-def _step_by_step(chunks: Tensor, kept: Tensor, decay: float, decay_outside: float) -> tuple[Tensor, Tensor]:
+def _step_by_step(chunks: Tensor, kept: Tensor, decay: float) -> tuple[Tensor, Tensor]:
     """Solve (N, K) chunks as if y were zero after each chunk.
 
     Returns: the solution, and the weight at each position of the first y after the chunk, both (K, N).
     """
-    decays = chunks.new_tensor([decay, decay_outside])
-    reach = as_numbers(kept.t().contiguous(), chunks.dtype).mul_(decays[0] - decays[1]).add_(decays[1])
+    step = chunks.new_tensor(decay) - 1
+    reach = as_numbers(kept.t().contiguous(), chunks.dtype).mul_(step).add_(1)
     return _recur_(chunks.t().contiguous(), reach)
 
 
