@@ -29,7 +29,6 @@ class RLHFDataset(Prompts):
             {
                 key: value.replace(MARKER, PLACEHOLDER) if key == "content" and self.media is not None else value
                 for key, value in message.items()
-                if value is not None
             }
             for message in messages
         ]

@@ -15,7 +15,7 @@ import pyarrow as pa
 from verl.base_config import one_line
 from verl.tools.base_tool import Executed
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
-from verl.utils.dataset.files import DataError, Row, concat_tables
+from verl.utils.dataset.files import DataError, Row, concat_tables, written_rows
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import math_dapo
 
@@ -95,7 +95,7 @@ def _chunks(table: pa.Table, make: Callable[[Row], Row], path: str) -> Iterator[
     done = 0
     for batch in table.to_batches(max_chunksize=CHUNK_ROWS):
         made = []
-        for row in batch.to_pylist():
+        for row in written_rows(pa.Table.from_batches([batch])):
             try:
                 made.append(make(row))
             except (TypeError, ValueError, KeyError) as error:

@@ -23,7 +23,7 @@ from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config.generation import GenerationConfig
 from verl.utils.chat_template import render_chat
-from verl.utils.dataset.files import ColumnCheck, DataError, localize, read_parquet
+from verl.utils.dataset.files import ColumnCheck, DataError, localize, read_parquet, written_rows
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.import_utils import import_external_libs
 from verl.utils.numerics.seeding import sampling_seeds
@@ -53,15 +53,15 @@ class Generation:
         key = config.data.prompt_key
         for check in ColumnCheck.over(self.path, self.table):
             check.messages(key, "data.prompt_key")
-        self.prompts = [self._tokens(row, messages) for row, messages in enumerate(self.table[key].to_pylist())]
+        rows = [row[key] for row in written_rows(self.table.select([key]))]
+        self.prompts = [self._tokens(row, messages) for row, messages in enumerate(rows)]
         self._cut_prompts()
         self.done = _Done(self.output.with_name(f".{self.output.name}.part.jsonl"), self._fingerprint())
 
     def _tokens(self, row: int, messages: list[dict[str, Any]]) -> list[int]:
-        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         options = {"add_generation_prompt": True, "tokenize": False, **self.config.data.apply_chat_template_kwargs}
         try:
-            text = render_chat(self.tokenizer, present, options)
+            text = render_chat(self.tokenizer, messages, options)
         except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
             column = self.config.data.prompt_key
             raise DataError(f"{self.path}, row {row}, column {column!r}: the chat template: {error}") from error

@@ -25,7 +25,7 @@ from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import data_file_rules
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.inputs import check_remote
-from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text, localize, read_parquet
+from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text, localize, read_parquet, written_rows
 
 BATCHES_PER_CORE = 4
 MIN_BATCH_ROWS = 8  # a process takes seconds for its imports
@@ -112,17 +112,18 @@ def _rows(check: ColumnCheck, data: DictConfig) -> Iterator[Row]:
     check.refuse(data.response_key, pc.is_null(responses), f"is null, {wanted}", "data.response_key")
     no_response = pc.equal(pc.list_value_length(responses), 0)
     check.refuse(data.response_key, no_response, f"is empty, {wanted}", "data.response_key")
-    sources = check.text(data.data_source_key, "data.data_source_key")
+    check.text(data.data_source_key, "data.data_source_key")
     judged = check.column(data.reward_model_key, "data.reward_model_key")
     if not pa.types.is_struct(judged.type) or "ground_truth" not in [field.name for field in judged.type]:
         check.fail(data.reward_model_key, 0, f"must be a dict with ground_truth, got {judged.type}")
-    has_extra = "extra_info" in check.table.column_names
-    extras = check.table["extra_info"].to_pylist() if has_extra else [None] * len(judged)
-    columns = zip(sources.to_pylist(), responses.to_pylist(), judged.to_pylist(), extras, strict=True)
-    for number, (source, texts, judge, extra) in enumerate(columns, start=check.first_row):
+    keys = {data.data_source_key, data.response_key, data.reward_model_key, "extra_info"}
+    read = check.table.select([name for name in check.table.column_names if name in keys])
+    for number, row in enumerate(written_rows(read), start=check.first_row):
+        texts = row[data.response_key]
         if None in texts:
             check.fail(data.response_key, number - check.first_row, "holds a null", "data.response_key")
-        yield Row(number, source, texts, (judge or {}).get("ground_truth"), extra)
+        truth = (row[data.reward_model_key] or {}).get("ground_truth")
+        yield Row(number, row[data.data_source_key], texts, truth, row.get("extra_info"))
 
 
 # ---- scoring

@@ -341,6 +341,13 @@ def test_an_output_that_cannot_be_a_row_costs_its_attempt(engine: Any) -> None:
     assert "trajectory 2: its prompt has 13 tokens, data.max_prompt_length is 12" in reasons[2]
 
 
+def test_a_loop_gets_no_column_that_is_null_in_its_row() -> None:
+    asked = requests()
+    asked.non_tensor_batch["hint"] = np.array([None, "x"] * 4, dtype=object)
+    rows = [AgentLoopWorkerBase._row(None, asked, index) for index in (0, 1)]  # type: ignore[arg-type]
+    assert "hint" not in rows[0] and rows[1]["hint"] == "x"
+
+
 @register("careless")
 class Careless(Twice):
     """Changes the columns of its row, and fails the first time."""

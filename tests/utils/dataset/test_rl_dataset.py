@@ -206,6 +206,10 @@ def test_bad_files(tokenizer, parquet, row, tmp_path: Path):
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty\.parquet: has no row"):
         build(tokenizer, str(tmp_path / "empty.parquet"))
+    for line, problem in (("{", ", character 2: Expecting"), ("[1]", ": must be an object")):
+        (tmp_path / "rows.jsonl").write_text(f'{{"prompt": 1}}\n\n{line}\n')
+        with pytest.raises(DataError, match=rf"rows\.jsonl: cannot be read as JSON lines: line 3{problem}"):
+            build(tokenizer, str(tmp_path / "rows.jsonl"))
     other = parquet([row(ability={"x": 1})], "other.parquet")
     with pytest.raises(DataError, match=r"other\.parquet: its columns do not fit"):
         build(tokenizer, [parquet([row()]), other])

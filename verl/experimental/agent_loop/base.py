@@ -162,7 +162,8 @@ class AgentLoopBase(ABC):
 
         Args:
             sampling_params: how to sample, for ``server_manager.generate``; ``seed`` is that of the sample.
-            kwargs: the columns of the row that are no tensors, such as ``raw_prompt`` or ``extra_info``.
+            kwargs: the columns of the row that are no tensors, such as ``raw_prompt`` or ``extra_info``; a column that
+                is null in the row is left out.
         """
 
 

@@ -229,8 +229,12 @@ class AgentLoopWorkerBase:
         return rows_of(outputs, batch, self.rollout_config.response_length, pad, whole)
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
-        """Return the columns of a row. A loop may change them: other samples and attempts have their own."""
-        row = {name: own(column[index]) for name, column in batch.non_tensor_batch.items() if name != "agent_name"}
+        """Return the columns of a row without nulls, which files give to rows that lack a column.
+
+        A loop may change them: other samples and attempts have their own.
+        """
+        named = ((name, own(column[index])) for name, column in batch.non_tensor_batch.items() if name != "agent_name")
+        row = {name: value for name, value in named if value is not None}
         if row.get("multi_modal_data") is not None:
             row["multi_modal_data"] = resolve([row["multi_modal_data"]])[0] or None
         return row

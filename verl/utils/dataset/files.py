@@ -1,15 +1,16 @@
 """Reading and checking of data files; errors name file, row and column. Needs no torch."""
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.json as pj
 import pyarrow.parquet as pq
 import xxhash
 
@@ -29,6 +30,7 @@ NO_PROCESSOR = (
 REWARD_MODEL_FORM = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
 
 _DIGEST_ROWS = 8192
+_JSON_CHUNK_ROWS = 65536
 
 
 class DataError(WrongInput):
@@ -81,13 +83,73 @@ def read_parquet(path: str) -> pa.Table:
         raise DataFileNotFoundError(f"{path}: no such file; the scripts in examples/data_preprocess write data files")
     kind = "JSON lines" if path.endswith((".json", ".jsonl")) else "parquet"
     try:
-        table = pq.read_table(path) if kind == "parquet" else pj.read_json(path)
-    except (pa.ArrowException, OSError) as error:
+        table = pq.read_table(path) if kind == "parquet" else _read_json_lines(path)
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as {kind}: {one_line(str(error))}: {AGAIN}") from error
     if table.num_rows == 0:
         raise DataError(f"{path}: has no row: {AGAIN}")
     refuse_repeated(path, table.column_names)
     return table
+
+
+def _read_json_lines(path: str) -> pa.Table:
+    """Read JSON lines with Python's own reader.
+
+    That of pyarrow makes dates of texts that look like them, and texts of nulls in lists.
+    """
+    parts = []
+    with open(path, encoding="utf-8-sig") as file:
+        numbered = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        while chunk := list(islice(numbered, _JSON_CHUNK_ROWS)):
+            rows = [_json_row(number, line) for number, line in chunk]
+            names = dict.fromkeys(name for row in rows for name in row)
+            parts.append(pa.table({name: _json_column(name, [row.get(name) for row in rows]) for name in names}))
+    return concat_tables([path] * len(parts), parts) if parts else pa.table({})
+
+
+def _json_column(name: str, values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        raise ValueError(f"column {name!r}: {error}") from None
+
+
+def _json_row(number: int, line: str) -> Row:
+    try:
+        row = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number}, character {error.colno}: {error.msg}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f'line {number}: must be an object such as {{"prompt": ...}}')
+    return row
+
+
+def written_rows(table: pa.Table) -> list[Row]:
+    """Return the rows of a table as their author wrote them; a column that a row lacks is None."""
+    return [written_row(row, table.schema) for row in table.to_pylist()]
+
+
+def written_row(row: Row, schema: pa.Schema) -> Row:
+    """Return a row as its author wrote it; see ``as_written``."""
+    return {name: as_written(value, schema.field(name).type) for name, value in row.items()}
+
+
+def as_written(value: Any, kind: pa.DataType) -> Any:
+    """Return a value of an Arrow type without the null fields of its dicts, at any depth.
+
+    Arrow gives each dict of a column the fields of all others, as nulls, so a null field counts as not written. A null
+    in a list, in a map or in JSON stays: only its author can have written it.
+    """
+    if value is None:
+        return None
+    if pa.types.is_struct(kind):
+        present = ((field, value[field.name]) for field in kind if value[field.name] is not None)
+        return {field.name: as_written(item, field.type) for field, item in present}
+    if is_list(kind):
+        return [as_written(item, kind.value_type) for item in value]
+    if pa.types.is_map(kind):
+        return {name: as_written(item, kind.item_type) for name, item in value}
+    return value
 
 
 def refuse_repeated(path: str, columns: list[str]) -> None:

@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import datasets
 import jinja2
@@ -138,7 +139,7 @@ class RLHFDataset(Dataset):
                 self.check_rows(check)
         self._file_ends = np.cumsum([table.num_rows for table in tables])
         self._rows: np.ndarray | None = None  # rows of the files that the filter kept; None for all
-        self.__dict__.pop("dataframe", None)
+        self.__dict__.pop("_dataframe", None)
         table = files.concat_tables(self.data_files, tables)
         self.dataframe = self.maybe_filter_out_long_prompts(datasets.Dataset(table))
         self.rows_digest = files.rows_digest([table], self._rows)
@@ -147,6 +148,19 @@ class RLHFDataset(Dataset):
                 f"{', '.join(self.data_files)}: all {self._file_ends[-1]} prompts are longer than "
                 f"data.max_prompt_length={self.max_prompt_length}: raise it"
             )
+
+    @property
+    def dataframe(self) -> datasets.Dataset:
+        """The rows as their author wrote them: dicts come out without the null fields that Arrow adds."""
+        return self._dataframe
+
+    @dataframe.setter
+    def dataframe(self, rows: datasets.Dataset) -> None:
+        self._dataframe = rows.with_transform(_WrittenColumns(rows.features.arrow_schema))
+
+    @property
+    def _has_rows(self) -> bool:
+        return "_dataframe" in self.__dict__
 
     def read_table(self, path: str) -> pa.Table:
         """Return the rows of a file; a class that reads other forms overrides it."""
@@ -167,7 +181,7 @@ class RLHFDataset(Dataset):
         if fits.all():
             return dataframe
         kept = np.flatnonzero(fits)
-        if "dataframe" not in self.__dict__:  # the first call filters the files, later calls filter generated rows
+        if not self._has_rows:  # the first call filters the files, later calls filter generated rows
             self._rows = kept
         share = f"{len(fits) - len(kept)} of {len(fits)}"
         logger.warning("dropped %s prompts, which are longer than data.max_prompt_length=%d", share, limit)
@@ -198,14 +212,14 @@ class RLHFDataset(Dataset):
             try:
                 _count_media_tokens(self, dataframe[item])
             except MediaError as error:
-                where = f"generated row {item}" if "dataframe" in self.__dict__ else self.where(item)
+                where = f"generated row {item}" if self._has_rows else self.where(item)
                 raise DataError(f"{where}, {error}") from error
         return found
 
     def _without_data(self) -> "RLHFDataset":
         """Return a copy without rows, cheap to send to the processes that count."""
         light = copy.copy(self)
-        for name in ("dataframe", "_file_ends"):
+        for name in ("_dataframe", "_file_ends"):
             light.__dict__.pop(name, None)
         return light
 
@@ -214,8 +228,7 @@ class RLHFDataset(Dataset):
 
     def _build_messages(self, example: Row) -> list[Row]:
         """Take the messages out of a row."""
-        # parquet fills the keys that a message lacks with nulls; the template must not see them
-        messages = [{k: v for k, v in message.items() if v is not None} for message in example.pop(self.prompt_key)]
+        messages: list[Row] = example.pop(self.prompt_key)
         return messages if self.media is None else self.media.typed(messages, example)
 
     def render(self, messages: list[Row], tools: Sequence[Row] = ()) -> str:
@@ -315,16 +328,27 @@ class RLHFDataset(Dataset):
     def __getstate__(self) -> Row:
         state = self.__dict__.copy()
         if not self.serialize_dataset:
-            state.pop("dataframe", None)
+            state.pop("_dataframe", None)
         return state
 
     def __setstate__(self, state: Row) -> None:
         self.__dict__.update(state)
-        if "dataframe" not in state and "_file_ends" in state:
+        if not self._has_rows and "_file_ends" in state:
             tables = [self.read_table(path) for path in self.data_files]
             self.dataframe = datasets.Dataset(files.concat_tables(self.data_files, tables))
             if self._rows is not None:
                 self.dataframe = self.dataframe.select(self._rows)
+
+
+@dataclass(frozen=True)
+class _WrittenColumns:
+    """The form in which rows leave a table; it is sent to the processes that count tokens."""
+
+    schema: pa.Schema
+
+    def __call__(self, columns: Row) -> Row:
+        kinds = {name: self.schema.field(name).type for name in columns}
+        return {name: [files.as_written(each, kinds[name]) for each in values] for name, values in columns.items()}
 
 
 class MissingChatTemplateError(DataError, AssertionError):

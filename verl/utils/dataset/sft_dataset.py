@@ -254,9 +254,9 @@ class MultiTurnSFTDataset(Dataset):
 
     def __getitem__(self, item: int) -> Row:
         file, place = files.place_of(range(len(self))[item], self._ends)
-        (row,) = self._tables[file].slice(place, 1).to_pylist()
+        (row,) = files.written_rows(self._tables[file].slice(place, 1))
         where = f"{self.data_files[file]}, row {place}, column {self.messages_key!r}"
-        messages = [{k: v for k, v in message.items() if v is not None} for message in row[self.messages_key]]
+        messages = row[self.messages_key]
         check_roles(messages, where)
         tools = row.get(self.tools_key)
         options = dict(self.apply_chat_template_kwargs)

@@ -565,9 +565,7 @@ def process_multi_modal_inputs_for_minicpmo(
 
 
 def _parts(content: str | list[Row] | None, kinds: dict[str, str], pattern: re.Pattern[str]) -> str | list[Row] | None:
-    """Turn a text with markers into typed parts; drop the null keys of a content that already has parts."""
-    if isinstance(content, list):
-        return [{name: value for name, value in part.items() if value is not None} for part in content]
+    """Turn a text with markers into typed parts."""
     if not isinstance(content, str) or not pattern.search(content):
         return content
     pieces = [piece for piece in pattern.split(content) if piece]
