@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl.utils import groupwise
 from verl.utils import torch_functional as VF
@@ -129,3 +131,20 @@ def test_gradient_norm_and_split():
     tensors = SimpleNamespace(batch_size=(5,))
     with pytest.raises(ValueError, match="5 rows do not divide into batches of 2"):
         VF.split_dict_tensor_into_batches(tensors, 2)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0, 1]), st.sampled_from([0.0, 0.5, -2.0])), min_size=1, max_size=8))
+def test_scores_move_to_sampled_tokens(tokens):
+    """Each goes to the last sampled token before it, else to the first one, so the sum of a row stays."""
+    mask = torch.tensor([[sampled for sampled, _ in tokens]])
+    scores = torch.tensor([[score for _, score in tokens]])
+    moved = VF.moved_to_sampled(scores, mask)
+    assert moved.sum() == scores.sum()
+    places = mask[0].nonzero().flatten().tolist()
+    expected = [0.0] * len(tokens)
+    for at, (_, score) in enumerate(tokens):
+        before = [place for place in places if place <= at]
+        expected[before[-1] if before else places[0] if places else at] += score
+    assert moved.tolist() == [expected]
+    at_last = VF.at_last_sampled(torch.tensor([3.0]), mask)
+    assert at_last.nonzero().tolist() == [[0, places[-1] if places else 0]] and at_last.sum() == 3.0

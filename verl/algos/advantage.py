@@ -151,8 +151,8 @@ def _clean(x: Tensor, keep: Tensor) -> Tensor:
 def _scores(rewards: Tensor, mask: Tensor, index: Index | None) -> tuple[Tensor, Tensor]:
     """Return the score of each response and the number of its prompt, both (B,).
 
-    Scores are in float64, so that equal scores of a group cancel to the last bit. A reward may be on a token that the
-    model did not sample (the last one of a tool's answer), so only NaN is dropped outside the mask.
+    Scores are in float64, so that equal scores of a group cancel to the last bit. A caller of its own may put a reward
+    on a token that the model did not sample, so only NaN is dropped outside the mask.
 
     Raises: ValueError when the index is missing or the inputs disagree on their shapes.
     """

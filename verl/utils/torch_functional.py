@@ -155,6 +155,28 @@ def post_process_logits(
 # ---- responses and padding
 
 
+def at_last_sampled(values: Tensor, mask: Tensor) -> Tensor:
+    """Place (B,) values in (B, T), each at the last token of its row in the mask; in column 0 of a row without any."""
+    last = (mask.bool() * torch.arange(1, mask.shape[1] + 1)).amax(-1).sub(1).clamp(min=0)
+    return values.new_zeros(mask.shape).scatter(1, last.unsqueeze(1), values.unsqueeze(1))
+
+
+def moved_to_sampled(values: Tensor, mask: Tensor) -> Tensor:
+    """Move (B, T) values from tokens outside the mask to the last token of the mask before them, else to the first one.
+
+    The sum of a row stays. A row without a token in the mask stays as it is.
+    """
+    sampled = mask.bool()
+    if not (values.ne(0) & ~sampled).any():
+        return values
+    columns = torch.arange(mask.shape[1]).expand(mask.shape)
+    before = torch.where(sampled, columns, -1).cummax(-1).values
+    first = sampled.int().argmax(-1, keepdim=True)
+    target = torch.where(before < 0, first, before)
+    target = torch.where(sampled.any(-1, keepdim=True), target, columns)
+    return torch.zeros_like(values).scatter_add(1, target, values)
+
+
 def get_response_mask(response_id: Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64) -> Tensor:
     """Mark the tokens of (B, R) responses through their first EOS: 1 there, 0 after."""
     eos = torch.as_tensor([eos_token] if isinstance(eos_token, int) else eos_token, device=response_id.device)

@@ -324,6 +324,8 @@ class Spoilt(Twice):
             output.response_ids[-1] = tiny.VOCABULARY
         if row == 0:
             output.extra_fields["lock"] = threading.Lock()
+        if row == 5:
+            return output.model_copy(update={"response_mask": [0] * len(output.response_ids)})
         return output.model_copy(update=changes[row % 3])
 
 
@@ -339,6 +341,7 @@ def test_an_output_that_cannot_be_a_row_costs_its_attempt(engine: Any) -> None:
     assert "trajectory 6: response_ids has the token 131; the model's are 0 to 130" in reasons[6]
     assert "trajectory 1: its lists must have one length" in reasons[1]
     assert "trajectory 2: its prompt has 13 tokens, data.max_prompt_length is 12" in reasons[2]
+    assert "trajectory 5: none of its " in reasons[5] and "response tokens is sampled" in reasons[5]
 
 
 def test_a_loop_gets_no_column_that_is_null_in_its_row() -> None:
@@ -472,7 +475,8 @@ def test_rows_of_prompts_that_a_loop_has_changed() -> None:
     assert found["responses"].tolist() == [[7, 8] + [0] * 8, list(range(10))]
     assert found["attention_mask"].sum(-1).tolist() == [4, 11]
     assert found["position_ids"][0, width - 2 : width + 2].tolist() == [0, 1, 2, 3]
-    assert found["rm_scores"].nonzero().tolist() == [[0, 1], [1, 9]] and found["rm_scores"].sum() == 1.5
+    # at the last token that the model has sampled
+    assert found["rm_scores"].nonzero().tolist() == [[0, 0], [1, 9]] and found["rm_scores"].sum() == 1.5
     assert "rollout_log_probs" not in found
     with pytest.raises(ValueError, match="trajectory 0: its prompt has 13 tokens, data.max_prompt_length is 12"):
         rows_of([AgentLoopOutput(prompt_ids=[3] * 13, response_ids=[], response_mask=[])], asked[:1], 4, 0)

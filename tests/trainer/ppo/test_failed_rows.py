@@ -190,3 +190,19 @@ def test_a_reward_function_does_not_see_them() -> None:
     scores, extras = compute_reward(filled_batch(), reward)
     assert scores.tolist() == [[1, 1], [0, 0], [1, 0], [1, 1], [0, 0], [0, 0]]
     assert extras == {"acc": [1, None, 2, 3, None, None]}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae", "reinforce_plus_plus", "remax"])
+def test_a_score_on_a_token_of_a_tool_reaches_the_sampled_ones(estimator: str) -> None:
+    """A manager of the user's puts the scores of two trajectories on the answer of a tool, and on padding."""
+    scores = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    tensors = {
+        "responses": torch.zeros(2, 5, dtype=torch.int64),
+        "response_mask": torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 0]]),
+        "values": torch.zeros(2, 5),
+        "reward_baselines": torch.zeros(2),
+    }
+    batch = DataProto.from_dict(tensors, {"uid": np.array(["a", "a"], dtype=object)})
+    batch.batch["token_level_rewards"] = compute_reward(batch, lambda data: scores)[0]
+    advantages = compute_advantage(batch, estimator).batch["advantages"]
+    assert (advantages[0, :2] > 0).all() and not advantages[:, 2:].any()

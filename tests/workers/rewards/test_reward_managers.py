@@ -661,7 +661,7 @@ def test_settings_that_have_no_meaning_are_refused(tokenizer):
 
 
 def test_compute_reward_takes_functions_with_and_without_extras():
-    data, scores = SimpleNamespace(non_tensor_batch={}), torch.ones(2, 3)
+    data, scores = DataProto.from_dict({"responses": torch.zeros(2, 3)}), torch.ones(2, 3)
     assert compute_reward(data, lambda data: scores) == (scores, {})
     both = {"reward_tensor": scores, "reward_extra_info": {"a": [1, 2]}}
     assert compute_reward(data, lambda data, return_dict=False: both) == (scores, {"a": [1, 2]})
@@ -671,7 +671,8 @@ def test_a_score_that_is_no_number_costs_its_sample(caplog):
     """As a reward model or a manager of the user's may give one: of the managers here no such score comes."""
     scores = torch.tensor([[0.0, 1.0, 0.0], [0.0, torch.nan, 0.0], [-torch.inf, 0.0, torch.inf], [0.0, 0.0, 2.0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
-    data = SimpleNamespace(batch={"attention_mask": mask}, non_tensor_batch={"data_source": ["a", "b", "c", "d"]})
+    tensors = {"responses": torch.zeros(4, 3), "attention_mask": mask}
+    data = DataProto.from_dict(tensors, {"data_source": np.array(list("abcd"), dtype=object)})
 
     class Manager:
         limits = ScoringLimits(failure_score=-1.0, max_failed_ratio=0.5)
@@ -705,6 +706,7 @@ def test_a_manager_of_the_user_has_a_deadline(monkeypatch):
 def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):
     both = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"uid": ["x", "x"], "acc": [1, 0]}}
     for _ in range(2):
-        _, extras = compute_reward(SimpleNamespace(non_tensor_batch={}), lambda data, return_dict=False: both)
+        data = DataProto.from_dict({"responses": torch.zeros(2, 3)})
+        _, extras = compute_reward(data, lambda data, return_dict=False: both)
         assert extras == {"acc": [1, 0]}
     assert caplog.text.count("returns 'uid', a column of the trainer") == 1

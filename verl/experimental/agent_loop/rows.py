@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.later_images import LATER_INPUTS, WholeTrajectories
@@ -16,6 +15,7 @@ from verl.experimental.agent_loop.segments import EARLIER_COLUMN, earlier_column
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 from verl.utils.py_functional import object_array
+from verl.utils.torch_functional import at_last_sampled
 from verl.workers.rollout.base import DROPPED_COLUMN, DROPPED_KEYS, PaddedPrompts
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ def rows_of(
         [each[:width] for each in log_probs] if len(log_probs) == len(outputs) else None,
     )
     if all(output.reward_score is not None for output in outputs):
-        tensors["rm_scores"] = _scores(outputs, width)
+        values = torch.tensor([float(output.reward_score or 0.0) for output in outputs])
+        tensors["rm_scores"] = at_last_sampled(values, tensors["response_mask"])
     carried: dict[str, Any] = {k: v for k, v in requests.non_tensor_batch.items() if k not in DROPPED_KEYS}
     carried["__num_turns__"] = np.array([output.num_turns for output in outputs], dtype=np.int32)
     for name in sorted({name for output in outputs for name in output.extra_fields}):
@@ -130,6 +131,18 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
         for name in set(map(str, tensors_of(part).keys())) - shared:
             tensors_of(part).pop(name)
     return DataProto.concat(parts)
+
+
+def check_sampled(row: int, output: AgentLoopOutput, response_length: int) -> None:
+    """Check that the policy has sampled a token of a trajectory, so that its score has a place.
+
+    Raises: ValueError naming the row.
+    """
+    if not any(any(each.response_mask[:response_length]) for each in (*output.earlier, output)):
+        raise ValueError(
+            f"trajectory {row}: none of its {len(output.response_ids)} response tokens is sampled (response_mask is "
+            "0), so there is nothing to train or to score"
+        )
 
 
 def check_output(row: int, output: AgentLoopOutput, prompt_length: int, vocab_size: int | None = None) -> None:
@@ -202,12 +215,3 @@ def _prompts(
         mask[row] = (torch.arange(width) >= width - len(prompt)).to(mask.dtype)
         positions[row] = (mask[row].cumsum(0) - 1).clamp(min=0)
     return PaddedPrompts(tokens, mask, positions), changed
-
-
-def _scores(outputs: Sequence[AgentLoopOutput], width: int) -> Tensor:
-    """Return the scores (B, R), each at the last token of its response."""
-    lengths = torch.tensor([min(len(output.response_ids), width) for output in outputs])
-    scores = torch.zeros(len(outputs), width)
-    values = torch.tensor([float(output.reward_score or 0.0) for output in outputs])
-    scores[torch.arange(len(outputs)), (lengths - 1).clamp(min=0)] = values
-    return scores

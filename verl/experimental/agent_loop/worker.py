@@ -28,7 +28,7 @@ from verl.experimental.agent_loop.registry import (
     register_all,
 )
 from verl.experimental.agent_loop.rewards import SCORED_HERE, SCORING_COLUMNS, TrajectoryScorer
-from verl.experimental.agent_loop.rows import check_output, rows_of
+from verl.experimental.agent_loop.rows import check_output, check_sampled, rows_of
 from verl.experimental.agent_loop.segments import last_segment
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.spans import trajectory_span
@@ -209,6 +209,7 @@ class AgentLoopWorkerBase:
                     output.extra_fields.setdefault("request_id", attempt.id)
                 # Here it costs the attempt, and later it would end the run.
                 check_output(place.row, output, width, self._vocab_size)
+                check_sampled(place.row, output, self.rollout_config.response_length)
                 _check_sendable(place.row, output)
                 if meta.get(SCORED_HERE):
                     await self.scorer.add_score([output], batch, index)

@@ -32,11 +32,12 @@ from verl.utils.observe.activity import noted_scorer
 from verl.utils.process_pool import START_TIMEOUT_S
 from verl.utils.ray_utils import without_nsight
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
+from verl.utils.torch_functional import at_last_sampled, moved_to_sampled
 from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
 from verl.workers.rewards.loading import load_reward_manager as load_reward_manager
 from verl.workers.rewards.loading import reward_kwargs as reward_kwargs
 from verl.workers.rewards.model_scores import for_reward_model
-from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits, describe_scorer
+from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits, describe_scorer, sampled_mask
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ RewardFn = Callable[..., Any]
 def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
     """Score a batch; a function without the parameter ``return_dict`` gives no extras.
 
-    Rows without a trajectory are not shown to the function: their scores are zero, and their extras None.
+    Rows without a trajectory are not shown to the function: their scores are zero, and their extras None. A score on a
+    token that the policy did not sample moves to the last sampled one before it.
 
     Our managers keep ``batch_timeout_s`` themselves. The limit here, with time to start processes, is for others.
 
@@ -77,7 +79,8 @@ def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
     for name in OWN_COLUMNS & extras.keys():
         _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
     extras = {name: values for name, values in extras.items() if name not in OWN_COLUMNS}
-    return settled(data, scores, extras, limits)
+    scores, extras = settled(data, scores, extras, limits)
+    return moved_to_sampled(scores, sampled_mask(data)), extras
 
 
 def _spread(reward: Reward, dropped: np.ndarray) -> Reward:
@@ -114,7 +117,6 @@ def settled(data: DataProto, scores: Tensor, extras: ExtraColumns, limits: Scori
     if not bad.any():
         return scores, extras
     rows = bad.nonzero().flatten().tolist()
-    width = scores.shape[-1]
     sources = data.non_tensor_batch.get("data_source", ["unknown"] * len(scores))
     text = (
         f"{len(rows)} of {len(scores)} responses have a score that is not a finite number, the first in row {rows[0]} "
@@ -124,10 +126,8 @@ def settled(data: DataProto, scores: Tensor, extras: ExtraColumns, limits: Scori
         limit = f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}"
         raise RewardError(f"{text}: more than {limit}. Correct the reward, or raise this limit")
     logger.warning("%s: they get reward_model.scoring.failure_score=%g", text, limits.failure_score)
-    attended = tensors_of(data)["attention_mask"][:, -width:]
-    last = (attended * torch.arange(1, width + 1)).amax(-1).sub(1).clamp(min=0)
-    scores = scores.masked_fill(bad.unsqueeze(-1), 0.0)
-    scores[bad, last[bad]] = limits.failure_score
+    failed = at_last_sampled(scores.new_full((len(scores),), limits.failure_score), sampled_mask(data))
+    scores = torch.where(bad.unsqueeze(-1), failed, scores)
     kinds = list(extras.get(FAILURE_COLUMN, [None] * len(scores)))
     return scores, extras | {FAILURE_COLUMN: [kinds[i] or ("invalid" if bad[i] else None) for i in range(len(scores))]}
 

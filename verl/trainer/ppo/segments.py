@@ -25,6 +25,7 @@ from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.py_functional import object_array
 from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.utils.torch_functional import at_last_sampled
 from verl.utils.vision.multi_modal import replace_inputs
 from verl.workers.rollout.base import DROPPED_COLUMN
 
@@ -63,8 +64,8 @@ def segment_rows(batch: DataProto) -> DataProto:
     """Return a batch with a row for each segment, trajectory after trajectory, from one with a row per trajectory.
 
     A row of an earlier segment has all columns of its trajectory, and the tokens of its segment. Its score is that of
-    the trajectory, at its last token, unless the loop gave the segment one. Columns with names in underscores say which
-    segment a row is; the tensor ``SHARE_COLUMN`` (N,), which share of its trajectory's sampled tokens it holds.
+    the trajectory, at its last sampled token, unless the loop gave the segment one. Columns with names in underscores
+    say which segment a row is; the tensor ``SHARE_COLUMN`` (N,), which share of its trajectory's sampled tokens it has.
     """
     earlier: list[EarlierSegments | None] = list(batch.non_tensor_batch[EARLIER_COLUMN])
     sizes = [1 + (0 if each is None else len(each["scores"])) for each in earlier]
@@ -125,18 +126,16 @@ def _put_columns(rows: DataProto, parts: Sequence[EarlierSegments], places: Sequ
 
 
 def _put_scores(rows: DataProto, own: Sequence[float | None], places: Sequence[int]) -> None:
-    """Write the score of each earlier segment to its last token."""
+    """Write the score of each earlier segment to its last sampled token."""
     tensors = tensors_of(rows)
     shared = np.zeros(len(rows), dtype=bool)
     shared[[place for place, score in zip(places, own, strict=True) if score is None]] = True
     rows.non_tensor_batch[SHARED_COLUMN] = shared
-    last = _response_lengths(rows)[places].sub(1).clamp(min=0)
     for name in set(_SCORES) & set(map(str, tensors.keys())):
         outcome = tensors[name][places].sum(-1)
         given = [score if score is not None else copied for score, copied in zip(own, outcome.tolist(), strict=True)]
-        values = torch.zeros_like(tensors[name][places])
-        values[torch.arange(len(places)), last] = torch.tensor(given, dtype=values.dtype)
-        tensors[name][places] = values
+        values = torch.tensor(given, dtype=outcome.dtype)
+        tensors[name][places] = at_last_sampled(values, tensors["response_mask"][places])
 
 
 def _response_lengths(batch: DataProto) -> Tensor:

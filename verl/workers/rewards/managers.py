@@ -13,6 +13,7 @@ from verl.base_config import WrongInput
 from verl.utils.process_pool import DeadlinePool, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
+from verl.utils.torch_functional import at_last_sampled
 from verl.workers.rewards import scoring
 from verl.workers.rewards.scoring import (
     RawScore,
@@ -77,7 +78,7 @@ class AbstractRewardManager:
     def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
         """Score ``data``; a batch that already holds ``rm_scores`` keeps them.
 
-        Returns: scores (B, R), zero except at the last valid token of each response; or, with ``return_dict``, a dict
+        Returns: scores (B, R), zero except at the last sampled token of each response; or, with ``return_dict``, a dict
             of them as ``reward_tensor`` and of the scorer's extras as ``reward_extra_info``, a dict of lists of length
             B.
         """
@@ -122,7 +123,8 @@ class AbstractRewardManager:
         if writes_acc:
             data.batch["acc"] = torch.tensor(values, dtype=torch.float32, device=data.batch["prompts"].device)
         rewards = values if to_rewards is None else to_rewards(samples, scores)
-        reward = scoring.place_scores(rewards, samples, data.batch["responses"])
+        mask = scoring.sampled_mask(data).cpu()
+        reward = at_last_sampled(torch.tensor(rewards, dtype=torch.float32), mask)
         if not return_dict:
             return reward
         return {"reward_tensor": reward, "reward_extra_info": scoring.gather_extras(scores, self._known_extras)}

@@ -275,13 +275,17 @@ def describe_scorer(scorer: RawScorer) -> str:
     return f"{name} of {code.co_filename}" if code else name
 
 
-def place_scores(values: Sequence[float], samples: Sequence[Sample], responses: Tensor) -> Tensor:
-    """Return scores (B, R), each at the last valid token of its response."""
-    reward = torch.zeros(responses.shape, dtype=torch.float32)
-    # A response without any token keeps its score at the first place, because metrics read the sum of the row.
-    last = torch.tensor([max(sample.length - 1, 0) for sample in samples], dtype=torch.long)
-    reward[torch.arange(len(samples)), last] = torch.tensor(values, dtype=torch.float32)
-    return reward
+def sampled_mask(data: "DataProto") -> Tensor:
+    """Return ``response_mask`` (B, R) of a batch; one without it has single turns, where every token is sampled."""
+    assert data.batch is not None
+    if "response_mask" in data.batch.keys():
+        mask: Tensor = data.batch["response_mask"]
+        return mask
+    width = data.batch["responses"].shape[-1]
+    if "attention_mask" not in data.batch.keys():
+        return torch.ones(len(data), width, dtype=torch.long)
+    attended: Tensor = data.batch["attention_mask"][:, -width:]
+    return attended
 
 
 def gather_extras(scores: Sequence[Score], known: Extras) -> ExtraColumns:

@@ -20,6 +20,7 @@ from verl.utils.hub import model_folder
 from verl.utils.model import get_generation_config
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.torch_functional import at_last_sampled
 from verl.workers.config import RewardModelConfig
 from verl.workers.engine.passes import PassSpec, response_mask_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
@@ -186,7 +187,4 @@ def last_values(
 
 def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> Tensor:
     """Return (B,) scores as (B, R), each at the last valid token, or in column 0 for an empty response."""
-    width = responses.shape[1]
-    last = (attention_mask[:, -width:] * torch.arange(1, width + 1)).amax(-1)
-    placed = torch.zeros(responses.shape, dtype=torch.float32)
-    return placed.scatter(1, (last - 1).clamp(min=0).unsqueeze(1), scores.float().unsqueeze(1))
+    return at_last_sampled(scores.float(), attention_mask[:, -responses.shape[1] :])
