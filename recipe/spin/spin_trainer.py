@@ -51,7 +51,7 @@ class RaySPINTrainer(RayPPOTrainer):
         with self._timed("prepare_dpo_batch", timing):
             tensors = tensors_of(batch)
             mask = tensors["response_mask"]
-            tensors["token_level_rewards"] = tensors["token_level_scores"]
+            tensors["token_level_rewards"] = tensors["token_level_scores"].clone()
             chosen = compute_onlineDPO_pref(tensors["token_level_rewards"], mask)
             tensors[CHOSEN] = chosen.long()
             tensors["advantages"] = (tensors[CHOSEN] * 2 - 1).unsqueeze(-1) * mask.float()

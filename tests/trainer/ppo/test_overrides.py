@@ -1,5 +1,6 @@
 """The methods of the trainer that forks override: each is called where its phase needs it."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -8,9 +9,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from recipe.spin.spin_trainer import RaySPINTrainer
 from verl.protocol import DataProto
+from verl.protocol.lazy import by_reference
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import ray_trainer
+from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
 
@@ -96,6 +100,38 @@ def test_a_function_of_the_module_can_be_replaced(tmp_path, monkeypatch, name):
     monkeypatch.setattr(ray_trainer, name, raising)
     with pytest.raises(Reached):
         trainer.shape(scored(), {}, {})
+
+
+def shaping_in_place(self, batch):
+    """Add a bonus as a recipe may, in place."""
+    batch.batch["token_level_rewards"] += 1
+    batch.batch["advantages"] = batch.batch["returns"] = batch.batch["token_level_rewards"]
+    return batch
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rewards_that_are_shaped_in_place_leave_the_scores(tmp_path, lazy):
+    trainer, batch = trainer_with(tmp_path, add_advantages=shaping_in_place), scored()
+    scores = batch.batch["token_level_scores"].clone()
+    if lazy:
+        kept = by_reference(batch.select(["token_level_scores"]), put=copy.deepcopy, block_bytes=1)
+        batch.batch["token_level_scores"] = kept.batch["token_level_scores"]
+    batch = trainer.shape(batch, {}, {})
+    assert torch.equal(batch.batch["token_level_scores"] + 0, scores)
+    assert torch.equal(batch.batch["token_level_rewards"] + 0, scores + 1)
+    batch.batch["response_mask"] = torch.ones(2, 2)
+    metrics = compute_data_metrics(batch, use_critic=False)
+    assert (metrics["critic/score/mean"], metrics["critic/rewards/mean"]) == (0.75, 2.75)
+
+
+def test_spin_copies_the_scores_too():
+    trainer = RaySPINTrainer.__new__(RaySPINTrainer)
+    trainer.state = RunState(seed=1, step=1, total_steps=1)
+    batch = scored()
+    batch.batch["response_mask"] = torch.ones(2, 2)
+    tensors = trainer.shape(batch, {}, {}).batch
+    assert tensors["token_level_rewards"] is not tensors["token_level_scores"]
+    assert torch.equal(tensors["token_level_rewards"], tensors["token_level_scores"])
 
 
 def test_a_trainer_of_large_batches_keeps_its_memory(tmp_path, monkeypatch):

@@ -599,7 +599,7 @@ class RayPPOTrainer:
                 batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
                 metrics.update(kl_metrics)
             else:
-                tensors_of(batch)["token_level_rewards"] = tensors_of(batch)["token_level_scores"]
+                tensors_of(batch)["token_level_rewards"] = tensors_of(batch)["token_level_scores"].clone()
             batch, mismatch = self.compute_rollout_importance_weights_and_add_to_batch(batch)
             metrics.update(mismatch)
             return self.add_advantages(batch)
