@@ -328,7 +328,11 @@ def _weigh_rows(columns: Columns, options: WeightOptions) -> tuple[Tensor, Colum
 
 
 def _weight_metrics(scan: Scan, options: WeightOptions) -> dict[str, float]:
-    """Return statistics of the importance weights before thresholds and veto, over tokens and over sequences."""
+    """Return statistics of the importance weights before thresholds and veto, over tokens and over sequences.
+
+    Deviation and effective sample size are those of weights clamped to the thresholds: a few huge weights would decide
+    both.
+    """
     columns = scan.columns
     tokens = columns["tokens"]
     outside = columns["high"] + columns["low"]

@@ -172,9 +172,16 @@ def test_profilers_combine():
 
 @pytest.mark.parametrize(
     ("values", "low", "high"),
-    [({}, 0.2, 0.2), ({"clip_ratio": 0.1}, 0.1, 0.1), ({"clip_ratio": 0.1, "clip_ratio_high": 0.3}, 0.1, 0.3)],
+    [
+        ({}, 0.2, 0.2),
+        ({"clip_ratio": 0.1}, 0.1, 0.1),
+        ({"clip_ratio": 0.1, "clip_ratio_high": 0.3}, 0.1, 0.3),
+        ({"clip_ratio": 0.3, "clip_ratio_low": 0.2}, 0.3, 0.3),
+        ({"clip_ratio_high": 0.3}, 0.2, 0.3),
+    ],
 )
 def test_a_symmetric_clip_range_is_given_by_clip_ratio_alone(values, low, high):
+    """A side of 0.2, its default, follows ``clip_ratio``, as actor.yaml and docs/configuration.md say."""
     config = FSDPActorConfig(**ACTOR, **values)
     assert (config.clip_ratio_low, config.clip_ratio_high) == (low, high)
 
