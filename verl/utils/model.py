@@ -269,15 +269,15 @@ def get_vl_model_vision_tower(vl_model_instance: nn.Module) -> nn.Module | None:
 
 def check_target_modules(config: "LoraConfig", key: str) -> bool:
     """Whether a LoRA configuration adapts the module ``key``."""
-    return _is_named(config.target_modules, key)
+    return is_named(config.target_modules, key)
 
 
 def check_exclude_modules(config: "LoraConfig", key: str) -> bool:
     """Whether a LoRA configuration excludes the module ``key``."""
-    return _is_named(getattr(config, "exclude_modules", None), key)
+    return is_named(getattr(config, "exclude_modules", None), key)
 
 
-def _is_named(names: str | Iterable[str] | None, key: str) -> bool:
+def is_named(names: str | Iterable[str] | None, key: str) -> bool:
     """Whether a pattern matches all of ``key``, or ``key`` equals or ends in one of several names."""
     if isinstance(names, str):
         return re.fullmatch(names, key) is not None

@@ -241,6 +241,15 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
             f"{MODEL}.target_modules",
             "remove lm_head",
         ),
+        (
+            {
+                f"{MODEL}.override_config": {"tie_word_embeddings": True},
+                f"{MODEL}.lora_rank": 8,
+                f"{MODEL}.target_modules": ["q_proj", "lm_head"],
+            },
+            f"{MODEL}.target_modules",
+            "must not name lm_head: embedding and head of the model are one tensor",
+        ),
         ({f"{MODEL}.use_liger": True, "trainer.device": "cuda"}, f"{MODEL}.use_liger", "liger-kernel"),
         ({"algorithm.kl_penalty": "full"}, "algorithm.kl_penalty", "needs the distributions of both policies"),
         (

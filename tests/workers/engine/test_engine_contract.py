@@ -178,7 +178,16 @@ def test_adapters_train_alone_and_merge(results: Any, folder: Path, name: str, w
 
     base = folder / cases.OTHERS[name].get("folder", "plain")
     parts = [rank[name] for rank in results[world]]
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    # peft takes these names for those of the routed experts.
+    passed_by = [
+        f"{part}.{kind}_proj.weight"
+        for part in ("layers.0.mlp", "shared_experts")
+        for kind in ("gate", "up", "down")
+        if "experts" in name
+    ]
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", target_parameters=passed_by or None, task_type="CAUSAL_LM"
+    )
     model = get_peft_model(cases.load(base), config)
     incompatible = set_peft_model_state_dict(model, parts[0]["adapter before"])
     assert not incompatible.unexpected_keys

@@ -88,6 +88,7 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             changes = flat_overrides(policy.override_config)
             for problem in field_problems(changes):
                 yield Violation(f"{key}.override_config", as_yaml(changes), f"has {problem}: correct it")
+            yield from tied_adapter_rules(policy, POLICY, hf_config)
             yield from _size_rules(run, hf_config, broken)
             trust = run.data.trust_remote_code
             yield from remote_code.tokenizer_trust_rules(tokenizer or path, "data.trust_remote_code", trust)
@@ -226,4 +227,17 @@ def fused_rules(model: HFModelConfig, key: str, device: str) -> Iterator[Violati
             yield Violation(backend_key, "triton", expected)
     if model.lora_rank and isinstance(model.target_modules, list) and "lm_head" in model.target_modules:
         expected = "must not name the head with use_fused_kernels=true: remove lm_head, or set use_fused_kernels=false"
+        yield Violation(f"{key}.target_modules", model.target_modules, expected)
+
+
+def tied_adapter_rules(model: HFModelConfig, key: str, hf_config: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield an adapter on the embedding or the head of a model whose two are one tensor, as the engine would."""
+    targets = [model.target_modules] if isinstance(model.target_modules, str) else model.target_modules or ()
+    named = [name for name in targets if name in ("embed_tokens", "lm_head")]
+    tied = {**hf_config, **flat_overrides(model.override_config)}.get("tie_word_embeddings")
+    if model.lora_rank and named and tied:
+        expected = (
+            f"must not name {' and '.join(named)}: embedding and head of the model are one tensor "
+            "(tie_word_embeddings), and an adapter would change one of them only"
+        )
         yield Violation(f"{key}.target_modules", model.target_modules, expected)

@@ -1,6 +1,7 @@
 """LoRA adapters of the FSDP engine, through peft."""
 
 import json
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.base_config import WrongInput, one_line
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import ADAPTED, ADAPTER_MARK, ADAPTER_PREFIX, full_tensor, without_wrappers
-from verl.utils.model import VISION_TOWERS, stored_buffers
+from verl.utils.model import VISION_TOWERS, is_named, stored_buffers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -22,7 +24,17 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
 
 ADAPTER_FOLDER = "lora_adapter"
+ALL_LINEAR = "all-linear"
 _DEFAULT = "default"
+_READ_BY_PARENT = {
+    "JambaMamba": ("dt_proj",),
+    "Mamba": ("x_proj", "dt_proj", "out_proj"),
+    "LongcatFlashTopkRouter": ("classifier",),
+    "Gemma3nTextAltUp": ("prediction_coefs", "correction_coefs"),
+}
+"""Layers whose weight their parent reads, by a part of the name of its class. Short convolutions are another kind."""
+
+logger = logging.getLogger(__name__)
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -50,7 +62,8 @@ def adapter_sizes(module: Any) -> AdapterSizes:
             is_text = not any(f"{tower}." in name for tower in VISION_TOWERS)
             part = "text" if is_text else "mergers" if "merger" in name else "tower"
             experts = getattr(modules[name.partition(ADAPTER_MARK)[0]], "num_experts", 1)
-            passed = config.num_experts_per_tok / experts if experts > 1 else 1
+            chosen = getattr(config, "num_experts_per_tok", experts)  # some families have another name for it
+            passed = chosen / experts if experts > 1 else 1
             sizes[part] += int(parameter.numel() * passed)
     return AdapterSizes(**sizes)
 
@@ -62,28 +75,44 @@ def add_adapters(
 
     A frozen vision tower gets no adapters.
 
-    Raises: ValueError when ``target_modules`` match nothing.
+    Raises: ValueError when ``target_modules`` match nothing, or a tensor that another module uses too.
     """
     from peft import LoraConfig, TaskType
 
     tower = [rf"(?:.*\.)?(?:{'|'.join(VISION_TOWERS)})\..*"] if freeze_vision_tower else []
     generates = hasattr(model, "prepare_inputs_for_generation")
-    lora = LoraConfig(
-        task_type=TaskType.CAUSAL_LM if generates and not trained else None,
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules=_as_list(config.target_modules),
-        exclude_modules=_excluding(config.exclude_modules, [rf"(?:.*\.)?{name}" for name in trained] + tower),
-        bias="none",
-        base_model_name_or_path=config.path,
-    )
+    never = [rf"(?:.*\.)?{name}" for name in trained] + tower
+    if _means_all(config.target_modules):
+        never += [re.escape(path) for path in _unfit_layers(model)]
+    else:
+        _refuse_names(model, config)
+    excluded = _excluding(config.exclude_modules, never)
+
+    def adapted(parameters: list[str]) -> nn.Module:
+        lora = LoraConfig(
+            task_type=TaskType.CAUSAL_LM if generates and not trained else None,
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules=_as_list(config.target_modules),
+            exclude_modules=excluded,
+            target_parameters=parameters or None,
+            bias="none",
+            base_model_name_or_path=config.path,
+        )
+        return _wrapped(model, lora)
+
     try:
-        wrapped = _wrapped(model, lora)
+        wrapped: Any = adapted([])
+        left_out = _left_out(wrapped, config.target_modules, excluded)
+        if left_out:
+            wrapped.unload()
+            wrapped = adapted(left_out)
     except ValueError as error:
         raise WrongInput(
             f"model.target_modules={config.target_modules!r} with model.exclude_modules={config.exclude_modules!r}: "
             f"{one_line(str(error))}: name linear layers of the model, or write all-linear"
         ) from error
+    _refuse_tied(wrapped)
     for name, parameter in wrapped.named_parameters():
         if any(f".{module}." in name for module in trained):
             parameter.requires_grad_(True)
@@ -91,12 +120,17 @@ def add_adapters(
 
 
 def adapters_of(model: "PreTrainedModel", folder: Path) -> nn.Module:
-    """Wrap the model as the configuration in the folder of an adapter says."""
+    """Wrap the model as the configuration in the folder of an adapter says.
+
+    Raises: ValueError when it adapts a tensor that another module uses too.
+    """
     from peft import LoraConfig
 
     lora = LoraConfig.from_pretrained(str(folder))
     lora.base_model_name_or_path = model.name_or_path  # peft warns of another one
-    return _wrapped(model, lora)
+    wrapped = _wrapped(model, lora)
+    _refuse_tied(wrapped)
+    return wrapped
 
 
 def _wrapped(model: "PreTrainedModel", lora: "LoraConfig") -> nn.Module:
@@ -109,11 +143,112 @@ def _wrapped(model: "PreTrainedModel", lora: "LoraConfig") -> nn.Module:
     return module
 
 
+def _refuse_tied(module: nn.Module) -> None:
+    """Refuse adapters on a tensor that two modules use.
+
+    An adapter changes what one module computes. The merged model has one tensor for both, so it would be another model.
+    """
+    users: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
+    for names in users.values():
+        adapted = [name for name in names if len(names) > 1 and f"{ADAPTED}." in name]
+        if adapted:
+            plain = sorted(without_wrappers(name).rpartition(".")[0] for name in names)
+            raise WrongInput(
+                f"{' and '.join(plain)} are one tensor (tie_word_embeddings), and an adapter would change one of them "
+                "only: the model that trains could not be merged. Leave them out of target_modules (all-linear does)"
+            )
+
+
+def _refuse_names(model: "PreTrainedModel", config: "HFModelConfig") -> None:
+    """Refuse a written name of a layer that cannot be adapted, or that no module of the model has.
+
+    peft takes the names of a checkpoint's experts too, which no module has. So a model with experts may have any name.
+    """
+    targets, excluded = _as_list(config.target_modules), _as_list(config.exclude_modules)
+    for path in _unfit_layers(model):
+        if is_named(targets, path) and not is_named(excluded, path):
+            raise WrongInput(
+                f"model.target_modules={config.target_modules!r} names {path}, which cannot be adapted: the model "
+                "reads its weight without a call of the layer, or the layer returns several values. Leave it out, or "
+                "write all-linear, which does"
+            )
+    modules = dict(model.named_modules())
+    if not isinstance(targets, list) or any(_is_expert_class(part) for part in modules.values()):
+        return
+    for name in targets:
+        if not any(is_named([name], path) for path in modules):
+            layers = {path.rpartition(".")[2] for path, part in modules.items() if isinstance(part, nn.Linear)}
+            raise WrongInput(
+                f"model.target_modules={config.target_modules!r} names {name!r}, which the model does not have: its "
+                f"linear layers are {', '.join(sorted(layers))}"
+            )
+
+
+def _means_all(targets: "ModuleNames") -> bool:
+    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+
+
+def _unfit_layers(model: nn.Module) -> list[str]:
+    """Return the layers that an adapter of peft would pass by.
+
+    Some modules read the weight of such a layer instead of calling it, and some routers are linear layers with a
+    ``forward`` of their own that returns several values.
+    """
+    found = []
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        names = next((names for part, names in _READ_BY_PARENT.items() if part in kind), ())
+        found += [f"{path}.{name}" for name in names if hasattr(module, name)]
+        returns_more = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        if returns_more or isinstance(module, nn.Conv1d):
+            found.append(path)
+    return found
+
+
+def _is_expert_class(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Experts")
+
+
+def _left_out(wrapped: Any, targets: "ModuleNames", excluded: "ModuleNames") -> list[str]:
+    """Return the names of the weights that ``target_modules`` mean and peft has not adapted.
+
+    peft knows the experts of some families only. In others it takes the projections of dense layers and of shared
+    experts for those of routed experts, because checkpoints call all of them ``gate_proj``, ``up_proj``, ``down_proj``.
+    """
+    modules = dict(wrapped.named_modules())
+    means_all = _means_all(targets)
+    head = wrapped.get_base_model().get_output_embeddings()
+    found: list[str] = []
+    others: set[str] = set()
+    unfit = set(_unfit_layers(wrapped.get_base_model()))
+    for name, parameter in wrapped.named_parameters():
+        path, _, kind = name.rpartition(".")
+        module, plain = modules[path], without_wrappers(path)
+        if is_adapter(name) or adapting_layer(modules, name) is not None:
+            continue
+        if is_named(excluded, plain) and plain not in unfit:
+            continue
+        is_expert = _is_expert_class(module) and parameter.dim() == 3
+        is_linear = isinstance(module, nn.Linear) and kind == "weight" and module is not head and plain not in unfit
+        if (means_all and is_expert) or (is_linear and (means_all or is_named(_as_list(targets), plain))):
+            found.append(f"{plain}.{kind}")
+        elif means_all and parameter.dim() > 1 and module is not head and not isinstance(module, nn.Embedding):
+            others.add(re.sub(r"\.\d+\.", ".*.", f"{plain}.{kind}"))
+    if others and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning("target_modules=all-linear leaves out %s", ", ".join(sorted(others)))
+    return found
+
+
 ModuleNames = str | Sequence[str] | None  # a regular expression, or names
 
 
 def _as_list(names: ModuleNames) -> str | list[str] | None:
-    return names if names is None or isinstance(names, str) else list(names)
+    """Return a pattern, or a list of names; a single name is a list."""
+    if isinstance(names, str):
+        return [names] if re.fullmatch(r"\w+", names) else names
+    return names if names is None else list(names)
 
 
 def _excluding(exclude: ModuleNames, patterns: list[str]) -> str | list[str] | None:
@@ -149,6 +284,19 @@ def merged_weights(module: nn.Module, before: Callable[[int], None] | None = Non
             yield plain, buffer.detach().clone()
 
 
+def adapting_layer(modules: Mapping[str, nn.Module], name: str) -> str | None:
+    """Return the name of the layer that adapts a parameter, by the modules of the wrapped model; None without one.
+
+    A layer around experts adapts one of their parameters, so such layers are nested.
+    """
+    path, _, parameter = name.rpartition(".")
+    while path.endswith(ADAPTED):
+        path = path.removesuffix(ADAPTED)
+        if getattr(modules[path], "parameter_name", "weight") == parameter:
+            return path
+    return None
+
+
 class AdapterMerger:
     """Adds the adapters of a model that peft wraps to the weights that they adapt.
 
@@ -166,24 +314,12 @@ class AdapterMerger:
 
         Collective where the adapters are sharded.
         """
-        path = self._adapted_by(name)
+        path = adapting_layer(self.modules, name)
         if path is None:
             return weight
         layer: Any = self.modules[path]
         delta = self._delta(path, layer).to(weight.device)
         return (weight.float() + layer.scaling[_DEFAULT] * delta).to(weight.dtype)
-
-    def _adapted_by(self, name: str) -> str | None:
-        """Return the name of the layer that adapts a parameter.
-
-        A layer around experts adapts one of their parameters, so such layers are nested.
-        """
-        path, _, parameter = name.rpartition(".")
-        while path.endswith(ADAPTED):
-            path = path.removesuffix(ADAPTED)
-            if getattr(self.modules[path], "parameter_name", "weight") == parameter:
-                return path
-        return None
 
     def _delta(self, path: str, layer: Any) -> Tensor:
         """Return ``B @ A`` in the layout of the weight."""
