@@ -129,6 +129,47 @@ def test_thoughts_hold_no_calls(name: str) -> None:
     assert text == f"<think>{call}" and whole(calls) == [FIND]
 
 
+@pytest.mark.parametrize("name", ["llama3-json", "pythonic"])
+def test_a_call_may_follow_a_thought(name: str) -> None:
+    call, inner = WHOLE[name], WHOLE[name].replace("é", "</think>")
+    for thought in (f"<think>{call}<|python_tag|>{call}</think>", "from the prompt on</think>\n"):
+        text, calls = parse(name, thought + call)
+        assert text.strip() == thought.strip() and whole(calls) == [FIND]
+        assert parse(name, thought) == (thought, [])
+        assert whole(parse(name, thought + inner)[1]) == [("find", {"text": "</think>\n</b>", "most": 3})]
+    assert whole(parse(name, inner)[1]) == [("find", {"text": "</think>\n</b>", "most": 3})]
+    assert parse(name, f"<think>{call}") == (f"<think>{call}", [])
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != "gpt-oss"])
+def test_the_prompt_may_open_a_thought(name: str) -> None:
+    """The template of a thinking model does. A turn that never closes the thought calls nothing."""
+    tokenizer = byte_tokenizer(special_tokens=[*SPECIAL_TOKENS, *HARMONY])
+    parser = get_tool_parser(name, tokenizer)
+    call = WHOLE[name].removeprefix("Hm.\n")
+
+    def found(prompt: str, text: str) -> tuple[str, list[FunctionCall]]:
+        ids = [tokenizer.encode(each, add_special_tokens=False) for each in (text, prompt)]
+        return asyncio.run(parser.extract_tool_calls(ids[0], TOOLS, ids[1]))
+
+    for prompt in ("<|user|>a<|assistant|>\n<think>\n", "<|assistant|><think>"):
+        assert found(prompt, call) == (call, [])
+        text, calls = found(prompt, f"I could {call}.</think>\n{call}")
+        assert text.strip() == f"I could {call}.</think>" and whole(calls) == [FIND]
+    for prompt in ("<|user|>What is <think>?<|assistant|>\n", "<|assistant|><think>\n\n</think>\n\n", ""):
+        assert whole(found(prompt, call)[1]) == [FIND]
+
+
+def test_texts_are_not_tidied() -> None:
+    """Some tokenizers, that of Llama 3 for instance, take blanks before commas and full stops out of decoded text."""
+    tokenizer = byte_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    text = json.dumps({"name": "find", "parameters": {"text": "a , b . do n't"}})
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    calls = asyncio.run(get_tool_parser("llama3-json", tokenizer).extract_tool_calls(tokens))[1]
+    assert whole(calls) == [("find", {"text": "a , b . do n't"})]
+
+
 def test_values_have_the_types_of_their_tool() -> None:
     def call(key: str, value: str) -> Any:
         text = f"<tool_call><function=find><parameter={key}>{value}</parameter></function></tool_call>"
@@ -187,7 +228,14 @@ def test_a_parser_that_takes_no_schemas() -> None:
 
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode("find", add_special_tokens=False)
-    found = asyncio.run(Shouts(tokenizer).extract_tool_calls(tokens, [{"function": {}}]))
+    found = asyncio.run(Shouts(tokenizer).extract_tool_calls(tokens, [{"function": {}}], tokens))
     assert found == ("", [FunctionCall("find", "{}")])
+
+    class Counts(ToolParser):
+        async def extract_tool_calls(self, responses_ids: Any, tools: Any = ()) -> Any:
+            return "", [FunctionCall(name=str(len(tools)), arguments="{}")]
+
+    counted = asyncio.run(Counts(tokenizer).extract_tool_calls(tokens, [{"function": {}}], tokens))
+    assert counted == ("", [FunctionCall("1", "{}")])
     with pytest.raises(TypeError, match="Silent finds no calls"):
         type("Silent", (ToolParser,), {})

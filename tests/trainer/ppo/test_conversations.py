@@ -79,6 +79,7 @@ def test_metrics_of_calls_and_tokens(batch: DataProto) -> None:
         "tool_calls/count": 3,
         "tool_calls/failed": 2,
         "tool_calls/timeout": 1,
+        "tool_calls/bad_arguments": 0,
         "tool_time/mean": 1.0,
         "tool_time/max": 2.5,
         "tokens/model": 4 + 2 + 5 + 2,

@@ -252,10 +252,11 @@ class ToolAgentLoop(AgentLoopBase):
         params["max_tokens"] = min(trajectory.room, params.get("max_tokens") or trajectory.room)
         if params.get("seed") is not None:
             params["seed"] = turn_seed(params["seed"], talk.model_turns)
+        prompt_ids = list(trajectory.token_ids)
         started = time.perf_counter()
         output = await self.server_manager.generate(
             request_id=talk.id,
-            prompt_ids=list(trajectory.token_ids),
+            prompt_ids=prompt_ids,
             sampling_params=params,
             multi_modal_data=trajectory.multi_modal_data or None,
         )
@@ -268,7 +269,7 @@ class ToolAgentLoop(AgentLoopBase):
         # The engine would take a placeholder that the model has sampled for that of the next image.
         cut = cut or not self.parts.media.tokens.isdisjoint(output.token_ids)
         if self.parts.tools and not cut:
-            said, calls = await self.parts.parser.extract_tool_calls(output.token_ids, self.parts.schemas)
+            said, calls = await self.parts.parser.extract_tool_calls(output.token_ids, self.parts.schemas, prompt_ids)
             talk.calls = calls[: self.settings.max_parallel_calls]
         talk.messages.append(_assistant(text, said, talk.calls) if calls else _assistant(text))
         if cut or self._has_enough(talk):

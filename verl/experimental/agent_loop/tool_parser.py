@@ -9,12 +9,13 @@ import functools
 import inspect
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from verl.base_config import WrongInput, nearest
+from verl.experimental.agent_loop.tool_markup import THINK, Elements, find_calls, split_thought
+from verl.experimental.agent_loop.tool_values import decode_at, skip_blanks, typed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,9 @@ Schemas = Sequence[Mapping[str, Any]]
 """Tools as OpenAI describes them: ``{type: function, function: {name, description, parameters}}``."""
 
 _NO_JSON = "the call is no complete JSON object"
+_MESSAGE = "<|message|>"
+_LONGEST_OPENING = 32
+"""Tokens at the end of a prompt that may open a thought."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class UnknownToolParserError(WrongInput):
 class ToolParser:
     """Finds the calls in the tokens of one turn. A call that is broken is returned with its error, never raised.
 
-    A subclass has ``parse``, or ``extract_tool_calls``, which need not take ``tools``.
+    A subclass has ``parse``, or ``extract_tool_calls``, which need not take ``tools`` or ``prompt_ids``.
     """
 
     _registry: ClassVar[dict[str, "type[ToolParser]"]] = {}
@@ -62,11 +66,14 @@ class ToolParser:
         if cls.parse is ToolParser.parse and cls.extract_tool_calls is ToolParser.extract_tool_calls:
             raise TypeError(f"{cls.__qualname__} finds no calls: give it the method parse or extract_tool_calls")
         own: Any = cls.__dict__.get("extract_tool_calls")
-        if own is not None and len(inspect.signature(own).parameters) == 2:  # self and responses_ids
+        taken = 3 if own is None else len(inspect.signature(own).parameters) - 2  # besides self and responses_ids
+        if taken < 2:
 
             @functools.wraps(own)
-            async def extract(self: "ToolParser", responses_ids: Sequence[int], tools: Schemas = ()) -> Found:
-                found: Found = await own(self, responses_ids)
+            async def extract(
+                self: "ToolParser", responses_ids: Sequence[int], tools: Schemas = (), prompt_ids: Sequence[int] = ()
+            ) -> Found:
+                found: Found = await own(self, responses_ids, *[tools][:taken])
                 return found
 
             cls.extract_tool_calls = extract  # type: ignore[method-assign]
@@ -74,20 +81,34 @@ class ToolParser:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer = tokenizer
 
-    async def extract_tool_calls(self, responses_ids: Sequence[int], tools: Schemas = ()) -> Found:
+    async def extract_tool_calls(
+        self, responses_ids: Sequence[int], tools: Schemas = (), prompt_ids: Sequence[int] = ()
+    ) -> Found:
         """Return the text of a turn without its calls, and the calls.
 
-        Args: ``tools`` tells formats that write arguments without types which type they have.
+        Args:
+            tools: tells formats that write arguments without types which type they have.
+            prompt_ids: what the model saw before the turn; it may end with the opening of a thought.
         """
-        text, calls = self.parse(self.text_of(responses_ids), tools)
-        return text, [_encodable(call) for call in calls]
+        opening = self._opening(prompt_ids)
+        text, calls = self.parse(opening + self.text_of(responses_ids), tools)
+        return text.removeprefix(opening), [_encodable(call) for call in calls]
+
+    def _opening(self, prompt_ids: Sequence[int]) -> str:
+        """Return the opening of a thought with which a prompt ends; nothing if it ends otherwise."""
+        end = self._decode(prompt_ids[-_LONGEST_OPENING:])
+        return end[end.rindex(THINK) :] if end.rstrip().endswith(THINK) else ""
 
     def text_of(self, responses_ids: Sequence[int]) -> str:
         """Return the text of a turn with its special tokens, except those that end it."""
         tokens, special = list(responses_ids), set(self.tokenizer.all_special_ids)
         while tokens and tokens[-1] in special:
             tokens.pop()
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+        return self._decode(tokens)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        given = list(tokens)
+        return str(self.tokenizer.decode(given, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def parse(self, text: str, tools: Schemas = ()) -> Found:
         """Return a text without its calls, and the calls; here none."""
@@ -127,10 +148,20 @@ def get_tool_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> ToolPars
 class HermesToolParser(ToolParser):
     """Reads ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, several of which may follow each other."""
 
+    _END: ClassVar[re.Pattern[str]] = re.compile(r"</tool_call>|\Z")
+
     def parse(self, text: str, tools: Schemas = ()) -> Found:
         """Return a text without its calls, and the calls; what the model thinks holds none."""
-        kept, bodies = _between(text, "<tool_call>", "</tool_call>")
-        return kept, [_call_of_json(body, "arguments") for body in bodies]
+
+        def read(start: int) -> tuple[FunctionCall, int] | None:
+            found = _json_at(text, start, self._END)
+            if found is None:
+                return None
+            value, body, stop = found
+            return _call_of_value(value, body, "arguments"), stop
+
+        found = find_calls(text, read, lambda body: FunctionCall(_name_in(body), body.strip(), _NO_JSON))
+        return found.kept, found.calls
 
 
 @ToolParser.register("qwen3-coder")
@@ -139,46 +170,53 @@ class Qwen3CoderToolParser(ToolParser):
 
     def parse(self, text: str, tools: Schemas = ()) -> Found:
         """Return a text without its calls, and the calls; a value has the type that its tool gives it."""
-        kept, bodies = _between(text, "<tool_call>", "</tool_call>")
-        return kept, [self._call(body, tools) for body in bodies]
+        elements = Elements(text)
 
-    def _call(self, body: str, tools: Schemas) -> FunctionCall:
-        function = next(_tagged(body, "function"), None)
-        if function is None:
+        def read(start: int) -> tuple[FunctionCall, int] | None:
+            found = elements.read(start)
+            if found is None:
+                return None
+            (call, stop), parameters = found, _parameters(found[0].name, tools)
+            arguments = {key: typed(value, key, parameters) for key, value in call.arguments.items()}
+            return FunctionCall(call.name, json.dumps(arguments, ensure_ascii=False)), stop
+
+        found = find_calls(text, read, self._broken)
+        return found.kept, found.calls
+
+    def _broken(self, body: str) -> FunctionCall:
+        name = re.search(r"<function=([^<>\n]++)>", body)
+        if name is None:
             return FunctionCall("", body.strip(), "the call has no <function=NAME> ... </function>")
-        name, inner, is_closed = function
-        types = _types(name, tools)
-        arguments: dict[str, Any] = {}
-        for key, value, is_whole in _tagged(inner, "parameter"):
-            if is_whole:
-                arguments[key] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key))
-        written = json.dumps(arguments, ensure_ascii=False)
-        if inner.count("<parameter=") != len(arguments) or not is_closed:
-            return FunctionCall(name, written, "the call has no complete <parameter=KEY> ... </parameter></function>")
-        return FunctionCall(name, written)
+        error = "the call is no complete <parameter=KEY> ... </parameter></function>, with each KEY once"
+        return FunctionCall(name[1].strip(), body.strip(), error)
 
 
 @ToolParser.register("llama3-json")
 class Llama3JsonToolParser(ToolParser):
     """Reads ``{"name": ..., "parameters": {...}}`` as the whole response; several stand between semicolons."""
 
+    _START: ClassVar[re.Pattern[str]] = re.compile(r'\A\s*(?=\{\s*"(?:name|type|parameters)")|<\|python_tag\|>')
+    _SEPARATOR: ClassVar[re.Pattern[str]] = re.compile(r"[\s;]*")
+
     def parse(self, text: str, tools: Schemas = ()) -> Found:
         """Return a text without its calls, and the calls; other JSON, as an answer may be, stays text."""
-        before, tag, rest = text.partition("<|python_tag|>")
-        kept = before if tag else ""
-        rest = (rest if tag else text).strip()
-        if not (tag or re.match(r'\{\s*"(name|type|parameters)"', rest)):
+        thought, said = split_thought(text, self._START)
+        start = self._START.search(said)
+        if start is None:
             return text, []
+        has_tag = bool(start[0].strip())
+        kept, position = thought + said[: start.start()], skip_blanks(said, start.end())
         calls: list[FunctionCall] = []
-        while rest:
+        while position < len(said):
             try:
-                value, end = json.JSONDecoder().raw_decode(rest)
+                value, first, stop = decode_at(said, position)
             except (ValueError, RecursionError):
+                rest = said[position:].rstrip()
                 return kept, [*calls, FunctionCall(_name_in(rest), rest, _NO_JSON)]
-            if not (tag or calls or (isinstance(value, dict) and "name" in value)):
+            if not (has_tag or calls or (isinstance(value, dict) and "name" in value)):
                 return text, []
-            calls.append(_call_of_value(value, rest[:end], "parameters"))
-            rest = rest[end:].lstrip(" \n;")
+            calls.append(_call_of_value(value, said[first:stop], "parameters"))
+            position = self._SEPARATOR.match(said, stop).end()  # type: ignore[union-attr]
         return kept, calls
 
 
@@ -187,21 +225,23 @@ class PythonicToolParser(ToolParser):
     """Reads ``[name(key=value, ...), ...]`` as the whole response, with values as Python or JSON writes them."""
 
     _CONSTANTS: ClassVar[dict[str, Any]] = {"true": True, "false": False, "null": None}
+    _START: ClassVar[re.Pattern[str]] = re.compile(r"\s*(?:<\|python_start\|>\s*)?\[\s*([A-Za-z_][\w.]*)\s*\(")
 
     def parse(self, text: str, tools: Schemas = ()) -> Found:
         """Return a text without its calls, and the calls; another list stays text."""
-        body = text.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
-        first = re.match(r"\[\s*([A-Za-z_][\w.]*)\s*\(", body)
+        thought, said = split_thought(text, self._START)
+        first = self._START.match(said)
         if first is None:
             return text, []
+        body = said.strip().removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
         broken = FunctionCall(first[1], body, "the calls are no list such as [name(key=value)]")
         try:
             tree = ast.parse(body, mode="eval").body
             if not isinstance(tree, ast.List):
-                return "", [broken]
-            return "", [self._call(node) for node in tree.elts]
+                return thought, [broken]
+            return thought, [self._call(node) for node in tree.elts]
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return "", [broken]
+            return thought, [broken]
 
     def _call(self, node: ast.expr) -> FunctionCall:
         if not isinstance(node, ast.Call):
@@ -211,9 +251,11 @@ class PythonicToolParser(ToolParser):
             return FunctionCall(name, ast.unparse(node), "each argument needs its name: name(key=value)")
         try:
             arguments = {str(keyword.arg): self._value(keyword.value) for keyword in node.keywords}
-            return FunctionCall(name, json.dumps(arguments, ensure_ascii=False))
+            written = json.dumps(arguments)
         except (ValueError, TypeError, RecursionError, MemoryError):
             return FunctionCall(name, ast.unparse(node), "an argument is no constant, list or dictionary")
+        # As JSON with escapes, whose surrogate pairs are one character, unlike those of Python.
+        return FunctionCall(name, json.dumps(json.loads(written), ensure_ascii=False))
 
     def _value(self, node: ast.expr) -> Any:
         for inner in ast.walk(node):
@@ -238,18 +280,25 @@ class GptOssToolParser(ToolParser):
     ``<|start|>HEADER<|message|>BODY<|end|>``; the first has no ``<|start|>``, which belongs to the prompt.
     """
 
+    _END: ClassVar[re.Pattern[str]] = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
+
     def parse(self, text: str, tools: Schemas = ()) -> Found:
         """Return what the messages to the user say, and the calls; the channel ``analysis`` holds neither."""
         if "<|message|>" not in text:
             return text, []
         said: list[str] = []
         calls: list[FunctionCall] = []
-        for message in text.split("<|start|>"):
-            header, marker, rest = message.partition("<|message|>")
-            if not marker:
-                continue
-            body = re.split(r"<\|(?:end|call|return)\|>", rest, maxsplit=1)[0]
+        position = 0
+        while (marker := text.find(_MESSAGE, position)) != -1:
+            header, start = text[position:marker].rpartition("<|start|>")[2], marker + len(_MESSAGE)
             recipient = re.search(r"\bto=(\S+?)(?=[\s<]|$)", header)
+            whole = None if recipient is None else _json_at(text, start, self._END)
+            if whole is not None:
+                body, position = whole[1:]
+            else:
+                end = self._END.search(text, start)
+                assert end is not None  # the end of the text is one
+                body, position = text[start : end.start()], end.end()
             if recipient is not None:
                 calls.append(_call_with(recipient[1].removeprefix("functions."), body.strip()))
             elif not re.search(r"<\|channel\|>\s*analysis", header):
@@ -257,60 +306,17 @@ class GptOssToolParser(ToolParser):
         return "\n".join(said), calls
 
 
-def _between(text: str, start: str, end: str) -> tuple[str, list[str]]:
-    """Return a text without what stands between marks outside of its thinking, and what stands there.
+def _json_at(text: str, start: int, end: re.Pattern[str]) -> tuple[Any, str, int] | None:
+    """Return the JSON value that begins at a place, its text, and where the ``end`` after it stops.
 
-    The last end may be missing, as where generation stops at it.
+    None if there is no such value, or something else follows it.
     """
-    hidden = list(_thinking(text))
-    starts = [span[0] for span in hidden]
-    kept, bodies, position = "", [], 0
-    while (first := text.find(start, position)) != -1:
-        before = bisect_right(starts, first)  # how many thoughts begin before it; the last of them may hold it
-        if before and first < hidden[before - 1][1]:
-            kept += text[position : hidden[before - 1][1]]
-            position = hidden[before - 1][1]
-            continue
-        kept += text[position:first]
-        last = text.find(end, first)
-        bodies.append(text[first + len(start) : last if last != -1 else len(text)])
-        position = last + len(end) if last != -1 else len(text)
-    return kept + text[position:], bodies
-
-
-def _tagged(text: str, tag: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield name and body of each ``<tag=NAME>BODY</tag>``, and whether it is closed; the last need not be.
-
-    It reads a text once: a regular expression would look for the end of each of thousands of openings that a model
-    repeats.
-    """
-    opening, closing, position = f"<{tag}=", f"</{tag}>", 0
-    while (start := text.find(opening, position)) != -1:
-        end_of_name = text.find(">", start)
-        if end_of_name == -1:
-            return
-        position = start + len(opening)
-        if end_of_name == position or text.find("\n", position, end_of_name) != -1:
-            continue
-        name = text[position:end_of_name]
-        end = text.find(closing, end_of_name)
-        yield name.strip(), text[end_of_name + 1 : end if end != -1 else len(text)], end != -1
-        if end == -1:
-            return
-        position = end + len(closing)
-
-
-def _thinking(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where thoughts begin and end; the prompt may have opened the first, and the last may be unfinished."""
-    position = 0
-    first_end = text.find("</think>")
-    if first_end != -1 and text.find("<think>", 0, first_end) == -1:
-        position = first_end + len("</think>")
-        yield 0, position
-    while (start := text.find("<think>", position)) != -1:
-        end = text.find("</think>", start)
-        position = len(text) if end == -1 else end + len("</think>")
-        yield start, position
+    try:
+        value, first, stop = decode_at(text, start)
+    except (ValueError, RecursionError):
+        return None
+    closing = end.match(text, skip_blanks(text, stop))
+    return None if closing is None else (value, text[first:stop], closing.end())
 
 
 def _encodable(call: FunctionCall) -> FunctionCall:
@@ -324,15 +330,6 @@ def _encodable(call: FunctionCall) -> FunctionCall:
     except (ValueError, RecursionError):
         return FunctionCall(call.name, call.arguments, call.error or "the arguments are nested too deeply")
     return call
-
-
-def _call_of_json(body: str, arguments_key: str) -> FunctionCall:
-    body = body.strip()
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return FunctionCall(_name_in(body), body, _NO_JSON)
-    return _call_of_value(value, body, arguments_key)
 
 
 def _call_of_value(value: Any, body: str, arguments_key: str) -> FunctionCall:
@@ -362,24 +359,7 @@ def _name_in(broken: str) -> str:
     return match[1] if match else ""
 
 
-def _types(name: str, tools: Schemas) -> dict[str, Any]:
-    """Return the types of the parameters of a tool; clients of the endpoint may send schemas that are none."""
-    for tool in tools:
-        function = tool.get("function", {})
-        if function.get("name") == name:
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            items = properties.items() if isinstance(properties, Mapping) else ()
-            return {key: each.get("type") for key, each in items if isinstance(each, Mapping)}
-    return {}
-
-
-def _typed(text: str, wanted: Any) -> Any:
-    """Return a value of a type of a JSON schema; text where it has none, or where the text is no such value."""
-    kinds = wanted if isinstance(wanted, list) else [wanted]
-    if wanted is None or "string" in kinds:
-        return text
-    try:
-        return json.loads(text if "boolean" not in kinds else text.strip().lower())
-    except (ValueError, RecursionError):
-        return text
+def _parameters(name: str, tools: Schemas) -> Any:
+    """Return the schema of the parameters of a tool; None if there is none."""
+    functions = (tool.get("function", {}) for tool in tools)
+    return next((each.get("parameters") for each in functions if each.get("name") == name), None)

@@ -92,6 +92,7 @@ def turn_metrics(batch: DataProto) -> dict[str, float]:
         "tool_calls/count": len(calls),
         "tool_calls/failed": sum(outcome != "ok" for outcome in outcomes),
         "tool_calls/timeout": outcomes.count("timeout"),
+        "tool_calls/bad_arguments": outcomes.count("bad_arguments"),
     }
     if calls:
         seconds = [call["seconds"] for call in calls]

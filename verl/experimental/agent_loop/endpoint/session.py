@@ -291,7 +291,9 @@ class Session:
         output = await self._generate(segment, prompt_ids, params)
         output, text = cut_at_stop(self.policy.tokenizer, output, options.stop)
         finish = str(output.finish_reason)
-        kept, calls = await self.policy.parser.extract_tool_calls(output.token_ids, tools) if tools else (text, [])
+        kept, calls = text, []
+        if tools:
+            kept, calls = await self.policy.parser.extract_tool_calls(output.token_ids, tools, prompt_ids)
         if calls and all(call.name for call in calls):  # else a call is too broken to be named
             text, calls, finish = kept, calls[: self.policy.most_calls], "tool_calls"
         else:

@@ -1,0 +1,203 @@
+"""Calls between tags in what a model sampled: each ends where its own grammar ends it, and thoughts hold none."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+
+Call = TypeVar("Call")
+Read = Callable[[int], tuple[Call, int] | None]
+"""Reads the call that begins at a place of the text, after its opening tag; returns the call and where it stops.
+
+None says that the text from there on does not follow the grammar."""
+_MARKS = re.compile(f"{THINK}|{END_OF_THOUGHT}|{CALL}")
+_TAGS = re.compile(r"</?tool_call>|</(?:function|parameter)>|<(?:function|parameter)=[^<>\n]++>")
+
+
+@dataclass
+class Found(Generic[Call]):
+    """The text without its calls, and the calls in their order."""
+
+    kept: str
+    calls: list[Call]
+
+
+def find_calls(text: str, read: Read[Call], broken: Callable[[str], Call]) -> Found[Call]:
+    """Return a text without the calls outside of its thoughts, and the calls.
+
+    The prompt may have opened the first thought, and the last may be unfinished. Tags inside a call that follows the
+    grammar are text.
+
+    Args: ``broken`` makes a call of what does not follow the grammar: the text up to the next ``</tool_call>``.
+    """
+    kept: list[str] = []
+    calls: list[Call] = []
+    position = copied = 0
+    thinks = has_thought = False
+    while (mark := _MARKS.search(text, position)) is not None:
+        position = mark.end()
+        if mark[0] == THINK:
+            thinks = has_thought = True
+        elif mark[0] == END_OF_THOUGHT:
+            if not has_thought:  # the prompt has opened it, so all before was a thought
+                kept, calls, copied = [], [], 0
+            thinks, has_thought = False, True
+        elif (found := read(position)) is not None:
+            call, position = found
+            if not thinks:
+                kept.append(text[copied : mark.start()])
+                calls.append(call)
+                copied = position
+        elif not thinks:
+            end = text.find(END_OF_CALL, position)
+            stop = len(text) if end == -1 else end
+            thought = -1 if has_thought else text.find(END_OF_THOUGHT, position, stop)
+            if thought != -1:
+                position = thought
+                continue
+            kept.append(text[copied : mark.start()])
+            calls.append(broken(text[position:stop]))
+            position = copied = min(len(text), stop + len(END_OF_CALL))
+    return Found("".join([*kept, text[copied:]]), calls)
+
+
+def split_thought(text: str, call: re.Pattern[str]) -> tuple[str, str]:
+    """Return the thought at the head of a text, and the rest; the prompt may have opened the thought.
+
+    Args: ``call`` finds where a call begins; a call before the end of a thought that nobody has opened is one.
+    """
+    is_opened = text.lstrip().startswith(THINK)
+    end = text.find(END_OF_THOUGHT)
+    if end == -1:
+        return (text, "") if is_opened else ("", text)
+    begin = call.search(text)
+    if not is_opened and begin is not None and begin.start() < end:
+        return "", text
+    stop = end + len(END_OF_THOUGHT)
+    return text[:stop], text[stop:]
+
+
+@dataclass(frozen=True)
+class _Tag:
+    """A tag, of which ``value`` is what an opening one names."""
+
+    name: str
+    is_end: bool
+    value: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ElementCall:
+    """A call that is written as elements: its name, and the text of each argument."""
+
+    name: str
+    arguments: dict[str, str]
+
+
+class Elements:
+    """Reads ``<tool_call><function=NAME><parameter=KEY>TEXT</parameter></function></tool_call>`` in a text.
+
+    Blanks may stand between tags. Nothing in ``TEXT`` is escaped, so an argument that holds tags can be read in several
+    ways. It ends at a ``</parameter>`` before the next tag of the call: at the one with which all tags inside are
+    paired; else at the first one that leaves no end tag over between the call and the next one; else at the first.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tags = [_tag(match) for match in _TAGS.finditer(text)]
+        self._openings = {tag.stop: place for place, tag in enumerate(self.tags) if _is(tag, "tool_call")}
+        before = [0, *(tag.stop for tag in self.tags)]
+        self._is_glued = [not text[stop : tag.start].strip() for stop, tag in zip(before, self.tags, strict=False)]
+        self._partners = _partners(self.tags)
+        self._look_ahead()
+
+    def read(self, start: int) -> tuple[ElementCall, int] | None:
+        """Read the call after the opening tag that stops at ``start``; None if it does not follow the grammar."""
+        place = self._openings[start] + 1
+        if not self._is_next(place, "function"):
+            return None
+        name = self.tags[place].value
+        arguments: dict[str, str] = {}
+        while self._is_next(place + 1, "parameter"):
+            opening, end = self.tags[place + 1], self._end_of_value(place + 1)
+            if end is None or opening.value in arguments:
+                return None
+            written = self.text[opening.stop : self.tags[end].start]
+            arguments[opening.value] = written.removeprefix("\n").removesuffix("\n")
+            place = end
+        stop = self._stop_of_call(place + 1)
+        return None if stop is None else (ElementCall(name, arguments), stop)
+
+    def _look_ahead(self) -> None:
+        """Find the next tag of each kind from each place on; the place after the last tag stands for none."""
+        none = len(self.tags)
+        self._is_clean = [True] * (none + 1)  # no end tag is left over before the next call
+        self._next_call = [none] * (none + 1)
+        self._next_end = [none] * (none + 1)  # of an argument
+        self._next_clean_end = [none] * (none + 1)
+        for place in reversed(range(none)):
+            tag, after = self.tags[place], place + 1
+            self._is_clean[place] = _is(tag, "tool_call") or (not tag.is_end and self._is_clean[after])
+            is_call = _is(tag, "tool_call") and self._is_next(after, "function")
+            self._next_call[place] = place if is_call else self._next_call[after]
+            self._next_end[place] = place if self._ends_value(place) else self._next_end[after]
+            self._next_clean_end[place] = place if self._ends_cleanly(place) else self._next_clean_end[after]
+
+    def _end_of_value(self, opening: int) -> int | None:
+        partner, after = self._partners[opening], opening + 1
+        if partner is not None and self._ends_cleanly(partner):
+            return partner
+        clean = self._next_clean_end[after]
+        end = clean if clean < self._next_call[after] else self._next_end[after]
+        return end if end < len(self.tags) else None
+
+    def _ends_value(self, place: int) -> bool:
+        if not _is(self.tags[place], "parameter", is_end=True):
+            return False
+        return self._is_next(place + 1, "parameter") or self._stop_of_call(place + 1) is not None
+
+    def _ends_cleanly(self, place: int) -> bool:
+        if not self._ends_value(place):
+            return False
+        return self._is_next(place + 1, "parameter") or self._is_clean[min(place + 3, len(self.tags))]
+
+    def _stop_of_call(self, place: int) -> int | None:
+        """Return where a call stops whose arguments end before a place; the last call may lack its ``</tool_call>``."""
+        if not self._is_next(place, "function", is_end=True):
+            return None
+        if self._is_next(place + 1, "tool_call", is_end=True):
+            return self.tags[place + 1].stop
+        is_last = place + 1 == len(self.tags) and not self.text[self.tags[place].stop :].strip()
+        return len(self.text) if is_last else None
+
+    def _is_next(self, place: int, name: str, is_end: bool = False) -> bool:
+        """Whether a tag is of a kind, and nothing but blanks stands before it."""
+        return place < len(self.tags) and self._is_glued[place] and _is(self.tags[place], name, is_end)
+
+
+def _tag(match: re.Match[str]) -> _Tag:
+    name, _, value = match[0].strip("</>").partition("=")
+    return _Tag(name, match[0].startswith("</"), value.strip(), match.start(), match.end())
+
+
+def _is(tag: _Tag, name: str, is_end: bool = False) -> bool:
+    return tag.name == name and tag.is_end == is_end
+
+
+def _partners(tags: Sequence[_Tag]) -> list[int | None]:
+    """Return for each opening tag the end tag with which all tags between them are paired too."""
+    partners: list[int | None] = [None] * len(tags)
+    for place in reversed(range(len(tags))):
+        if tags[place].is_end:
+            continue
+        after = place + 1
+        while after < len(tags) and (inner := partners[after]) is not None:
+            after = inner + 1
+        if after < len(tags) and _is(tags[after], tags[place].name, is_end=True):
+            partners[place] = after
+    return partners
