@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import torch
 
@@ -9,8 +10,10 @@ from recipe.one_step_off_policy.generation import FILE_NAME, GenerationBatchFutu
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import phase
+from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.loaders import EndOfDataError, Rows
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
+from verl.utils.dataset.factory import has_state
 from verl.utils.numerics.seeding import ProcessRandomState
 from verl.utils.observe.timeline import RECORDED, Part
 from verl.utils.profiler import marked_timer
@@ -22,13 +25,16 @@ class OneStepOffRayTrainer(RayPPOTrainer):
     At the start of step k the servers, which have just finished batch k, get the weights of step k - 1 and begin with
     batch k + 1. So batches 1 and 2 are sampled by the first weights, and batch k by those of step k - 2.
 
-    A checkpoint holds the responses of the next step: their weights are older than those of the checkpoint.
+    A checkpoint holds the responses of the next step: their weights are older than those of the checkpoint. That of
+    the last step has none; a longer run draws the same prompts, and samples them by the weights of the checkpoint.
     """
 
     _next: GenerationBatchFuture | None = None
     _now: GenerationBatchFuture | None = None
     _kept: DataProto | None = None
     _end_of_data: EndOfDataError | None = None
+    _undrawn: DataPosition | None = None
+    """Where the data of a next step would begin, after the last draw of the run."""
     _parts: Sequence[Part] = ()
 
     # ---- the loop
@@ -53,6 +59,8 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         if not self.state.is_last_step:
             with suppress(EndOfDataError):  # the next step raises it
                 self._next = self._launch(rows, self.state.step + 1, timing)
+        elif self.run_config.trainer.save_freq > 0:
+            self._undrawn = self.checkpoints.position()
         now.random_state.restore()  # that of the next step is there after its draw
         return self._checked("score", batch, self.score, metrics, timing)
 
@@ -86,7 +94,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
             try:
                 prepared = self.prepare(next(rows))
             except EndOfDataError as end:
-                self._end_of_data = end
+                self._end_of_data, self._undrawn = end, position
                 raise
             batch = prepared.select()
             prompts, requests, seeds = self._requests(batch, metrics)
@@ -165,15 +173,24 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         return super()._validate()
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint with the responses of the next step."""
+        """Write a checkpoint with the responses of the next step.
+
+        A resume draws the prompts again as the sampler was then; after that it knows what it knows now.
+        """
         coming = self._next
-        if coming is None:
+        position = self._undrawn if coming is None else coming.position
+        if position is None:
             super()._save_checkpoint()
+            return
+        sampler = self.train_dataloader.sampler
+        position = replace(position, learned=sampler.state_dict() if has_state(sampler) else {})
+        if coming is None:
+            self.checkpoints.save(position)
             return
         with phase("generate", step=coming.step):
             self._finished(coming)
         coming.save(self.checkpoints.folder(self.state.step))
-        self.checkpoints.save(coming.position, [FILE_NAME])
+        self.checkpoints.save(position, [FILE_NAME])
 
     def _load_checkpoint(self) -> int | None:
         """Restore the run that the configuration resumes, with the responses of its next step."""

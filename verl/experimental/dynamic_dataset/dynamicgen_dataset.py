@@ -1,14 +1,18 @@
 """A data set that asks a generator for new rows after each batch."""
 
+import io
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.utils.dataset.factory import load_class
+from verl.utils.dataset.factory import has_state, load_class
 from verl.utils.dataset.files import ColumnCheck
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
@@ -19,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class AbstractDataGenerator(ABC):
-    """Makes new rows; ``data.datagen.path`` and ``name`` select it."""
+    """Makes new rows; ``data.datagen.path`` and ``name`` select it.
+
+    A generator that remembers more than the rows of the data set has ``state_dict`` and ``load_state_dict``.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Take the ``data.datagen`` node."""
@@ -39,7 +46,7 @@ class MockDataGenerator(AbstractDataGenerator):
 
 
 class DynamicGenDataset(RLHFDataset):
-    """Appends generated rows at construction and after each batch."""
+    """Appends generated rows at construction and after each batch; checkpoints hold these rows."""
 
     def __init__(
         self,
@@ -55,15 +62,50 @@ class DynamicGenDataset(RLHFDataset):
         if cls is None:
             raise ValueError("data.datagen.path must name a file with a data generator, got null")
         self.data_generator = cls(node)
+        self._of_files = self.dataframe
+        self._generated: list[bytes] = []
         self.on_batch_end()
+        if not has_state(self.data_generator) and vars(self.data_generator).keys() > {"config"}:
+            name = type(self.data_generator).__name__
+            logger.warning("data.datagen: %s has no state_dict and load_state_dict: a resume starts it anew", name)
 
     def append_dataframe(self, new_dataframe: datasets.Dataset) -> None:
         """Append those of the rows that are not overlong, after the checks that rows of files get."""
-        self.check_rows(ColumnCheck("generated rows", new_dataframe.with_format("arrow")[:]))
-        kept = self.maybe_filter_out_long_prompts(new_dataframe)
+        self._append(new_dataframe)
+        self._generated.append(_written(new_dataframe))
+
+    def _append(self, rows: datasets.Dataset) -> None:
+        self.check_rows(ColumnCheck("generated rows", rows.with_format("arrow")[:]))
+        kept = self.maybe_filter_out_long_prompts(rows)
         self.dataframe = datasets.concatenate_datasets([self.dataframe, kept])
 
     def on_batch_end(self, batch: "DataProto | None" = None) -> None:
         """Ask the generator for rows."""
         self.append_dataframe(self.data_generator.generate(self))
         logger.info("the data set holds %d rows after generation", len(self))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generated rows, and what the generator remembers; loader workers make none."""
+        if get_worker_info() is not None:
+            return {}
+        state: dict[str, Any] = {"rows": list(self._generated)}
+        if has_state(self.data_generator):
+            state["generator"] = self.data_generator.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the generated rows by those of a checkpoint."""
+        if not state:
+            return
+        self.dataframe = self._of_files
+        self._generated = list(state["rows"])
+        for written in self._generated:
+            self._append(datasets.Dataset(pq.read_table(io.BytesIO(written))))
+        if "generator" in state and has_state(self.data_generator):
+            self.data_generator.load_state_dict(state["generator"])
+
+
+def _written(rows: datasets.Dataset) -> bytes:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(rows.with_format("arrow")[:], buffer)
+    return bytes(buffer.getvalue().to_pybytes())

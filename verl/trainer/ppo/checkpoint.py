@@ -1,5 +1,6 @@
 """Checkpoints of a run: the workers' parts, the state of the driver, and the tracker file that names the latest."""
 
+import copy
 import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from verl.trainer.run.resume import DATA_NAME, MISSING_DATA, IncompleteCheckpoin
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, write_file
-from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
+from verl.utils.dataset.factory import digest_of, has_state, warn_of_other_batch_size, warn_of_other_data
 from verl.utils.loading import UntrustedClassError, load_state
 
 logger = logging.getLogger(__name__)
@@ -69,10 +70,14 @@ def remove_emptied_folders(root: str | Path) -> None:
 
 @dataclass
 class DataPosition:
-    """A place in the training data: the state of the loader, and the number of finished passes."""
+    """A place in the training data: the state of the loader, and the number of finished passes.
+
+    ``learned`` is the state that the sampler has once the next batch is drawn, if it has learned since.
+    """
 
     loader_state: Mapping[str, Any]
     epoch: int
+    learned: Any = None
 
 
 @dataclass
@@ -82,7 +87,8 @@ class Checkpoints:
     Attributes: ``groups`` maps a role to its workers, and ``keep`` actor and critic to the number of checkpoints that
         are kept, None for all; a role that a recipe trains has the number of the actor. With ``in_background`` workers
         write while training continues. ``extra_files`` are those that a recipe has written to the
-        loaded checkpoint.
+        loaded checkpoint. ``learners`` are further objects by name; those with a state are saved with the driver.
+        ``goes_on_at`` is the place in the data for the next checkpoint, if it is not the present one.
     """
 
     run: RunConfig
@@ -90,7 +96,10 @@ class Checkpoints:
     groups: Mapping[str, RayWorkerGroup]
     loader: StatefulDataLoader
     kl_ctrl: KLController
+    learners: Mapping[str, Any] = field(default_factory=dict)
     extra_files: Sequence[Path] = field(init=False, default=())
+    goes_on_at: DataPosition | None = field(init=False, default=None)
+    _later: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         options = self.run.trainer
@@ -116,7 +125,8 @@ class Checkpoints:
 
     def position(self) -> DataPosition:
         """Return where the run stands in its data."""
-        return DataPosition(self.loader.state_dict(), self.state.epoch)
+        # A sampler may return a list that goes on changing.
+        return DataPosition(copy.deepcopy(self.loader.state_dict()), self.state.epoch)
 
     def save(self, position: DataPosition | None = None, extra_files: Sequence[str] = ()) -> None:
         """Write the parts of the workers, the state of the driver, and last the tracker; then remove older checkpoints.
@@ -126,7 +136,7 @@ class Checkpoints:
         Args: ``position`` is where a resumed run goes on in the data, by default the present place. ``extra_files`` are
             names of files that a recipe has written to the folder.
         """
-        position = position or self.position()
+        position = position or self.goes_on_at or self.position()
         self.finish()
         state = self.state
         folder = self.folder(state.step)
@@ -138,6 +148,11 @@ class Checkpoints:
         driver["spares_drawn"] = state.spares_drawn
         driver["data_digest"] = digest_of(self.loader.dataset)
         driver["train_batch_size"] = self.run.data.train_batch_size
+        learners = {name: each.state_dict() for name, each in self.learners.items() if has_state(each)}
+        if learners:
+            driver["learners"] = learners
+        if position.learned is not None:
+            driver["learned"] = position.learned
         if extra_files:
             driver["extra_files"] = list(extra_files)
         save_driver_state(folder, position.loader_state, driver)
@@ -174,7 +189,11 @@ class Checkpoints:
                 group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
         state.weights_version += 1
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
+        learned = driver.get("learners", {})
+        _restore(learned, self.learners)  # before the loader, which counts the rows of the data set
         self.loader.load_state_dict(loader_state)
+        if "learned" in driver:
+            self._later = learned | {"sampler": driver["learned"]}
         warn_of_other_data(driver.get("data_digest"), self.loader.dataset)
         warn_of_other_batch_size(driver.get("train_batch_size"), self.run.data.train_batch_size)
         # Checkpoints of older versions do not hold the epoch.
@@ -185,3 +204,14 @@ class Checkpoints:
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:
             logger.warning("trainer.seed is %d, and was %d in the checkpoint", state.seed, driver["seed"])
+
+    def after_draw(self) -> None:
+        """Restore what had been learned between the place in the data and the checkpoint, once the batch is drawn."""
+        later, self._later = self._later, {}
+        _restore(later, {**self.learners, "sampler": self.loader.sampler})
+
+
+def _restore(states: Mapping[str, Any], learners: Mapping[str, Any]) -> None:
+    for name, learner in learners.items():
+        if name in states and has_state(learner):
+            learner.load_state_dict(states[name])

@@ -27,7 +27,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import columns, loaders, metric_utils, profiling, spares
-from verl.trainer.ppo.checkpoint import Checkpoints
+from verl.trainer.ppo.checkpoint import Checkpoints, DataPosition
 from verl.trainer.ppo.grouping import Groups, keep_groups
 from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.loaders import CollateFn, Rows
@@ -60,7 +60,7 @@ from verl.trainer.ppo.validation import choose_samples, collect_samples, repeat_
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.output import RunOutput, log_generations
 from verl.trainer.run.resume import find_resume_folder
-from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
+from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler, warn_of_lost_state
 from verl.utils.flops_counter import image_lengths
 from verl.utils.memory_utils import keep_freed_host_memory
 from verl.utils.metric import reduce_metrics
@@ -100,6 +100,7 @@ class RayPPOTrainer:
     hybrid_engine: bool = True
     reward_fn: RewardFn | None = None
     val_reward_fn: RewardFn | None = None
+    train_dataset: Dataset[Rows] | None = None
 
     def __init__(
         self,
@@ -144,6 +145,10 @@ class RayPPOTrainer:
         self.timelines: Timelines | None = None
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
+    _step_position: DataPosition | None = None
+    """Where the data of the current step begin, if they may end before it is full."""
+    _catches_up: bool = False
+    """Whether a checkpoint was loaded and nothing was drawn since: ``Checkpoints.after_draw`` is still to come."""
     async_rollout_mode = False
     async_rollout_manager: "AgentLoopManager | None" = None
 
@@ -321,7 +326,7 @@ class RayPPOTrainer:
                 return
             rows = self._training_rows()
             while not self.state.is_last_step:
-                self.state.begin_step()
+                self._begin_step()
                 metrics: Metrics = {}
                 timing: Timing = {}
                 self._profile_from_here(timing)
@@ -337,6 +342,7 @@ class RayPPOTrainer:
                     batch = self._checked("update", batch, self.update, metrics, timing)
                     self._dump(batch, timing)
                 self.state.max_step_s = max(self.state.max_step_s, timing["step"])
+                self._learn(batch)
                 self._validate_after_step(metrics, timing)
                 self._save_after_step(timing)
                 self._profile_to_here(timing)
@@ -361,6 +367,8 @@ class RayPPOTrainer:
         if rollout.skip_rollout:
             RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
+        if options.save_freq > 0:
+            warn_of_lost_state(self.train_dataloader.sampler, self.train_dataset)
         finished = False
         try:
             yield
@@ -382,6 +390,13 @@ class RayPPOTrainer:
         options = self.run_config.trainer
         total_epochs = options.total_epochs if options.total_training_steps is None else None
         return loaders.training_rows(self.train_dataloader, self.state, total_epochs)
+
+    def _begin_step(self) -> None:
+        """Move to the next step; keep where its data begin if the data may end before it is full."""
+        options = self.run_config.trainer
+        if options.total_training_steps is None and options.save_freq > 0:
+            self._step_position = self.checkpoints.position()
+        self.state.begin_step()
 
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
         with checked_phase(name, batch) as result:
@@ -406,6 +421,9 @@ class RayPPOTrainer:
     def prepare(self, rows: Rows) -> DataProto:
         """Turn the rows of the loader into a batch, one ``uid`` per prompt."""
         state = self.state
+        if self._catches_up:
+            self._catches_up = False
+            self.checkpoints.after_draw()
         batch = DataProto.from_single_dict(rows)
         uids = prompt_uids(state.seed, state.step, len(batch), first_prompt=state.prompts_drawn)
         batch.non_tensor_batch["uid"] = uids
@@ -827,6 +845,15 @@ class RayPPOTrainer:
 
     # ---- after the phases of a step
 
+    def _learn(self, batch: DataProto) -> None:
+        """Let sampler and data set learn from the step, also from the last one: checkpoints hold what they know."""
+        sampler = getattr(self.train_dataloader, "sampler", None)  # a fork may have another loader
+        dataset = self.train_dataset
+        if hasattr(sampler, "update"):
+            sampler.update(batch=per_trajectory(batch).select())
+        if hasattr(dataset, "on_batch_end"):
+            dataset.on_batch_end(batch=per_trajectory(batch).select())
+
     def _dump(self, batch: DataProto, timing: Timing) -> None:
         folder = self.run_config.trainer.rollout_data_dir
         if folder:
@@ -859,7 +886,7 @@ class RayPPOTrainer:
         dump_generations(dump_path, self.state.step, inputs, outputs, gts, scores, reward_extra_infos_dict)
 
     def _finish_step(self, batch: DataProto, metrics: Metrics, timing: Timing) -> None:
-        """Compute and publish the metrics of the step, and let sampler and data set learn from it."""
+        """Compute and publish the metrics of the step."""
         state = self.state
         self.step_record.ask_workers(self.worker_groups())
         metrics["training/global_step"] = state.step
@@ -873,11 +900,8 @@ class RayPPOTrainer:
         metrics.update(metric_utils.compute_throughput_metrics(batch, timing, workers))
         CLOCK.mark("first_step")
         metrics.update(CLOCK.report())
-        trajectories = per_trajectory(batch)
-        sampler = self.train_dataloader.sampler
-        if hasattr(sampler, "update"):
-            sampler.update(batch=trajectories)
         if not self._loops_score(self.reward_fn):  # else they have traced the scores, with each turn
+            trajectories = per_trajectory(batch)
             scores = tensors_of(trajectories)["token_level_scores"].sum(-1)
             trace_batch(trajectories, scores, state.step, self.tokenizer)
         details = self.step_record.finish(batch, metrics)
@@ -888,8 +912,6 @@ class RayPPOTrainer:
             self.timelines.finish(state.step, self._recorded())
         profiler = self.run_config.global_profiler
         profiling.dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
-        if not state.is_last_step and hasattr(self.train_dataset, "on_batch_end"):
-            self.train_dataset.on_batch_end(batch=trajectories)
 
     def _recorded(self) -> list[Part]:
         """Return what workers and agent loops have recorded for the timeline of the step."""
@@ -914,6 +936,8 @@ class RayPPOTrainer:
         if options.test_freq > 0 and state.step % options.test_freq:
             self._validate_after_step(metrics, timing)
         if not self.checkpoints.folder(state.step).exists():
+            # A run with more epochs draws again what the step that was not full has drawn.
+            self.checkpoints.goes_on_at = self._step_position
             self._save_after_step(timing)
         self.checkpoints.finish()
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
@@ -1003,7 +1027,8 @@ class RayPPOTrainer:
     def checkpoints(self) -> Checkpoints:
         """The checkpoints of the worker groups that train."""
         groups = self.trained_groups()
-        return Checkpoints(self.run_config, self.state, groups, self.train_dataloader, self.kl_ctrl_in_reward)
+        learners = {"train_dataset": self.train_dataset, "reward_fn": self.reward_fn}
+        return Checkpoints(self.run_config, self.state, groups, self.train_dataloader, self.kl_ctrl_in_reward, learners)
 
     def trained_groups(self) -> dict[str, RayWorkerGroup]:
         """Return the worker groups that train, by the folder that each has in a checkpoint."""
@@ -1029,6 +1054,7 @@ class RayPPOTrainer:
         if folder is None:
             return None
         self.checkpoints.load(folder, delete_after_load=self.run_config.trainer.del_local_ckpt_after_load)
+        self._catches_up = True
         return self.state.step
 
     def _profile_from_here(self, timing: Timing) -> None:

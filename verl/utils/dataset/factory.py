@@ -108,7 +108,24 @@ def create_rl_sampler(data_config: Node, dataset: Dataset | Sized) -> Sampler:
         return cls(data_source=dataset, data_config=data_config)
     if settings.shuffle:
         return SeededRandomSampler(dataset, settings.seed)
-    return SequentialSampler(dataset)
+    return FileOrderSampler(dataset)
+
+
+def has_state(learner: Any) -> bool:
+    """Whether an object can save and restore what it has learned."""
+    return hasattr(learner, "state_dict") and hasattr(learner, "load_state_dict")
+
+
+def warn_of_lost_state(sampler: Any, dataset: Any) -> None:
+    """Say once what a resume starts anew: a sampler or a data set of the user that cannot save what it has learned."""
+    starts_anew = "has no state_dict and load_state_dict: a resumed run starts it anew"
+    standard = isinstance(sampler, SequentialSampler | SeededRandomSampler)
+    if not standard and not has_state(sampler) and not has_state(iter(sampler)):
+        name = type(sampler).__name__
+        logger.warning("data.sampler: %s %s and skips the rows that it had yielded", name, starts_anew)
+    if hasattr(dataset, "on_batch_end") and not has_state(dataset):
+        name = type(dataset).__name__
+        logger.warning("data.custom_cls: %s has on_batch_end and %s", name, starts_anew)
 
 
 def digest_of(dataset: Dataset) -> str | None:
@@ -146,6 +163,36 @@ def stateful_loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:
         return StatefulDataLoader(dataset=dataset, **options)
 
 
+class FileOrderSampler(SequentialSampler):
+    """Yield the rows in order, resumable at any position, also if the data set has grown since the pass began."""
+
+    def __iter__(self) -> "FileOrderIterator":
+        return FileOrderIterator(self)
+
+
+class FileOrderIterator(Iterator[int]):
+    """Iterate over the rows that the data set had when the pass began."""
+
+    def __init__(self, sampler: SequentialSampler) -> None:
+        self.position = 0
+        self.num_rows = len(sampler)
+
+    def __next__(self) -> int:
+        if self.position >= self.num_rows:
+            raise StopIteration
+        self.position += 1
+        return self.position - 1
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of rows of the pass, and how many were read."""
+        return {"position": self.position, "num_rows": self.num_rows}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue after the rows that were read."""
+        self.position = state["position"]
+        self.num_rows = min(state["num_rows"], self.num_rows)  # other files may have fewer rows
+
+
 class SeededRandomSampler(Sampler[int]):
     """Draw a fresh permutation each epoch, as a pure function of seed and epoch, resumable at any position.
 
@@ -169,7 +216,7 @@ class SeededRandomSampler(Sampler[int]):
 
 
 class SeededRandomIterator(Iterator[int]):
-    """Iterate over one epoch.
+    """Iterate over one epoch, which has the rows that the data set had when it began.
 
     The epoch is chosen at the first row, not at construction: loaders create iterators that they never use.
     """
@@ -178,32 +225,34 @@ class SeededRandomIterator(Iterator[int]):
         self.sampler = sampler
         self.epoch: int | None = None
         self.position = 0
+        self.num_rows = len(sampler.data_source)
         self.order: list[int] = []
 
-    def _start(self, epoch: int, position: int) -> None:
+    def _start(self, epoch: int, position: int, num_rows: int) -> None:
         self.epoch = epoch
+        self.num_rows = num_rows
         self.position = position
         self.sampler.next_epoch = epoch + 1
         # The golden-ratio step keeps epoch 1 of seed 1 apart from epoch 0 of seed 2.
         seed = (self.sampler.seed + epoch * 0x9E3779B97F4A7C15) % 2**63
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self.sampler.data_source), generator=generator)
+        order = torch.randperm(num_rows, generator=generator)
         kept = order[self.sampler.rank :: self.sampler.num_replicas]
-        self.order = kept[: len(self.sampler)].tolist()
+        self.order = kept[: num_rows // self.sampler.num_replicas].tolist()
 
     def __next__(self) -> int:
         if self.epoch is None:
-            self._start(self.sampler.next_epoch, 0)
+            self._start(self.sampler.next_epoch, 0, len(self.sampler.data_source))
         if self.position >= len(self.order):
             raise StopIteration
         self.position += 1
         return self.order[self.position - 1]
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch, the number of rows that each replica has read, and the number of replicas."""
+        """Return seed, epoch and its rows, how many of them each replica has read, and the number of replicas."""
         epoch = self.sampler.next_epoch if self.epoch is None else self.epoch
-        replicas = self.sampler.num_replicas
-        return {"seed": self.sampler.seed, "epoch": epoch, "position": self.position, "num_replicas": replicas}
+        state = {"seed": self.sampler.seed, "epoch": epoch, "position": self.position, "num_rows": self.num_rows}
+        return state | {"num_replicas": self.sampler.num_replicas}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the rows that all replicas together have read.
@@ -211,7 +260,9 @@ class SeededRandomIterator(Iterator[int]):
         Raises: ReplicasError when these rows cannot be shared evenly.
         """
         replicas = self.sampler.num_replicas
-        saved = state.get("num_replicas", replicas)  # checkpoints of older versions do not hold it
+        saved = state.get("num_replicas", replicas)  # checkpoints of older versions hold neither of the two
+        size = len(self.sampler.data_source)
+        num_rows = min(state.get("num_rows", size), size)  # other files may have fewer rows
         rows = state["position"] * saved
         if rows % replicas:
             raise ReplicasError(
@@ -219,4 +270,4 @@ class SeededRandomIterator(Iterator[int]):
                 f"cannot share evenly: start {saved} data-parallel ranks, or set trainer.resume_mode=disable"
             )
         self.sampler.seed = state["seed"]
-        self._start(state["epoch"], rows // replicas)
+        self._start(state["epoch"], rows // replicas, num_rows)
