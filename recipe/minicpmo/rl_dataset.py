@@ -25,11 +25,10 @@ class RLHFDataset(Prompts):
     def _build_messages(self, example: Row) -> list[Row]:
         """Take the messages out of a row; the chat template takes texts only."""
         messages = example.pop(self.prompt_key)
+        if self.media is None or self.image_key is None:
+            return list(messages)
         return [
-            {
-                key: value.replace(MARKER, PLACEHOLDER) if key == "content" and self.media is not None else value
-                for key, value in message.items()
-            }
+            {key: value.replace(MARKER, PLACEHOLDER) if key == "content" else value for key, value in message.items()}
             for message in messages
         ]
 

@@ -59,7 +59,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def check_prompts(check: ColumnCheck) -> None:
     check_prompt_rows(check, "prompt", "data_source", text_only="images" not in check.table.column_names)
-    check_vision_rows(check, DataConfig(), has_processor=True, prompt_key="prompt")
+    check_vision_rows(check, DataConfig(), kinds=("image", "video"), prompt_key="prompt")
 
 
 def check_scored(check: ColumnCheck) -> None:

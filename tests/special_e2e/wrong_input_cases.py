@@ -236,6 +236,7 @@ DATA += [
     Case("data", "a number as ground truth among the validation rows", table({"reward_model": [3] * 16}, key=VAL), ("{at}/train.parquet, row 0, column 'reward_model': must be a dict",)),
     Case("data", "a prompt_key that no file has", {"data.prompt_key": "question"}, ("has no column 'question', it has",)),
     Case("data", "a reward_fn_key that no file has", {"data.reward_fn_key": "source"}, ("column 'source' (data.reward_fn_key): is missing",)),
+    Case("data", "an image_key that no file has", {"data.image_key": "photos"}, ("data.image_key=photos: no data file has this column",)),
     Case("data", "an empty prompt_key", {"data.prompt_key": "''"}, ("data.prompt_key='': must be",)),
     Case("data", "text that is not UTF-8", table({"data_source": bad_text(16)}), ("{at}/train.parquet, row 0, column 'data_source' (data.reward_fn_key): holds text that is not UTF-8",)),
     Case("data", "bytes as text of a message", table({"prompt": [[{"role": "user", "content": b"a"}]] * 16}), ("{at}/train.parquet, row 0, column 'prompt.content' (data.prompt_key): must be a string, got binary",)),

@@ -23,13 +23,16 @@ from verl.trainer.run.inputs import (
     check_machine,
     check_model,
     check_remote,
+    check_written_columns,
     column_checks,
     count_rows,
     has_chat_template,
+    has_field,
     local_files,
 )
 from verl.trainer.run.resume import find_resume_folder
 from verl.utils import envs
+from verl.utils.dataset.config import DataConfig
 from verl.utils.observe.tracking import check_backends
 from verl.utils.processes import passes_in_fork
 from verl.workers.config import RewardModelConfig
@@ -108,6 +111,7 @@ def check_files(run: RunConfig) -> None:
     Raises: InputError or DataError naming the file.
     """
     check_data(run)
+    check_written_names(run.data)
     check_rows(run)
 
 
@@ -127,6 +131,26 @@ def check_data(run: RunConfig) -> None:
             raise InputError(
                 f"data.train_files: {rows} rows in all, fewer than data.train_batch_size={size}: add rows or lower it"
             )
+
+
+def check_written_names(data: DataConfig) -> None:
+    """Check that a training or validation file has the columns and fields that the user asks for by name.
+
+    Raises: InputError naming the key.
+    """
+    if data.custom_cls.path:
+        return
+    usual = DataConfig()
+    paths = data.train_paths + data.val_paths
+    names = {f"data.{key}": (data[key], usual[key]) for key in ("image_key", "video_key")}
+    check_written_columns(names, paths)
+    if not data.need_tools_kwargs or len(local_files(paths)) < len(paths):
+        return
+    if not any(has_field(path, "extra_info", "tools_kwargs") for path in local_files(paths)):
+        raise InputError(
+            "data.need_tools_kwargs=true: no data file has extra_info.tools_kwargs, the arguments of the tools of a "
+            "row: add it, or write false"
+        )
 
 
 def check_rows(run: RunConfig) -> None:
@@ -153,7 +177,7 @@ def check_rows(run: RunConfig) -> None:
         for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model", "extra_info", *media]):
             check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only)
             if text_only:
-                check_vision_rows(check, data, False, data.prompt_key)
+                check_vision_rows(check, data, (), data.prompt_key)
             if framework_scores:
                 check_data_sources(check, data.reward_fn_key, problem_of)
 

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from transformers import Gemma3Processor
 
 from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
 from verl.protocol import DataProto
-from verl.utils.dataset.files import DataError
+from verl.utils.dataset.config import DataConfig
+from verl.utils.dataset.files import ColumnCheck, DataError, check_vision_rows
 from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn
 from verl.utils.dataset.vision_utils import (
     MediaError,
     check_image,
+    kinds_of,
     load_video,
     process_image,
     process_video,
@@ -149,10 +153,44 @@ def test_typed_content_and_no_media_columns(processors: Any, parquet: Any) -> No
     marked = build(processor, parquet([as_row("<image>?", [encoded(picture())])]))[0]
     assert torch.equal(typed["input_ids"], marked["input_ids"])
     row = as_row("write an <image> tag")
-    item = build(processor, parquet([{key: row[key] for key in ("prompt", "data_source", "reward_model")}]))[0]
+    path = parquet([{key: row[key] for key in ("prompt", "data_source", "reward_model")}])
+    with pytest.raises(DataError, match=r"row 0, column 'prompt': has 1 <image> markers.* or data\.image_key=null"):
+        build(processor, path)
+    item = build(processor, path, image_key=None)[0]
     assert "write an <image> tag" in processor.tokenizer.decode(item["raw_prompt_ids"])
     assert item["multi_modal_data"] == item["multi_modal_inputs"] == {}
     assert item["position_ids"].shape == (4, 256)
+
+
+UNSEEN = {
+    "markers without a column": ("a <video> here", {}, r"has 1 <video> markers, and the file has no column 'videos'"),
+    "parts without a column": ([{"type": "image"}], {}, r"has 1 <image> markers, and the file has no column 'images'"),
+    "parts, though markers are text": ([{"type": "image"}], {"image_key": None}, r"data\.image_key=null: name their"),
+    "parts that no column holds": ([{"type": "image_url"}], {}, r"has parts of other types than text, image and video"),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_media_that_no_column_holds_are_refused(case: str, processors: Any, parquet: Any) -> None:
+    content, config, message = UNSEEN[case]
+    rows = [as_row("a"), as_row(content)] if isinstance(content, str) else [as_row([]), as_row(content)]
+    path = parquet([{key: row[key] for key in ("prompt", "data_source", "reward_model")} for row in rows])
+    with pytest.raises(DataError, match=rf"row 1, column 'prompt': .*{message}"):
+        build(processors["qwen2_5_vl"], path, **config)
+
+
+def test_media_that_the_processor_does_not_take(parquet: Any) -> None:
+    """Gemma 3 takes images only: a marker of a video is text for it, and a video is refused."""
+    processor = object.__new__(Gemma3Processor)
+    processor.image_processor = None
+    assert kinds_of(processor) == ("image",) and kinds_of(None) == ()
+    settings = DataConfig()
+    texts = [as_row("a <video> tag")]
+    for row, message in ((as_row("<video>", None, [clip()]), "holds videos, which"), (as_row("<image>"), "markers")):
+        check = ColumnCheck("a", pa.Table.from_pylist([{k: v for k, v in row.items() if v is not None}]))
+        with pytest.raises(DataError, match=message):
+            check_vision_rows(check, settings, kinds_of(processor), "prompt")
+    check_vision_rows(ColumnCheck("a", pa.Table.from_pylist(texts)), settings, kinds_of(processor), "prompt")
 
 
 def test_processor_settings_reach_every_call(processors: Any, parquet: Any) -> None:
@@ -391,12 +429,8 @@ def test_files_without_the_column_of_images(column: str | None, processors: Any,
         kinds = [bool(item["multi_modal_inputs"]) for item in build(processors["qwen2_5_vl"], order)]
         assert sorted(kinds) == [False, column is not None]
     files[0] = parquet([literal], "text.parquet")
-    if column is None:
-        assert len(build(processors["qwen2_5_vl"], files)) == 2
-        return
-    with pytest.raises(
-        DataError, match=r"text\.parquet, row 0, column 'images' .* holds 0 images, but .* has 1 <image> markers"
-    ):
+    found = "'images' .* holds 0 images, but .*" if column else "'prompt':"
+    with pytest.raises(DataError, match=rf"text\.parquet, row 0, column {found} has 1 <image> markers"):
         build(processors["qwen2_5_vl"], files)
 
 

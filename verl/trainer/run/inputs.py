@@ -15,6 +15,8 @@ from verl.utils.hdfs_io import is_hdfs, missing_command
 from verl.utils.hub import hub_problems
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from verl.utils.dataset.files import ColumnCheck
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -143,6 +145,63 @@ def count_rows(key: str, path: str, prompt_key: str) -> int:
     if not rows:
         raise InputError(f"{key}={path}: has no row: {AGAIN}")
     return int(rows)
+
+
+def check_written_columns(names: Mapping[str, tuple[str | None, str | None]], paths: Iterable[str]) -> None:
+    """Check that some file has each column whose name the user wrote: one that is no default, or was given.
+
+    Args: ``names`` maps a key to its value and its default. Files that are not on this machine may have any column.
+
+    Raises: InputError naming the key and the columns that there are.
+    """
+    paths = list(paths)
+    written = {
+        key: name for key, (name, usual) in names.items() if name and (name != usual or key in overrides_given())
+    }
+    if not written or len(local_files(paths)) < len(paths):
+        return
+    columns = {name for path in local_files(paths) for name in schema_of(path).names}
+    for key, name in written.items():
+        if name not in columns:
+            raise InputError(
+                f"{key}={name}: no data file has this column, they have {sorted(columns)}: write one of them, or leave "
+                f"out the key"
+            )
+
+
+def overrides_given() -> set[str]:
+    """Return the keys that the command line of this process sets."""
+    from hydra.core.hydra_config import HydraConfig
+
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    return {override.partition("=")[0].lstrip("+") for override in given}
+
+
+def schema_of(path: str) -> "pa.Schema":
+    """Return the names and types of the columns of a data file.
+
+    Raises: DataError naming the file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from verl.utils.dataset.files import AGAIN, DataError, read_parquet
+
+    if path.endswith(JSON_LINES):
+        return read_parquet(path).schema
+    try:
+        return pq.read_schema(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {one_line(str(error))}: {AGAIN}") from error
+
+
+def has_field(path: str, column: str, field: str) -> bool:
+    """Whether the dicts of a column of a data file have a field."""
+    import pyarrow as pa
+
+    schema = schema_of(path)
+    kind = schema.field(column).type if column in schema.names else None
+    return kind is not None and pa.types.is_struct(kind) and kind.get_field_index(field) >= 0
 
 
 def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:

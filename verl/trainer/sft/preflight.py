@@ -9,7 +9,14 @@ from omegaconf import DictConfig
 from verl.models.transformers.packing import packs_rows
 from verl.trainer.config.sft import SFTConfig, as_engine_tree, parse_sft_config
 from verl.trainer.run.environment import check_processes, check_rendezvous
-from verl.trainer.run.inputs import InputError, check_model, check_remote, column_checks, local_files
+from verl.trainer.run.inputs import (
+    InputError,
+    check_model,
+    check_remote,
+    check_written_columns,
+    column_checks,
+    local_files,
+)
 from verl.trainer.run.resume import ANOTHER, damaged_checkpoint
 from verl.utils import envs
 from verl.utils.checkpoint.files import find_latest_ckpt_path, verify_checkpoint
@@ -69,6 +76,12 @@ def check_rows(data: DictConfig) -> None:
     columns = DataConfig.of_data_set(data.get("multiturn") or data)
     pairs = DataConfig.of_data_set(data)
     files = as_file_list(data.train_files) + (as_file_list(data.val_files) if data.val_files else [])
+    usual = DataConfig()
+    names = {f"data.{key}": (pairs[key], usual[key]) for key in ("image_key", "video_key")}
+    if not holds_text_pairs(data):
+        node = "data.multiturn" if data.get("multiturn") else "data"
+        names |= {f"{node}.{key}": (columns[key], usual[key]) for key in ("tools_key", "enable_thinking_key")}
+    check_written_columns(names, files)
     for path in local_files(files):
         if holds_text_pairs(data):
             for check in column_checks(path, [pairs.prompt_key, pairs.response_key]):

@@ -71,8 +71,8 @@ class DataConfig(BaseConfig):
     filter_overlong_prompts: bool = setting(False, "drop rows whose prompt exceeds max_prompt_length")
     filter_overlong_prompts_workers: int = setting(1, "processes that count tokens for the filter", at_least=1)
     truncation: str = setting("error", "what happens to longer prompts", one_of=TRUNCATIONS)
-    image_key: str = setting("images", "column of the images", empty=False)
-    video_key: str = setting("videos", "column of the videos", empty=False)
+    image_key: str | None = setting("images", "column of the images; null: <image> is text", empty=False)
+    video_key: str | None = setting("videos", "column of the videos; null: <video> is text", empty=False)
     trust_remote_code: bool = setting(False, "code from the tokenizer's repository may run in the driver")
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     return_multi_modal_inputs: bool = setting(True, "rows carry the tensors of the image processor")
@@ -106,7 +106,7 @@ class DataConfig(BaseConfig):
     def of_data_set(cls, node: Node) -> Self:
         """Read the keys of a node for a data set that a caller constructs, with the defaults of data sets.
 
-        A null counts as left out. The data set checks what it reads.
+        A null counts as left out, except for the columns of media. The data set checks what it reads.
         """
         cores = os.cpu_count() or 1
         defaults: dict[str, Any] = {
@@ -118,11 +118,14 @@ class DataConfig(BaseConfig):
         classes_of_the_user = ("custom_cls", "sampler", "datagen")
         keys = [each.name for each in fields(cls) if each.name not in classes_of_the_user]
         with collected_violations():
-            return cls(**defaults | {key: node[key] for key in keys if node.get(key) is not None})
+            given = {key: node[key] for key in keys if node.get(key) is not None}
+            without = dict.fromkeys(key for key in ("image_key", "video_key") if key in node and node[key] is None)
+            return cls(**defaults | given | without)
 
     def media_columns(self) -> dict[str, str]:
-        """Return the column of each kind of media."""
-        return {"image": self.image_key, "video": self.video_key}
+        """Return the column of each kind of media whose markers are no text."""
+        columns = {"image": self.image_key, "video": self.video_key}
+        return {kind: name for kind, name in columns.items() if name is not None}
 
     @property
     def loader_batch_size(self) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,10 @@ EMPTY = "is an empty string: write a text"
 NO_PROCESSOR = (
     "holds images or videos, but the model has no processor: remove them, or name a vision-language model with one"
 )
+NOT_TAKEN = "the model's processor does not take: remove them, or name a model that takes them"
+MEDIA_KINDS = ("image", "video")
+UNREAD_PARTS = ("image_url", "input_image", "video_url", "audio", "audio_url", "input_audio")
+"""Types that other programs give to parts of a message with media."""
 REWARD_MODEL_FORM = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
 
 _DIGEST_ROWS = 8192
@@ -440,23 +444,24 @@ def check_data_sources(check: ColumnCheck, reward_fn_key: str, problem_of: Calla
             check.refuse(reward_fn_key, pc.equal(values, source), problem, "data.reward_fn_key")
 
 
-def check_vision_rows(check: ColumnCheck, settings: DataConfig, has_processor: bool, prompt_key: str) -> None:
-    """Reject images and videos that the model or the prompt cannot take; ``prompt_key`` is the column of messages.
+def check_vision_rows(check: ColumnCheck, settings: DataConfig, kinds: Collection[str], prompt_key: str) -> None:
+    """Reject images and videos that the model or the prompt cannot take, and markers without them.
+
+    Args: ``kinds`` are those that the model's processor takes; ``prompt_key`` is the column of messages.
 
     Raises: DataError naming file, row and column.
     """
-    for kind, name in settings.media_columns().items():
-        key = f"data.{kind}_key"
-        if name not in check.table.column_names:
+    columns = settings.media_columns()
+    for kind in MEDIA_KINDS:
+        name = columns.get(kind)
+        if name is None or name not in check.table.column_names:
+            _check_markers(check, kind, name, kinds, prompt_key)
             continue
-        values = check.column(name)
-        if not is_list(values.type) and not pa.types.is_null(values.type):
-            check.fail(name, 0, f"must be a list, got {values.type}", key)
-        counts = np.zeros(len(values), dtype=int)
-        if is_list(values.type):
-            counts = pc.fill_null(pc.list_value_length(values), 0).to_numpy(False)
-        if not has_processor:
-            check.refuse(name, counts > 0, NO_PROCESSOR, key)
+        key = f"data.{kind}_key"
+        counts = _media_counts(check, name, key)
+        if kind not in kinds:
+            check.refuse(name, counts > 0, f"holds {kind}s, which {NOT_TAKEN}" if kinds else NO_PROCESSOR, key)
+            _check_markers(check, kind, None, kinds, prompt_key)
             continue
         for limit, most in _limits(settings, kind):
             if (counts > most).any():
@@ -468,6 +473,42 @@ def check_vision_rows(check: ColumnCheck, settings: DataConfig, has_processor: b
             row = int(np.argmax(counts != places))
             problem = f"holds {counts[row]} {kind}s, but column {prompt_key!r} has {places[row]} <{kind}> markers"
             check.fail(name, row, problem, key)
+    unread = _count_places(check.column(prompt_key), *UNREAD_PARTS, markers=False)
+    if unread.any():
+        problem = f"has parts of other types than text, image and video, such as {' or '.join(UNREAD_PARTS)}"
+        check.fail(prompt_key, int(np.argmax(unread > 0)), f"{problem}: no column holds them, so nothing reads them")
+
+
+def _media_counts(check: ColumnCheck, name: str, key: str) -> np.ndarray:
+    """Return the number of entries of a column of media in each row."""
+    values = check.column(name)
+    if pa.types.is_null(values.type):
+        return np.zeros(len(values), dtype=int)
+    if not is_list(values.type):
+        check.fail(name, 0, f"must be a list, got {values.type}", key)
+    return pc.fill_null(pc.list_value_length(values), 0).to_numpy(False)
+
+
+def _check_markers(check: ColumnCheck, kind: str, name: str | None, kinds: Collection[str], prompt_key: str) -> None:
+    """Reject rows that show media of a kind, and no column ``name`` holds them; without a name, markers are text."""
+    places = _count_places(check.column(prompt_key), kind, markers=name is not None and kind in kinds)
+    if not places.any():
+        return
+    row = int(np.argmax(places > 0))
+    if kind not in kinds:
+        check.fail(prompt_key, row, f"has {places[row]} parts of type {kind!r}, which {NOT_TAKEN}")
+    key = f"data.{kind}_key"
+    if name is None:
+        check.fail(
+            prompt_key, row, f"has {places[row]} parts of type {kind!r}, and {key}=null: name their column in it"
+        )
+    columns = sorted(check.columns_of_file or check.table.column_names)
+    check.fail(
+        prompt_key,
+        row,
+        f"has {places[row]} <{kind}> markers, and the file has no column {name!r}, it has {columns}: write the column "
+        f"of the {kind}s in {key}, or {key}=null if the markers are text",
+    )
 
 
 def _limits(settings: DataConfig, kind: str) -> Iterator[tuple[str, int]]:
@@ -481,12 +522,18 @@ def _limits(settings: DataConfig, kind: str) -> Iterator[tuple[str, int]]:
         yield f"engine_kwargs.vllm.limit_mm_per_prompt.{kind}", bound
 
 
-def _count_places(messages: pa.Array, kind: str) -> np.ndarray:
-    """Count the markers or typed parts of a kind in the messages of each row."""
-    content = pc.struct_field(pc.list_flatten(messages), "content")
+def _count_places(messages: pa.Array, *kinds: str, markers: bool = True) -> np.ndarray:
+    """Count the typed parts of some kinds in the messages of each row, and their markers if these are no text."""
+    flat = pc.list_flatten(messages)
+    if flat.type.get_field_index("content") < 0:
+        return np.zeros(len(messages), dtype=int)
+    content = pc.struct_field(flat, "content")
     if is_list(content.type):
-        found = [sum(part.get("type") == kind for part in parts or []) for parts in content.to_pylist()]
+        found = [sum((part or {}).get("type") in kinds for part in parts or []) for parts in content.to_pylist()]
+    elif markers and is_text(content.type):
+        counts = [pc.fill_null(pc.count_substring(content, f"<{kind}>"), 0).to_numpy(False) for kind in kinds]
+        found = np.sum(counts, axis=0)
     else:
-        found = pc.fill_null(pc.count_substring(content, f"<{kind}>"), 0).to_numpy(False)
+        return np.zeros(len(messages), dtype=int)
     parents = pc.list_parent_indices(messages).to_numpy(False)
     return np.bincount(parents, weights=found, minlength=len(messages)).astype(int)

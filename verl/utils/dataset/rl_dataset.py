@@ -22,7 +22,15 @@ from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.token_bounds import TokenCounter, most_tokens
-from verl.utils.dataset.vision_utils import Media, MediaEncoder, MediaError, check_media, model_inputs, templater_of
+from verl.utils.dataset.vision_utils import (
+    Media,
+    MediaEncoder,
+    MediaError,
+    check_media,
+    kinds_of,
+    model_inputs,
+    templater_of,
+)
 from verl.utils.py_functional import object_array
 from verl.utils.vision.positions import position_ids
 
@@ -133,7 +141,7 @@ class RLHFDataset(Dataset):
     def _read_files_and_tokenize(self) -> None:
         self.data_files = files.localize(self.original_data_files, self.cache_dir, self.use_shm)
         tables = [self.read_table(path) for path in self.data_files]
-        tables = files.with_columns(tables, (self.image_key, self.video_key))
+        tables = files.with_columns(tables, self.settings.media_columns().values())
         for path, table in zip(self.data_files, tables, strict=True):
             for check in ColumnCheck.over(path, table):
                 self.check_rows(check)
@@ -169,7 +177,7 @@ class RLHFDataset(Dataset):
     def check_rows(self, check: ColumnCheck) -> None:
         """Reject rows without a usable prompt or without the fields that scoring needs."""
         files.check_prompt_rows(check, self.prompt_key, self.reward_fn_key, text_only=self.processor is None)
-        files.check_vision_rows(check, self.settings, self.processor is not None, self.prompt_key)
+        files.check_vision_rows(check, self.settings, kinds_of(self.processor), self.prompt_key)
         check_media(check, self.settings)
 
     def maybe_filter_out_long_prompts(self, dataframe: datasets.Dataset) -> datasets.Dataset:
@@ -194,7 +202,7 @@ class RLHFDataset(Dataset):
         tokens than that is not tokenized; its length is an upper bound, which is at most ``enough``.
         """
         workers = min(self.num_workers, 1 + len(dataframe) // FILTER_BATCH_ROWS)
-        read = (self.prompt_key, self.image_key, self.video_key, LOOP_COLUMN)
+        read = (self.prompt_key, *self.settings.media_columns().values(), LOOP_COLUMN)
         keys = [key for key in read if key in dataframe.column_names]
         lengths = dataframe.select_columns(keys).map(
             _count_tokens,
@@ -276,7 +284,7 @@ class RLHFDataset(Dataset):
         """
         if self.media is not None:
             return self.media.take(row)
-        for key in (self.image_key, self.video_key):
+        for key in self.settings.media_columns().values():
             row.pop(key, None)
         return Media()
 

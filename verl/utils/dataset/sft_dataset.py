@@ -18,7 +18,7 @@ from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.rl_dataset import truncate
-from verl.utils.dataset.vision_utils import MediaEncoder, MediaError, TurnEncoder, check_media
+from verl.utils.dataset.vision_utils import MediaEncoder, MediaError, TurnEncoder, check_media, kinds_of
 from verl.utils.torch_functional import SequenceTooLongError
 
 logger = logging.getLogger(__name__)
@@ -224,6 +224,7 @@ class MultiTurnSFTDataset(Dataset):
         columns = DataConfig.of_data_set(config.get("multiturn") or config)
         self.settings = settings
         self.media = None if processor is None else MediaEncoder(processor, settings)
+        self._kinds = kinds_of(processor)
         self.chat = ChatFormat(tokenizer, processor)
         self.messages_key = columns.messages_key
         self.tools_key = columns.tools_key
@@ -246,7 +247,7 @@ class MultiTurnSFTDataset(Dataset):
         for path, table in zip(paths, self._tables, strict=True):
             for check in ColumnCheck.over(path, table):
                 files.check_conversations(check, self.messages_key)
-                files.check_vision_rows(check, self.settings, self.media is not None, self.messages_key)
+                files.check_vision_rows(check, self.settings, self._kinds, self.messages_key)
                 check_media(check, self.settings)
 
     def __len__(self) -> int:

@@ -5,6 +5,7 @@ Sizes and frame sampling follow qwen-vl-utils. That package is imported for vide
 
 import base64
 import http.client
+import inspect
 import io
 import math
 import os
@@ -360,6 +361,17 @@ Templater: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 def templater_of(tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None) -> Templater:
     """Return the owner of the chat template: the processor if it has one, else the tokenizer."""
     return processor if processor is not None and getattr(processor, "chat_template", None) else tokenizer
+
+
+def kinds_of(processor: ProcessorMixin | None) -> tuple[str, ...]:
+    """Return the kinds of media that a processor takes; also videos, if only torchvision lacks for them."""
+    if processor is None:
+        return ()
+    takes = {
+        "image": hasattr(processor, "image_processor"),
+        "video": hasattr(processor, "video_processor") or "videos" in inspect.signature(processor.__call__).parameters,
+    }
+    return tuple(kind for kind in MARKERS if takes[kind])
 
 
 @dataclass
