@@ -4,8 +4,12 @@ import json
 import os
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from verl.workers.config.tokenizer_files import tokenizer_problems
+from verl.workers.config.tokenizer_files import tokenizer_problems, vocabulary_difference, vocabulary_of
 
 VOCAB = {"a": 0, "b": 1, "<end>": 2}
 GOOD = {
@@ -62,3 +66,73 @@ def test_a_pipe_is_not_read(tmp_path):
     assert list(tokenizer_problems(str(tmp_path), {})) == [
         "tokenizer_config.json is not a regular file: copy the tokenizer again"
     ]
+
+
+def saved(folder, kind, ids):
+    """Write a vocabulary, whose last token is an added one, in one of the formats."""
+    *plain, last = sorted(ids, key=ids.get)
+    vocab = {token: ids[token] for token in plain}
+    folder.mkdir(exist_ok=True)
+    if kind == "bpe":
+        content = {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [{"id": ids[last], "content": last}]}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    elif kind == "unigram":
+        content = {"model": {"vocab": [[token, 0.0] for token in plain]}}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        decoder = {str(ids[last]): {"content": last}}
+        (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    elif kind == "slow":
+        (folder / "vocab.json").write_text(json.dumps(vocab))
+        (folder / "added_tokens.json").write_text(json.dumps({last: ids[last]}))
+    else:
+        (folder / "vocab.txt").write_text("\n".join([*plain, last]))
+    return str(folder)
+
+
+KINDS = ["bpe", "unigram", "slow", "lines"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", KINDS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(order=st.permutations("abcdef"), more=st.integers(0, 2), fewer=st.integers(0, 2))
+def test_every_token_needs_its_id(tmp_path_factory, kind, other, order, more, fewer):
+    root = tmp_path_factory.mktemp("vocabularies")
+    ids = {token: number for number, token in enumerate("abcdef")}
+    others = {token: number for number, token in enumerate((*order[: 6 - fewer], *"gh"[:more]))}
+    paths = saved(root / "one", kind, ids), saved(root / "two", other, others)
+    wrong = [token for token, number in ids.items() if others.get(token) != number]
+    moved = [token for token in wrong if token in others]
+    for found, expected in (
+        (vocabulary_difference(*paths), wrong),
+        (vocabulary_difference(*paths, may_lack=True), moved),
+    ):
+        assert (found is None) == (not expected)
+        if expected:
+            assert found.startswith(f"the token {expected[0]!r} has the id {ids[expected[0]]} in {paths[0]}")
+            assert found.endswith(paths[1])
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram", "WordLevel", "WordPiece"])
+def test_a_vocabulary_is_that_which_transformers_loads(tmp_path, kind):
+    tokens = {"<unk>": 0, "a": 1, "b": 2}
+    model = {
+        "BPE": lambda: models.BPE(vocab=tokens, merges=[], unk_token="<unk>"),
+        "Unigram": lambda: models.Unigram([(token, 0.0) for token in tokens], 0),
+        "WordLevel": lambda: models.WordLevel(vocab=tokens, unk_token="<unk>"),
+        "WordPiece": lambda: models.WordPiece(vocab=tokens, unk_token="<unk>"),
+    }[kind]()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="<end>")
+    tokenizer.add_tokens(["<call>"])
+    tokenizer.save_pretrained(tmp_path)
+    expected = AutoTokenizer.from_pretrained(tmp_path).get_vocab()
+    assert len(expected) == 5 and vocabulary_of(tmp_path) == expected
+
+
+@pytest.mark.parametrize("broken", ["{", "[]", '{"model": {"vocab": 3}, "added_tokens": [0, {"id": "x"}]}'])
+def test_what_cannot_be_read_forbids_nothing(tmp_path, broken):
+    path = saved(tmp_path / "one", "bpe", {"a": 0, "b": 1})
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "tokenizer.json").write_text(broken)
+    for other in (str(tmp_path / "two"), str(tmp_path), "/nowhere", "org/model", "hdfs://host/model", ""):
+        assert vocabulary_difference(path, other) is None and vocabulary_difference(other, path) is None

@@ -35,7 +35,7 @@ from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfi
 from verl.workers.config.actor_critic import async_save_rules
 from verl.workers.config.engine import DEVICES
 from verl.workers.config.model import flat_overrides, path_problems, quantized_problem, read_config_json
-from verl.workers.config.tokenizer_files import tokenizer_problems
+from verl.workers.config.tokenizer_files import tokenizer_problems, vocabulary_difference
 
 EACH_EPOCH = "after_each_epoch"
 _PERIOD = f"write a number of steps, or {EACH_EPOCH}"
@@ -190,6 +190,8 @@ def _violations(
     if isinstance(path, str):
         tokenizer = select(tree, "model.tokenizer_path") or path
         problems = [*path_problems(path)] or [*tokenizer_problems(tokenizer, read_config_json(path))]
+        if difference := vocabulary_difference(tokenizer, path, may_lack=True):
+            problems.append(f"model.tokenizer_path is not its tokenizer: {difference}: name that of the model")
         problems = problems or [*quantized_problem(read_config_json(path))]
         yield from (Violation(key, path, problem) for problem in problems)
         if not problems:

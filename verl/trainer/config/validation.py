@@ -16,7 +16,7 @@ from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules, may_register
 from verl.trainer.config.rules.fork_workers import fork_rules
 from verl.trainer.config.rules.megatron import megatron_rules
-from verl.trainer.config.rules.model import model_rules, option_rules
+from verl.trainer.config.rules.model import model_rules, option_rules, vocabulary_rules
 from verl.trainer.config.rules.no_effect import idle_keys, unsupported_rules
 from verl.trainer.config.rules.profiler import profiler_rules
 from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_model_rules
@@ -139,6 +139,7 @@ def _rules(
     yield from () if of_fork else _name_rules(run)
     yield from file_rules(run)
     yield from model_rules(run, broken)
+    yield from vocabulary_rules(run, use_reference, broken)
     yield from batch_rules(run, use_reference, broken)
     yield from rollout_rules(run, broken)
     yield from agent_loop_rules(run)

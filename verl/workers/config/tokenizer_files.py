@@ -1,10 +1,13 @@
 """The files of a tokenizer in a local folder, checked without transformers, which may take any of them for empty."""
 
+import filecmp
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from verl.utils.hub import cached_folder
 
 TOKENIZER_PREFIXES = ("tokenizer", "tokenization_", "vocab", "tekken", "merges", "spm", "spiece")
 TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".bpe")
@@ -115,3 +118,71 @@ def _tokens(tokenizer: Mapping[str, Any], shown: str) -> Iterator[tuple[str, int
     for added in tokenizer.get("added_tokens") or ():
         if isinstance(added, dict) and isinstance(added.get("id"), int) and str(added.get("content")) in shown:
             yield str(added["content"]), added["id"]
+
+
+# ---- one vocabulary for several models
+
+_VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json", "vocab.txt", "tokenizer_config.json")
+
+
+def vocabulary_difference(tokenizer: str, other: str, may_lack: bool = False) -> str | None:
+    """Return a token of one tokenizer that another one lacks or gives another id, in words; None if it has them all.
+
+    The other one may have more tokens. None too where a vocabulary cannot be read from files of this machine.
+
+    Args: both are folders or hub ids; with ``may_lack`` only tokens that both have are compared.
+    """
+    folders = [cached_folder(path) for path in (tokenizer, other)]
+    if folders[0] is None or folders[1] is None or folders[0] == folders[1]:
+        return None
+    first, second = Path(folders[0]), Path(folders[1])
+    if all((folder / _VOCABULARY[0]).is_file() for folder in (first, second)):
+        if filecmp.cmp(first / _VOCABULARY[0], second / _VOCABULARY[0], shallow=False):
+            return None
+    ids, others = vocabulary_of(first), vocabulary_of(second)
+    if not ids or not others:
+        return None
+    differing = [token for token, number in ids.items() if others.get(token, number if may_lack else None) != number]
+    if not differing:
+        return None
+    token = min(differing, key=lambda each: ids[each])
+    there = f"the id {others[token]}" if token in others else "none"
+    return f"the token {token!r} has the id {ids[token]} in {tokenizer} and {there} in {other}"
+
+
+def vocabulary_of(folder: Path) -> dict[str, int]:
+    """Return the id of each token by the files of a tokenizer; nothing if they are of another kind, or cannot be read.
+
+    Source: the formats of the packages tokenizers (tokenizer.json) and transformers (the others).
+    """
+    files: Files = {}
+    present = [name for name in _VOCABULARY if (folder / name).is_file()]
+    if any(_read(folder / name, files) is not None for name in present):
+        return {}
+    if "tokenizer.json" in files:
+        tokenizer = files["tokenizer.json"]
+        ids = _ids(tokenizer["model"].get("vocab")) | _ids_of_added(tokenizer.get("added_tokens"))
+    elif "vocab.json" in files:
+        ids = _ids(files["vocab.json"]) | _ids(files.get("added_tokens.json"))
+    elif "vocab.txt" in present:
+        lines = (folder / "vocab.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        ids = {token: number for number, token in enumerate(lines)}
+    else:
+        return {}
+    decoder = files.get("tokenizer_config.json", {}).get("added_tokens_decoder")
+    entries = decoder.items() if isinstance(decoder, dict) else ()
+    later = [{**each, "id": int(n)} for n, each in entries if isinstance(each, dict) and str(n).isdecimal()]
+    return _ids_of_added(later) | ids  # a token that the other files have keeps its id
+
+
+def _ids(vocab: Any) -> dict[str, int]:
+    """Return the tokens of a mapping of ids, or of a list of tokens with scores."""
+    if isinstance(vocab, list):
+        return {str(each[0]): number for number, each in enumerate(vocab) if isinstance(each, list) and each}
+    entries = vocab.items() if isinstance(vocab, dict) else ()
+    return {token: number for token, number in entries if isinstance(number, int)}
+
+
+def _ids_of_added(added: Any) -> dict[str, int]:
+    entries = [each for each in added or () if isinstance(each, dict) and isinstance(each.get("id"), int)]
+    return {str(each["content"]): each["id"] for each in entries if "content" in each}

@@ -24,7 +24,7 @@ from verl.workers.config.model import (
     read_config_json,
     sglang_problem,
 )
-from verl.workers.config.tokenizer_files import tokenizer_problems
+from verl.workers.config.tokenizer_files import tokenizer_problems, vocabulary_difference
 
 POLICY = "actor_rollout_ref.model"
 REFERENCE = "actor_rollout_ref.ref.model"
@@ -101,6 +101,35 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         if rank and not modules:
             expected = "must name modules, or all-linear, with lora_rank above 0"
             yield Violation(f"{key}.target_modules", modules, expected)
+
+
+def vocabulary_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
+    """Yield models that read the policy's tokens with another vocabulary; one with more tokens is right."""
+    shared, reward = run.actor_rollout_ref, run.reward_model
+    policy = shared.model
+    readers: dict[str, str | None] = {}
+    if use_reference:
+        readers[f"{REFERENCE}.path"] = shared.ref.model_path
+    if run.critic is not None:
+        readers[f"{CRITIC}.path"] = run.critic.model.path
+    if reward.enable and reward.model.input_tokenizer is not None:
+        readers["reward_model.model.input_tokenizer"] = reward.model.input_tokenizer
+    elif reward.enable:
+        readers |= {f"reward_model.model.{name}": path for name, path in reward.model.paths.items()}
+    key = f"{POLICY}.path" if policy.tokenizer_path in (None, policy.path) else f"{POLICY}.tokenizer_path"
+    tokenizer = policy.tokenizer_path or policy.path
+    if {f"{POLICY}.path", key} & broken:
+        return
+    if problem := vocabulary_difference(tokenizer, policy.path, may_lack=True):
+        yield Violation(key, tokenizer, f"is not the tokenizer of {POLICY}.path: {problem}: name that of the model")
+    for name, path in readers.items():
+        if path is None or name in broken:
+            continue
+        if problem := vocabulary_difference(tokenizer, path):
+            instead = "name the policy's tokenizer"
+            if name.endswith("path"):
+                instead = "name a model with the policy's tokenizer; if only its files are wrong, save that one there"
+            yield Violation(name, path, f"reads the tokens of {key} with another vocabulary: {problem}: {instead}")
 
 
 def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: int | None) -> Iterator[Violation]:
