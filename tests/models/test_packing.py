@@ -44,7 +44,10 @@ def test_attention_is_told_where_rows_begin(kind: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (fields("qwen3_moe", output_router_logits=True), "in the router's auxiliary loss (router_aux_loss_coef=0.001)"),
+        (
+            fields("qwen3_moe", output_router_logits=True),
+            "in the balancing loss of experts (output_router_logits, coefficient 0.001)",
+        ),
         ({"model_type": "kimi_vl"}, "remote code of model_type='kimi_vl'"),
         (fields("qwen2", attention_dropout=0.1), "needs attention_dropout=0.0, it is 0.1"),
         (fields("gpt2"), "needs attn_pdrop=0.0"),

@@ -480,3 +480,26 @@ def start_two(arguments, log):
 def test_what_is_refused(options, change, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         SFTTrainer(build(options, *change))
+
+
+def test_a_balancing_loss_is_trained_and_shown(options, model, tmp_path, monkeypatch):
+    """The loss is that of the tokens; the router learns by the balancing loss, which the metrics show beside it."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.save_pretrained(tmp_path / "experts")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen3MoeConfig(**shape, **heads, **ends, vocab_size=len(tokenizer), num_hidden_layers=1)
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
+    short = [f"model.path={tmp_path}/experts", "trainer.total_training_steps=1"]
+    override = "+model.override_config={{output_router_logits:true,router_aux_loss_coef:{}}}"
+    steps = {}
+    for coefficient in (0.0, 5.0):
+        more = (*short, override.format(coefficient))
+        steps[coefficient] = run(options, monkeypatch, tmp_path / f"{coefficient}.jsonl", *more)[1][1]
+    off, on = steps[0.0], steps[5.0]
+    assert "train/aux_loss" not in off and 2.0 <= on["train/aux_loss"] <= 4.0  # k experts at best, all of n at worst
+    assert on["train/loss"] == off["train/loss"] and on["train/grad_norm"] != off["train/grad_norm"]

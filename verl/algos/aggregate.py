@@ -17,7 +17,8 @@ from torch import Tensor
 
 from verl.algos.names import BY_LENGTH, LOSS_AGG_MODES, LOSS_AGG_UNIT, Unit
 
-UNITS: tuple[str, ...] = get_args(Unit)
+UNITS: tuple[str, ...] = tuple(unit for unit in get_args(Unit) if unit != "micro_batch")
+"""The units that the rows of a mini-batch have, in whatever micro-batches."""
 SHARE_COLUMN = "trajectory_share"
 """The tensor (B,) of a batch with the shares of its rows; without it every row is a whole sequence."""
 

@@ -46,6 +46,7 @@ class CausalLMOutputForPPO(CausalLMOutputWithPast):
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    router_logits: tuple[Tensor, ...] | None = None
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from verl.utils.kernel.linear_cross_entropy import linear_log_probs_and_entropy
 from verl.utils.kernel.rows import HeadFormula
@@ -67,11 +67,13 @@ def _forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **k
     temperature = kwargs.pop("temperature", None)
     ids = kwargs.get("input_ids")
     kwargs = {key: value for key, value in kwargs.items() if value is not None and key not in ("labels", "return_dict")}
-    hidden = getattr(self, self.base_model_prefix)(*args, **kwargs)[0]
+    output = getattr(self, self.base_model_prefix)(*args, **kwargs)
+    hidden = output[0]
     head = getattr(self, head_name)
     if head_request is not None:
         log_probs, entropy = head(hidden.flatten(0, 1).index_select(0, head_request.at), head_request)
-        return CausalLMOutputForPPO(log_probs=log_probs, entropy=entropy)
+        router_logits = getattr(output, "router_logits", None)
+        return CausalLMOutputForPPO(log_probs=log_probs, entropy=entropy, router_logits=router_logits)
     ids = args[0] if ids is None else ids
     everywhere = torch.arange(ids.numel(), device=ids.device)
     request = HeadRequest(everywhere, ids.roll(-1, dims=-1).flatten(), float(temperature), "grad")
@@ -115,7 +117,7 @@ def _head_of(model: "PreTrainedModel") -> tuple[nn.Linear, str]:
     return head, names[0]
 
 
-class _Outputs(BaseModelOutputWithPast):
+class _Outputs(MoeModelOutputWithPast):
     """Outputs with hidden states, and None for every other attribute."""
 
     def __getattr__(self, name: str) -> None:
@@ -138,22 +140,38 @@ class _Stub(nn.Module):
 _PROBES = (1e-3, 1.0, -7.0, 0.3, 20.0, 60.0, -1e3, 1e6, 1e7)
 
 
-def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
-    """Measure scale and soft cap: run the model's forward with stubs that return known hidden states and logits."""
-    hidden = torch.arange(12.0).view(1, 3, 4)
-    logits = torch.tensor(_PROBES).view(1, 1, -1)
-    shell = object.__new__(type(model))
-    inner = _Stub(_Outputs(last_hidden_state=hidden))  # type: ignore[arg-type]
+def own_forward(
+    model: "PreTrainedModel",
+    head_name: str,
+    hidden: Tensor,
+    logits: Tensor,
+    router_logits: tuple[Tensor, ...] | None = None,
+    **inputs: Any,
+) -> tuple[Any, tuple[Any, ...]]:
+    """Run a causal model's own forward around stubs, which return known hidden states and logits.
+
+    Returns: its output, and what its head was called with.
+    """
+    inner = _Stub(_Outputs(last_hidden_state=hidden, router_logits=router_logits))  # type: ignore[arg-type]
     head = _Stub(logits)
+    shell = object.__new__(type(model))
     parts = dict(model._modules) | {model.base_model_prefix: inner, head_name: head}
     shell.__dict__.update(model.__dict__ | {"_modules": parts})
-    ids = torch.zeros(1, 3, dtype=torch.long)
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.long)
+    return type(model).forward(shell, input_ids=ids, use_cache=False, **inputs), head.seen
+
+
+def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
+    """Measure scale and soft cap: run the model's forward with known hidden states and logits."""
+    hidden = torch.arange(12.0).view(1, 3, 4)
+    logits = torch.tensor(_PROBES).view(1, 1, -1)
     try:
-        found = type(model).forward(shell, input_ids=ids, use_cache=False, logits_to_keep=torch.tensor([1])).logits
+        output, seen = own_forward(model, head_name, hidden, logits, logits_to_keep=torch.tensor([1]))
+        found = output.logits
     except Exception as error:  # model code raises arbitrary classes
         raise FusedHeadError(f"{_unknown(model)} ({type(error).__name__}: {error})") from error
     found = found.flatten().tolist()
-    if not head.seen or not torch.equal(head.seen[0], hidden[:, 1:2]) or len(found) != len(_PROBES):
+    if not seen or not torch.equal(seen[0], hidden[:, 1:2]) or len(found) != len(_PROBES):
         raise FusedHeadError(_unknown(model))
     cap = found[-1] if math.isclose(found[-1], found[-2], rel_tol=1e-4) else None
     scale = found[1] / _PROBES[1] if cap is None else found[0] / _PROBES[0]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.models.transformers.names import REMOTE_FAMILIES
+from verl.models.transformers.own_loss import balancing_coefficient
 from verl.models.transformers.packing import state_along_rows
 
 _FULL = ("full_attention", "full")
@@ -44,10 +45,10 @@ def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator
         yield f"needs full attention in all layers, the model has layers of type {odd[0]}: write false"
     elif slides and not text.get("layer_types"):
         yield f"needs full attention, the model has sliding_window={text['sliding_window']}: write false"
-    if text.get("router_aux_loss_coef") and text.get("output_router_logits"):
+    if coefficient := balancing_coefficient(config):
         yield (
-            f"would weigh shared tokens once in the router's auxiliary loss (router_aux_loss_coef="
-            f"{text['router_aux_loss_coef']}): set output_router_logits=false in override_config, or write false"
+            f"would weigh shared tokens once in the balancing loss of experts (output_router_logits, coefficient "
+            f"{coefficient}): set output_router_logits=false in override_config, or write false"
         )
 
 

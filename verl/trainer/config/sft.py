@@ -28,7 +28,7 @@ from verl.trainer.config.rules.megatron import (
     optimizer_rules,
     override_rules,
 )
-from verl.trainer.config.rules.model import fused_rules, packing_rules, tied_adapter_rules, vision_rules
+from verl.trainer.config.rules.model import fused_rules, loss_rules, packing_rules, tied_adapter_rules, vision_rules
 from verl.trainer.config.run_config import RESUME_MODES, tracker_rules
 from verl.utils.dataset.config import TRUNCATIONS
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
@@ -205,6 +205,8 @@ def _violations(
             custom = select(tree, "data.custom_cls.path")
             yield from remote_code.data_class_rules(hf_config, custom, "the file of a class that does")
             yield from tied_adapter_rules(run.model, "model", hf_config)
+            strategy = "megatron" if isinstance(run.engine, McoreEngineConfig) else "fsdp"
+            yield from loss_rules(tree["model"], "model", hf_config, strategy)
             if not isinstance(run.engine, McoreEngineConfig):
                 yield from vision_rules(hf_config, (key, path), world_size)
                 yield from (

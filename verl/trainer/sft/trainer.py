@@ -37,7 +37,7 @@ from verl.utils.profiler.ranges import marked_timer
 from verl.utils.py_functional import object_array
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
-from verl.workers.engine.passes import PassSpec, Segment
+from verl.workers.engine.passes import AUX_LOSS, PassSpec, Segment
 from verl.workers.roles.accounting import memory_in_use, mfu
 from verl.workers.roles.losses import sft_loss
 
@@ -336,8 +336,10 @@ class SFTTrainer:
             own = torch.tensor(sum(lengths) - sum(shared), dtype=torch.float64)
             computed = {"train/computed_tokens": self._sum_over_ranks(own)}
         sharing = self.world_size // self.engine.get_data_parallel_size()
+        balance = {f"train/{AUX_LOSS}": metrics[AUX_LOSS]} if AUX_LOSS in metrics else {}
         return computed | {
             "train/loss": metrics["loss"],
+            **balance,
             "train/grad_norm": metrics["grad_norm"],
             "train/lr": learning_rate,
             "train/global_tokens": tokens,

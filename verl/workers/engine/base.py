@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # ``log_probs`` (and ``entropy``, ``full_kl`` on request) or ``values``, each (b, R) and zero outside the response mask.
+# A pass with a gradient may add ``AUX_LOSS``, which the engine takes out before a loss sees the output.
 ModelOutput = dict[str, Tensor]
 
 # Takes the output for a micro-batch and its rows; returns the terms of the loss and its metrics.
@@ -68,6 +69,7 @@ class BaseEngine(ABC):
     Attributes:
         adapter_sizes: how large the adapters are, set by ``initialize`` when only adapters learn.
         is_value_model: the model returns values, not distributions over tokens.
+        aux_loss_coef: weight of the balancing loss of the model's experts, as its configuration says; 0 without one.
         lead: a token is read this many positions before itself: 1 where it is predicted, 0 where it has been seen.
         step_hook: called instead of ``optimizer_step``, which it may call; returns the norm of the gradient.
         makes_head: draw a new value head if the checkpoint holds none.
@@ -85,6 +87,7 @@ class BaseEngine(ABC):
     weights_version = 0
     skipped_steps = 0
     is_value_model = False
+    aux_loss_coef = 0.0
     lead = 1
     makes_head = True
     shares_prefixes = False
@@ -202,6 +205,8 @@ class BaseEngine(ABC):
         The gradient is that of the loss over the global mini-batch, for every micro-batch size and layout: the ranks
         first agree on the counts (tokens, sequences) of the whole mini-batch, and each micro-batch divides its sums by
         those. In plain form: ``loss = sum over micro-batches and ranks of (term.total / count[term.unit])``.
+
+        The balancing loss of experts is the exception: each micro-batch has its own, and their mean is added.
         """
         spec = spec or PassSpec.from_meta(data.meta_info)
         micro_batches = self._split(data, spec)
@@ -209,8 +214,12 @@ class BaseEngine(ABC):
         metrics = passes.MetricSums()
 
         def loss_of(output: ModelOutput, micro_batch: MicroBatch) -> Tensor:
+            aux_loss = output.pop(passes.AUX_LOSS, None)
             terms, values = loss_fn(output, micro_batch.rows)
             metrics.add(values)
+            if aux_loss is not None:
+                metrics.add({passes.AUX_LOSS: Sum(aux_loss, "micro_batch")})
+                terms = [*terms, Sum(self.aux_loss_coef * aux_loss, "micro_batch")]
             return torch.stack([term.total.float() / units[term.unit] for term in terms]).sum()
 
         self._run_micro_batches(micro_batches, rounds, loss_of, spec, forward_only)

@@ -23,6 +23,9 @@ from verl.utils.seqlen_balancing import check_token_budget, prepare_dynamic_batc
 from verl.utils.ulysses import all_gather_tensor
 from verl.utils.vision.multi_modal import concat_distinct_inputs, names_of_inputs
 
+AUX_LOSS = "aux_loss"
+"""The balancing loss (0-dim) of a model's experts, among the outputs of a micro-batch that has a gradient."""
+
 EntropyMode = Literal["none", "value", "grad"]
 """Whether entropies are computed, and whether a loss differentiates them."""
 
@@ -428,6 +431,8 @@ def gather_rows(row: Tensor, size: int, group: ProcessGroup | None) -> Tensor:
 def agree(data: DataProto | None, num_micro_batches: int, shares: Shares) -> tuple[dict[str, float], int]:
     """Return the count of every unit in the global mini-batch, and the largest number of micro-batches of a rank.
 
+    Micro-batches count themselves, on all data-parallel ranks.
+
     Args: ``data`` are the rows of this rank; None if nothing is to be counted.
     """
     counts = torch.zeros(len(UNITS), dtype=torch.float64)
@@ -435,9 +440,9 @@ def agree(data: DataProto | None, num_micro_batches: int, shares: Shares) -> tup
         counts = count_units(response_mask_of(data), tensors_of(data).get(SHARE_COLUMN, None))
     row = torch.cat([counts.cpu(), torch.tensor([num_micro_batches], dtype=torch.float64)])
     rows = gather_rows(row, shares.size, shares.group)
-    total = rows[:, :-1].sum(0) / shares.copies  # ranks that share sequences counted the same rows
-    units = {unit: float(count) or 1.0 for unit, count in zip(UNITS, total, strict=True)}
-    return units | {"constant": 1.0}, int(rows[:, -1].max())
+    total = rows.sum(0) / shares.copies  # ranks that share sequences counted the same rows
+    units = {unit: float(count) or 1.0 for unit, count in zip(UNITS, total[:-1], strict=True)}
+    return units | {"constant": 1.0, "micro_batch": float(total[-1])}, int(rows[:, -1].max())
 
 
 class MetricSums:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from verl.base_config import WrongInput
+from verl.models.transformers.balancing import returns_router_logits
 from verl.models.transformers.vision import MEDIA, Media, install_vision, uses_media
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
@@ -101,6 +102,9 @@ class HFRollout(BaseRollout):
         self._takes_media = not given and uses_media(getattr(self.module, "config", None))
         if self._takes_media:
             install_vision(self.module)  # type: ignore[arg-type]
+        asks_routers = returns_router_logits(getattr(self.module, "config", None))
+        # With a cache, transformers cannot make their loss.
+        self._options = {"output_router_logits": False} if asks_routers else {}
         self._usable = self._usable or given
         self._arrived: set[str] = set()
 
@@ -179,7 +183,14 @@ class HFRollout(BaseRollout):
         scores: list[Tensor] = []
         alive: list[Tensor] = []
         for index in range(self.config.response_length):
-            output = self.module(**inputs, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = self.module(
+                **inputs,
+                **self._options,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
             cache = output.past_key_values
             token, score = sampler(output.logits[:, -1].float(), seen)
             tokens.append(token)

@@ -7,6 +7,7 @@ from typing import Any
 from verl.algos.names import FULL_KL
 from verl.base_config import Violation, as_yaml
 from verl.models.transformers.names import PACKED, SHARED_FAMILIES
+from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.packing import packing_problem
 from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.trainer.config.rules import remote_code
@@ -89,6 +90,7 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             for problem in field_problems(changes):
                 yield Violation(f"{key}.override_config", as_yaml(changes), f"has {problem}: correct it")
             yield from tied_adapter_rules(policy, POLICY, hf_config)
+            yield from loss_rules(policy, key, hf_config, strategy)
             yield from _size_rules(run, hf_config, broken)
             trust = run.data.trust_remote_code
             yield from remote_code.tokenizer_trust_rules(tokenizer or path, "data.trust_remote_code", trust)
@@ -170,6 +172,16 @@ def packing_rules(
     if (attention := changes.get("attn_implementation", PACKED)) != PACKED:
         problems.append(f"needs {PACKED} attention: leave attn_implementation={attention} out of override_config")
     yield from (Violation(f"{key}.use_prefix_sharing", True, problem) for problem in problems)
+
+
+def loss_rules(model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], strategy: str) -> Iterator[Violation]:
+    """Yield terms of a policy's own loss that the engine does not compute.
+
+    Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
+    """
+    changes = flat_overrides(model.get("override_config") or {})
+    for name, value, fault in loss_problems({**hf_config, **changes}, strategy):
+        yield Violation(f"{key}.override_config.{name}", value, fault)
 
 
 def head_rules(

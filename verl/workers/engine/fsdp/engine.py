@@ -13,7 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.base_config import ConfigError, Violation, WrongInput
 from verl.models.transformers.attention import VARLEN_ATTENTION
+from verl.models.transformers.balancing import balancing_of
 from verl.models.transformers.dense_common import has_fused_head
+from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.packing import packing_problem
 from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.models.transformers.remote import adapt, has_remote_code
@@ -136,6 +138,7 @@ class FSDPEngine(BaseEngine):
         shares_prefixes = shares_prefixes and remove_padding
         self.shares_prefixes = shares_prefixes
         self._check_rows(remove_padding)
+        self._check_loss()
         asks_for_rows = None
         if config is not None and not has_remote_code(self.base_model):
             text = config.get_text_config()
@@ -145,6 +148,8 @@ class FSDPEngine(BaseEngine):
             adapt(self.base_model, remove_padding)
         elif takes_media:
             install_vision(self.base_model)
+        balancing = None if config is None or self.is_value_model else balancing_of(self.base_model)
+        self.aux_loss_coef = 0.0 if balancing is None else balancing.coefficient
         self.shares = self.layout.shares
         self.forward = Forward(
             self.module,
@@ -158,10 +163,20 @@ class FSDPEngine(BaseEngine):
             offload_activations=offload_activations,
             shares_prefixes=shares_prefixes,
             asks_for_rows=asks_for_rows,
+            balancing=balancing,
         )
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())
         self._accumulates_whole = size <= WHOLE_MODEL_BYTES
+
+    def _check_loss(self) -> None:
+        """Raise ConfigError for a policy whose own loss has a term that this engine does not compute."""
+        if self.is_value_model or self.optimizer_config is None or not hasattr(self.base_model, "config"):
+            return
+        problems = loss_problems(self.base_model.config.to_dict(), self.engine_config.strategy)
+        found = [Violation(f"model.override_config.{name}", value, fault) for name, value, fault in problems]
+        if found:
+            raise ConfigError(found)
 
     def _check_rows(self, remove_padding: bool) -> None:
         """Raise ConfigError for a model whose rows cannot be packed, or cannot share tokens."""

@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.base_config import ConfigError, Violation
+from verl.models.transformers.balancing import Balancing
 from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.packed_sequences import PackedSequences
 from verl.models.transformers.packing import ignorant_of_rows
 from verl.models.transformers.vision import MEDIA, Media
 from verl.protocol import DataProto, tensors_of
 from verl.utils.activation_offload import offloaded_activations
+from verl.utils.model import CausalLMOutputForPPO
 from verl.utils.numerics.log_probs import full_kl, log_probs_and_entropy
-from verl.utils.ulysses import set_ulysses_sequence_parallel_group, ulysses_pad
+from verl.utils.ulysses import all_gather_tensor, set_ulysses_sequence_parallel_group, ulysses_pad
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs, resolve
 from verl.workers.engine import passes
 from verl.workers.engine.fsdp.layout import Layout
@@ -35,13 +37,22 @@ class Read(NamedTuple):
     """What the model gives at this rank's positions: ``logits`` (k, V), or the columns of a fused head.
 
     ``labels`` (k,) are the tokens read there, ``target`` (n,) their places in the flattened (b, R) response. With
-    ``readers`` (n,) target i takes the value of position ``readers[i]``, else n = k and they correspond.
+    ``readers`` (n,) target i takes the value of position ``readers[i]``, else n = k and they correspond. ``aux_loss``
+    is the balancing loss of the experts over all tokens of the pass.
     """
 
     logits: Tensor
     labels: Tensor
     target: Tensor
     readers: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class Ran(NamedTuple):
+    """The logits of one call of the model, or the columns of its fused head, and the balancing loss of its experts."""
+
+    logits: Tensor
+    aux_loss: Tensor | None
 
 
 @dataclass(eq=False)
@@ -58,6 +69,7 @@ class Forward:
         shares_prefixes: tokens with which several rows begin pass through the model once.
         asks_for_rows: the model, as errors name it, whose attention must ask where packed rows begin; None if another
             way tells it.
+        balancing: the loss of the model's experts that a gradient needs; None if its configuration asks for none.
         reference: the policy that ``PassSpec.full_kl`` compares with.
         segments: what passes with shared prefixes have computed, see ``BaseEngine.take_segments``; those of a
             reference do not count.
@@ -75,6 +87,7 @@ class Forward:
     offload_activations: bool
     shares_prefixes: bool = False
     asks_for_rows: str | None = None
+    balancing: Balancing | None = None
     reference: "Reference | None" = None
     segments: list[passes.Segment] = field(default_factory=list)
     images: Counter[int] = field(default_factory=Counter)
@@ -86,7 +99,7 @@ class Forward:
         # The divergence from a reference needs logits, which a fused head does not make.
         fused = spec if self.fused_head and reference is None else None
         with self._activations():
-            packed, (logits, labels, target, readers) = self.read(rows, fused)
+            packed, (logits, labels, target, readers, aux_loss) = self.read(rows, fused)
             self.segments.extend(packed.segments or ())
             self.images.update(passes.images_of(rows))
             if self.is_value_model:
@@ -106,7 +119,8 @@ class Forward:
                 values = passes.named_scores(scores)
             if ref_logits is not None:
                 values["full_kl"] = full_kl(logits, ref_logits, spec.temperature, self.entropy_chunk_size)
-            return passes.whole_outputs(values, target, packed.shape, self.layout.sp_group, readers)
+            outputs = passes.whole_outputs(values, target, packed.shape, self.layout.sp_group, readers)
+            return outputs if aux_loss is None else outputs | {passes.AUX_LOSS: aux_loss}
 
     def idle(self, spec: passes.PassSpec) -> Tensor:
         """Take part in the collectives of a forward pass without any row; returns a zero that has a gradient."""
@@ -166,9 +180,10 @@ class Forward:
         if fused is not None:
             kept = HeadRequest(packed.keep[mine] - start, packed.labels[mine], fused.temperature, fused.entropy_mode)
         extra = self._extra(inputs, sampled, packed.place, window)
-        logits = self._run(ids, None, positions, kept, PackedSequences(lengths, self.layout.device, ends), extra)
+        sequences = PackedSequences(lengths, self.layout.device, ends)
+        logits, aux_loss = self._run(ids, None, positions, kept, sequences, extra, packed.input_ids.shape[1])
         if packed.readers is None:
-            return Read(logits, packed.labels[mine], packed.target[mine])
+            return Read(logits, packed.labels[mine], packed.target[mine], aux_loss=aux_loss)
         if isinstance(mine, slice):
             return Read(logits, packed.labels, packed.target, packed.readers)
         here = mine[packed.readers]
@@ -200,10 +215,12 @@ class Forward:
         column = packed.target % width
         if fused is not None:
             kept = HeadRequest(row * length + column + before, packed.labels, fused.temperature, fused.entropy_mode)
-            return Read(self._run(ids, attention, positions, kept, None, extra), packed.labels, packed.target)
-        hidden = self._run(ids, attention, positions, columns, None, extra)
+            scores, aux_loss = self._run(ids, attention, positions, kept, None, extra, attention.numel())
+            return Read(scores, packed.labels, packed.target, aux_loss=aux_loss)
+        logits, aux_loss = self._run(ids, attention, positions, columns, None, extra, attention.numel())
         at = row * len(columns) + column + (before - first)
-        return Read(hidden.reshape(rows * len(columns), -1).index_select(0, at), packed.labels, packed.target)
+        logits = logits.reshape(rows * len(columns), -1).index_select(0, at)
+        return Read(logits, packed.labels, packed.target, aux_loss=aux_loss)
 
     def _multi_modal_inputs(self, rows: DataProto, order: Tensor | None) -> ModelInputs:
         """Join the processor's outputs of the rows, in the order in which they are packed.
@@ -237,7 +254,8 @@ class Forward:
         keep: Tensor | HeadRequest,
         sequences: PackedSequences | None,
         extra: ModelInputs,
-    ) -> Tensor:
+        num_tokens: int,
+    ) -> Ran:
         kwargs = dict(extra)
         if sequences is not None:
             kwargs["packed_sequences"] = sequences
@@ -251,13 +269,27 @@ class Forward:
         if self.asks_for_rows is not None and sequences is not None and not sequences.is_read:
             problem = ignorant_of_rows(self.asks_for_rows)
             raise ConfigError([Violation("model.use_remove_padding", True, problem)])
+        aux_loss = self._aux_loss(output, attention, num_tokens)
         if isinstance(keep, HeadRequest):
             scores = (output.log_probs, output.entropy)
-            return torch.stack([each for each in scores if each is not None], dim=1)
+            return Ran(torch.stack([each for each in scores if each is not None], dim=1), aux_loss)
         logits: Tensor = output.logits
         if self.is_value_model:
             logits = logits.index_select(1, keep)
-        return logits.squeeze(0) if sequences is not None else logits
+        return Ran(logits.squeeze(0) if sequences is not None else logits, aux_loss)
+
+    def _aux_loss(self, output: Any, attention: Tensor | None, num_tokens: int) -> Tensor | None:
+        """Return the balancing loss over the ``num_tokens`` of the pass, those of other ranks and padding included.
+
+        A fused head leaves it out, and with sequence parallelism the model knows its slice only.
+        """
+        if self.balancing is None or not torch.is_grad_enabled():
+            return None
+        if self.layout.sp_size == 1 and not isinstance(output, CausalLMOutputForPPO):
+            return self.balancing.of_output(output)
+        logits = getattr(output, "router_logits", None) or ()
+        whole = tuple(all_gather_tensor(each, 0, self.layout.sp_group)[:num_tokens] for each in logits)
+        return self.balancing.of_routers(whole or None, attention)
 
     def _activations(self) -> AbstractContextManager[None]:
         if self.offload_activations and torch.is_grad_enabled():

@@ -33,6 +33,7 @@ from verl.models.mcore.gpt.layers import attach_paths
 from verl.models.mcore.gpt.vision import takes_axes
 from verl.models.mcore.weights import is_stack
 from verl.models.mcore_limits import default_implementation
+from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
@@ -157,8 +158,18 @@ class ModelBuilder:
         for name in ("lora_rank", "use_liger", "enable_activation_offload"):
             if value := self.model_config[name]:
                 raise WrongInput(f"model.{name}={as_yaml(value)} is not supported with strategy=megatron")
+        self._refuse_losses()
         if self.model_config.use_prefix_sharing:
             self._refuse_sharing()
+
+    def _refuse_losses(self) -> None:
+        """Raise ConfigError for a policy whose own loss has a term that Megatron-Core does not compute."""
+        if self.is_value_model or self.engine_config.forward_only:
+            return
+        problems = loss_problems(self.hf_config.to_dict(), "megatron")
+        found = [Violation(f"model.override_config.{name}", value, fault) for name, value, fault in problems]
+        if found:
+            raise ConfigError(found)
 
     def _refuse_sharing(self) -> None:
         """Raise ConfigError for a model or a layout that cannot compute shared tokens once."""
