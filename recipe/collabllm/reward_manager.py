@@ -15,6 +15,7 @@ from recipe.collabllm.collabllm_agent_loop import CONVERSATIONS, NUM_PROMPT_MESS
 from recipe.collabllm.judge import Judge, JudgeConfig
 from verl.base_config import WrongInput, config_error, nearest, parse_node
 from verl.interactions.base import Message
+from verl.utils.unavailable import is_unavailable
 from verl.workers.rewards import scoring
 from verl.workers.rewards.managers import AbstractRewardManager, register
 from verl.workers.rewards.scoring import RawScorer, RewardOutput, Sample, Score
@@ -99,7 +100,8 @@ class CollabLLMRewardManager(AbstractRewardManager):
         except TimeoutError:
             return scoring.timed_out(sample, self.limits, of_batch=left_s < self.limits.timeout_s)
         except Exception as error:  # a judge or a metric may raise anything; it costs this response
-            return scoring.failed(sample, "raised", f"{type(error).__name__}: {error}", self.limits)
+            kind = scoring.kind_of(is_unavailable(error))
+            return scoring.failed(sample, kind, f"{type(error).__name__}: {error}", self.limits)
         return scoring.settled(result, sample, self.limits)
 
     async def _score(

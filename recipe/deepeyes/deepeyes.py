@@ -18,6 +18,7 @@ from verl.utils.chat_endpoint import ChatEndpoint, EndpointError
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.vision_utils import Media
+from verl.utils.unavailable import is_unavailable
 
 JUDGE_VARIABLE = "LLM_AS_A_JUDGE_BASE"
 API_KEY_VARIABLE = "LLM_AS_A_JUDGE_API_KEY"
@@ -74,6 +75,10 @@ class CustomRLHFDataset(RLHFDataset):
 
 class JudgeError(RuntimeError):
     """The judge could not be reached, or gave no verdict."""
+
+
+class JudgeUnavailableError(JudgeError, ConnectionError):
+    """The judge could not be reached: a ``ConnectionError``, so that the response leaves its group."""
 
 
 def compute_score(
@@ -159,7 +164,7 @@ def has_form(solution: str) -> bool:
 def verdict(reply: str | EndpointError) -> float | JudgeError:
     """Return 1 for CORRECT, 0 for WRONG, by the last of these words; a JudgeError for anything else."""
     if isinstance(reply, EndpointError):
-        return JudgeError(str(reply))
+        return (JudgeUnavailableError if is_unavailable(reply) else JudgeError)(str(reply))
     words = re.findall(r"\b(CORRECT|WRONG)\b", reply.upper())
     if not words:
         return JudgeError(f"the judge replied neither CORRECT nor WRONG; its reply ends with {reply[-200:]!r}")

@@ -9,6 +9,7 @@ from verl.utils import envs
 from verl.utils.chat_endpoint import ChatEndpoint, EndpointError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
+from verl.utils.unavailable import is_unavailable
 
 API_KEY_VARIABLE = "GENRM_API_KEY"
 
@@ -28,6 +29,10 @@ Go through the solution step by step and look for mistakes. Then decide whether 
 
 class JudgeError(RuntimeError):
     """The judge could not be reached, or gave no verdict."""
+
+
+class JudgeUnavailableError(JudgeError, ConnectionError):
+    """The judge could not be reached: a ``ConnectionError``, so that the response leaves its group."""
 
 
 def compute_score(
@@ -103,7 +108,7 @@ def endpoint(
 def verdict(answer: str | EndpointError) -> float | JudgeError:
     r"""Return 1 for a last ``\boxed{True}``, 0 for ``\boxed{False}``, and a JudgeError for everything else."""
     if isinstance(answer, EndpointError):
-        return JudgeError(str(answer))
+        return (JudgeUnavailableError if is_unavailable(answer) else JudgeError)(str(answer))
     boxed = last_boxed_only_string(answer)
     word = "" if boxed is None else remove_boxed(boxed).strip().removeprefix(r"\text{").rstrip("}").strip().lower()
     if word not in ("true", "false"):

@@ -187,11 +187,10 @@ _READ = ("input_ids", "attention_mask", "position_ids", "responses", "response_m
 
 
 def outcome_of(batch: DataProto) -> torch.Tensor:
-    """Return the outcome of each response, (B,): what the reward function calls ``acc``, else the score."""
+    """Return the outcome of each response, (B,): what the reward function calls ``acc`` there, else the score."""
     tensors = tensors_of(batch)
     if "acc" in tensors.keys():
         return tensors["acc"].float()
-    extra = batch.non_tensor_batch.get("acc")
-    if extra is None or any(value is None for value in extra):
-        return tensors["token_level_scores"].sum(-1).float()
-    return torch.tensor([float(value) for value in extra])
+    scores = tensors["token_level_scores"].sum(-1).tolist()
+    said = batch.non_tensor_batch.get("acc", [None] * len(batch))
+    return torch.tensor([score if acc is None else float(acc) for acc, score in zip(said, scores, strict=True)])

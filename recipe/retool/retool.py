@@ -165,3 +165,6 @@ def compute_score(
         shaped = result["score"] + REWARD_PER_TURN * (int(turns) - LEAST_TURNS)
         result["score"] = min(MOST_WHEN_WRONG, shaped)
     return result
+
+
+compute_score.lowest_score = -1.0  # type: ignore[attr-defined]  # of a response that cannot be scored

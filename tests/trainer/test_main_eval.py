@@ -67,7 +67,7 @@ def test_a_scorer_of_ones_own_over_many_rows(ray_cluster, tmp_path, console):
     scorer += "    return {'score': int(solution_str) + extra_info['plus'], 'more': 1}\n"
     config = build(tmp_path, rows, scorer=scorer)
     path, read, function = main_eval.prepare(config)
-    assert [each.mean for each in main_eval.score_on_ray(path, read, function)] == [i + i % 2 for i in range(100)]
+    assert [each.mean() for each in main_eval.score_on_ray(path, read, function)] == [i + i % 2 for i in range(100)]
     main_eval.run_eval(config)
     assert said(console) == {"test_score/mine": 50.0}
 
@@ -91,6 +91,16 @@ def test_a_response_that_takes_too_long_costs_its_own_score_alone(ray_cluster, t
     main_eval.run_eval(build(tmp_path, rows, "scoring.timeout_s=1", "scoring.failure_score=-2", scorer=scorer))
     # the first row -1/2, the second 1
     assert said(console) == {"test_score/mine": 0.25, "test_score/other": 4.0, "timed_out/mine": 2}
+
+
+def test_a_late_response_is_as_bad_as_the_lowest_score():
+    """The lowest that the scorer states, else the smaller of 0 and the lowest of its own data source."""
+    rows = [main_eval.Row(0, source, ["x"] * 2, "1", None) for source in ("math_dapo", "mine", "yours")]
+    scores = [main_eval.RowScore([1.0], 1), main_eval.RowScore([-3.0], 1), main_eval.RowScore([2.0], 1)]
+    stated = {"math_dapo": -1.0}.get
+    found = main_eval.summarise(rows, scores, stated)
+    assert found["test_score/math_dapo"] == 0.0
+    assert (found["test_score/mine"], found["test_score/yours"]) == (-3.0, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Score generated responses: ``python -m verl.trainer.main_eval data.path=responses.parquet``.
 
 Every row holds a list of responses. The score of a row is the mean over its responses, that of a data source the mean
-over its rows. A response that takes longer than ``scoring.timeout_s`` gets ``scoring.failure_score`` and is counted.
+over its rows. A response that takes longer than ``scoring.timeout_s`` gets ``scoring.failure_score`` and is counted; if
+that is null, the lowest score that the scorer states, else the smaller of 0 and the lowest score of its data source.
 """
 
 import inspect
@@ -50,10 +51,14 @@ class Row:
 
 @dataclass(frozen=True)
 class RowScore:
-    """The mean score of the responses of a row, and the number of them that were not scored in time."""
+    """The scores of the responses of a row, and the number of them that were not scored in time."""
 
-    mean: float
+    given: list[float]
     timed_out: int = 0
+
+    def mean(self, failure_score: float = 0.0) -> float:
+        """Return the mean over all responses."""
+        return fmean([*self.given, *[failure_score] * self.timed_out])
 
 
 def run_eval(config: DictConfig) -> None:
@@ -65,10 +70,17 @@ def run_eval(config: DictConfig) -> None:
     tree: Any = OmegaConf.to_container(config.ray_kwargs, resolve=True)
 
     def score() -> None:
-        scores = score_on_ray(path, rows, scorer, **config.scoring)
-        get_console().info(json.dumps(summarise(rows, scores)))
+        scores = score_on_ray(path, rows, scorer, config.scoring.timeout_s)
+        get_console().info(json.dumps(summarise(rows, scores, partial(failure_score, config, scorer))))
 
     run_offline(parse_node(tree, RayConfig)[0], "cpu", score)
+
+
+def failure_score(config: DictConfig, scorer: Scorer, data_source: str) -> float | None:
+    """Return the score of a response that is not scored in time; None if neither key nor scorer states it."""
+    from verl.workers.rewards.scoring import ScoringLimits, stated_failure_score
+
+    return stated_failure_score(ScoringLimits(failure_score=config.scoring.failure_score), scorer, data_source)
 
 
 def prepare(config: DictConfig) -> tuple[str, list[Row], Scorer]:
@@ -100,7 +112,8 @@ def _scoring_rules(scoring: DictConfig) -> Iterator[Violation]:
     score = scoring.failure_score
     if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < math.inf:
         yield Violation("scoring.timeout_s", limit, "must be a positive number of seconds")
-    if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
+    is_number = isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
+    if score is not None and not is_number:
         yield Violation("scoring.failure_score", score, "must be a finite number")
 
 
@@ -129,10 +142,8 @@ def _rows(check: ColumnCheck, data: DictConfig) -> Iterator[Row]:
 # ---- scoring
 
 
-def score_on_ray(
-    path: str, rows: Sequence[Row], scorer: Scorer, timeout_s: float = 300, failure_score: float = 0.0
-) -> list[RowScore]:
-    """Return the score of every row, in order.
+def score_on_ray(path: str, rows: Sequence[Row], scorer: Scorer, timeout_s: float = 300) -> list[RowScore]:
+    """Return the scores of every row, in order.
 
     Raises: DataError naming file and row when the scorer fails; TimeoutError when no batch ends in two hours.
     """
@@ -143,7 +154,7 @@ def score_on_ray(
     task = ray.remote(num_cpus=1, max_retries=1)(score_rows)
     shared = ray.put(scorer)
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    references = [task.remote(path, batch, shared, timeout_s, failure_score) for batch in batches]
+    references = [task.remote(path, batch, shared, timeout_s) for batch in batches]
     sizes = {reference: len(batch) for reference, batch in zip(references, batches, strict=True)}
     pending = list(references)
     with tqdm(total=len(rows), desc="scoring", unit="row") as bar:
@@ -156,10 +167,8 @@ def score_on_ray(
     return [score for part in ray.get(references) for score in part]
 
 
-def score_rows(
-    path: str, rows: Sequence[Row], scorer: Scorer, timeout_s: float, failure_score: float
-) -> list[RowScore]:
-    """Return the mean score of the responses of each row; each response has ``timeout_s`` seconds.
+def score_rows(path: str, rows: Sequence[Row], scorer: Scorer, timeout_s: float) -> list[RowScore]:
+    """Return the scores of the responses of each row; each response has ``timeout_s`` seconds.
 
     Raises: DataError naming file and row when the scorer raises or does not return a score.
     """
@@ -167,7 +176,7 @@ def score_rows(
     from verl.workers.rewards.scoring import RewardError, Sample, call_scorer
 
     takes_extra = _takes_extra_info(scorer)
-    means = []
+    found = []
     for row in rows:
         more = {"extra_info": row.extra_info} if takes_extra else {}
         scores: list[float] = []
@@ -179,12 +188,11 @@ def score_rows(
                 scores.append(call_scorer(call, sample, timeout_s).value)
             except TimeLimitExceeded:
                 logger.warning("%s, row %d: response %d took longer than %g s", path, row.number, index, timeout_s)
-                scores.append(failure_score)
                 late += 1
             except RewardError as error:
                 raise DataError(f"{path}, row {row.number}: {error}") from error
-        means.append(RowScore(fmean(scores), late))
-    return means
+        found.append(RowScore(scores, late))
+    return found
 
 
 def _takes_extra_info(scorer: Scorer) -> bool:
@@ -195,14 +203,21 @@ def _takes_extra_info(scorer: Scorer) -> bool:
     return any(each.name == "extra_info" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def summarise(rows: Sequence[Row], scores: Sequence[RowScore]) -> dict[str, float]:
+def summarise(
+    rows: Sequence[Row], scores: Sequence[RowScore], failure_score_of: Callable[[str], float | None]
+) -> dict[str, float]:
     """Return the mean score of each data source, and its number of responses that took too long, if any."""
     by_source: dict[str, list[RowScore]] = defaultdict(list)
     for row, score in zip(rows, scores, strict=True):
         by_source[row.data_source].append(score)
-    named = sorted(by_source.items())
-    means = {f"test_score/{source}": fmean(score.mean for score in of) for source, of in named}
-    late = {f"timed_out/{source}": sum(score.timed_out for score in of) for source, of in named}
+    means: dict[str, float] = {}
+    late: dict[str, float] = {}
+    for source, found in sorted(by_source.items()):
+        failed = failure_score_of(source)
+        if failed is None:
+            failed = min([0.0, *(value for score in found for value in score.given)])
+        means[f"test_score/{source}"] = fmean(score.mean(failed) for score in found)
+        late[f"timed_out/{source}"] = sum(score.timed_out for score in found)
     return means | {name: count for name, count in late.items() if count}
 
 

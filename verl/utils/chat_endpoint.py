@@ -31,6 +31,10 @@ class EndpointError(RuntimeError):
     """The server gave no answer, for the reason in the message."""
 
 
+class EndpointRefusalError(EndpointError):
+    """The server refuses the request, or answers too much: the text that it was asked about may be the reason."""
+
+
 class _Retry(Exception):
     """An attempt failed but another may succeed, after ``delay_s`` if the server requests a delay."""
 
@@ -146,7 +150,7 @@ class ChatEndpoint:
         if status in _RETRIED:
             raise _Retry(f"HTTP {status}: {text[:_SHOWN_CHARS]}", delay_s)
         if status != http.client.OK:
-            raise EndpointError(f"{self.base_url} refuses the request with HTTP {status}: {text[:_SHOWN_CHARS]}")
+            raise EndpointRefusalError(f"{self.base_url} refuses the request with HTTP {status}: {text[:_SHOWN_CHARS]}")
         try:
             content = json.loads(text)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
@@ -191,7 +195,7 @@ class ChatEndpoint:
             while chunk := response.read1(1 << 16):
                 body += chunk
                 if len(body) > MAX_ANSWER_BYTES:
-                    raise EndpointError(f"{self.base_url}: the answer exceeds {MAX_ANSWER_BYTES} bytes")
+                    raise EndpointRefusalError(f"{self.base_url}: the answer exceeds {MAX_ANSWER_BYTES} bytes")
                 socket.settimeout(_left(end))
             return response.status, _seconds(response.getheader("Retry-After")), bytes(body)
         finally:

@@ -26,6 +26,7 @@ from verl.utils import envs
 from verl.utils.import_utils import external_module_of
 from verl.utils.processes import die_with_parent, start_process
 from verl.utils.time_limit import UserCodeFailed, error_text
+from verl.utils.unavailable import is_unavailable
 
 Function = Callable[..., Any]
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -51,10 +52,14 @@ class DeadlineExceeded:
 
 @dataclass
 class ScorerFailed:
-    """A call that raised or whose process died; ``error`` begins with a verb."""
+    """A call that raised or whose process died; ``error`` begins with a verb.
+
+    ``is_unavailable`` says that it lacked a service, as ``verl.utils.unavailable`` tells.
+    """
 
     error: str
     trace: str = ""
+    is_unavailable: bool = False
 
 
 Outcome = Any
@@ -389,7 +394,7 @@ class IsolatedFunction:
         """
         [(_, outcome)] = self._pool.outcomes([(args, {**self._keywords, **kwargs})], math.inf, math.inf)
         if isinstance(outcome, ScorerFailed):
-            raise UserCodeFailed(outcome.error, outcome.trace)
+            raise UserCodeFailed(outcome.error, outcome.trace, outcome.is_unavailable)
         return outcome
 
     def outcomes(self, calls: Sequence[Mapping[str, Any]], timeout_s: float, batch_timeout_s: float) -> Outcomes:
@@ -489,7 +494,7 @@ def _dumps(content: Any) -> bytes:
 
 
 def _failure(error: BaseException) -> ScorerFailed:
-    return ScorerFailed(f"raised {error_text(error)}", traceback.format_exc())
+    return ScorerFailed(f"raised {error_text(error)}", traceback.format_exc(), is_unavailable(error))
 
 
 def _pickle_by_value(function: Function) -> bytes:

@@ -11,6 +11,8 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
+from verl.utils.unavailable import is_unavailable
+
 T = TypeVar("T")
 
 IMPORT_TIMEOUT_S = 300.0
@@ -27,11 +29,15 @@ class TimeLimitExceeded(BaseException):
 
 
 class UserCodeFailed(RuntimeError):
-    """Code of the user did not return: the message begins with a verb, such as ``raised``; ``trace`` is its stack."""
+    """Code of the user did not return: the message begins with a verb, such as ``raised``; ``trace`` is its stack.
 
-    def __init__(self, message: str, trace: str = "") -> None:
+    ``is_unavailable`` says that it lacked a service, as ``verl.utils.unavailable`` tells.
+    """
+
+    def __init__(self, message: str, trace: str = "", is_unavailable: bool = False) -> None:
         super().__init__(message)
         self.trace = trace
+        self.is_unavailable = is_unavailable
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
@@ -48,7 +54,8 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
         except BaseException as error:
             if limit.interrupted:
                 raise
-            raise UserCodeFailed(f"raised {error_text(error)}", traceback.format_exc()) from error
+            text = f"raised {error_text(error)}"
+            raise UserCodeFailed(text, traceback.format_exc(), is_unavailable(error)) from error
 
 
 def import_within_limit(run: Callable[[], T]) -> T:

@@ -107,7 +107,7 @@ def test_metric_names_of_validation():
     assert metrics["val-aux/s/acc/std@2"] == pytest.approx(0.25) and "val-aux/s/acc/worst@2/mean" in metrics
     assert (metrics["val-aux/num_turns/min"], metrics["val-aux/num_turns/max"]) == (2, 4)
     samples.extras["acc"] = [True]
-    with pytest.raises(ValueError, match="'acc' for 1 of 4 validation samples"):
+    with pytest.raises(ValueError, match="'acc' is there for 1 of 4 validation samples"):
         summarise(samples)
 
 

@@ -174,3 +174,14 @@ def test_lengths_of_a_batch_that_is_not_described() -> None:
     assert isinstance(lazy.batch["attention_mask"], LazyTensor)
     for found, expected in zip(lengths_of(lazy), lengths_of(batch), strict=True):
         assert found.tolist() == expected.tolist()
+
+
+def test_a_response_mask_is_cleared_where_it_lies() -> None:
+    group = Group()
+    asked, plain = rollout(seed=3)
+    lazy = stored(group, asked, plain.select())
+    rows = torch.arange(len(plain)) % 3 == 1
+    columns.clear_response_mask(group, lazy, rows)
+    assert is_lazy(lazy) and lazy.non_tensor_batch[columns.SAMPLED][1] == 0
+    expected = plain.batch["response_mask"].masked_fill(rows.unsqueeze(-1), 0)
+    assert torch.equal(fetched(lazy.select(["response_mask"])).batch["response_mask"], expected)

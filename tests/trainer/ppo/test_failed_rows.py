@@ -12,12 +12,13 @@ from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import compute_reward, leave_unscored_out
 from verl.trainer.ppo.shaping import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.spares import FIRST_SEED, SparePrompts
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.numerics.seeding import sampling_seeds
+from verl.workers.rewards.scoring import RewardError, ScoringLimits
 
 SAMPLES, WIDTH, SEED, STEP = 2, 4, 1, 3
 
@@ -206,3 +207,61 @@ def test_a_score_on_a_token_of_a_tool_reaches_the_sampled_ones(estimator: str) -
     batch.batch["token_level_rewards"] = compute_reward(batch, lambda data: scores)[0]
     advantages = compute_advantage(batch, estimator).batch["advantages"]
     assert (advantages[0, :2] > 0).all() and not advantages[:, 2:].any()
+
+
+class Scorers:
+    """A reward function that says which of four responses failed, and why."""
+
+    limits = ScoringLimits()
+
+    def __init__(self, *reasons: str | None) -> None:
+        self.reasons = list(reasons)
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
+        scores = torch.zeros(4, WIDTH)
+        scores[:, -1] = torch.tensor([1.0, -3.0, 0.0, 0.0])
+        return {"reward_tensor": scores, "reward_extra_info": {"reward_failure": self.reasons}}
+
+
+def scored_batch(reward_fn: Scorers) -> DataProto:
+    tensors = {
+        "responses": torch.zeros(4, WIDTH, dtype=torch.int64),
+        "response_mask": torch.ones(4, WIDTH, dtype=torch.int64),
+        "reward_baselines": torch.zeros(4),
+    }
+    batch = DataProto.from_dict(tensors, {"uid": np.array(["a"] * 4, dtype=object)})
+    scores, extras = compute_reward(batch, reward_fn)
+    batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = scores
+    for name, values in extras.items():
+        batch.non_tensor_batch[name] = np.fromiter(values, dtype=object, count=4)
+    return batch
+
+
+def test_a_response_that_its_own_text_keeps_from_a_score_gets_the_lowest() -> None:
+    batch = scored_batch(Scorers(None, None, "timed out", "raised"))
+    leave_unscored_out(batch, None, STEP)
+    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1, -3, -3, -3]
+    assert batch.batch["response_mask"].all() and "__dropped__" not in batch.non_tensor_batch
+
+
+def test_a_response_leaves_its_group_if_a_service_keeps_it_from_a_score() -> None:
+    """Its advantage is 0, and those of the others are as without it."""
+    batch = scored_batch(Scorers(None, None, None, "unavailable"))
+    leave_unscored_out(batch, None, STEP)
+    assert batch.non_tensor_batch["__dropped__"].tolist() == [False, False, False, True]
+    advantages = compute_advantage(batch, "grpo", norm_adv_by_std_in_grpo=False).batch["advantages"][:, 0]
+    torch.testing.assert_close(advantages, torch.tensor([1 + 2 / 3, -3 + 2 / 3, 2 / 3, 0.0]))
+    batch.batch["attention_mask"] = torch.ones(4, 2 + WIDTH, dtype=torch.int64)
+    metrics = metric_utils.compute_data_metrics(compute_advantage(batch, "grpo"), use_critic=False)
+    assert (metrics["reward/failed"], metrics["reward/failed_ratio"]) == (1, 0.25)
+    assert metrics["critic/score/mean"] == pytest.approx(-2 / 3)
+    with pytest.raises(RewardError, match="step 3: no response could be scored: a service"):
+        leave_unscored_out(scored_batch(Scorers(*["unavailable"] * 4)), None, STEP)
+
+
+def test_a_prompt_whose_baseline_is_unknown_is_not_trained() -> None:
+    batch = scored_batch(Scorers(None, None, None, None))
+    batch.batch["reward_baselines"] = torch.tensor([0.0, 0.0, torch.nan, torch.nan])
+    leave_unscored_out(batch, None, STEP)
+    assert batch.batch["response_mask"].any(-1).tolist() == [True, True, False, False]
+    assert compute_advantage(batch, "remax").batch["advantages"].isfinite().all()

@@ -19,6 +19,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import reward
 from verl.trainer.ppo.reward import compute_reward
 from verl.utils.process_pool import IsolatedFunction
+from verl.utils.reward_score import LOWEST_SCORES, PREFIXES, SCORERS
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
 from verl.workers.rewards.loading import load_reward_manager, resolve_reward
@@ -710,3 +711,61 @@ def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):
         _, extras = compute_reward(data, lambda data, return_dict=False: both)
         assert extras == {"acc": [1, 0]}
     assert caplog.text.count("returns 'uid', a column of the trainer") == 1
+
+
+class ConnectTimeout(Exception):
+    """A class of the name that httpx gives it."""
+
+
+class HTTPStatusError(Exception):
+    """An error that holds the answer of a server."""
+
+    def __init__(self, status):
+        super().__init__(f"HTTP status {status}")
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectionRefusedError("no judge"), "unavailable"),
+        (ConnectTimeout("no judge"), "unavailable"),
+        (HTTPStatusError(503), "unavailable"),
+        (OSError(28, "No space left on device"), "unavailable"),
+        (HTTPStatusError(400), "raised"),
+        (TimeoutError("the program did not end"), "raised"),
+        (ValueError("no number"), "raised"),
+        (FileNotFoundError(2, "no such file"), "raised"),
+    ],
+)
+@pytest.mark.parametrize("name", ["naive", "batch", "dapo"])
+def test_what_no_response_can_cause_is_told_apart(tokenizer, batch, name, error, kind):
+    def score(data_source, solution_str, ground_truth, extra_info):
+        try:
+            raise error
+        except Exception as cause:
+            raise RuntimeError("the scorer gives up") from cause
+
+    scorer = plural(score) if name == "batch" else score
+    result = manager(name, tokenizer, scorer)(batch, return_dict=True)
+    assert result["reward_extra_info"]["reward_failure"] == [kind] * 3
+
+
+def test_a_failure_gets_the_lowest_score_that_the_scorer_states(tokenizer, batch):
+    """The built-in scorer of math_dapo states -1, a function its attribute; a written score wins."""
+
+    def raises(**sample):
+        raise ValueError("no number")
+
+    batch.non_tensor_batch["data_source"] = object_array(["openai/gsm8k", "math_dapo", "math_dapo"])
+    batch.non_tensor_batch["reward_model"] = object_array([{"ground_truth": None}] * 3)
+    built_in = manager("naive", tokenizer, None)
+    built_in._score = raises
+    assert built_in(batch).sum(-1).tolist() == [0, -1, -1]
+    own = manager("naive", tokenizer, raises)
+    assert own(batch).sum(-1).tolist() == [0, 0, 0]
+    raises.lowest_score = -0.5
+    assert own(batch).sum(-1).tolist() == [-0.5] * 3
+    own.limits = ScoringLimits(failure_score=0.25)
+    assert own(batch).sum(-1).tolist() == [0.25] * 3
+    assert set(LOWEST_SCORES) == set(SCORERS.values()) | set(PREFIXES.values())

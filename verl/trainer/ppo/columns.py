@@ -36,6 +36,7 @@ VETOED = "__vetoed__"
 Program = Callable[[Worker, DataProto], DataProto]
 _OPTIONS = "options"
 _OWN = "__own__"
+_CLEARED = "__cleared__"
 
 
 def stays_with_workers(batch: DataProto) -> bool:
@@ -165,6 +166,24 @@ def _log_prob_sums(worker: Worker, data: DataProto) -> DataProto:
         sums = mismatch.gap_sums_of_rows(tensors["old_log_probs"], tensors["rollout_log_probs"], mask)
         found |= {f"gap:{name}": value for name, value in sums.items()}
     return DataProto.from_dict(found)
+
+
+# ---- score
+
+
+def clear_response_mask(group: RayWorkerGroup, batch: DataProto, rows: Tensor) -> None:
+    """Make the response mask of rows (B,) bool zero, where it lies."""
+    part = batch.select()
+    tensors_of(part)[_CLEARED] = rows
+    found = run(group, _cleared_mask, part, ["response_mask", _CLEARED])
+    tensors_of(batch)["response_mask"] = tensors_of(found)["response_mask"]
+    sampled = batch.non_tensor_batch[SAMPLED]
+    batch.non_tensor_batch[SAMPLED] = np.where(rows.numpy(), 0, sampled)
+
+
+def _cleared_mask(worker: Worker, data: DataProto) -> DataProto:
+    tensors = tensors_of(data)
+    return DataProto.from_dict({"response_mask": tensors["response_mask"].masked_fill(tensors[_CLEARED][:, None], 0)})
 
 
 # ---- shape

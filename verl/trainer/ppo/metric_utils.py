@@ -64,6 +64,7 @@ def compute_data_metrics(
 
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """
+    reasons = _failures(batch)
     batch = without_dropped(batch)
     tensors = tensors_of(batch)
     info = _compute_response_info(batch)
@@ -99,7 +100,7 @@ def compute_data_metrics(
         metrics |= _summary("critic/values", values)
         metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
     columns = per_trajectory(batch).non_tensor_batch
-    metrics |= failure_metrics("reward", columns.get("reward_failure"))
+    metrics |= failure_metrics("reward", reasons)
     counted = {"__num_turns__": "num_turns", "tool_call_counts": "tool_call_counts"}
     for column, name in counted.items():
         counts = [float(count) for count in columns.get(column, ()) if count is not None]
@@ -119,6 +120,16 @@ def without_dropped(batch: DataProto) -> DataProto:
     if dropped is None or not dropped.any():
         return batch
     return batch.select_idxs(torch.from_numpy(~dropped.astype(bool)))
+
+
+def _failures(batch: DataProto) -> list[str | None] | None:
+    """Return why trajectories could not be scored, of those that have been made; None if nothing says it."""
+    columns = per_trajectory(batch).non_tensor_batch
+    if "reward_failure" not in columns:
+        return None
+    dropped = columns.get(DROPPED_COLUMN, [False] * len(columns["reward_failure"]))
+    pairs = zip(columns["reward_failure"], dropped, strict=True)
+    return [reason for reason, is_dropped in pairs if reason is not None or not is_dropped]
 
 
 def failure_metrics(name: str, reasons: Sequence[str | None] | np.ndarray | None) -> dict[str, float]:
@@ -293,31 +304,46 @@ def process_validation_metrics(
 
     For k responses: ``mean@k``, ``std@k`` and, for m of 2, 4, 8, ... and k, the mean and deviation over 1000 draws of
     m responses with replacement of the best (``best@m``), the worst (``worst@m``), and the value of the most frequent
-    ``pred`` (``maj@m``, if that variable exists). Variables that are not numbers are left out.
+    ``pred`` (``maj@m``, if that variable exists). A variable is left out of a data source where it is not a number in
+    all responses, and ``maj@m`` where no response has a ``pred``.
 
     Returns: data source -> variable -> metric -> value.
     """
-    numeric = {name: np.array(v, dtype=np.float64) for name, v in infos_dict.items() if len(v) and _is_numeric(v)}
-    answers = infos_dict.get("pred")
     rows_of: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row, key in enumerate(zip(data_sources, sample_uids, strict=True)):
         rows_of[key].append(row)
-    alike: dict[tuple[str, int], list[list[int]]] = defaultdict(list)  # prompts of a source with as many responses
+    prompts_of: dict[str, list[list[int]]] = defaultdict(list)
     for (source, _), rows in rows_of.items():
-        alike[source, len(rows)].append(rows)
+        prompts_of[source].append(rows)
+    return {source: _source_metrics(prompts, infos_dict, seed) for source, prompts in prompts_of.items()}
 
-    result: dict[str, dict[str, dict[str, float]]] = {source: {} for source, _ in alike}
-    values: dict[tuple[str, str, str], list[np.ndarray]] = defaultdict(list)  # of (source, variable, metric), by chunk
-    for (source, _), prompts in alike.items():
-        for at in range(0, len(prompts) if numeric else 0, _PROMPTS_AT_ONCE):
-            chunk = np.array(prompts[at : at + _PROMPTS_AT_ONCE])
-            codes = _codes([[answers[i] for i in row] for row in chunk]) if answers is not None else None
+
+def _source_metrics(
+    prompts: Sequence[Sequence[int]], infos_dict: Mapping[str, Sequence[Any]], seed: int
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of a data source by its rows, those of each prompt in a list: variable -> metric -> value."""
+    own = [row for rows in prompts for row in rows]
+    columns = {name: [values[row] for row in own] for name, values in infos_dict.items() if len(values)}
+    numeric = {name: np.array(v, dtype=np.float64) for name, v in columns.items() if _is_numeric(v)}
+    answers = columns.get("pred", [])
+    has_answers = any(answer is not None for answer in answers)
+    alike: dict[int, list[range]] = defaultdict(list)  # the places in ``own`` of prompts with as many responses
+    end = 0
+    for rows in prompts:
+        alike[len(rows)].append(range(end, end + len(rows)))
+        end += len(rows)
+    values: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)  # of (variable, metric), by chunk
+    for group in alike.values() if numeric else ():
+        for at in range(0, len(group), _PROMPTS_AT_ONCE):
+            chunk = np.array(group[at : at + _PROMPTS_AT_ONCE])
+            codes = _codes([[answers[i] for i in row] for row in chunk]) if has_answers else None
             computed = _prompt_metrics({name: v[chunk] for name, v in numeric.items()}, codes, seed)
             for name, metrics in computed.items():
                 for metric, value in metrics.items():
-                    values[source, name, metric].append(value)
-    for (source, name, metric), parts in values.items():
-        result[source].setdefault(name, {})[metric] = float(np.concatenate(parts).mean())
+                    values[name, metric].append(value)
+    result: dict[str, dict[str, float]] = {}
+    for (name, metric), parts in values.items():  # sorted, so that the order of the prompts does not change the sum
+        result.setdefault(name, {})[metric] = float(np.sort(np.concatenate(parts)).mean())
     return result
 
 

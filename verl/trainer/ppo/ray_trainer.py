@@ -38,7 +38,7 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics as process_
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.records import StepRecord, dump_generations, scored_columns, trace_batch
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
-from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn
+from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn, leave_unscored_out
 from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.trainer.ppo.segments import (
     SEGMENTS_COLUMN,
@@ -72,6 +72,7 @@ from verl.utils.profiler import marked_timer
 from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.vision.multi_modal import count_shared_bytes, replace_inputs, share
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL
+from verl.workers.rewards.scoring import FAILURE_COLUMN, UNAVAILABLE
 from verl.workers.roles.batching import NUM_TRAJECTORIES
 
 if TYPE_CHECKING:
@@ -716,9 +717,10 @@ class RayPPOTrainer:
             greedy = batch.repeat(repeat_times=1).union(self._generate_padded(requests))
             found: Metrics = {}
             scores, extras = self._new_reward().start(greedy, found).take(greedy, found)
-        found |= metric_utils.failure_metrics("reward", extras.get("reward_failure"))
+        found |= metric_utils.failure_metrics("reward", extras.get(FAILURE_COLUMN))
         metrics |= {f"greedy/{name}": value for name, value in found.items() if not name.startswith("perf/")}
-        return scores.sum(dim=-1)
+        unknown = torch.tensor([reason == UNAVAILABLE for reason in extras.get(FAILURE_COLUMN, [None] * len(greedy))])
+        return scores.sum(dim=-1).masked_fill(unknown, torch.nan)  # the responses of such a prompt are not trained
 
     def _loops_score(self, reward_fn: RewardFn | None) -> bool:
         """Whether agent loops score their trajectories: with a rule that judges each by itself."""
@@ -842,6 +844,7 @@ class RayPPOTrainer:
         self.state.extra_columns = list(extras)
         for name, values in extras.items():  # one axis: lists among the values stay lists
             batch.non_tensor_batch[name] = np.fromiter(values, dtype=object, count=len(values))
+        leave_unscored_out(batch, self.actor_rollout_wg, self.state.step)
 
     # ---- after the phases of a step
 
@@ -976,6 +979,7 @@ class RayPPOTrainer:
             self.tokenizer,
             self.state.step,
             with_reward_model=self.use_rm,
+            reward_fn_key=self.run_config.data.reward_fn_key,
         )
         if samples is None:
             return {}

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.experimental.agent_loop.rewards import OWN_COLUMNS, scores_one_by_one
+from verl.experimental.agent_loop.segments import EARLIER_COLUMN
 from verl.protocol import DataProto, DataProtoFuture, tensors_of
 from verl.protocol.lazy import (
     BLOCK_BYTES,
@@ -26,10 +27,12 @@ from verl.protocol.lazy import (
     register_with_ray,
 )
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo import columns
 from verl.trainer.ppo.metric_utils import without_dropped
 from verl.utils.metric import reduce_metrics
 from verl.utils.observe.activity import noted_scorer
 from verl.utils.process_pool import START_TIMEOUT_S
+from verl.utils.py_functional import object_array
 from verl.utils.ray_utils import without_nsight
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.utils.torch_functional import at_last_sampled, moved_to_sampled
@@ -37,7 +40,16 @@ from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_rewa
 from verl.workers.rewards.loading import load_reward_manager as load_reward_manager
 from verl.workers.rewards.loading import reward_kwargs as reward_kwargs
 from verl.workers.rewards.model_scores import for_reward_model
-from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError, ScoringLimits, describe_scorer, sampled_mask
+from verl.workers.rewards.scoring import (
+    FAILURE_COLUMN,
+    UNAVAILABLE,
+    RewardError,
+    ScoringLimits,
+    describe_failure_score,
+    describe_scorer,
+    failure_score_of,
+    sampled_mask,
+)
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 logger = logging.getLogger(__name__)
@@ -51,8 +63,11 @@ RewardFn = Callable[..., Any]
 """Scores a DataProto: returns scores (B, R), or with ``return_dict=True`` a dict with ``reward_tensor``."""
 
 
-def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
+def compute_reward(data: DataProto, reward_fn: RewardFn, validate: bool = False) -> Reward:
     """Score a batch; a function without the parameter ``return_dict`` gives no extras.
+
+    Responses that cannot be scored get the score of ``failure_score_of``. Where nothing states one, they get the
+    smaller of 0 and the lowest score of their data source in the batch; validation computes that from all batches.
 
     Rows without a trajectory are not shown to the function: their scores are zero, and their extras None. A score on a
     token that the policy did not sample moves to the last sampled one before it.
@@ -64,7 +79,9 @@ def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
     """
     kept = without_dropped(data)
     if kept is not data:
-        return _spread(compute_reward(kept, reward_fn), data.non_tensor_batch[DROPPED_COLUMN].astype(bool))
+        if not len(kept):
+            return torch.zeros(tensors_of(data)["responses"].shape), {}
+        return _spread(compute_reward(kept, reward_fn, validate), data.non_tensor_batch[DROPPED_COLUMN].astype(bool))
     limits = getattr(reward_fn, "limits", ScoringLimits())
     name = describe_scorer(getattr(reward_fn, "compute_score", None) or reward_fn)
     try:
@@ -79,8 +96,65 @@ def compute_reward(data: DataProto, reward_fn: RewardFn) -> Reward:
     for name in OWN_COLUMNS & extras.keys():
         _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
     extras = {name: values for name, values in extras.items() if name not in OWN_COLUMNS}
-    scores, extras = settled(data, scores, extras, limits)
-    return moved_to_sampled(scores, sampled_mask(data)), extras
+    scores, extras = settled(data, scores, extras, reward_fn)
+    scores = moved_to_sampled(scores, sampled_mask(data))
+    return scores if validate else _with_lowest(data, scores, extras, reward_fn), extras
+
+
+def _with_lowest(data: DataProto, scores: Tensor, extras: ExtraColumns, reward_fn: RewardFn) -> Tensor:
+    """Add the lowest score of their data source, if it is below 0, to failures whose score nothing states."""
+    reasons = extras.get(FAILURE_COLUMN, [])
+    if all(reason is None for reason in reasons):
+        return scores
+    sources = _sources(data, reward_fn)
+    lowest = dict.fromkeys(sources, 0.0)
+    for source, reason, value in zip(sources, reasons, scores.sum(-1).tolist(), strict=True):
+        if reason is None:
+            lowest[source] = min(lowest[source], value)
+    stated = {source: failure_score_of(reward_fn, source) is not None for source in lowest}
+    added = [
+        0.0 if reason is None or stated[source] else lowest[source]
+        for source, reason in zip(sources, reasons, strict=True)
+    ]
+    return scores + at_last_sampled(scores.new_tensor(added), sampled_mask(data))
+
+
+def _sources(data: DataProto, reward_fn: RewardFn) -> list[str]:
+    key = getattr(reward_fn, "reward_fn_key", "data_source")
+    return list(data.non_tensor_batch.get(key, ["unknown"] * len(data)))
+
+
+def leave_unscored_out(batch: DataProto, group: RayWorkerGroup, step: int) -> None:
+    """Take the responses out of their groups that were not scored for a reason which no response can cause.
+
+    Their rows stay, as those without a trajectory: their ``response_mask`` is 0. With ReMax that includes responses
+    whose baseline was not scored.
+
+    Raises: RewardError if no response is left.
+    """
+    found = batch.non_tensor_batch
+    rows = np.array([reason == UNAVAILABLE for reason in found.get(FAILURE_COLUMN, [None] * len(batch))])
+    tensors = tensors_of(batch)
+    if "reward_baselines" in tensors.keys():
+        unknown = tensors["reward_baselines"].isnan()
+        rows |= unknown.numpy()
+        tensors["reward_baselines"] = tensors["reward_baselines"].masked_fill(unknown, 0.0)
+    if not rows.any():
+        return
+    dropped = found.get(DROPPED_COLUMN, np.zeros(len(batch), dtype=bool)).astype(bool) | rows
+    if dropped.all():
+        raise RewardError(
+            f"step {step}: no response could be scored: a service that the scorer asks did not answer, or its process "
+            "lacks something; the log has the first failure"
+        )
+    found[DROPPED_COLUMN] = dropped
+    if EARLIER_COLUMN in found:
+        segments = zip(found[EARLIER_COLUMN], rows, strict=True)
+        found[EARLIER_COLUMN] = object_array([None if is_out else earlier for earlier, is_out in segments])
+    if columns.stays_with_workers(batch):
+        columns.clear_response_mask(group, batch, torch.from_numpy(rows))
+    else:
+        tensors["response_mask"] = tensors["response_mask"].masked_fill(torch.from_numpy(rows).unsqueeze(-1), 0)
 
 
 def _spread(reward: Reward, dropped: np.ndarray) -> Reward:
@@ -105,19 +179,20 @@ def _call(data: DataProto, reward_fn: RewardFn) -> Reward:
     return result, {}
 
 
-def settled(data: DataProto, scores: Tensor, extras: ExtraColumns, limits: ScoringLimits) -> Reward:
-    """Give the failure score to rows of (B, R) scores that hold NaN or an infinity, and count them as failures.
+def settled(data: DataProto, scores: Tensor, extras: ExtraColumns, reward_fn: RewardFn) -> Reward:
+    """Give the score of a failure to rows of (B, R) scores that hold NaN or an infinity, and count them as failures.
 
     Our reward managers do this for each scorer. Reward models and custom managers need it here: one such row would
     make all advantages of a whitened batch NaN.
 
-    Raises: RewardError when more rows fail than ``limits`` allow.
+    Raises: RewardError when more rows fail than ``reward_model.scoring`` allows.
     """
     bad = ~scores.isfinite().all(-1)
     if not bad.any():
         return scores, extras
+    limits: ScoringLimits = getattr(reward_fn, "limits", ScoringLimits())
     rows = bad.nonzero().flatten().tolist()
-    sources = data.non_tensor_batch.get("data_source", ["unknown"] * len(scores))
+    sources = _sources(data, reward_fn)
     text = (
         f"{len(rows)} of {len(scores)} responses have a score that is not a finite number, the first in row {rows[0]} "
         f"of the batch, data_source {sources[rows[0]]!r}"
@@ -125,9 +200,9 @@ def settled(data: DataProto, scores: Tensor, extras: ExtraColumns, limits: Scori
     if len(rows) / len(scores) > limits.max_failed_ratio:
         limit = f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}"
         raise RewardError(f"{text}: more than {limit}. Correct the reward, or raise this limit")
-    logger.warning("%s: they get reward_model.scoring.failure_score=%g", text, limits.failure_score)
-    failed = at_last_sampled(scores.new_full((len(scores),), limits.failure_score), sampled_mask(data))
-    scores = torch.where(bad.unsqueeze(-1), failed, scores)
+    logger.warning("%s: they get %s", text, describe_failure_score(limits))
+    values = scores.new_tensor([failure_score_of(reward_fn, source) or 0.0 for source in sources])
+    scores = torch.where(bad.unsqueeze(-1), at_last_sampled(values, sampled_mask(data)), scores)
     kinds = list(extras.get(FAILURE_COLUMN, [None] * len(scores)))
     return scores, extras | {FAILURE_COLUMN: [kinds[i] or ("invalid" if bad[i] else None) for i in range(len(scores))]}
 
@@ -205,16 +280,16 @@ class ScoresByReference:
         Raises: GetTimeoutError after ``timeout_s``.
         """
         heads = ray.get([refs[0] for refs in self._refs], timeout=timeout_s)
-        columns: list[Tensor] = []
+        parts: list[Tensor] = []
         extras: ExtraColumns = {}
         for (places, row_shape, dtype, found), (_, *blocks) in zip(heads, self._refs, strict=True):
             known = tuple(blocks[number] for number in places.blocks)
-            columns.append(LazyTensor(_SCORES, replace(places, blocks=known), row_shape, dtype))
-            before = sum(len(column) for column in columns[:-1])
+            parts.append(LazyTensor(_SCORES, replace(places, blocks=known), row_shape, dtype))
+            before = sum(len(part) for part in parts[:-1])
             for name in {*extras, *found}:
                 values = extras.get(name, [None] * before)
-                extras[name] = values + list(found.get(name, [None] * len(columns[-1])))
-        return torch.cat(columns) if len(columns) > 1 else columns[0], extras
+                extras[name] = values + list(found.get(name, [None] * len(parts[-1])))
+        return torch.cat(parts) if len(parts) > 1 else parts[0], extras
 
     def cancel(self) -> None:
         """End the tasks."""

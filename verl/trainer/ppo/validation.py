@@ -1,12 +1,15 @@
 """Validation: generate, score and summarise the whole validation set with the current weights."""
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from numbers import Number
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +20,13 @@ from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_me
 from verl.trainer.ppo.records import earlier_texts, ground_truths, trace_batch
 from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
-from verl.workers.rewards.scoring import FAILURE_COLUMN
+from verl.workers.rewards.scoring import FAILURE_COLUMN, failure_score_of, sampled_mask
+from verl.workers.rollout.base import DROPPED_COLUMN
+
+_warn_once = cache(logging.getLogger(__name__).warning)
+
+MISSING = "missing"
+"""Kind of the failure of a sample that an agent loop gave up, or in which the policy has sampled no token."""
 
 
 @dataclass
@@ -35,8 +44,16 @@ class ValidationSamples:
     earlier: list[list[dict[str, str]] | None] = field(default_factory=list)
     extras: ExtraColumns = field(default_factory=lambda: defaultdict(list))
 
+    failure_scores: dict[str, float] = field(default_factory=dict)
+    """Data source -> score of a failure, where the configuration or the scorer states it."""
+
     def add(
-        self, batch: DataProto, scores: Sequence[float], extras: ExtraColumns, tokenizer: PreTrainedTokenizerBase
+        self,
+        batch: DataProto,
+        scores: Sequence[float],
+        extras: ExtraColumns,
+        tokenizer: PreTrainedTokenizerBase,
+        reward_fn_key: str = "data_source",
     ) -> None:
         """Add the responses of a batch with their scores and the extras of the reward function."""
         tensors = tensors_of(batch)
@@ -46,13 +63,39 @@ class ValidationSamples:
         self.truths += ground_truths(batch)
         self.scores += scores
         self.uids += list(batch.non_tensor_batch["uid"])
-        self.sources += list(batch.non_tensor_batch.get("data_source", ["unknown"] * len(scores)))
+        self.sources += list(batch.non_tensor_batch.get(reward_fn_key, ["unknown"] * len(scores)))
         self.extras["reward"] += scores
-        add_extras(self.extras, dict(extras), num_before, len(scores))
-        if "__num_turns__" in batch.non_tensor_batch:
-            self.turns += [int(turns) for turns in batch.non_tensor_batch["__num_turns__"]]
+        add_extras(self.extras, extras, num_before, len(scores))
+        counts = without_dropped(batch).non_tensor_batch.get("__num_turns__", ())
+        self.turns += [int(turns) for turns in counts]
         self.conversations += conversations(batch, tokenizer) or [None] * len(scores)
         self.earlier += earlier_texts(batch, tokenizer) or [None] * len(scores)
+
+    def rows_by_source(self) -> dict[str, list[int]]:
+        """Return the rows of each data source."""
+        rows: dict[str, list[int]] = {}
+        for row, source in enumerate(self.sources):
+            rows.setdefault(source, []).append(row)
+        return rows
+
+    def settle_failures(self) -> None:
+        """Write the score of a failure to responses that are missing or could not be scored.
+
+        It is the stated one, else the smaller of 0 and the lowest score of the data source in this validation.
+        """
+        reasons = self.extras.get(FAILURE_COLUMN)
+        if reasons is None:
+            return
+        for source, rows in self.rows_by_source().items():
+            stated = self.failure_scores.get(source)
+            for values in (self.scores, self.extras["reward"], self.extras.get("score", [])):
+                given = [values[row] for row in rows if values and reasons[row] is None]
+                lowest = min([0.0, *(value for value in given if isinstance(value, Number))])
+                for row in rows if values else ():
+                    if stated is None and reasons[row] is not None:
+                        values[row] = lowest
+                    elif reasons[row] == MISSING:
+                        values[row] = stated
 
     @property
     def shown(self) -> list[str]:
@@ -87,37 +130,80 @@ def collect_samples(
     tokenizer: PreTrainedTokenizerBase,
     step: int,
     with_reward_model: bool = False,
+    reward_fn_key: str = "data_source",
 ) -> ValidationSamples | None:
     """Generate and score the responses to the whole validation set.
 
     Args:
         generate: returns the responses to a batch of prompts, given the number of prompts before it.
-        with_reward_model: whether the run has a reward model.
-    Returns: None if a reward model is to judge the rows (``reward_model.style: model``): they have no ground truth.
+        with_reward_model: whether the run has a reward model. Rows that it is to judge (``reward_model.style: model``)
+            have no ground truth, and are left out.
+        reward_fn_key: column of the data source.
+    Returns: None if no row is left.
     Raises: ValueError when there is no validation reward function.
     """
     samples = ValidationSamples()
     num_prompts = 0
+    has_uids = False
     for rows in loader:
         prompts = DataProto.from_single_dict(rows)
-        if with_reward_model and judged_by_model(prompts):
-            return None
-        batch = without_dropped(generate(prompts, num_prompts))
+        if with_reward_model:
+            prompts = judged_by_rule(prompts)
+        if not len(prompts):
+            continue
+        has_uids = "uid" in prompts.non_tensor_batch
+        batch = generate(prompts, num_prompts)
         num_prompts += len(prompts)
         if reward_fn is None:
             raise ValueError("validation needs a reward function: val_reward_fn of the trainer is None")
-        token_scores, extras = compute_reward(batch, reward_fn)
+        missing = mark_missing(batch)
+        token_scores, extras = compute_reward(batch, reward_fn, validate=True)
+        if missing.any():
+            reasons = extras.get(FAILURE_COLUMN, [None] * len(batch))
+            extras[FAILURE_COLUMN] = [MISSING if gone else r for gone, r in zip(missing, reasons, strict=True)]
         scores = token_scores.sum(-1)
         if "rm_scores" not in tensors_of(batch).keys():  # of agent loops, which have traced each turn
-            trace_batch(batch, scores, step, tokenizer, validate=True)
-        samples.add(batch, scores.tolist(), extras, tokenizer)
+            trace_batch(without_dropped(batch), scores[~torch.from_numpy(missing)], step, tokenizer, validate=True)
+        samples.add(batch, scores.tolist(), extras, tokenizer, reward_fn_key)
+    if not num_prompts:
+        return None
+    assert reward_fn is not None
+    for source in samples.rows_by_source():
+        stated = failure_score_of(reward_fn, source)
+        if stated is not None:
+            samples.failure_scores[source] = stated
+    samples.settle_failures()
+    if has_uids:
+        _tell_of_merged_prompts(num_prompts, len(set(zip(samples.sources, samples.uids, strict=True))))
     return samples
 
 
-def judged_by_model(batch: DataProto) -> bool:
-    """Whether the rows ask for a reward model rather than a rule."""
-    rows = batch.non_tensor_batch.get("reward_model")
-    return rows is not None and len(rows) > 0 and rows[0].get("style") == "model"
+def judged_by_rule(batch: DataProto) -> DataProto:
+    """Return the rows that ask for a rule, and not for a reward model (``reward_model.style: model``)."""
+    judges = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+    rows = [row for row, judge in enumerate(judges) if not isinstance(judge, Mapping) or judge.get("style") != "model"]
+    return batch if len(rows) == len(batch) else batch.select_idxs(rows)
+
+
+def mark_missing(batch: DataProto) -> np.ndarray:
+    """Mark the rows without a sampled token as those without a trajectory: they fail, and no scorer sees them.
+
+    Returns: which rows those are, (B,) bool.
+    """
+    missing: np.ndarray = ~sampled_mask(batch).bool().any(-1).cpu().numpy()
+    if missing.any():
+        batch.non_tensor_batch[DROPPED_COLUMN] = missing
+    return missing
+
+
+def _tell_of_merged_prompts(before: int, after: int) -> None:
+    if after < before:
+        _warn_once(
+            "the column 'uid' of data.val_files makes %d prompts of the %d validation prompts: rows of a data source "
+            "with one uid count as samples of one prompt. Rename the column to keep them apart",
+            after,
+            before,
+        )
 
 
 def repeat_prompts(
@@ -133,61 +219,88 @@ def repeat_prompts(
 def add_extras(known: ExtraColumns, extras: ExtraColumns, before: int, count: int) -> None:
     """Append the extras of ``count`` responses to those of the ``before`` responses that came earlier.
 
-    If the scorers failed for all of either, their extras are unknown there: None.
+    An extra that some of them lack is None there.
+
+    Raises: ValueError for an extra of another number of responses.
     """
-    extras.pop("reward", None)
-    all_failed = _has_failed_only(extras.get(FAILURE_COLUMN, ()), count)
-    all_failed_before = _has_failed_only(known.get(FAILURE_COLUMN, ()), before)
-    for name in [*extras, *(name for name in known if name not in extras and name != "reward")]:
-        if name not in known and all_failed_before:
-            known[name] += [None] * before
-        known[name] += list(extras.get(name, [None] * count if all_failed else []))
-
-
-def _has_failed_only(reasons: Sequence[str | None], count: int) -> bool:
-    return len(reasons) == count and None not in reasons
-
-
-def _without_gaps(extras: ExtraColumns) -> ExtraColumns:
-    """Count unknown extras of responses that could not be scored as 0, if the other responses have numbers."""
-    reasons = extras.get(FAILURE_COLUMN)
-    if reasons is None:
-        return extras
-    filled = {}
     for name, values in extras.items():
-        is_number = all(isinstance(v, Number | np.bool_) for v, r in zip(values, reasons, strict=True) if r is None)
-        missing = 0.0 if is_number and name != FAILURE_COLUMN else None
-        filled[name] = [missing if v is None and r else v for v, r in zip(values, reasons, strict=True)]
-    return filled
+        if len(values) != count:
+            raise ValueError(
+                f"the reward function returned {name!r} for {len(values)} of {count} validation samples: return it for "
+                "every sample of a batch, as None where it says nothing"
+            )
+    for name in dict.fromkeys([*known, *extras]):
+        if name == "reward":
+            continue
+        if name not in known:
+            known[name] = [None] * before
+        known[name] += list(extras.get(name, [None] * count))
 
 
 def summarise(samples: ValidationSamples) -> dict[str, float]:
     """Return the metrics: ``val-core`` for the headline of a data source, ``val-aux`` for all others.
 
-    Raises: ValueError when the reward function returned an extra for only some of the samples.
+    Each is a function of the responses to the prompts of its data source. A response that is missing or could not be
+    scored is a failure: its reward is that of ``settle_failures``, and its other numbers are 0.
+
+    Raises: ValueError when an extra is not there for each sample.
     """
     count = len(samples.scores)
     for name, extra in samples.extras.items():
         if len(extra) != count:
-            raise ValueError(
-                f"the reward function returned {name!r} for {len(extra)} of {count} validation samples: return it "
-                "for every sample of every data_source"
-            )
-    by_source = process_validation_metrics(samples.sources, samples.uids, _without_gaps(samples.extras))
-    metrics: dict[str, float] = failure_metrics("val-aux/reward", samples.extras.get(FAILURE_COLUMN))
-    for source, variables in by_source.items():
-        headline = "acc" if "acc" in variables else "reward"
+            raise ValueError(f"{name!r} is there for {len(extra)} of {count} validation samples")
+    samples.settle_failures()
+    reasons = samples.extras.get(FAILURE_COLUMN)
+    metrics: dict[str, float] = failure_metrics("val-aux/reward", reasons)
+    for source, rows in samples.rows_by_source().items():
+        failed = [reasons is not None and reasons[row] is not None for row in rows]
+        metrics |= failure_metrics(
+            f"val-aux/{source}/reward", None if reasons is None else [reasons[row] for row in rows]
+        )
+        columns = _columns_of(
+            source, {name: [values[row] for row in rows] for name, values in samples.extras.items()}, failed
+        )
+        variables = process_validation_metrics([source] * len(rows), [samples.uids[row] for row in rows], columns)[
+            source
+        ]
+        headlines = {"acc"} if "acc" in variables else {"reward"}
+        if all(failed):  # nobody knows which one its scorer has
+            headlines |= {"reward"}
         for variable, values in variables.items():
             largest = max(_sample_count(name) for name in values)
             for name, value in values.items():
                 is_largest = name.startswith(("mean", "maj", "best")) and _sample_count(name) == largest
-                section = "val-core" if variable == headline and is_largest else "val-aux"
+                section = "val-core" if variable in headlines and is_largest else "val-aux"
                 metrics[f"{section}/{source}/{variable}/{name}"] = value
     if samples.turns:
         turns = np.array(samples.turns)
         figures = {"min": turns.min(), "max": turns.max(), "mean": turns.mean()}
         metrics |= {f"val-aux/num_turns/{name}": float(value) for name, value in figures.items()}
     return metrics
+
+
+def _columns_of(source: str, extras: ExtraColumns, failed: Sequence[bool]) -> ExtraColumns:
+    """Return the columns of a data source, of which its scorer has returned each for at least one response.
+
+    Numbers are 0 where a response has failed, or where the scorer left them out. ``acc`` is 0 too if all have failed.
+    """
+    columns: ExtraColumns = {"reward": extras["reward"]}
+    for name, values in extras.items():
+        said = [value for value, is_failure in zip(values, failed, strict=True) if not is_failure and value is not None]
+        if name in ("reward", FAILURE_COLUMN) or not said:
+            continue
+        is_number = all(isinstance(value, Number | np.bool_) for value in said)
+        if is_number and len(said) < failed.count(False):
+            _warn_once("data_source %r: the scorer leaves out %r in some responses, it counts as 0 there", source, name)
+        missing = 0.0 if is_number else None
+        keeps = name == "score"  # the score before a penalty, which failures have too
+        columns[name] = [
+            missing if value is None or (is_failure and not keeps) else value
+            for value, is_failure in zip(values, failed, strict=True)
+        ]
+    if all(failed):
+        columns["acc"] = [0.0] * len(failed)
+    return columns
 
 
 def _sample_count(metric: str) -> int:

@@ -37,6 +37,16 @@ SCORERS: dict[str, str] = {source: module for module, sources in _MODULES.items(
 PREFIXES = {"aime": "math_dapo"}
 """Prefix of data sources -> module."""
 CODE_MODULE = "prime_code"
+LOWEST_SCORES = {
+    "gsm8k": 0.0,
+    "math_reward": 0.0,
+    "math_dapo": -1.0,
+    "prime_math": 0.0,
+    CODE_MODULE: 0.0,
+    "geo3k": 0.0,
+    "search_r1_like_qa_em": 0.0,
+}
+"""Module -> the lowest score that it gives, which a response gets that cannot be scored."""
 
 GroundTruth = str | int | float | Sequence[str] | Mapping[str, Any]
 """The correct answer, the accepted answers, or test cases."""
@@ -85,6 +95,12 @@ def scorer_module(data_source: str) -> str | None:
     if data_source in SCORERS:
         return SCORERS[data_source]
     return next((module for prefix, module in PREFIXES.items() if data_source.startswith(prefix)), None)
+
+
+def lowest_score(data_source: str) -> float | None:
+    """Return the lowest score that the built-in scorer of a data source gives; None if there is no such scorer."""
+    module = scorer_module(data_source)
+    return None if module is None else LOWEST_SCORES[module]
 
 
 def data_source_problem(data_source: str, runs_code_here: bool = True) -> str | None:

@@ -47,7 +47,7 @@ class CustomRewardFunctionConfig(BaseConfig):
 class ScoringConfig(BaseConfig):
     """The score of a response that cannot be scored, and how long scoring may take."""
 
-    failure_score: float = setting(0.0, "score of a response whose scorer fails")
+    failure_score: float | None = setting(None, "score of a response whose scorer fails; null: the lowest")
     timeout_s: float = setting(300, "seconds to score one response", above=0, at_most=MOST_SECONDS)
     batch_timeout_s: float = setting(1800, "seconds to score all responses of a step", above=0, at_most=MOST_SECONDS)
     max_failed_ratio: float = setting(1.0, "share of a batch that may fail", at_least=0, at_most=1)
@@ -55,7 +55,7 @@ class ScoringConfig(BaseConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield an infinite score."""
-        if not math.isfinite(self.failure_score):
+        if self.failure_score is not None and not math.isfinite(self.failure_score):
             yield Violation("failure_score", self.failure_score, "must be a finite number")
 
 

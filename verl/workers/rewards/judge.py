@@ -18,7 +18,7 @@ from verl.utils.import_utils import load_extern_type
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.time_limit import TimeLimitExceeded, call_within, error_text
 from verl.workers.rewards.chat_rendering import Message, raw_prompts, response_texts
-from verl.workers.rewards.scoring import RawScore, RewardError
+from verl.workers.rewards.scoring import RawScore, RewardError, describe_failure_score
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RewardModelConfig
@@ -34,7 +34,8 @@ class Judge:
     """Score responses: ``preprocess`` writes the question, ``rollout`` the answer, ``postprocess`` reads the score.
 
     If a function raises or returns no finite number, the response gets ``failure_score`` and counts as a failure; the
-    first failure is logged.
+    first failure is logged. Where no score of failures is written it gets NaN, for which the trainer puts the lowest
+    score of its data source in the batch.
 
     Args: ``source`` is the policy's tokenizer, ``ends`` are the tokens at which its responses end.
     """
@@ -49,7 +50,8 @@ class Judge:
         node = self.config.data_processor_config
         self.preprocess: Callable[..., str | list[Message]] = load_extern_type(node.path, node.preprocess_fn_name)
         self.postprocess: Callable[[str], RawScore] = load_extern_type(node.path, node.postprocess_fn_name)
-        self.failure_score = self.config.scoring.failure_score
+        written = self.config.scoring.failure_score
+        self.failure_score = math.nan if written is None else written
         self.tokenizer: PreTrainedTokenizerBase = self.model_config.tokenizer
         self._has_shown_a_failure = False
         self._last_failure = ""
@@ -148,4 +150,5 @@ class Judge:
             "%s of reward_model.data_processor_config failed for row %d, which gets %s; further failures are only "
             "counted (reward_model/failed_ratio). The text: %r"
         )
-        logger.log(level, message, function, row, self.failure_score, text[:_SHOWN_CHARS], exc_info=error)
+        given = describe_failure_score(self.config.scoring)
+        logger.log(level, message, function, row, given, text[:_SHOWN_CHARS], exc_info=error)

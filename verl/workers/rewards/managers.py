@@ -151,6 +151,10 @@ class AbstractRewardManager:
             scores = score(samples)
         except ProcessStartError as error:
             raise RewardError(f"the process of the scorer {scorer} cannot start: {error}") from error
+        if self.limits.failure_score is None:
+            for sample, each in zip(samples, scores, strict=True):
+                if each.failure is not None:
+                    each.value = scoring.failure_score_of(self, sample.data_source) or 0.0
         in_full = not self._has_shown_a_failure
         self._has_shown_a_failure |= scoring.report_failures(samples, scores, self.limits, in_full, scorer)
         return samples, scores
@@ -338,7 +342,7 @@ class BatchRewardManager(AbstractRewardManager):
             trace = traceback.format_exc()
             return [scoring.timed_out(sample, self.limits, of_batch=True, trace=trace) for sample in samples]
         except UserCodeFailed as error:
-            kind = "raised"
+            kind = scoring.kind_of(error.is_unavailable)
             text = f"the scorer {error}"
             if isinstance(error.__cause__, RewardError):
                 kind = "invalid"

@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import WrongInput, one_line
 from verl.utils.process_pool import DeadlineExceeded, IsolatedFunction, Outcome, ScorerFailed
-from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
+from verl.utils.reward_score import default_compute_score, lowest_score
+from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, error_text
+from verl.utils.unavailable import is_unavailable
 from verl.workers.config.reward_model import ScoringConfig
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ SHOWN_RESPONSE_CHARS = 1000
 MOST_CHARS = 600
 """Of the first failure, in the error that ends the run; the log has the whole text."""
 _PLAIN = frozenset({float, int, bool, str, type(None)})
+RAISED, UNAVAILABLE = "raised", "unavailable"
+"""Kinds of failures: the scorer raised, and among that it lacked a service or something of this machine, which no
+response can cause."""
 FAILURE_COLUMN = "reward_failure"
 """Extra with the kind of the failure of each response, None if the scorer gave a score."""
 
@@ -78,7 +83,7 @@ class Failure:
     """Why a response could not be scored."""
 
     kind: str
-    """``raised``, ``timed out`` or ``invalid``."""
+    """``raised``, ``timed out``, ``invalid`` or ``unavailable``."""
     text: str
     trace: str = ""
 
@@ -187,11 +192,18 @@ def settle(call: Callable[[], RawScore], sample: Sample, limits: ScoringLimits, 
     except UserCodeFailed as error:
         if isinstance(error.__cause__, RewardError):
             return _invalid(error.__cause__, limits)
-        return failed(sample, "raised", f"the scorer {error}", limits, error.trace)
+        return failed(sample, kind_of(error.is_unavailable), f"the scorer {error}", limits, error.trace)
+
+
+def kind_of(is_unavailable: bool) -> str:
+    """Return the kind of the failure of a scorer that raised."""
+    return UNAVAILABLE if is_unavailable else RAISED
 
 
 def settled(result: RawScore, sample: Sample, limits: ScoringLimits) -> Score:
-    """Read the score out of the result of a scorer, as ``settle``."""
+    """Read the score out of the result of a scorer, as ``settle``; an exception as result says why there is none."""
+    if isinstance(result, Exception) and is_unavailable(result):
+        return failed(sample, UNAVAILABLE, f"the scorer returned {error_text(result)}", limits)
     if not _is_plain(result):
         return settle(lambda: result, sample, limits, limits.timeout_s)
     try:
@@ -207,13 +219,14 @@ def _is_plain(result: RawScore) -> bool:
 
 
 def _invalid(error: RewardError, limits: ScoringLimits) -> Score:
-    return Score(limits.failure_score, {}, Failure("invalid", str(error)))
+    return Score(limits.failure_score or 0.0, {}, Failure("invalid", str(error)))
 
 
 def of_outcome(outcome: Outcome, sample: Sample, limits: ScoringLimits) -> Score:
     """Return the score of a call in a process."""
     if isinstance(outcome, ScorerFailed):
-        return failed(sample, "raised", f"the scorer {outcome.error}", limits, outcome.trace)
+        text = f"the scorer {outcome.error}"
+        return failed(sample, kind_of(outcome.is_unavailable), text, limits, outcome.trace)
     if isinstance(outcome, DeadlineExceeded):
         return timed_out(sample, limits, outcome.of_batch)
     return settled(outcome, sample, limits)
@@ -221,7 +234,7 @@ def of_outcome(outcome: Outcome, sample: Sample, limits: ScoringLimits) -> Score
 
 def failed(sample: Sample, kind: str, text: str, limits: ScoringLimits, trace: str = "") -> Score:
     """Return the score of a response that could not be scored."""
-    return Score(limits.failure_score, {}, Failure(kind, f"{sample.describe()}: {text}", trace))
+    return Score(limits.failure_score or 0.0, {}, Failure(kind, f"{sample.describe()}: {text}", trace))
 
 
 def timed_out(sample: Sample, limits: ScoringLimits, of_batch: bool, trace: str = "") -> Score:
@@ -251,7 +264,7 @@ def report_failures(
     too_many = len(failures) / len(samples) > limits.max_failed_ratio
     counts = ", ".join(f"{count} {kind}" for kind, count in Counter(each.kind for _, each in failures).items())
     share = f"{len(failures)} of {len(samples)} responses could not be scored"
-    logger.warning("%s (%s) and get reward_model.scoring.failure_score=%g", share, counts, limits.failure_score)
+    logger.warning("%s (%s) and get %s", share, counts, describe_failure_score(limits))
     if in_full or too_many:
         level = logging.ERROR if too_many else logging.WARNING  # with too many the run ends
         response = _short(sample.response, SHOWN_RESPONSE_CHARS)
@@ -266,10 +279,42 @@ def report_failures(
     return True
 
 
+def failure_score_of(reward_fn: Any, data_source: str) -> float | None:
+    """Return the score of a response that a reward function cannot score: the written one, else the lowest that its
+    scorer states; None if neither is there.
+
+    A function states it in its attribute ``lowest_score``, the built-in scorers in ``LOWEST_SCORES``.
+    """
+    limits: ScoringLimits = getattr(reward_fn, "limits", ScoringLimits())
+    return stated_failure_score(limits, getattr(reward_fn, "compute_score", None) or reward_fn, data_source)
+
+
+def stated_failure_score(limits: ScoringLimits, scorer: RawScorer, data_source: str) -> float | None:
+    """Return the same for a scorer."""
+    if limits.failure_score is not None:
+        return limits.failure_score
+    inner = _inner(scorer)
+    if inner is default_compute_score:
+        return lowest_score(data_source)
+    stated = getattr(inner, "lowest_score", None)
+    return None if stated is None else float(stated)
+
+
+def describe_failure_score(limits: ScoringLimits) -> str:
+    """Name the score of failures in a message."""
+    if limits.failure_score is None:
+        return "the lowest score of their data source (reward_model.scoring.failure_score=null)"
+    return f"reward_model.scoring.failure_score={limits.failure_score:g}"
+
+
+def _inner(scorer: Any) -> Any:
+    inner = scorer.local if isinstance(scorer, IsolatedFunction) else scorer
+    return inner.func if isinstance(inner, functools.partial) else inner
+
+
 def describe_scorer(scorer: RawScorer) -> str:
     """Return the name of a scorer, with its file."""
-    inner = scorer.local if isinstance(scorer, IsolatedFunction) else scorer
-    inner = inner.func if isinstance(inner, functools.partial) else inner
+    inner = _inner(scorer)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     code = getattr(inner if inspect.isfunction(inner) else type(inner).__call__, "__code__", None)
     return f"{name} of {code.co_filename}" if code else name
