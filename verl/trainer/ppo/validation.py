@@ -88,10 +88,11 @@ class ValidationSamples:
             return
         for source, rows in self.rows_by_source().items():
             stated = self.failure_scores.get(source)
-            for values in (self.scores, self.extras["reward"], self.extras.get("score", [])):
-                given = [values[row] for row in rows if values and reasons[row] is None]
-                lowest = min([0.0, *(value for value in given if isinstance(value, Number))])
-                for row in rows if values else ():
+            columns: list[list[Any]] = [self.scores, self.extras["reward"], self.extras.get("score", [])]
+            for values in filter(None, columns):
+                given = [values[row] for row in rows if reasons[row] is None and values[row] is not None]
+                lowest = min([0.0, *given])
+                for row in rows:
                     if stated is None and reasons[row] is not None:
                         values[row] = lowest
                     elif reasons[row] == MISSING:
