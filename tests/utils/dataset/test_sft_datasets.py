@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl.utils.chat import ChatFormat
+from verl.utils.chat import ChatFormat, written_turn
 from verl.utils.dataset import RMDataset, SFTDataset
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
 from verl.utils.dataset.files import DataError
+from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset
 
 CHATML = (
@@ -22,6 +23,12 @@ FORGETFUL = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
     "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('>>')[-1] }}"
     "{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# ends a turn with the header of the next one, as GLM does; the model samples that header
+HEADERS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}({{ call['function']['name'] }}){% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 # has no system role: its text stands before the first question
@@ -96,6 +103,52 @@ def test_templates(tokenizer, parquet, caplog, template, row, expected):
     assert ("the single turns are used" in caplog.text) == (template is FORGETFUL)
     if template is MERGED:
         assert tokenizer.decode(item["input_ids"][:4]) == "<|user|>sq<|end|>"
+
+
+def test_the_last_turn_has_the_end_that_a_rollout_has(tokenizer, parquet, caplog):
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    talk = say(("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b"))
+    called = say(("user", "q"), ("assistant", ""))
+    called["messages"][1]["tool_calls"] = calls
+    named = dict.fromkeys(("tool_calls",))
+    talk["messages"] = [message | named for message in talk["messages"]]
+    called["messages"][0] |= named
+    rows = build(tokenizer, parquet([talk, called]), HEADERS, pad_mode="no_padding")
+    assert learnt(tokenizer, rows[0]) == ["a<|user|>", "b<|user|>"]
+    assert learnt(tokenizer, rows[1]) == ["(f)<|tool|>"]
+    chat = ChatFormat(rows.tokenizer)
+    for row, messages in zip(rows, (talk["messages"], called["messages"]), strict=False):
+        end = written_turn(chat, messages)
+        assert row["input_ids"][-len(end) :].tolist() == end
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_a_row_that_is_cut_gets_no_end(tokenizer, parquet, truncation):
+    path = parquet([say(("user", "0123"), ("assistant", "4567"))])
+    ids = tokenizer.encode("<|user|>0123<|assistant|>4567")
+    for length in (8, 9):
+        row = build(tokenizer, path, HEADERS, pad_mode="no_padding", max_length=length, truncation=truncation)[0]
+        assert row["input_ids"].tolist() == truncate(ids, length, truncation)
+
+
+def test_a_format_without_an_end_is_told_once(tokenizer, parquet, caplog):
+    bare = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    bare = bare.replace("assistant: ", "{% if add_generation_prompt %}assistant: {% endif %}")
+    rows = build(tokenizer, parquet([say(("user", "q"), ("assistant", "a"))] * 2), bare)
+    assert learnt(tokenizer, rows[1]) == learnt(tokenizer, rows[0]) == ["a\n"]
+    assert caplog.text.count("trains no end") == 1 and "row 1, column 'messages'" in caplog.text
+
+
+def test_pairs_end_as_their_format_does(tokenizer, parquet):
+    path = parquet([{"prompt": "q", "response": "a", "chosen": "b", "rejected": "c"}])
+    for template, end in ((None, "<|end|>"), (HEADERS, "<|user|>")):
+        own = copy.copy(tokenizer)
+        own.chat_template = template or tokenizer.chat_template
+        row = SFTDataset(path, own, {"prompt_key": "prompt", "response_key": "response", "max_length": 16})[0]
+        assert own.decode(row["input_ids"][row["attention_mask"].bool()]).endswith(f"a{end}")
+        pair = RMDataset(path, own, max_length=8)[0]
+        assert own.decode(pair["input_ids"][0][pair["attention_mask"][0].bool()]) == f"qb{end}"
 
 
 def test_tools_and_thinking_reach_the_template(tokenizer, parquet):
@@ -218,7 +271,7 @@ FINISHED = CHATML.replace("{% if add", "{% if not add_generation_prompt %}<|endo
 @pytest.mark.parametrize(
     ("template", "turns", "whole", "expected"),
     [
-        (OPEN, "qara", "<|user|>q<|end|><|assistant|>a<|end|><|user|>r<|end|><|assistant|>a", ["a<|end|>", "a"]),
+        (OPEN, "qara", "<|user|>q<|end|><|assistant|>a<|end|><|user|>r<|end|><|assistant|>a<|end|>", ["a<|end|>"] * 2),
         (
             STRICT,
             ("q", "x>>y", "r", "z"),
@@ -235,7 +288,7 @@ FINISHED = CHATML.replace("{% if add", "{% if not add_generation_prompt %}<|endo
     ],
 )
 def test_turns_are_those_of_a_rollout(tokenizer, parquet, template, turns, whole, expected):
-    """The end of a turn is learnt wherever the template writes it; what a rollout would not have is not there."""
+    """The end of a turn is learnt wherever the format has one; what a rollout would not have is not there."""
     row = say(*((("user", "assistant")[at % 2], text) for at, text in enumerate(turns)))
     item = build(tokenizer, parquet([row]), template, pad_mode="no_padding", max_length=512)[0]
     assert tokenizer.decode(item["input_ids"]) == whole

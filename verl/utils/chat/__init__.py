@@ -8,5 +8,6 @@ from verl.utils.chat.compare import Difference as Difference
 from verl.utils.chat.compare import SanityCheckMode as SanityCheckMode
 from verl.utils.chat.compare import whole_differences as whole_differences
 from verl.utils.chat.pieces import Piece as Piece
+from verl.utils.chat.pieces import header_that_ends_turns as header_that_ends_turns
 from verl.utils.chat.pieces import pieces as pieces
 from verl.utils.chat.pieces import written_turn as written_turn

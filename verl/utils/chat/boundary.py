@@ -46,6 +46,10 @@ class SpecialTokens:
         match = self._pattern.match(text)
         return match.end() if match else 0
 
+    def is_last_of(self, text: str) -> bool:
+        """Return whether a text ends with a special token, apart from blanks."""
+        return any(stop == len(text.rstrip()) for _, stop in self.spans(text)[-1:])
+
     def boundary(self, last: str, followed: str) -> Boundary | None:
         """Return the boundary at the end of a turn; None if no special token marks it.
 

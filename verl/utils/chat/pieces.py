@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from verl.utils.chat.boundary import ChatFormatError
+from verl.utils.chat.boundary import Boundary, ChatFormatError
 from verl.utils.chat.chat_format import ChatFormat
 from verl.utils.chat.messages import Message, plain
 
@@ -18,6 +18,8 @@ class Piece:
         start, stop: its messages are those from ``start`` to ``stop``; a generation prompt has none.
         said: whether it is what the assistant says, to the end of its turn and the separator after it.
         before: the text from the last special token before it on, which its tokens may depend on.
+        added_end: the end of the last turn where the template writes it only with the next turn; ``text`` has it too.
+            None if no end was found.
     """
 
     text: str
@@ -25,6 +27,7 @@ class Piece:
     stop: int
     said: bool
     before: str = ""
+    added_end: str | None = ""
 
 
 def pieces(chat: ChatFormat, messages: Sequence[Message], split: bool = False) -> list[Piece]:
@@ -48,7 +51,8 @@ def pieces(chat: ChatFormat, messages: Sequence[Message], split: bool = False) -
         if surplus:
             found[-1] = Piece(found[-1].text[:-surplus], found[-1].start, found[-1].stop, said=False)
         if at + 1 == len(conversation):
-            found.append(Piece(alone[start:], at, at + 1, said=True))
+            end = _missing_end(chat, history, alone[start:])
+            found.append(Piece(alone[start:] + (end or ""), at, at + 1, said=True, added_end=end))
             break
         boundary = chat.boundary(history, added, generation_prompt=following < len(conversation), needs_end=False)
         end = boundary.last[: chat.special.start_length(boundary.last)] or boundary.end
@@ -67,16 +71,45 @@ def written_turn(chat: ChatFormat, messages: Sequence[Message]) -> list[int]:
     history = plain(messages)
     text = chat.render(history)
     start, _ = _turn_start(chat, history, text)
+    boundary = _boundary(chat, history)
+    end = boundary.last[: chat.special.start_length(boundary.last)] or boundary.end
+    spans = chat.special.spans(text[:start])
+    before = text[spans[-1][0] : start] if spans else text[:start]
+    return chat.encode_after(before, text.removesuffix(boundary.last)[start:] + end)
+
+
+def header_that_ends_turns(chat: ChatFormat) -> str | None:
+    """Return the token that ends an answer in formats whose turns end where the next one starts; None in others.
+
+    It is the header of the user's turn, and the model samples it to end its own.
+    """
+    try:
+        boundary = _boundary(chat, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}])
+    except ChatFormatError:
+        return None
+    return None if chat.special.start_length(boundary.last) else boundary.end
+
+
+def _boundary(chat: ChatFormat, history: Sequence[Message]) -> Boundary:
+    """Return the boundary after the last message, an assistant's turn, as its answer would come."""
     calls = history[-1].get("tool_calls", ())  # some templates end a turn of calls otherwise
     answers = [
         {"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id"), "content": "a"}
         for call in calls
     ]
-    boundary = chat.boundary(history, answers or [{"role": "user", "content": "a"}])
-    end = boundary.last[: chat.special.start_length(boundary.last)] or boundary.end
-    spans = chat.special.spans(text[:start])
-    before = text[spans[-1][0] : start] if spans else text[:start]
-    return chat.encode_after(before, text.removesuffix(boundary.last)[start:] + end)
+    return chat.boundary(history, answers or [{"role": "user", "content": "a"}])
+
+
+def _missing_end(chat: ChatFormat, history: Sequence[Message], turn: str) -> str | None:
+    """Return the end of the last turn if the template writes it only with the next one; None if it has no end."""
+    eos = chat.special.eos_token
+    if eos and turn.rstrip().endswith(eos):
+        return ""
+    try:
+        boundary = _boundary(chat, history)
+    except ChatFormatError:
+        return "" if chat.special.is_last_of(turn) else None
+    return "" if chat.special.start_length(boundary.last) else boundary.end
 
 
 def _given(chat: ChatFormat, messages: Sequence[Message], start: int, stop: int, text: str, split: bool) -> list[Piece]:
@@ -134,7 +167,7 @@ def _anchored(chat: ChatFormat, found: Sequence[Piece]) -> list[Piece]:
     before = ""
     for piece in found:
         if piece.text:
-            result.append(Piece(piece.text, piece.start, piece.stop, piece.said, before))
+            result.append(replace(piece, before=before))
         before += piece.text
         spans = chat.special.spans(before)
         before = before[spans[-1][0] :] if spans else before

@@ -2,7 +2,9 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.base_config import WrongInput
-from verl.utils.chat import ChatFormat, ChatFormatError, pieces
+from verl.utils.chat import ChatFormat, ChatFormatError, header_that_ends_turns, pieces
 from verl.utils.chat.messages import plain
 from verl.utils.chat_template import render_chat
 from verl.utils.dataset import files
@@ -45,6 +47,12 @@ def cut_sequence(values: list[int], max_length: int, truncation: str, where: str
             "left, right or middle"
         )
     return truncate(values, max_length, truncation)
+
+
+def end_of_response(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] = {}) -> str:
+    """Return the token that ends a response: ``eos_token``, or the header of the next turn where headers end turns."""
+    header = header_that_ends_turns(ChatFormat(tokenizer, options=options)) if tokenizer.chat_template else None
+    return str(tokenizer.eos_token) if header is None else header
 
 
 def pad_right(input_ids: Tensor, loss_mask: Tensor, length: int, pad_token_id: int) -> dict[str, Tensor]:
@@ -101,8 +109,8 @@ class SFTDataset(Dataset):
     """Single-turn rows: one text column for the prompt and one for the response.
 
     An item holds ``input_ids, attention_mask, position_ids, loss_mask``, each (max_length,), right-padded.
-    ``loss_mask`` marks the positions that predict the response and its end: from the last prompt token to the second
-    to last response token.
+    ``loss_mask`` marks the positions that predict the response and its end (see ``end_of_response``): from the last
+    prompt token to the second to last response token.
 
     Raises: DataError naming file, row and column.
     """
@@ -113,6 +121,7 @@ class SFTDataset(Dataset):
         self.max_length = settings.max_length
         self.truncation = files.checked_truncation(settings)
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
+        self._end = end_of_response(tokenizer, self.apply_chat_template_kwargs)
         self.data_files = files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm)
         self.prompts: list[str] = []
         self.responses: list[str] = []
@@ -134,7 +143,7 @@ class SFTDataset(Dataset):
         options = {"add_generation_prompt": True, "tokenize": False, **self.apply_chat_template_kwargs}
         prompt = render_chat(self.tokenizer, [message], options)
         prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        response = self.responses[item] + self.tokenizer.eos_token
+        response = self.responses[item] + self._end
         response_ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
         mask = [0] * (len(prompt_ids) - 1) + [1] * len(response_ids) + [0]
         path, row = self._places[item]
@@ -171,6 +180,7 @@ class RMDataset(Dataset):
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.add_eos = add_eos
+        self._end_id = tokenizer.convert_tokens_to_ids(end_of_response(tokenizer))
         self.rows: list[tuple[str, str, str]] = []
         for path in files.localize(files.as_file_list(parquet_files), cache_dir):
             for check in ColumnCheck.over(path, files.read_parquet(path)):
@@ -188,7 +198,7 @@ class RMDataset(Dataset):
     def _encode(self, text: str) -> dict[str, Tensor]:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if self.add_eos:
-            ids = [*ids, self.tokenizer.eos_token_id]
+            ids = [*ids, self._end_id]
         kept = torch.tensor(ids[: self.max_length], dtype=torch.long)
         return pad_right(kept, torch.ones_like(kept), self.max_length, int(self.tokenizer.pad_token_id))
 
@@ -204,7 +214,8 @@ class MultiTurnSFTDataset(Dataset):
     assistant messages after their generation prompt and 0 elsewhere; a message's own ``loss_mask`` (0 or 1) overrides.
 
     Tokens are those of a rollout of the same conversation (``verl.utils.chat``): each assistant's turn as the chat
-    template writes it when it is the last one, with its thought, and earlier turns stay as they are.
+    template writes it when it is the last one, with its thought, and earlier turns stay as they are. Where the
+    template ends a turn only with the next one, as that of GLM does, the last turn has the end that a rollout has.
 
     With the ``processor`` of a vision-language model, messages may show the images and videos of columns ``images`` and
     ``videos``, as prompts do; items then have ``position_ids`` (4, max_length) and ``multi_modal_inputs``.
@@ -237,6 +248,7 @@ class MultiTurnSFTDataset(Dataset):
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self.tokenizer = tokenizer
         self._warned = False
+        self._warned_of_end = False
         self._read(files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm))
 
     def _read(self, paths: list[str]) -> None:
@@ -280,7 +292,8 @@ class MultiTurnSFTDataset(Dataset):
         ids: list[int] = []
         mask: list[int] = []
         split = any(message.get("loss_mask") and message["role"] != "assistant" for message in messages)
-        for piece in pieces(chat, messages, split):
+        written = pieces(chat, messages, split)
+        for piece in written:
             held = messages[piece.start : piece.stop]
             if not piece.said and any(isinstance(message.get("content"), list) for message in held):
                 tokens = encoder.encode(piece.text, held)
@@ -289,16 +302,32 @@ class MultiTurnSFTDataset(Dataset):
             own = held[0].get("loss_mask") if held and (split or piece.said) else None
             ids += tokens
             mask += [int(piece.said if own is None else own)] * len(tokens)
+        end = written[-1].added_end
+        self._compare(chat, encoder, messages, ids, end, where)
+        # A row that is cut anyway stays without an end that its template does not write.
+        count = len(ids) - bool(end and len(ids) > self.max_length + 1)
+        return ids[:count], mask[:count]
+
+    def _compare(
+        self, chat: ChatFormat, encoder: TurnEncoder, messages: list[Row], ids: list[int], end: str | None, where: str
+    ) -> None:
+        """Warn of the first row whose last turn has no end, and of the first that the template writes otherwise."""
+        if end is None and not self._warned_of_end:
+            self._warned_of_end = True
+            logger.warning(
+                "%s: the chat template of %s ends an assistant's turn with no special token, so the last turn of a row "
+                "trains no end, and the model may not learn to stop. Further rows are not reported",
+                *(where, self.tokenizer.name_or_path or "the tokenizer"),
+            )
         if encoder.outputs or self._warned:
-            return ids, mask
-        if ids != chat.encode(chat.render(plain(messages))):
+            return
+        if ids != chat.encode(chat.render(plain(messages)) + (end or "")):
             self._warned = True
             logger.warning(
                 "%s: the tokens of the single turns differ from those of the whole conversation, because the chat "
                 "template renders earlier turns differently; the single turns are used. Further rows are not reported",
                 where,
             )
-        return ids, mask
 
     def _item(self, ids: list[int], mask: list[int]) -> dict[str, Tensor]:
         input_ids = torch.tensor(ids, dtype=torch.long)
