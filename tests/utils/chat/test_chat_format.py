@@ -169,3 +169,24 @@ def test_images_in_any_turn() -> None:
     whole += said + chat.after_turn(history, [shown], stopped=False, images=images).token_ids
     text = chat.render([*history, shown], True)
     assert whole == processor(text=[text], images=images)["input_ids"][0]
+
+
+def test_the_header_that_answers_need_is_written_after_another_end() -> None:
+    """In formats such as GLM a model ends its turn by a header. It may sample that of another role."""
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokenizer = byte_tokenizer(template, ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|tool|>"])
+    chat, talk = ChatFormat(tokenizer), say("a", "b", "c")
+
+    def follows(end: str, stopped: bool = True) -> str:
+        last = tokenizer.convert_tokens_to_ids(end)
+        return appended(chat, talk[:2], talk[2:], stopped=stopped, last_token=last)
+
+    assert follows("<|user|>") == "c<|assistant|>" == appended(chat, talk[:2], talk[2:], stopped=True)
+    assert follows("<|tool|>") == follows("<|endoftext|>") == "<|user|>c<|assistant|>" == follows("b", stopped=False)
+
+
+def test_an_end_of_the_models_own_stays(qwen: PreTrainedTokenizerFast) -> None:
+    chat, talk = ChatFormat(qwen), say("a", "b", "c")
+    other = qwen.convert_tokens_to_ids("<|endoftext|>")
+    assert appended(chat, talk[:2], talk[2:], stopped=True, last_token=other).startswith("\n<|im_start|>user\nc")

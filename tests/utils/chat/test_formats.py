@@ -8,10 +8,12 @@ import pytest
 
 from tests.utils.chat.conversations import TOOLS, Outcome, compare, conversation, text
 from tests.utils.chat.formats import FORMATS, REFUSED, Format, is_installed, make_tokenizer, refused
-from verl.utils.chat import Appended, ChatFormat, ChatFormatError
+from verl.utils.chat import Appended, ChatFormat, ChatFormatError, pieces, written_turn
 
 PAGE = Path(__file__).parents[3] / "docs/advance/chat_formats.md"
 FEW, MANY = 3, 200
+ENDS_WITH_THE_NEXT_TURN = ("glm4", "glm4_5", "template_chatml.jinja")
+"""Formats whose templates write the end of a turn only where another turn follows."""
 
 
 def outcome(form: Format, count: int, thoughts: bool) -> Outcome:
@@ -53,6 +55,21 @@ def test_200_conversations_of_each_format_give_the_table_of_the_page() -> None:
     assert len(rows) >= 20
     page = PAGE.read_text(encoding="utf-8")
     assert [row for row in rows if row not in page] == []
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_the_last_turn_of_a_supervised_row_ends_as_in_a_rollout(form: Format) -> None:
+    if not is_installed(form):
+        pytest.skip("the package of this format is not installed")
+    chat = ChatFormat(make_tokenizer(form), options=form.options, tools=TOOLS if form.tools else ())
+    for seed in range(FEW):
+        talk = conversation(random.Random(seed), form, bool(form.thinking), form.tools)
+        for at in (at for at, message in enumerate(talk) if message["role"] == "assistant"):
+            last, turn = pieces(chat, talk[: at + 1])[-1], written_turn(chat, talk[: at + 1])
+            assert chat.encode_after(last.before, last.text)[: len(turn)] == turn
+            ends = form.call_ends or form.ends if talk[at].get("tool_calls") else form.ends
+            assert chat.decode(turn[-1:]).strip() in ends
+            assert bool(last.added_end) == (form.name in ENDS_WITH_THE_NEXT_TURN)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -408,8 +408,12 @@ class ToolAgentLoop(AgentLoopBase):
     ) -> State:
         """Append messages and the next generation prompt; end the trajectory if nothing more would fit."""
         chat, trajectory = self.parts.chat, talk.trajectory
-        stopped = bool(trajectory.response_ids) and trajectory.response_ids[-1] in self.parts.end_tokens
-        options: dict[str, Any] = {"stopped": stopped, "keep_history": not self.settings.use_inference_chat_template}
+        last = trajectory.response_ids[-1] if trajectory.response_ids else None
+        options: dict[str, Any] = {
+            "stopped": last in self.parts.end_tokens,
+            "last_token": last,
+            "keep_history": not self.settings.use_inference_chat_template,
+        }
         grown = chat.after_turn(talk.messages, messages, **options)
         if isinstance(grown, Restarted):
             media = self.parts.media.joined(trajectory.multi_modal_data, shown)

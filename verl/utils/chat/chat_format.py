@@ -94,6 +94,7 @@ class ChatFormat:
         generation_prompt: bool = True,
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
+        last_token: int | None = None,
     ) -> Appended | Restarted:
         """Return the tokens after a sampled turn: the rest of its end, the added messages, the generation prompt.
 
@@ -108,6 +109,8 @@ class ChatFormat:
             generation_prompt: end the tokens with one; a ``Restarted`` prompt always does.
             images: those of all messages; only needed where the processor is to expand placeholders.
             videos: likewise, each as (frames, metadata).
+            last_token: the last sampled token. A model may end a turn with another token than the template; the one
+                that it sampled stays, and headers that the template needs are written after it.
 
         Raises: ChatFormatError when the template rejects the messages, or marks no end of the turn.
         """
@@ -124,7 +127,9 @@ class ChatFormat:
             list(media)[len(media) - count :] for media, count in zip((images, videos), shown, strict=True)
         )
         ids = self.encode(boundary.end + boundary.after, last_images, last_videos)
-        return Appended(ids[1:] if stopped else ids)
+        is_header = self.special.start_length(boundary.last) == 0  # of the next turn: this one has no end of its own
+        is_sampled = stopped and not (is_header and last_token is not None and last_token != ids[0])
+        return Appended(ids[1:] if is_sampled else ids)
 
     def is_ended(self, token_ids: Sequence[int]) -> bool:
         """Return whether the tokens of a turn end with a special token, as those of a turn that the model ended do."""

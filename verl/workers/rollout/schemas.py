@@ -367,7 +367,11 @@ class AsyncRolloutRequest(BaseModel):
             engine_ids: list[int] = []
             seen = []
             if new or generation_prompt:
-                options: dict[str, Any] = {"stopped": self._stopped, "generation_prompt": generation_prompt}
+                options: dict[str, Any] = {
+                    "stopped": self._stopped,
+                    "last_token": self._engine_ids[self._ends[1] - 1],
+                    "generation_prompt": generation_prompt,
+                }
                 engine_ids = _appended(chat.after_turn(standing, new, **options))
                 seen = _appended(chat.after_turn(standing, new, **options, **shown)) if self._encoded else engine_ids
             end, engine_end = self._ends

@@ -8,14 +8,17 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.endpoint.loop import NoTurnError
+from verl.experimental.agent_loop.endpoint.stops import Rest, cut_at_stop
 from verl.experimental.agent_loop.segments import last_segment
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
-from verl.workers.rollout.server import ServerError
+from verl.workers.rollout.server import ServerError, TokenOutput
 
-from .agents import SAMPLING, Agent, ThreadAgent, build, ids
+from .agents import SAMPLING, TOKENIZER, Agent, ThreadAgent, build, ids
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -209,6 +212,76 @@ def test_completions_continue_their_text_and_their_tokens() -> None:
     assert output.response_ids == [*ids("xy, cdx"), 5, *ids("xyz")]
     assert output.response_mask == [1, 1, 0, 0, 0, 0, 1, 0, 1, 1, 1]
     assert output.turns[-1].versions == [(3, 3)] and output.turns[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("written", ["", "</s>", "</s>\n", "</s>\n\n", "<b>"])
+def test_a_stop_text_is_read_once(written: str) -> None:
+    """Answers lack it, so agents add it; the model has sampled it. The last token may hold more than the stop text."""
+    tail = "</s>\n"
+
+    async def agent(base_url: str, api_key: str) -> None:
+        async with client(base_url, api_key) as model:
+            text = "ab"
+            for _ in range(3):
+                said = await model.completions.create(model="any", prompt=text, stop=["</s>\n", "</s>"])
+                assert said.choices[0].text == "x<"
+                text += f"x<{written}cd"
+
+    output, _ = run(lambda prompt: f"x<{tail}more", agent, response_length=90)
+    # The byte tokenizer samples the stop text "</s>" whole before its line break.
+    added = written.removeprefix("</s>") + "cd"
+    parts = [("x<</s>", 1), (added, 0), ("x<</s>", 1), (added, 0), ("x<</s>", 1)]
+    assert output.extra_fields["segments"] == 1
+    assert output.response_ids == [token for text, _ in parts for token in ids(text)]
+    assert output.response_mask == [mask for text, mask in parts for _ in ids(text)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.text("ab", max_size=9), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3), st.text("ab", max_size=4)
+)
+def test_the_tokens_hold_a_text_and_its_rest(said: str, stops: list[str], later: str) -> None:
+    output = TokenOutput(ids(said), None, "stop", [(0, len(said))])
+    cut, text, rest = cut_at_stop(TOKENIZER, output, stops)
+    assert TOKENIZER.decode(cut.token_ids) == text + rest.text and said.startswith(text + rest.text)
+    found = [stop for stop in stops if stop in said]
+    assert not any(stop in text for stop in stops) and (rest.text[: rest.size] in found or not found)
+    assert rest.taken_from(rest.text + later) == later  # an agent that adds the rest
+    if not (later and rest.text and later.startswith(rest.text[: rest.size])):
+        assert rest.taken_from(later) == later  # an agent that does not
+
+
+def test_what_the_last_token_adds_to_a_stop_text_stays_sampled() -> None:
+    rest = Rest("</s>\n\n", len("</s>"))
+    cases = {"</s>": "", "</s>\nx": "x", "</s>\n\nx": "x", "</s>x": "x", "<s>": "<s>", "": "", "\n": "\n"}
+    assert {later: rest.taken_from(later) for later in cases} == cases
+
+
+def test_an_agent_that_writes_the_chat_itself_has_one_end_per_turn() -> None:
+    async def agent(base_url: str, api_key: str) -> None:
+        async with client(base_url, api_key) as model:
+            text = "<|user|>a<|end|><|assistant|>"
+            for _ in range(2):
+                said = await model.completions.create(model="any", prompt=text)
+                text += f"{said.choices[0].text}<|end|><|user|>b<|end|><|assistant|>"
+
+    output, _ = run(lambda prompt: "yes", agent)
+    assert output.extra_fields["segments"] == 1
+    assert output.response_ids == ids("yes<|end|><|user|>b<|end|><|assistant|>yes<|end|>")
+
+
+def test_a_chat_may_show_the_stop_text_of_an_answer() -> None:
+    async def agent(base_url: str, api_key: str) -> None:
+        async with client(base_url, api_key) as model:
+            messages: list[Any] = [user("a")]
+            for written in ("", "</s>", ""):
+                said = await model.chat.completions.create(model="any", messages=messages, stop="</s>")
+                assert said.choices[0].message.content == "yes"
+                messages += [{"role": "assistant", "content": f"yes{written}"}, user("b")]
+
+    output, _ = run(lambda prompt: "yes</s> and", agent)
+    assert output.extra_fields["segments"] == 1
+    assert output.response_ids == ids("yes</s>" + "<|end|><|user|>b<|end|><|assistant|>yes</s>" * 2)
 
 
 def test_the_agent_of_the_page() -> None:

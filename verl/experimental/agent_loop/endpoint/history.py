@@ -17,6 +17,7 @@ from verl.experimental.agent_loop.endpoint.requests import (
     RequestError,
     parse_arguments,
 )
+from verl.experimental.agent_loop.endpoint.stops import Rest
 from verl.utils.chat import Appended, ChatFormat
 from verl.workers.rollout.server import TokenOutput
 
@@ -29,7 +30,7 @@ class Answer:
     """What the model answered to a request.
 
     Attributes: ``prompt_ids`` are all tokens that it saw; ``text`` is its text, without ``calls``; ``place`` is the
-        number of its segment, and of its turn there.
+        number of its segment, and of its turn there; ``rest`` is what its tokens hold after the text.
     """
 
     prompt_ids: list[int]
@@ -38,6 +39,7 @@ class Answer:
     finish_reason: str
     place: tuple[int, int] = (0, 0)
     calls: list["FunctionCall"] = field(default_factory=list)
+    rest: Rest = Rest()
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -66,11 +68,12 @@ class Answer:
 
 @dataclass
 class ChatHistory:
-    """A conversation: all messages, the last being the assistant's."""
+    """A conversation: all messages, the last being the assistant's; ``rests`` are those of answers, by their place."""
 
     format: ChatFormat
     tools: list[dict[str, Any]]
     messages: list[Message] = field(default_factory=list)
+    rests: dict[int, Rest] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -90,31 +93,37 @@ class ChatHistory:
         return len(request.messages) == size and request.tools == self.tools and self._begins(request.messages, size)
 
     def _begins(self, messages: Sequence[Message], count: int) -> bool:
-        return all(_same(kept, came) for kept, came in zip(self.messages[:count], messages[:count], strict=True))
+        pairs = zip(self.messages[:count], messages[:count], strict=True)
+        return all(_same(kept, came, self.rests.get(at, Rest())) for at, (kept, came) in enumerate(pairs))
 
     def record(self, request: ChatRequest, answer: Answer) -> None:
         """Keep a request and its answer."""
         self.messages = [*self.messages, *request.messages[len(self.messages) :], answer.message()]
+        self.rests[len(self.messages) - 1] = answer.rest
 
     def added(self, messages: Sequence[Message], last: int, keep_history: bool) -> list[int] | None:
         """Return the tokens of new messages, after the token ``last``.
 
         None if the template now shows earlier turns differently, and these are not kept.
         """
+        stopped = self.rests[len(self.messages) - 1].ends_turn
         with refused_templates():
-            written = self.format.after_turn(self.messages, messages, stopped=False, keep_history=keep_history)
+            written = self.format.after_turn(
+                self.messages, messages, stopped=stopped, last_token=last, keep_history=keep_history
+            )
         if not isinstance(written, Appended):
             return None
         ids = written.token_ids
-        return ids[1:] if ids[:1] == [last] else ids  # the end of the turn, unless the model has sampled it
+        return ids[1:] if not stopped and ids[:1] == [last] else ids  # a stop text may be the end of the turn
 
 
 @dataclass
 class TextHistory:
-    """A text that completions continue: all of it, if they are texts, and its tokens."""
+    """A text that completions continue: all of it, if they are texts, and its tokens, which may have a rest."""
 
     text: str | None = None
     token_ids: list[int] = field(default_factory=list)
+    rest: Rest = Rest()
 
     @property
     def length(self) -> int:
@@ -122,10 +131,14 @@ class TextHistory:
         return len(self.token_ids)
 
     def later(self, request: CompletionRequest) -> str | list[int] | None:
-        """Return what a request adds; None if it does not continue this text."""
+        """Return what a request adds to the tokens; None if it does not continue this text.
+
+        A client that adds the stop text, which answers lack, adds nothing: the model has sampled it.
+        """
         prompt = request.prompt
         if isinstance(prompt, str):
-            return prompt[len(self.text) :] if self.text is not None and prompt.startswith(self.text) else None
+            is_continued = self.text is not None and prompt.startswith(self.text)
+            return self.rest.taken_from(prompt[len(self.text or "") :]) if is_continued else None
         size = len(self.token_ids)
         return prompt[size:] if prompt[:size] == self.token_ids else None
 
@@ -137,6 +150,7 @@ class TextHistory:
         """Keep a request and its answer."""
         self.text = f"{request.prompt}{answer.text}" if isinstance(request.prompt, str) else None
         self.token_ids = [*answer.prompt_ids, *answer.output.token_ids]
+        self.rest = answer.rest
 
 
 @contextmanager
@@ -150,16 +164,18 @@ def refused_templates() -> Iterator[None]:
         ) from error
 
 
-def _same(kept: Message, came: Message) -> bool:
+def _same(kept: Message, came: Message, rest: Rest) -> bool:
     """Whether two messages are the same.
 
-    Clients leave out empty fields, strip the text of the assistant, and write the arguments of calls anew.
+    Clients leave out empty fields, strip the text of the assistant, write the arguments of calls anew, and add the stop
+    text that an answer lacks.
     """
     if kept["role"] != came["role"]:
         return False
     if kept["role"] != "assistant":
         return kept == came
-    return kept["content"].strip() == came["content"].strip() and _functions(kept) == _functions(came)
+    forms = {(kept["content"] + rest.text[:size]).strip() for size in (0, rest.size, len(rest.text))}
+    return came["content"].strip() in forms and _functions(kept) == _functions(came)
 
 
 def _functions(message: Message) -> list[dict[str, Any]]:

@@ -289,7 +289,7 @@ class Session:
         params["max_tokens"] = min(room, options.max_tokens or room)
         started = time.perf_counter()
         output = await self._generate(segment, prompt_ids, params)
-        output, text = cut_at_stop(self.policy.tokenizer, output, options.stop)
+        output, text, rest = cut_at_stop(self.policy.tokenizer, output, options.stop)
         finish = str(output.finish_reason)
         kept, calls = text, []
         if tools:
@@ -298,7 +298,7 @@ class Session:
             text, calls, finish = kept, calls[: self.policy.most_calls], "tool_calls"
         else:
             calls = []
-        answer = Answer(prompt_ids, output, text, finish, (segment.number, len(segment.answers)), calls)
+        answer = Answer(prompt_ids, output, text, finish, (segment.number, len(segment.answers)), calls, rest)
         if added.token_ids:
             trajectory.add(added.role, added.token_ids, added.seconds, added.calls, added.text)
         wanted = output if self._sampling.get("logprobs") else replace(output, log_probs=None)

@@ -1,20 +1,42 @@
 """Stop texts, found in what was sampled."""
 
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from verl.workers.rollout.server import TokenOutput
+from verl.workers.rollout.server import FULL, TokenOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True)
+class Rest:
+    """What the tokens of an answer hold after its text: the stop text, or what ends the turn.
+
+    Attributes:
+        text: it, with what the last token adds to a stop text.
+        size: how much of it a client writes that adds it to the answer: the stop text.
+        ends_turn: whether it is a token by which the model has ended its turn.
+    """
+
+    text: str = ""
+    size: int = 0
+    ends_turn: bool = False
+
+    def taken_from(self, later: str) -> str:
+        """Return a text that follows the answer without this, if it begins with it: the tokens have it already."""
+        shared = len(os.path.commonprefix([self.text, later]))
+        return later[shared:] if shared >= self.size else later
+
+
 def cut_at_stop(
     tokenizer: "PreTrainedTokenizerBase", output: TokenOutput, stops: Sequence[str]
-) -> tuple[TokenOutput, str]:
-    """Return an output up to the token that completes a stop text, and its text before that.
+) -> tuple[TokenOutput, str, Rest]:
+    """Return an output up to the token that completes a stop text, its text before that, and the rest.
 
     The engine needs no tokenizer for this, and the tokens stay those that were sampled.
     """
@@ -24,11 +46,19 @@ def cut_at_stop(
         return str(tokenizer.decode(ids[:count], skip_special_tokens=True))
 
     text = decoded(len(ids))
-    places = [text.find(stop) for stop in stops if stop in text]
-    if not places:
-        return output, text
+    if not any(stop in text for stop in stops):
+        return output, text, _end_of_turn(tokenizer, output)
     size = bisect_left(range(len(ids)), True, key=lambda count: any(stop in decoded(count) for stop in stops))
-    return first_tokens(output, size), text[: min(places)]
+    text = decoded(size)
+    place, length = min((text.find(stop), len(stop)) for stop in stops if stop in text)
+    return first_tokens(output, size), text[:place], Rest(text[place:], length)
+
+
+def _end_of_turn(tokenizer: "PreTrainedTokenizerBase", output: TokenOutput) -> Rest:
+    special = set(tokenizer.all_special_ids)
+    last = [*takewhile(special.__contains__, reversed(output.token_ids))][::-1]
+    text = str(tokenizer.decode(last, skip_special_tokens=False))
+    return Rest(text, len(text), bool(last) and output.finish_reason != FULL)
 
 
 def first_tokens(output: TokenOutput, size: int) -> TokenOutput:
