@@ -1,6 +1,7 @@
 """The worker of the implicit process reward model, which learns from outcomes and scores tokens."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.engine import BaseEngine
-from verl.workers.engine.passes import gather_rows, response_mask_of
+from verl.workers.engine.passes import PassSpec, gather_rows, response_mask_of, temperature_of
 from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import per_rank_mini_batch, training_spec
 
@@ -66,7 +67,7 @@ class PRIMERewardModelWorker(EngineWorker):
         metrics: dict[str, Any] = {}
         reference = self._reference(data, metrics)
         with self.accounted(metrics, "reward_model_infer", data), self.engine.eval_mode():
-            log_probs = self.engine.infer_batch(data, self.spec)["log_probs"]
+            log_probs = self.engine.infer_batch(data, self._spec(data))["log_probs"]
         return self._scored(data, log_probs - reference, reference, metrics)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
@@ -84,8 +85,17 @@ class PRIMERewardModelWorker(EngineWorker):
         log_ratio = torch.zeros_like(reference)
         model = self.config.model
         loss = partial(reward_model_loss, model.loss_type, model.beta_train, log_ratio)
-        metrics |= self.update("reward_model", data, self.trained, loss, self.spec)
+        metrics |= self.update("reward_model", data, self.trained, loss, self._spec(data))
         return self._scored(data, log_ratio, reference, metrics)
+
+    def _spec(self, data: DataProto) -> PassSpec:
+        """Return the options of a pass, with the temperature of the reference: that of the policy, or 1.
+
+        Raises: ValueError if the policy is the reference, and its log-probabilities come without their temperature.
+        """
+        if self.ref_engine is None:
+            return replace(self.spec, temperature=temperature_of(data))
+        return self.spec
 
     def _reference(self, data: DataProto, metrics: dict[str, Any]) -> Tensor:
         """Return the log-probabilities (B, R) of the reference, zero outside the response mask."""

@@ -72,6 +72,8 @@ union_numpy_dict = union_two_dict
 
 OLD_LOG_PROBS_VERSION = "old_log_probs_version"
 """``meta_info`` key: the version of the weights that computed ``old_log_probs``."""
+TEMPERATURE = "temperature"
+"""What ``meta_info`` says of the log-probabilities of a batch: by what their logits were divided."""
 OF_ONE_CALL = frozenset({"metrics", "timing", OLD_LOG_PROBS_VERSION})
 """Keys of ``meta_info`` that describe a call of the workers and not its rows."""
 
@@ -733,6 +735,11 @@ def _merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _united_meta_info(earlier: MetaInfo, later: MetaInfo) -> MetaInfo:
     """Merge the meta_info of two batches of the same rows, see ``DataProto.union``."""
     lasting = {key: value for key, value in later.items() if key not in OF_ONE_CALL}
+    if earlier.get(TEMPERATURE, later.get(TEMPERATURE)) != later.get(TEMPERATURE, earlier.get(TEMPERATURE)):
+        raise ConflictError(
+            f"meta_info[{TEMPERATURE!r}]: log-probabilities of the batch are at {earlier[TEMPERATURE]}, those to add "
+            f"at {later[TEMPERATURE]}: compute all at that of the rollout (actor_rollout_ref.rollout.temperature)"
+        )
     united = union_two_dict(dict(earlier), lasting)
     for key in OF_ONE_CALL & later.keys():
         known = united.get(key)

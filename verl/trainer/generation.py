@@ -54,9 +54,18 @@ class Generation:
         for check in ColumnCheck.over(self.path, self.table):
             check.messages(key, "data.prompt_key")
         rows = [row[key] for row in written_rows(self.table.select([key]))]
+        self._give_notices()
         self.prompts = [self._tokens(row, messages) for row, messages in enumerate(rows)]
         self._cut_prompts()
         self.done = _Done(self.output.with_name(f".{self.output.name}.part.jsonl"), self._fingerprint())
+
+    def _give_notices(self) -> None:
+        """Warn of keys that change no response here."""
+        rollout, samples = self.rollout, self.config.data.n_samples
+        idle = [f"rollout.n={rollout.n} (data.n_samples={samples} counts)"] if rollout.n not in (1, samples) else []
+        idle += ["rollout.calculate_log_probs=true (the output holds texts)"] if rollout.calculate_log_probs else []
+        if idle:
+            logger.warning("without effect: %s", "; ".join(idle))
 
     def _tokens(self, row: int, messages: list[dict[str, Any]]) -> list[int]:
         options = {"add_generation_prompt": True, "tokenize": False, **self.config.data.apply_chat_template_kwargs}

@@ -17,6 +17,7 @@ from verl.single_controller.base.errors import phase
 from verl.trainer.generation import Generation
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.config import RolloutConfig
+from verl.workers.rollout.base import sampling_of
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.standalone import replica_class_of
 
@@ -80,9 +81,9 @@ class ServerGeneration(Generation):
         """Yield the requests of a row: its prompt as tokens, and a seed for each sample."""
         rollout, samples = self.rollout, self.config.data.n_samples
         greedy = not rollout.do_sample or rollout.temperature == 0
-        sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+        sampling = sampling_of(rollout, greedy)
         for seed in sampling_seeds(rollout.seed, 0, 1, samples, first_prompt=row).tolist():
-            how = {"temperature": 0.0} if greedy else sampling | {"seed": seed}
+            how = sampling if greedy else sampling | {"seed": seed}
             yield {"model": "policy", "prompt": self.prompts[row], "max_tokens": rollout.response_length, **how}
 
 

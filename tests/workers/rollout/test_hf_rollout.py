@@ -1,4 +1,4 @@
-"""Generation by transformers, of models whose configuration asks for more than logits."""
+"""Generation by transformers: the model that is built, and models that return more than logits."""
 
 from pathlib import Path
 
@@ -7,6 +7,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.workers.rollout import tiny
+from verl.models.transformers.names import PACKED
+from verl.workers.config import HFModelConfig
+from verl.workers.rollout.hf_rollout import HFRollout
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -26,3 +29,14 @@ def test_models_that_return_the_logits_of_their_routers(tmp_path: Path, asks: bo
     assert batch.batch["rollout_log_probs"].shape == batch.batch["responses"].shape
     expected = tiny.reference_log_probs(model, batch, tiny.TEMPERATURE)
     assert torch.allclose(batch.batch["rollout_log_probs"], expected, atol=1e-5)  # fp32 in another order of sums
+
+
+@pytest.mark.parametrize("asked, used", [(None, "sdpa"), (PACKED, "sdpa"), ("eager", "eager")])
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_the_attention_is_that_of_the_override(tmp_path: Path, asked: str | None, used: str, load_format: str) -> None:
+    """The attention of packed rows has no cache, so generation takes another."""
+    tiny.build_model().save_pretrained(tmp_path)
+    overrides = {} if asked is None else {"attn_implementation": asked}
+    model_config = HFModelConfig(path=str(tmp_path), load_tokenizer=False, override_config=overrides)
+    rollout = HFRollout(tiny.rollout_config("hf", load_format=load_format), model_config)
+    assert rollout.module.config._attn_implementation == used

@@ -41,7 +41,7 @@ from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.py_functional import object_array
 from verl.utils.vision.multi_modal import resolve
-from verl.workers.rollout.base import is_greedy, sampling_values
+from verl.workers.rollout.base import is_greedy, log_prob_temperature, sampling_values
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
@@ -156,6 +156,7 @@ class AgentLoopWorkerBase:
         result.meta_info["attempts"] = [attempt.line() for attempt in run.attempts]
         versions = {(each.uid, each.sample): each.oldest_version for each in run.attempts if each.outcome == OK}
         result.meta_info["versions"] = [versions.get((place.uid, place.sample)) for place in places]
+        result.meta_info |= log_prob_temperature(batch, self.rollout_config)
         result.meta_info[timeline.RECORDED] = part
         result.meta_info["elapsed_s"] = time.perf_counter() - started
         return by_reference(result) if meta.get(BY_REFERENCE) else result

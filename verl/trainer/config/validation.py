@@ -231,6 +231,10 @@ def _once_per_key(violations: Iterable[Violation]) -> list[Violation]:
     return list(first.values())
 
 
+_CUTS = {"top_p": (1,), "top_k": (-1, 0), "repetition_penalty": (1,)}
+"""Sampling that training does not follow, with the values that turn it off."""
+
+
 def _give_notices(run: RunConfig, tree: Tree) -> None:
     """Warn about legal but unusual settings."""
     idle = [f"{each.key}={as_yaml(each.value)} ({each.expected})" for each in idle_keys(run, tree)]
@@ -250,5 +254,13 @@ def _give_notices(run: RunConfig, tree: Tree) -> None:
         )
     if run.algorithm.use_kl_in_reward and run.actor_rollout_ref.actor.use_kl_loss:
         logger.warning("KL is in the reward (algorithm.use_kl_in_reward) and in the loss (actor.use_kl_loss)")
+    rollout = run.actor_rollout_ref.rollout
+    cuts = [f"{name}={as_yaml(rollout[name])}" for name, off in _CUTS.items() if rollout[name] not in off]
+    if cuts and rollout.do_sample and rollout.calculate_log_probs:
+        logger.warning(
+            "actor_rollout_ref.rollout: log-probs of the rollout are those of what it draws from, with %s, and those "
+            "of training are not: all that compares the two, metrics and importance weights, includes this difference",
+            ", ".join(cuts),
+        )
     if run.data.val_batch_size is not None:
         logger.warning("data.val_batch_size is deprecated: leave it null, the engine schedules validation itself")

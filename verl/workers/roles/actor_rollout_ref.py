@@ -423,7 +423,8 @@ class ActorRolloutRefWorker(EngineWorker):
         engine, spec = (self.ref_engine, self.ref_spec) if self._is_ref else (self.engine, self.log_prob_spec)
         with self.accounted(metrics, "ref", data, engine=engine):
             output = self._infer(engine, data, spec, without_adapter=self._is_lora and not self._is_ref)
-        return DataProto.from_dict(tensors={"ref_log_prob": output["log_probs"]}, meta_info={"metrics": metrics})
+        meta_info = {"temperature": spec.temperature, "metrics": metrics}
+        return DataProto.from_dict(tensors={"ref_log_prob": output["log_probs"]}, meta_info=meta_info)
 
     def _infer(self, engine: BaseEngine, data: DataProto, spec: PassSpec, without_adapter: bool) -> ModelOutput:
         self._sleep_rollout()

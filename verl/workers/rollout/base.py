@@ -130,6 +130,7 @@ class BaseRollout(ABC):
         carried = {key: value for key, value in prompts.non_tensor_batch.items() if key not in DROPPED_KEYS}
         output = DataProto.from_dict(tensors=tensors, non_tensors=carried)
         output.meta_info["timing"] = {"generate_sequences": seconds}
+        output.meta_info |= log_prob_temperature(prompts, self.config)
         return output
 
     async def resume(self, tags: list[str]) -> None:
@@ -336,15 +337,30 @@ def is_greedy(prompts: DataProto, config: "RolloutConfig") -> bool:
 
 
 def sampling_values(prompts: DataProto, config: "RolloutConfig") -> dict[str, float]:
-    """Return ``temperature``, ``top_p``, ``top_k`` and ``repetition_penalty`` of a batch.
+    """Return what ``sampling_of`` does, for a batch."""
+    return sampling_of(config, is_greedy(prompts, config), bool(prompts.meta_info.get("validate", False)))
 
-    Greedy overrides validation (``rollout.val_kwargs``), which overrides training (``rollout``).
+
+def sampling_of(config: "RolloutConfig", greedy: bool, validate: bool = False) -> dict[str, float]:
+    """Return ``temperature``, ``top_p``, ``top_k`` and ``repetition_penalty`` of each request of a run.
+
+    Greedy overrides validation (``rollout.val_kwargs``), which overrides training (``rollout``). The penalty of the
+    run holds for all three: it also changes which token is the most likely one.
     """
-    if is_greedy(prompts, config):
-        return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-    source = config.val_kwargs if prompts.meta_info.get("validate", False) else config
-    values = {name: getattr(source, name) for name in ("temperature", "top_p", "top_k")}
+    values: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+    if not greedy:
+        source = config.val_kwargs if validate else config
+        values = {name: getattr(source, name) for name in values}
     return values | {"repetition_penalty": config.repetition_penalty}
+
+
+def log_prob_temperature(prompts: DataProto, config: "RolloutConfig") -> dict[str, float]:
+    """Return the ``meta_info`` of sampled log-probabilities: their temperature, under which training computes its own.
+
+    Empty if there are none to compare. ``DataProto.union`` refuses a batch whose parts have several temperatures.
+    """
+    sampled = config.calculate_log_probs and not is_greedy(prompts, config)
+    return {"temperature": sampling_values(prompts, config)["temperature"]} if sampled else {}
 
 
 def eos_token_ids(value: int | Sequence[int] | None) -> list[int]:

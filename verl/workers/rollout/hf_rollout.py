@@ -17,6 +17,7 @@ from transformers import (
 
 from verl.base_config import WrongInput
 from verl.models.transformers.balancing import returns_router_logits
+from verl.models.transformers.names import PACKED
 from verl.models.transformers.vision import MEDIA, Media, install_vision, uses_media
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
@@ -278,7 +279,9 @@ def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.M
     dtype = getattr(model_config.hf_config, "dtype", None) or torch.float32
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
-    options = {"dtype": dtype, "attn_implementation": "sdpa", "trust_remote_code": model_config.trust_remote_code}
+    asked = model_config.override_config.get("attn_implementation")
+    attention = "sdpa" if asked in (None, PACKED) else asked  # the packed one has no cache
+    options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model_config.trust_remote_code}
     auto_class = get_hf_auto_model_class(model_config.hf_config)
     with preserved_random_state():
         if config.load_format == "dummy":

@@ -93,7 +93,7 @@ IDLE = [
     Idle(f"{MODEL}.lora_rank", 0, MODEL, ("lora_alpha", "target_modules", "exclude_modules")),
     Idle("critic.model.lora_rank", 0, "critic.model", ("lora_alpha", "target_modules")),
     Idle(f"{ROLLOUT}.val_kwargs.do_sample", False, f"{ROLLOUT}.val_kwargs", ("temperature", "top_p", "top_k")),
-    Idle(f"{ROLLOUT}.do_sample", False, ROLLOUT, ("top_p", "top_k", "repetition_penalty")),
+    Idle(f"{ROLLOUT}.do_sample", False, ROLLOUT, ("top_p", "top_k")),
     Idle(f"{REWARD}.enable", False, REWARD, ("enable_resource_pool", *_PASSES)),
     Idle(f"{REWARD}.enable", False, f"{REWARD}.model", ("path", "trust_remote_code", "use_shm", "use_remove_padding")),
     Idle(f"{REWARD}.enable_resource_pool", False, REWARD, ("n_gpus_per_node", "nnodes")),

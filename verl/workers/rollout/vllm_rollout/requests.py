@@ -101,6 +101,10 @@ class RequestForm:
             "skip_clone": True,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
+        taken = sorted(name for name in fixed.keys() & values.keys() if values[name] != fixed[name])
+        if taken:
+            expected = "a request has one response, whose form the server decides: leave it out"
+            raise WrongInput(f"sampling parameters {dict(given)}: {', '.join(taken)}: {expected}")
         try:
             return EngineParams(**values | fixed)
         except refusals() as error:
