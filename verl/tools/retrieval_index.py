@@ -142,7 +142,10 @@ class DenseIndex:
         self.passage_prefix = passage_prefix if passage_prefix is not None else "passage: " * is_e5
         self.device = device
         self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        self._model = AutoModel.from_pretrained(model, trust_remote_code=False).eval().to(device)
+        loaded, report = AutoModel.from_pretrained(model, trust_remote_code=False, output_loading_info=True)
+        if missing := sorted(name for name in report["missing_keys"] if not name.startswith("pooler.")):
+            raise ValueError(f"{model}: its files lack {missing[0]!r}: name a folder that holds the whole model")
+        self._model = loaded.eval().to(device)
         texts = [self.passage_prefix + document.contents for document in documents]
         self._embeddings = self._kept(texts, model, cache) if cache else self.embed(texts)  # (N, D)
 

@@ -19,6 +19,7 @@ from verl.trainer.run.inputs import (
     PROCESSOR_FILES,
     InputError,
     chat_template_of,
+    check_head,
     check_hub,
     check_machine,
     check_model,
@@ -35,10 +36,9 @@ from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.observe.tracking import check_backends
 from verl.utils.processes import passes_in_fork
+from verl.utils.value_heads import HEAD_NAME
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.signature import ONE_BY_ONE
-
-_SCORE_HEAD = "score.weight"
 
 
 def check_inputs(
@@ -65,7 +65,8 @@ def check_inputs(
     check_hub_models(run)
     check_model("actor_rollout_ref.model.path", run.actor_rollout_ref.model.path)
     if run.critic is not None:
-        check_model("critic.model.path", run.critic.model.path)
+        shapes = check_model("critic.model.path", run.critic.model.path)
+        check_head("critic.model.path", run.critic.model.path, shapes)
     check_chat_template(run)
     if run.reward_model.enable:
         check_reward_model(run.reward_model)
@@ -225,15 +226,19 @@ def check_reward_model(reward: RewardModelConfig) -> None:
     for name, other in reward.model.paths.items():
         if other != path:
             check_model(f"reward_model.model.{name}", other)
-    head = shapes.get(_SCORE_HEAD)
-    if reward.is_classifier and shapes and head is None:
-        raise InputError(
-            f"{key}={path}: holds no {_SCORE_HEAD}, the head of a model for token or sequence classification: write a "
-            "reward model with one label. Heads of another name or shape are not supported: load such a model in "
-            "custom_reward_function.path, or serve it and ask it there"
-        )
-    if reward.is_classifier and head is not None and head[0] != 1:
-        raise InputError(f"{key}={path}: its {_SCORE_HEAD} has {head[0]} labels: write a reward model with one label")
+    if reward.is_classifier and shapes:
+        head = check_head(key, path, shapes)
+        if head is None:
+            raise InputError(
+                f"{key}={path}: holds no {HEAD_NAME}.weight, the head of a model for token or sequence classification: "
+                "write a reward model with one label. Other models: load them in custom_reward_function.path, or serve "
+                "them and ask them there"
+            )
+        labels = shapes[f"{head}.weight"][0]
+        if labels != 1:
+            raise InputError(
+                f"{key}={path}: its {head}.weight has {labels} labels: write a reward model with one label"
+            )
     if reads_text and not _may_have_template(path):
         raise InputError(
             f"{key}={path}: its tokenizer has no chat template: save one with it, or write "

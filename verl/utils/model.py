@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, TokenClassifie
 from verl.utils.fs import copy_to_local
 from verl.utils.hub import model_folder
 from verl.utils.import_utils import lazy_exports
+from verl.utils.value_heads import HEAD_NAME, stored_head
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -245,14 +246,24 @@ def create_huggingface_critic(
 def load_valuehead_model(
     local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a value model, one number per token; a head that the checkpoint lacks gets new weights.
+    """Load a value model, one number per token; a head that the checkpoint lacks gets new weights, with a notice.
 
-    Raises: ValueError if transformers has no such model of this type.
+    Raises: ValueError if transformers has no such model of this type, if the checkpoint lacks another tensor, and if it
+        holds a head under another name.
     """
     model_config.num_labels = 1
-    return get_value_model_class(model_config).from_pretrained(
-        local_path, config=model_config, dtype=torch_dtype, trust_remote_code=trust_remote_code
-    )
+    options = {"dtype": torch_dtype, "trust_remote_code": trust_remote_code, "output_loading_info": True}
+    loaded: Any = get_value_model_class(model_config).from_pretrained(local_path, config=model_config, **options)
+    model, report = loaded  # two values, because of output_loading_info
+    missing = set(report["missing_keys"])
+    if lacking := sorted(name for name in missing if not name.startswith(f"{HEAD_NAME}.")):
+        raise ValueError(f"{local_path}: lacks {len(lacking)} tensors of the model, the first is {lacking[0]!r}")
+    if f"{HEAD_NAME}.weight" in missing:
+        if head := stored_head(report["unexpected_keys"]):
+            raise ValueError(f"{local_path}: holds its value head as {head}.weight: rename it to {HEAD_NAME}.weight")
+        logger.warning("%s holds no value head: a new one starts at random", local_path)
+    value_model: PreTrainedModel = model
+    return value_model
 
 
 def get_vl_model_vision_tower(vl_model_instance: nn.Module) -> nn.Module | None:

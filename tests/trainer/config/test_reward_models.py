@@ -189,6 +189,8 @@ def test_heads_and_templates_are_looked_for_in_the_folder(base, folder):
         answer()
     with pytest.raises(InputError, match="its score.weight has 2 labels"):
         answer(**{"score.weight": torch.ones(2, 4)})
+    with pytest.raises(InputError, match=rf"{PATH}=.*: it holds 'v_head.0.weight', of a value head that is not read"):
+        answer(**{"v_head.0.weight": torch.ones(1, 4)})
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(InputError, match=r"no chat template.*input_tokenizer=null"):
         answer(**{"score.weight": torch.ones(1, 4)})
@@ -197,3 +199,7 @@ def test_heads_and_templates_are_looked_for_in_the_folder(base, folder):
     model = RunConfig.parse(changed(base, {f"{MODEL}.input_tokenizer": None})).reward_model
     (folder / "chat_template.jinja").unlink()
     answer(**{"score.weight": torch.ones(1, 4)})
+    answer(**{"v_head.summary.weight": torch.ones(1, 4)})
+    save_file({"v_head.weight": torch.ones(1, 4)}, folder / "value_head.safetensors")
+    answer()
+    (folder / "value_head.safetensors").unlink()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.workers.engine import cases, megatron_cases
+from tests.workers.engine import cases, megatron_cases, test_value_heads
 from verl.model_merger.__main__ import main
 from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, MegatronEngineWithLMHead
@@ -335,6 +335,31 @@ def test_a_reward_model_reads_tokens_where_they_stand(folder: Path, tmp_path: Pa
         reward_engine(folder).initialize()
     with pytest.raises(ValueError, match="lacks 'lm_head.weight'"):  # nor is the embedding taken for one
         megatron_cases.build(tmp_path, {})
+
+
+@pytest.mark.parametrize("name", ["v_head.summary", "value_head", "score"])
+def test_a_head_under_another_name_is_loaded(folder: Path, tmp_path: Path, name: str) -> None:
+    """By a critic and by a reward model; an unknown one is refused by its name, and a new one is told."""
+    weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(2))
+    path = test_value_heads.written(folder, tmp_path / "critic", {f"{name}.weight": weight})
+    reward = reward_engine(path)
+    reward.initialize()
+    for engine in (megatron_cases.build(path, {}, "value_model"), reward):
+        found = cases.export(engine)
+        assert torch.equal(found["score.weight"], weight) and not found["score.bias"].any()
+        expected = test_value_heads.expected_values(folder, {f"{name}.weight": weight})
+        if engine is not reward:  # which reads tokens where they stand
+            torch.testing.assert_close(test_value_heads.values_of(engine), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_other_heads_are_refused_and_new_ones_told(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = test_value_heads.written(folder, tmp_path / "critic", {"v_head.0.weight": torch.ones(1, 64)})
+    with pytest.raises(ValueError, match=f"model.path={path}: it holds 'v_head.0.weight', of a value head"):
+        megatron_cases.build(path, {}, "value_model")
+    megatron_cases.build(folder, {}, "value_model")
+    assert caplog.text.count(f"model.path={folder}: it holds no value head: a new one starts at random") == 1
 
 
 def reward_engine(folder: Path) -> Any:

@@ -13,6 +13,7 @@ from verl.base_config import WrongInput, one_line
 from verl.trainer.config.run_config import RayConfig
 from verl.utils.hdfs_io import is_hdfs, missing_command
 from verl.utils.hub import hub_problems
+from verl.utils.value_heads import HEAD_FILE, stored_head
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -251,6 +252,17 @@ def check_model(key: str, path: str) -> dict[str, list[int]]:
     return shapes
 
 
+def check_head(key: str, path: str, shapes: Mapping[str, list[int]]) -> str | None:
+    """Return the name of the value head among the tensors of a local model folder; None if there is none.
+
+    Raises: InputError naming a tensor of a head that is not read.
+    """
+    try:
+        return stored_head(shapes, shapes.__getitem__)
+    except ValueError as error:
+        raise InputError(f"{key}={path}: {error}") from None
+
+
 def check_hub(paths: Mapping[str, str | None]) -> None:
     """Check that models and tokenizers of the hub are in its cache, or that this machine reaches the hub.
 
@@ -274,7 +286,8 @@ def _weight_files(key: str, folder: Path) -> list[Path]:
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
             raise InputNotFoundError(f"{key}: {index} names weight files that are missing: {missing[:4]}; {_AGAIN}")
-        return [folder / name for name in sorted(names)]
+        head = [folder / HEAD_FILE] if (folder / HEAD_FILE).is_file() else []
+        return [folder / name for name in sorted(names)] + head
     found = [path for pattern in _WEIGHT_PATTERNS for path in sorted(folder.glob(pattern))]
     if not found:
         raise InputNotFoundError(

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor
 from verl.base_config import WrongInput
 from verl.utils.loading import not_finite
 from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.value_heads import HEAD_FILE, HEAD_NAME, stored_head
 from verl.workers.config.engine import DTYPES as DTYPE_NAMES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -91,6 +95,8 @@ class SafetensorsReader:
             self.files = _read_index(index)
         else:
             self.files = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        if os.path.exists(os.path.join(folder, HEAD_FILE)):
+            self.files |= dict.fromkeys(self._open(HEAD_FILE).keys(), HEAD_FILE)
 
     @staticmethod
     def serves(folder: str) -> bool:
@@ -169,8 +175,32 @@ class SafetensorsReader:
 
 DTYPES = {name: PrecisionType.to_dtype(name) for name in DTYPE_NAMES}
 
-HEAD = "score."
+HEAD = f"{HEAD_NAME}."
 """Prefix of the value head, which a causal checkpoint lacks."""
+
+
+def head_aliases(
+    source: str,
+    names: Collection[str],
+    shape_of: Callable[[str], Sequence[int]] | None,
+    makes_head: bool,
+    is_first: bool,
+) -> dict[str, str]:
+    """Return the stored names of the tensors of a value head, by those of the model; ``source`` is a key and its value.
+
+    Where the checkpoint holds none and ``makes_head`` allows a new one, the rank that ``is_first`` says so.
+
+    Raises: ModelWeightsError naming a tensor of a head that is not read.
+    """
+    try:
+        head = stored_head(names, shape_of)
+    except ValueError as error:
+        raise ModelWeightsError(f"{source}: {error}") from error
+    if head is None and makes_head and is_first:
+        logger.warning("%s: it holds no value head: a new one starts at random, from the seed", source)
+    if head in (None, HEAD_NAME):
+        return {}
+    return {f"{HEAD}{part}": f"{head}.{part}" for part in ("weight", "bias")}
 
 
 def tensor_seed(seed: int, name: str) -> int:

@@ -288,7 +288,14 @@ def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.M
             model = auto_class.from_config(model_config.hf_config, **options)
         else:
             path = model_config.local_path
-            model = auto_class.from_pretrained(path, config=model_config.hf_config, weights_only=True, **options)
+            options |= {"weights_only": True, "output_loading_info": True}
+            loaded: Any = auto_class.from_pretrained(path, config=model_config.hf_config, **options)
+            model, report = loaded  # two values, because of output_loading_info
+            if missing := sorted(report["missing_keys"] & dict(model.named_parameters()).keys()):
+                raise WrongInput(
+                    f"model.path={path}: the files lack {len(missing)} tensors of the model, the first is "
+                    f"{missing[0]!r}: name a folder that holds the whole model of its config.json"
+                )
     return model.to(get_device_name()).eval().requires_grad_(False)
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,7 @@ from verl.workers.engine.weights import (
     ModelWeightsError,
     SafetensorsReader,
     draw_tensor,
+    head_aliases,
     refuse_not_finite,
     tensor_seed,
 )
@@ -272,22 +273,34 @@ class ModelBuilder:
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
 
+        reader: SafetensorsReader | None = None
         if SafetensorsReader.serves(self.model_config.local_path):
             reader = SafetensorsReader(self.model_config.local_path)
             wanted = {name for name, _ in model.named_parameters()}
             most_are_stored = len(wanted & reader.names()) * 2 > len(wanted)
             if most_are_stored and not get_model_conversion_mapping(model, add_legacy=False):
                 aliases = _tied_aliases(model)
+                heads = self._heads(reader.names(), reader.shape)
 
                 def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
-                    stored = next((n for n in (name, *aliases.get(name, ())) if n in reader.files), None)
+                    known = (name, *aliases.get(name, ()), heads.get(name, name))
+                    stored = next((n for n in known if n in reader.files), None)
                     return reader.read(stored, shape, rows) if stored is not None else None
 
                 return Source(read, is_collective=False)
-        return _from_first_rank(partial(self._load_whole, auto_class))
+        return _from_first_rank(partial(self._load_whole, auto_class, reader))
 
-    def _load_whole(self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel") -> dict[str, Tensor]:
-        """Return the tensors of the checkpoint as transformers loads and converts them.
+    def _heads(self, names: Collection[str], shape_of: Callable[[str], Sequence[int]] | None) -> dict[str, str]:
+        """Return the stored names of the value head where they differ from those of the model."""
+        if not self.is_value_model:
+            return {}
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        return head_aliases(f"model.path={self.model_config.path}", names, shape_of, self.makes_head, is_first)
+
+    def _load_whole(
+        self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel", reader: SafetensorsReader | None
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the checkpoint as transformers loads and converts them, and a head of another name.
 
         Raises: ModelWeightsError naming the folder.
         """
@@ -308,6 +321,15 @@ class ModelBuilder:
         found = {name: tensor for name, tensor in tensors if name not in report["missing_keys"]}
         for name, tensor in found.items():
             refuse_not_finite(name, tensor, path)
+        if reader is not None:
+            heads = self._heads(reader.names(), reader.shape)
+            shapes = {name: reader.shape(stored) for name, stored in heads.items() if stored in reader.files}
+            return found | {name: reader.read(heads[name], shape, slice(None)) for name, shape in shapes.items()}
+        if heads := self._heads({*found, *report["unexpected_keys"]}, None):
+            raise ModelWeightsError(
+                f"model.path={path}: it holds a value head as {heads[f'{HEAD}weight']!r}, which is read from "
+                f"safetensors only: save the model as safetensors, or rename the head to {HEAD}weight"
+            )
         return found
 
     def _initialize(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:

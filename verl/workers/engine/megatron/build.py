@@ -42,7 +42,14 @@ from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
 from verl.workers.engine.background_load import Values, fill, place
 from verl.workers.engine.megatron.layout import Layout
-from verl.workers.engine.weights import DTYPES, ModelWeightsError, SafetensorsReader, draw_tensor, refuse_not_finite
+from verl.workers.engine.weights import (
+    DTYPES,
+    ModelWeightsError,
+    SafetensorsReader,
+    draw_tensor,
+    head_aliases,
+    refuse_not_finite,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -291,13 +298,18 @@ class ModelBuilder:
             reader = shared.reader
         elif SafetensorsReader.serves(self.path):
             reader = SafetensorsReader(self.path)
+        heads: Mapping[str, str] = {}
         if shared is not None and shared.is_needed:
-            shapes = {name: stored.shape for name, stored in shared.stored.items() if is_stack(name)}
-            shared.exchange(lambda: self._fill(chunks, self._reading(shared.want, shared.stored), shapes))
+            stored = shared.stored
+            heads = self._heads(stored, lambda name: stored[name].shape)
+            shapes = {name: each.shape for name, each in stored.items() if is_stack(name)}
+            shared.exchange(lambda: self._fill(chunks, self._reading(shared.want, stored, heads), shapes))
             if reader is None:
-                self._fill(chunks, self._reading(shared.receive, shared.stored), shapes)
+                self._fill(chunks, self._reading(shared.receive, stored, heads), shapes)
                 _raise_first(shared.problems)
                 return
+        elif reader is not None:
+            heads = self._heads(reader.names(), reader.shape)
         if reader is None:
             raise ModelWeightsError(
                 f"model.path={self.path} holds no model.safetensors, nor an index of several, on the node of rank "
@@ -306,7 +318,14 @@ class ModelBuilder:
                 "some nodes have it"
             )
         shapes = {name: reader.shape(name) for name in reader.names() if is_stack(name)}
-        self._fill(chunks, self._reading(reader.read, reader.names()), shapes, at_once)
+        self._fill(chunks, self._reading(reader.read, reader.names(), heads), shapes, at_once)
+
+    def _heads(self, names: Collection[str], shape_of: Callable[[str], Sequence[int]] | None) -> Mapping[str, str]:
+        """Return the stored names of the value head where they differ from those of the model."""
+        if not self.is_value_model:
+            return {}
+        source = f"model.path={self.model_config.path}"
+        return head_aliases(source, names, shape_of, self.makes_head, self.layout.rank == 0)
 
     def _fill(
         self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]], at_once: bool = True
@@ -318,12 +337,13 @@ class ModelBuilder:
         for value, parameter in parts(chunks, self.hf_config, self.is_value_model, read, shapes):
             yield from place(value, parameter)
 
-    def _reading(self, read_stored: "ReadPart", names: Collection[str]) -> "ReadPart":
+    def _reading(self, read_stored: "ReadPart", names: Collection[str], heads: Mapping[str, str]) -> "ReadPart":
         """Return a function that reads a part of a stored tensor, or makes one of a new head."""
 
         def read(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-            if name in names:
-                return read_stored(name, shape, part)
+            stored = heads.get(name, name)
+            if stored in names:
+                return read_stored(stored, shape, part)
             # Heads for sequence classification have no bias.
             if name in HEAD_NAMES and (self.makes_head or name.endswith("bias")):
                 return draw_tensor(name, torch.Size(shape), self.engine_config.seed, self.hf_config)
@@ -351,6 +371,7 @@ class ModelBuilder:
                     for key in [key for key in part if key.startswith("output_layer.")]:
                         del part[key]
                 self._make_heads(chunks)
+                head_aliases(f"megatron.dist_checkpointing_path={path}", (), None, True, self.layout.rank == 0)
             if lacking := tensor_names(state) - reader.names():
                 raise CheckpointError(f"it lacks {min(lacking)}")
             if problem := vocabulary_problem(reader, self.text.vocab_size):
