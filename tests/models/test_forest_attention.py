@@ -75,7 +75,7 @@ def test_blocks_of_the_mask() -> None:
     with torch.no_grad():
         query, key, value = inputs(forest.num_tokens, torch.float32, GROUPS)
         parts = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-        found = flex_attention(*parts, block_mask=packed.block_mask, enable_gqa=True)[0].transpose(0, 1)
+        found = flex_attention(*parts, block_mask=packed.block_mask(), enable_gqa=True)[0].transpose(0, 1)
         torch.testing.assert_close(found, forest_attention(query, key, value, packed), atol=1e-5, rtol=1e-5)
 
 
@@ -94,7 +94,7 @@ def test_blocks_are_those_of_the_whole_mask(seed: int) -> None:
     expected = create_block_mask(
         lambda batch, head, at, seen: (seen <= at) & (at < until[seen]), None, None, *[len(until)] * 2, device="cpu"
     )
-    found = packed.block_mask
+    found = packed.block_mask()
     assert found.shape == expected.shape
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name

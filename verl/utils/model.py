@@ -176,6 +176,7 @@ class VisionValueModel:
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         self._class = _with_score(AutoModelForImageTextToText._model_mapping[type(hf_config)])
+        self._model_mapping = {type(hf_config): self._class}
 
     def from_config(self, config: PretrainedConfig, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
         """Return the model with new weights."""

@@ -209,6 +209,11 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
             "critic.model.use_prefix_sharing",
             "leave attn_implementation=sdpa out of override_config",
         ),
+        (
+            {f"{MODEL}.override_config": {"attn_implementation": "sdpa", "attn_logit_softcapping": 50.0}},
+            f"{MODEL}.override_config.attn_implementation",
+            "drops attn_logit_softcapping=50.0: leave it out, or write eager",
+        ),
         ({"data.gen_batch_size": 5, f"{ROLLOUT}.n": 1}, "data.gen_batch_size", "write a multiple of 2"),
         # what another key decides
         ({f"{ACTOR}.use_remove_padding": True}, f"{ACTOR}.use_remove_padding", "follows actor_rollout_ref.model"),

@@ -2,13 +2,15 @@
 
 A packed row holds several sequences end to end. flash-attn and torch's varlen kernel take the boundaries, if they
 support the device and dtype. Otherwise neighbouring sequences of similar length are padded and share one batched SDPA
-call. It needs no mask, because causal attention never looks at padding after a sequence.
+call. It needs no mask, because causal attention never looks at padding after a sequence. A cap of the logits, sinks,
+windows and chunks are applied as the model asks for them; what else it asks for is refused.
 
 Works with transformers 5.16 to 5.19 (AttentionInterface and AttentionMaskInterface).
 """
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
@@ -17,12 +19,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.base_config import WrongInput
+from verl.models.transformers.attention_terms import Terms, flex, flex_serves, written_out
 from verl.models.transformers.forest_attention import forest_attention
 from verl.models.transformers.names import PACKED
 from verl.models.transformers.packed_sequences import PackedSequences, PaddedGroup
 from verl.utils import ulysses
 
 VARLEN_ATTENTION = PACKED
+
+
+@dataclass(frozen=True)
+class LocalMask:
+    """What a layer with local attention gets for a mask where rows are packed, or without padding.
+
+    A token sees the last ``window`` tokens up to itself, or those of its own chunk: tokens from a multiple of ``chunk``
+    in its sequence on.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
 
 
 class _PadRows(torch.autograd.Function):
@@ -88,16 +103,20 @@ def packed_attention(
     scale: float | None = None,
     dropout: float = 0.0,
     window: int | None = None,
+    terms: Terms = Terms(),  # noqa: B008 (immutable)
 ) -> Tensor:
     """Attend causally within each sequence of a packed row: query (T, H, D), key and value (T, K, D) -> (T, H, D).
 
-    Device, dtype and head size decide the kernel; torch's varlen kernel has no dropout, and takes multiples of 8.
+    Device, dtype and head size decide the kernel; torch's varlen kernel has no dropout, and takes multiples of 8. Only
+    flash-attn has a cap of the logits, neither has sinks.
     """
     packed.is_read = True
-    if packed.prefixes:
-        return forest_attention(query, key, value, packed, scale)
     supported = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
     flash = _flash_attn_varlen() if supported else None
+    if terms and (flash is None or terms.sinks is not None or packed.prefixes):
+        return _attention_with_terms(query, key, value, packed, scale, dropout, window, terms)
+    if packed.prefixes:
+        return forest_attention(query, key, value, packed, scale)
     if supported and (flash is not None or (dropout == 0 and query.shape[-1] % 8 == 0)):
         bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length)
         left = (window or 0) - 1
@@ -106,21 +125,53 @@ def packed_attention(
             value = F.pad(value, (0, query.shape[-1] - width))
         if flash is not None:
             sides = (left, -1 if left < 0 else 0)
+            cap = {} if terms.softcap is None else {"softcap": terms.softcap}
             padded: Tensor = flash(
-                query, key, value, *bounds, dropout_p=dropout, softmax_scale=scale, causal=True, window_size=sides
+                query,
+                key,
+                value,
+                *bounds,
+                dropout_p=dropout,
+                softmax_scale=scale,
+                causal=True,
+                window_size=sides,
+                **cap,
             )
             return padded[..., :width]
         return _torch_varlen()(query, key, value, *bounds, scale=scale, window_size=(left, 0))[..., :width]
     is_grouped = query.shape[1] != key.shape[1]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        mask = None if window is None or length <= window else causal_mask(length, q.device, window)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped)
+
+    return _by_groups(attend, query, key, value, packed)
+
+
+def causal_mask(length: int, device: torch.device, window: int | None = None, chunk: int | None = None) -> Tensor:
+    """Return what the tokens of a sequence see, (length, length) of bool."""
+    at = torch.arange(length, device=device)
+    distance = at.unsqueeze(1) - at.unsqueeze(0)
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    if chunk is not None:
+        mask &= (at // chunk).unsqueeze(1) == (at // chunk).unsqueeze(0)
+    return mask
+
+
+def _by_groups(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences,
+) -> Tensor:
+    """Attend within batches of sequences of similar length; causal attention never looks at what pads them."""
     outputs = []
     for group in packed.padded_groups:
-        q, k, v = (_as_batch(t, group) for t in (query, key, value))
-        mask = None
-        if window is not None and group.length > window:
-            at = torch.arange(group.length, device=query.device)
-            distance = at.unsqueeze(1) - at.unsqueeze(0)
-            mask = (distance >= 0) & (distance < window)
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scale, enable_gqa=is_grouped)
+        out = attend(*(_as_batch(each, group) for each in (query, key, value)))
         rows = out.transpose(1, 2).reshape(group.count * group.length, *query.shape[1:2], value.shape[2])
         if group.index is not None:
             rows = _UnpadRows.apply(rows, group.index)  # type: ignore[no-untyped-call]
@@ -128,35 +179,61 @@ def packed_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def _attention_with_terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    dropout: float,
+    window: int | None,
+    terms: Terms,
+) -> Tensor:
+    if flex_serves(query, dropout):
+        parts = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        return flex(*parts, packed.block_mask(window), terms, scale)[0].transpose(0, 1)
+    if packed.prefixes:
+        at = torch.arange(len(query), device=query.device)
+        sees = (at[None] <= at[:, None]) & (at[:, None] < packed.visible_until[None])  # (query, key)
+        parts = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+        return written_out(*parts, sees, terms, scale, dropout)[0].transpose(0, 1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return written_out(q, k, v, causal_mask(q.shape[2], q.device, window), terms, scale, dropout)
+
+    return _by_groups(attend, query, key, value, packed)
+
+
 def varlen_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | LocalMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     packed_sequences: PackedSequences | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each sequence of a packed row; without ``packed_sequences`` run transformers' own ``sdpa``.
+    """Attend within each sequence of a packed row; without ``packed_sequences`` as ``sdpa`` and by what it drops.
 
-    Args: query (1, H, T, D), key and value (1, K, T, D); with Ulysses, T is this rank's slice.
+    Args: query (1, H, T, D), key and value (1, K, T, D); with Ulysses, T is this rank's slice. ``softcap`` and
+        ``s_aux`` (H,) are transformers' names of the cap of the logits and of the sinks.
     Returns: (1, T, H, D).
-    Raises: ValueError for logit caps and sinks, which the kernels do not support.
+    Raises: WrongInput for what packed rows cannot have.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    terms = Terms(softcap, s_aux)
     if packed_sequences is None or not causal:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )
-    # Packed rows come without a mask: if there is one, the model has made it, as Doge does.
-    given = kwargs | {"attention_mask": attention_mask}
-    for name in ("softcap", "s_aux", "position_bias", "attention_mask"):
+        return _unpacked_attention(module, query, key, value, attention_mask, scaling, dropout, causal, terms, kwargs)
+    local = attention_mask if isinstance(attention_mask, LocalMask) else LocalMask()
+    # Packed rows come without another mask: if there is one, the model has made it, as Doge does.
+    given = kwargs | {"attention_mask": None if isinstance(attention_mask, LocalMask) else attention_mask}
+    for name in ("position_bias", "attention_mask", "indices", "block_indices"):
         if given.get(name) is not None:
             raise WrongInput(
                 f"packed attention does not support {name!r} of {type(module).__name__}: "
@@ -168,19 +245,61 @@ def varlen_attention_forward(
         if k.shape[1] < sp_size:
             k, v = (t.repeat_interleave(sp_size // t.shape[1], dim=1) for t in (k, v))
         q, k, v = (ulysses.gather_seq_scatter_heads(t, seq_dim=0, head_dim=1) for t in (q, k, v))
-    out = packed_attention(q, k, v, packed_sequences, scaling, dropout, sliding_window)
+        if s_aux is not None:
+            terms = Terms(softcap, s_aux.chunk(sp_size)[ulysses.get_ulysses_sequence_parallel_rank()])
+    packed_sequences.is_read = True
+    sequences = packed_sequences if local.chunk is None else packed_sequences.in_chunks(local.chunk)
+    window = local.window if sliding_window is None else sliding_window
+    out = packed_attention(q, k, v, sequences, scaling, dropout, window, terms)
     if sp_size > 1:
         out = ulysses.gather_heads_scatter_seq(out, head_dim=1, seq_dim=0)
     return out.unsqueeze(0), None
 
 
-def _varlen_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Return no mask for packed rows, which have no attention mask, and sdpa's mask for padded ones."""
-    if attention_mask is None:
-        return None
+def _unpacked_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | LocalMask | None,
+    scaling: float | None,
+    dropout: float,
+    causal: bool,
+    terms: Terms,
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Run transformers' ``sdpa`` or, where it drops something, the same written out."""
+    length = query.shape[2]
+    if isinstance(attention_mask, LocalMask):
+        attention_mask = causal_mask(length, query.device, attention_mask.window, attention_mask.chunk)[None, None]
+    if terms:
+        mask = attention_mask
+        if mask is None:
+            mask = causal_mask(length, query.device)[None, None] if causal else query.new_ones(1, dtype=torch.bool)
+        return written_out(query, key, value, mask, terms, scaling, dropout).transpose(1, 2).contiguous(), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    found: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **options
+    )
+    return found
+
+
+def _varlen_mask(
+    attention_mask: Tensor | None = None, local_size: int | None = None, config: Any = None, **kwargs: Any
+) -> Tensor | LocalMask | None:
+    """Return sdpa's mask for padded rows; for others what local layers see, and nothing for layers that see all.
+
+    transformers passes the width of a window or of a chunk as ``local_size``.
+    """
+    if attention_mask is None and not kwargs.get("q_offset"):
+        if local_size is None:
+            return None
+        chunked = local_size != getattr(config, "sliding_window", None)
+        return LocalMask(chunk=local_size) if chunked else LocalMask(window=local_size)
     from transformers.masking_utils import sdpa_mask
 
-    return sdpa_mask(attention_mask=attention_mask, **kwargs)
+    return sdpa_mask(attention_mask=attention_mask, local_size=local_size, config=config, **kwargs)
 
 
 @cache

@@ -338,7 +338,7 @@ def _with_blocks(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequen
     grouped = query.shape[1] != key.shape[1]
     parts = (_batched(each, None) for each in (query, key, value))
     found: Tensor = _flex()(
-        *parts, block_mask=packed.block_mask, scale=scale, enable_gqa=grouped, kernel_options=_KERNEL
+        *parts, block_mask=packed.block_mask(), scale=scale, enable_gqa=grouped, kernel_options=_KERNEL
     )
     return found[0].transpose(0, 1)
 

@@ -90,6 +90,8 @@ class PackedSequences:
         self.max_length = max(lengths)
         self.device = device
         self.ends = ends
+        self._chunks: dict[int, PackedSequences] = {}
+        self._block_masks: dict[int | None, Any] = {}
 
     @cached_property
     def prefixes(self) -> list[tuple[int, int, int]]:
@@ -166,16 +168,28 @@ class PackedSequences:
         values, times = (each.to(self.device, non_blocking=True) for each in (values, times))
         return values.repeat_interleave(times, output_size=total)
 
+    def in_chunks(self, size: int) -> "PackedSequences":
+        """Return the sequences cut into chunks, whose tokens see their own chunk only; built once."""
+        if size not in self._chunks:
+            pieces = [[size] * (length // size) + [length % size] * (length % size > 0) for length in self.lengths]
+            self._chunks[size] = PackedSequences(list(itertools.chain(*pieces)), self.device)
+        return self._chunks[size]
+
     @cached_property
     def visible_until(self) -> Tensor:
         """Return for each token the place after the last one that sees it, (T,) on the device."""
-        assert self.ends is not None
-        ends, lengths = (torch.tensor(each, device=self.device) for each in (self.ends, self.lengths))
-        return ends.repeat_interleave(lengths)
+        ends = list(itertools.accumulate(self.lengths)) if self.ends is None else self.ends
+        until, lengths = (torch.tensor(each, device=self.device) for each in (ends, self.lengths))
+        return until.repeat_interleave(lengths)
 
-    @cached_property
-    def block_mask(self) -> Any:
-        """Return the mask of a forest for ``flex_attention``; built once and used by every layer.
+    def block_mask(self, window: int | None = None) -> Any:
+        """Return what tokens see, as a mask for ``flex_attention``; built once and used by every layer."""
+        if window not in self._block_masks:
+            self._block_masks[window] = self._block_mask(window)
+        return self._block_masks[window]
+
+    def _block_mask(self, window: int | None) -> Any:
+        """Make a mask by blocks.
 
         A block of queries sees something of an earlier block of keys if it begins before the last of these stops to be
         seen, and all of it if it ends before the first does. The (T, T) mask is never made.
@@ -186,7 +200,8 @@ class PackedSequences:
         tokens = len(until)
 
         def sees(batch: Tensor, head: Tensor, at: Tensor, seen: Tensor) -> Tensor:
-            return (seen <= at) & (at < until[seen])
+            visible = (seen <= at) & (at < until[seen])
+            return visible if window is None else visible & (at - seen < window)
 
         count = -(-tokens // _BLOCK)
         first = torch.arange(count, device=until.device) * _BLOCK
@@ -194,6 +209,10 @@ class PackedSequences:
         earlier = first[None] < first[:, None]  # (query, key)
         some = (earlier & (first[:, None] < blocks.amax(1)[None])) | (first[None] == first[:, None])
         whole = earlier & (first[:, None] + _BLOCK <= blocks.amin(1)[None])
+        if window is not None:
+            apart = first[:, None] - first[None]
+            some &= apart - _BLOCK + 1 < window  # the first query is that far from the last key
+            whole &= apart + _BLOCK - 1 < window
         parts = [
             (each.sum(-1, dtype=torch.int32), each.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int())
             for each in (some & ~whole, whole)

@@ -22,6 +22,15 @@ _IGNORANT = (
 
 What this lacks, the first pass refuses. Of transformers 5.19.
 """
+_CHOOSES_KEYS = ("axk2", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4", "qwen4_exp_text")
+"""Values of ``model_type`` of models that choose what a token sees among all tokens before it."""
+
+
+def attention_cap(config: Mapping[str, Any]) -> str | None:
+    """Return the cap of the attention's logits in a config.json, as a field and its value; None without one."""
+    text = {**config, **(config.get("text_config") or {})}
+    cap = text.get("attn_logit_softcapping")
+    return None if cap is None else f"attn_logit_softcapping={cap}"
 
 
 def state_along_rows(config: Mapping[str, Any]) -> str | None:
@@ -42,6 +51,11 @@ def packing_problem(config: Mapping[str, Any]) -> str | None:
     kind = (config.get("text_config") or config).get("model_type")
     if kind in _IGNORANT:
         return ignorant_of_rows(f"model_type={kind!r}")
+    if kind in _CHOOSES_KEYS:
+        return (
+            f"would let rows attend to each other, the attention of model_type={kind!r} chooses among all tokens of a "
+            "pass: write false"
+        )
     state = state_along_rows(config)
     return state and f"would carry states from one row into the next, the model has {state}: write false"
 

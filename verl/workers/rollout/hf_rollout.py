@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from verl.base_config import WrongInput
+from verl.models.transformers.attention_choice import class_of, padded_attention
 from verl.models.transformers.balancing import returns_router_logits
 from verl.models.transformers.names import PACKED
 from verl.models.transformers.vision import MEDIA, Media, install_vision, uses_media
@@ -279,17 +280,24 @@ def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.M
     dtype = getattr(model_config.hf_config, "dtype", None) or torch.float32
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
+    hf_config = model_config.hf_config
+    auto_class = get_hf_auto_model_class(hf_config)
     asked = model_config.override_config.get("attn_implementation")
-    attention = "sdpa" if asked in (None, PACKED) else asked  # the packed one has no cache
+    attention = padded_attention(
+        hf_config,
+        class_of(auto_class, hf_config),
+        torch.device(get_device_name()),
+        dtype,
+        None if asked == PACKED else asked,  # the packed one has no cache
+    )
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model_config.trust_remote_code}
-    auto_class = get_hf_auto_model_class(model_config.hf_config)
     with preserved_random_state():
         if config.load_format == "dummy":
-            model = auto_class.from_config(model_config.hf_config, **options)
+            model = auto_class.from_config(hf_config, **options)
         else:
             path = model_config.local_path
             options |= {"weights_only": True, "output_loading_info": True}
-            loaded: Any = auto_class.from_pretrained(path, config=model_config.hf_config, **options)
+            loaded: Any = auto_class.from_pretrained(path, config=hf_config, **options)
             model, report = loaded  # two values, because of output_loading_info
             if missing := sorted(report["missing_keys"] & dict(model.named_parameters()).keys()):
                 raise WrongInput(

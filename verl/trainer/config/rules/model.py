@@ -8,7 +8,7 @@ from verl.algos.names import FULL_KL
 from verl.base_config import Violation, as_yaml
 from verl.models.transformers.names import PACKED, SHARED_FAMILIES
 from verl.models.transformers.own_loss import loss_problems
-from verl.models.transformers.packing import packing_problem
+from verl.models.transformers.packing import attention_cap, packing_problem
 from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.run_config import RunConfig
@@ -152,16 +152,20 @@ def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: i
 def packing_rules(
     model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], device: str, trains: bool = True
 ) -> Iterator[Violation]:
-    """Yield packed rows of a model that carries states along them, and shared prefixes that cannot be computed.
+    """Yield an attention that drops what a model asks for, packed rows of a model that carries states along them, and
+    shared prefixes that cannot be computed.
 
     Padded rows share nothing; a notice says so.
 
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """
-    if not model["use_remove_padding"]:
-        return
     changes = model.get("override_config") or {}
     fields = {**hf_config, **flat_overrides(changes)}
+    if changes.get("attn_implementation") == "sdpa" and (cap := attention_cap(fields)):
+        expected = f"drops {cap}: leave it out, or write eager"
+        yield Violation(f"{key}.override_config.attn_implementation", "sdpa", expected)
+    if not model["use_remove_padding"]:
+        return
     if problem := packing_problem(fields):
         yield Violation(f"{key}.use_remove_padding", True, problem)
     if not model["use_prefix_sharing"]:

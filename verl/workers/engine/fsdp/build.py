@@ -19,11 +19,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from verl.base_config import WrongInput
+from verl.base_config import ConfigError, Violation, WrongInput
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
+from verl.models.transformers.attention_choice import class_of, padded_attention
 from verl.models.transformers.dense_common import install_fused_head
 from verl.models.transformers.liger import install_liger
 from verl.models.transformers.names import SHARED_FAMILIES
+from verl.models.transformers.packing import packing_problem
 from verl.models.transformers.remote import builds_own_attention
 from verl.models.transformers.vision import is_vision_config, uses_media
 from verl.utils.flops_counter import AdapterSizes
@@ -90,15 +92,14 @@ def precision_policy(config: "FSDPEngineConfig", device: torch.device) -> MixedP
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=True)
 
 
-def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str:
-    """Resolve ``override_config.attn_implementation``.
+def packed_implementation(model_config: "HFModelConfig", sp_size: int) -> str:
+    """Resolve ``override_config.attn_implementation`` for packed rows.
 
     Raises: ValueError when it cannot serve sequence parallelism.
     """
-    packed = model_config.use_remove_padding
     asked: str | None = model_config.override_config.get("attn_implementation")
     if sp_size > 1:
-        if not packed:
+        if not model_config.use_remove_padding:
             raise WrongInput(
                 f"ulysses_sequence_parallel_size={sp_size} needs padding removal: set model.use_remove_padding=True"
             )
@@ -108,7 +109,13 @@ def attention_implementation(model_config: "HFModelConfig", sp_size: int) -> str
                 f"out or write {VARLEN_ATTENTION}"
             )
         return VARLEN_ATTENTION
-    return asked or (VARLEN_ATTENTION if packed else "sdpa")
+    chunk = getattr(model_config.hf_config.get_text_config(), "attention_chunk_size", None)
+    if chunk is not None and asked not in (None, VARLEN_ATTENTION):
+        raise WrongInput(
+            f"model.override_config.attn_implementation={asked} would count the chunks of attention_chunk_size={chunk} "
+            "from the first of the packed rows: leave it out"
+        )
+    return asked or VARLEN_ATTENTION
 
 
 def own_attention_implementation(model_config: "HFModelConfig") -> str:
@@ -131,6 +138,17 @@ def use_packed_attention(module: nn.Module) -> None:
             f"use_remove_padding=True needs a transformers model, not {type(module).__name__}: write False"
         )
     choose(VARLEN_ATTENTION)
+
+
+def keep_attention_whole(module: nn.Module, device: torch.device) -> None:
+    """Choose another attention for a built transformers model whose own drops what its configuration asks for."""
+    config = getattr(module, "config", None)
+    if config is None or config.get_text_config()._attn_implementation != "sdpa":
+        return
+    dtype = next(module.parameters()).dtype
+    chosen = padded_attention(config, type(module), device, dtype, None)
+    if chosen != "sdpa":
+        module.set_attn_implementation(chosen)  # type: ignore[operator]
 
 
 # The module
@@ -167,7 +185,7 @@ class ModelBuilder:
         auto_class = get_value_model_class(hf_config) if self.is_value_model else get_hf_auto_model_class(hf_config)
         try:
             with parameters_on_meta():
-                model: PreTrainedModel = auto_class.from_config(hf_config, **self._load_kwargs())
+                model: PreTrainedModel = auto_class.from_config(hf_config, **self._load_kwargs(auto_class))
         except KeyError as error:  # transformers looks names up, of an activation or a kind of RoPE for instance
             if VARLEN_ATTENTION in error.args:
                 raise WrongInput(
@@ -226,6 +244,8 @@ class ModelBuilder:
         return hf_config
 
     def _check_family(self, hf_config: "PretrainedConfig") -> None:
+        if self.model_config.use_remove_padding and (problem := packing_problem(hf_config.to_dict())):
+            raise ConfigError([Violation("model.use_remove_padding", True, problem)])
         if is_vision_config(hf_config) and not uses_media(hf_config) and self.layout.world_size > 1:
             raise ValueError(
                 f"model_type={hf_config.model_type!r} has a vision tower that several ranks cannot share: ranks "
@@ -233,15 +253,26 @@ class ModelBuilder:
                 "the family (docs/advance/multi_modal.md)"
             )
 
-    def _load_kwargs(self) -> dict[str, Any]:
-        attention = attention_implementation(self.model_config, self.layout.sp_size)
-        if builds_own_attention(self.model_config.hf_config):
-            attention = own_attention_implementation(self.model_config)
+    def _load_kwargs(self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel") -> dict[str, Any]:
         return {
-            "attn_implementation": attention,
+            "attn_implementation": self._attention(auto_class),
             "dtype": DTYPES[self.engine_config.model_dtype],
             "trust_remote_code": self.model_config.trust_remote_code,
         }
+
+    def _attention(self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel") -> str:
+        hf_config = self.model_config.hf_config
+        packed = self.model_config.use_remove_padding
+        if packed or self.layout.sp_size > 1:
+            chosen = packed_implementation(self.model_config, self.layout.sp_size)
+        if builds_own_attention(hf_config):
+            return own_attention_implementation(self.model_config)
+        if packed and chosen == VARLEN_ATTENTION:
+            return chosen
+        asked = chosen if packed else self.model_config.override_config.get("attn_implementation")
+        policy = precision_policy(self.engine_config, self.layout.device)
+        dtype = (policy and policy.param_dtype) or DTYPES[self.engine_config.model_dtype]
+        return padded_attention(hf_config, class_of(auto_class, hf_config), self.layout.device, dtype, asked)
 
     def _freeze(self, model: PreTrainedModel) -> None:
         """Keep the weights of the vision tower.
@@ -305,7 +336,11 @@ class ModelBuilder:
         Raises: ModelWeightsError naming the folder.
         """
         path = self.model_config.local_path
-        options = self._load_kwargs() | {"low_cpu_mem_usage": True, "output_loading_info": True, "weights_only": True}
+        options = self._load_kwargs(auto_class) | {
+            "low_cpu_mem_usage": True,
+            "output_loading_info": True,
+            "weights_only": True,
+        }
         try:
             loaded: Any = auto_class.from_pretrained(path, config=self._config(), **options)
         except (OSError, RuntimeError, ValueError) as error:

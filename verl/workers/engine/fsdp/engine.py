@@ -30,7 +30,13 @@ from verl.workers.config.engine import DEVICES, STRATEGIES
 from verl.workers.engine.background_load import wait_for_weights, when_filled
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
-from verl.workers.engine.fsdp.build import ModelBuilder, checkpoint_names, precision_policy, use_packed_attention
+from verl.workers.engine.fsdp.build import (
+    ModelBuilder,
+    checkpoint_names,
+    keep_attention_whole,
+    precision_policy,
+    use_packed_attention,
+)
 from verl.workers.engine.fsdp.compute_copies import WHOLE_MODEL_BYTES, ComputeCopies
 from verl.workers.engine.fsdp.forward import Forward, Reference, sequence_parallel
 from verl.workers.engine.fsdp.layout import check_layout, is_sharded, make_layout
@@ -101,6 +107,8 @@ class FSDPEngine(BaseEngine):
             use_packed_attention(module)
         elif engine.layout.sp_size > 1:
             raise WrongInput(f"ulysses_sequence_parallel_size={engine.layout.sp_size} needs use_remove_padding=True")
+        else:
+            keep_attention_whole(module, engine.layout.device)
         engine.module = module
         engine.optimizer = optimizer
         engine._adopt(remove_padding)
