@@ -12,10 +12,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from examples.tiny_model import byte_tokenizer
+from verl.experimental.agent_loop import rewards
 from verl.experimental.agent_loop.base import AgentLoopOutput
-from verl.experimental.agent_loop.rewards import TrajectoryScorer, scores_one_by_one
+from verl.experimental.agent_loop.rewards import RESERVED, TrajectoryScorer, scores_one_by_one
 from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.ppo.phases import PHASES
 from verl.trainer.ppo.reward import compute_reward
 from verl.workers.rewards.loading import load_reward_manager, reward_kwargs
 from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError
@@ -122,15 +124,21 @@ def test_a_score_of_the_loop_is_kept_and_segments_share_one(config: DictConfig) 
 
 
 def test_a_scorer_cannot_hide_columns_of_the_batch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rewards._warn_once.cache_clear()
     config = config_of(tmp_path)
-    said = {"score": 1.0, "uid": "x", "segments": 9, "responses": 0, "seen": 2}
+    said = {"score": 1.0, "uid": "x", "segments": 9, "responses": 0, "seen": 2, "messages": 3}
     (tmp_path / "score.py").write_text(f"def compute_score(**kwargs): return {said}")
-    output = AgentLoopOutput(prompt_ids=[5], response_ids=[6], response_mask=[1], extra_fields={"segments": 2})
+    output = AgentLoopOutput(
+        prompt_ids=[5], response_ids=[6], response_mask=[1], extra_fields={"segments": 2, "messages": []}
+    )
     scorer = TrajectoryScorer(config, TOKENIZER, lambda outputs, requests: requests)
     asyncio.run(scorer.add_score([output], batch_of("word"), 0))
     assert output.reward_score == 1.0
-    assert output.extra_fields == {"segments": 2, "seen": 2, FAILURE_COLUMN: None}
-    for name in ("uid", "segments", "responses"):
+    renamed = {"extra/uid": "x", "extra/segments": 9, "extra/responses": 0, "extra/messages": 3}
+    assert output.extra_fields == {"segments": 2, "messages": [], "seen": 2, FAILURE_COLUMN: None} | renamed
+    written = {name for phase in PHASES.values() for name in phase.writes | phase.optional}
+    assert written - RESERVED == {"acc"}  # the managers batch and prime write it too
+    for name in ("uid", "segments", "responses", "messages"):
         assert f"the reward function returns '{name}', a column of the trainer" in caplog.text
 
 

@@ -587,3 +587,21 @@ def test_the_defaults_of_keys_that_may_be_idle_are_those_of_the_yaml(composed):
             assert default is not ABSENT or key.startswith(("reward_model.megatron", "critic")), key
             default = select(trees[is_megatron], FOLLOWS[key]) if key in FOLLOWS else default
             assert default is ABSENT or select(trees[is_megatron], key, "absent") == default, key
+
+
+@pytest.mark.parametrize(
+    ("node", "sampling", "text"),
+    [
+        ("rollout.val_kwargs", {"n": 8}, "do_sample=false"),
+        ("rollout.val_kwargs", {"n": 8, "do_sample": True, "temperature": 1.0, "top_k": 1}, "top_k=1"),
+        ("rollout.val_kwargs", {"n": 8, "do_sample": True, "temperature": 1.0}, None),
+        ("rollout", {"n": 4, "do_sample": False}, "do_sample=false"),
+        ("rollout", {"n": 1, "do_sample": False}, None),
+    ],
+)
+def test_equal_responses_are_told(base, caplog, node, sampling, text):
+    caplog.set_level("WARNING", logger="verl.trainer.config.validation")
+    violations(base, {f"actor_rollout_ref.{node}.{key}": value for key, value in sampling.items()})
+    told = [message for message in caplog.messages if "the responses to a prompt are equal" in message]
+    assert len(told) == (text is not None)
+    assert not told or f"actor_rollout_ref.{node}.n={sampling['n']} with {text}" in told[0]

@@ -1,5 +1,6 @@
 """Validation without a trainer: samples of a loader, generated and scored by plain functions."""
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -9,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.experimental.agent_loop import rewards
 from verl.protocol import DataProto
+from verl.trainer.ppo import records, validation
+from verl.trainer.ppo.records import dump_generations
 from verl.trainer.ppo.validation import choose_samples, collect_samples, repeat_prompts, summarise
 from verl.workers.rewards import scoring
 from verl.workers.rewards.scoring import Failure, Score, ScoringLimits
@@ -198,6 +202,12 @@ def test_a_scorer_states_its_lowest_score():
     assert samples.extras["reward_failure"] == [None, "raised", None, "raised", "missing", "missing"]
 
 
+@pytest.fixture
+def warnings_are_new():
+    for module in (records, rewards, validation):
+        module._warn_once.cache_clear()
+
+
 @pytest.mark.parametrize("styles", [["rule"] * 3, ["rule", "model", "rule"], ["model", "rule", "rule"]])
 @pytest.mark.parametrize("size", [1, 3])
 def test_each_row_has_its_own_style(styles, size):
@@ -211,9 +221,63 @@ def test_each_row_has_its_own_style(styles, size):
     assert summarise(samples)["val-core/s/acc/mean@2"] == 0.5
 
 
-def test_prompts_with_one_uid_are_merged_with_a_notice(caplog):
+def test_prompts_with_one_uid_are_merged_with_a_notice(warnings_are_new, caplog):
     batch = rows(4, 5) | {"uid": np.array(["a", "a"], dtype=object)}
     for _ in range(2):
         samples = collect_samples([batch | {}], Rollout(), reward, TOKENIZER, step=3)
     assert summarise(samples)["val-core/s/acc/mean@4"] == 0.5
     assert caplog.text.count("makes 1 prompts of the 2 validation prompts") == 1
+
+
+def test_samples_are_drawn_by_prompt_and_not_by_place():
+    """A prompt that comes twice draws twice; other rows, the order and the size of a batch change no seed."""
+
+    def seeds(*batches):
+        found = {}
+
+        def generate(prompts, first_prompt):
+            tokens = prompts.batch["input_ids"][:, 0].tolist()
+            batch, drawn = repeat_prompts(prompts, 2, seed=1, step=3, first_prompt=first_prompt)
+            for token, pair in zip(tokens, drawn.view(-1, 2).tolist(), strict=True):
+                found.setdefault(token, []).append(pair)
+            batch.batch["prompts"] = batch.batch["responses"] = batch.batch["input_ids"]
+            return batch
+
+        collect_samples(batches, generate, reward, TOKENIZER, step=3)
+        return found
+
+    whole = seeds(rows(4, 5, 4, 6))
+    assert len({seed for pairs in whole.values() for pair in pairs for seed in pair}) == 8
+    assert seeds(rows(6), rows(4, 5), rows(4)) == whole
+    assert {token: pairs for token, pairs in seeds(rows(9, 4), rows(4, 7)).items() if token == 4} == {4: whole[4]}
+    other = rows(4) | {"data_source": np.array(["other"], dtype=object)}
+    assert seeds(other, rows(4))[4][1] == whole[4][0]
+
+
+def test_an_extra_with_a_name_of_the_dump_does_not_replace_its_column(warnings_are_new, tmp_path, caplog):
+    batch = rows(4)
+    turn = {"role": "assistant", "text": "x", "start": 0, "end": 1, "calls": [], "seconds": 0.0}
+
+    def generate(prompts, first_prompt):
+        made, _ = repeat_prompts(prompts, 2, seed=1, step=3, first_prompt=first_prompt)
+        made.batch["prompts"] = made.batch["responses"] = made.batch["input_ids"]
+        made.non_tensor_batch["__turns__"] = np.array([[turn], [turn]] + [None], dtype=object)[:2]
+        return made
+
+    names = ("turns", "input", "step", "reward", "uid", "responses", "data_source")
+    said = {name: [7, 8] for name in names}
+
+    def talkative(data, return_dict=False):
+        return {"reward_tensor": torch.ones(2, 1), "reward_extra_info": dict(said)}
+
+    for _ in range(2):
+        samples = collect_samples([batch], generate, talkative, TOKENIZER, step=3)
+    assert summarise(samples)["val-core/s/reward/mean@2"] == 1.0
+    path = dump_generations(
+        tmp_path, 3, samples.inputs, samples.outputs, samples.truths, samples.scores, samples.columns
+    )
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["turns"][0]["text"] == "x" and (first["step"], first["reward"], first["input"]) == (3, 1.0, "[4]")
+    assert {name: first[f"extra/{name}"] for name in names} == dict.fromkeys(names, 7)
+    for name in names:
+        assert caplog.text.count(f"returns {name!r}") == 1, name

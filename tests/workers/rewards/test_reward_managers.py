@@ -15,6 +15,7 @@ import ray
 import torch
 
 from examples.tiny_model import byte_tokenizer
+from verl.experimental.agent_loop import rewards
 from verl.protocol import DataProto
 from verl.trainer.ppo import reward
 from verl.trainer.ppo.reward import compute_reward
@@ -705,11 +706,12 @@ def test_a_manager_of_the_user_has_a_deadline(monkeypatch):
 
 
 def test_a_scorer_does_not_write_over_what_the_trainer_reads(caplog):
+    rewards._warn_once.cache_clear()
     both = {"reward_tensor": torch.ones(2, 3), "reward_extra_info": {"uid": ["x", "x"], "acc": [1, 0]}}
     for _ in range(2):
         data = DataProto.from_dict({"responses": torch.zeros(2, 3)})
         _, extras = compute_reward(data, lambda data, return_dict=False: both)
-        assert extras == {"acc": [1, 0]}
+        assert extras == {"acc": [1, 0], "extra/uid": ["x", "x"]}
     assert caplog.text.count("returns 'uid', a column of the trainer") == 1
 
 

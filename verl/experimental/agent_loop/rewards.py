@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,12 @@ SCORED_HERE = "score_trajectories"
 _COUNTS = ("__num_turns__", "tool_call_counts", "segments", "cut_segments", DROPPED_COLUMN, EARLIER_COLUMN)
 OWN_COLUMNS = frozenset({"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", *_COUNTS})
 """Columns that later phases read, and that no scorer may overwrite: GRPO tells its groups apart by ``uid``."""
+_LATER_TENSORS = frozenset(
+    "token_level_scores token_level_rewards old_log_probs ref_log_prob values entropys advantages returns "
+    "reward_baselines rollout_is_weights sampling_seed trajectory_share".split()
+)
+RESERVED = OWN_COLUMNS | TENSORS | _LATER_TENSORS | frozenset(SCORING_COLUMNS)
+"""Names of the batch that no extra of a scorer takes."""
 _ONE_BY_ONE = (NaiveRewardManager, DAPORewardManager)
 
 
@@ -43,6 +49,7 @@ def scores_one_by_one(reward_fn: Any) -> bool:
 
 RowsOf = Callable[[Sequence[AgentLoopOutput], DataProto], DataProto]
 """Makes the rows of trajectories, given those of their requests."""
+Value = TypeVar("Value")
 _Scored = tuple[float, dict[str, Any]]
 """The score of a trajectory, and what the scorer says beyond it."""
 
@@ -91,6 +98,8 @@ class TrajectoryScorer:
                 self._scoring = asyncio.create_task(self._score_waiting())
             value, extras = await waiting.answer
             ended({"score": value} | extras)
+        reserved = {self._config.data.reward_fn_key, *(name for output in outputs for name in output.extra_fields)}
+        extras = named_extras(extras, reserved, batch.non_tensor_batch.keys())
         for output in outputs:
             if output.reward_score is None:
                 output.reward_score = value
@@ -131,13 +140,27 @@ class TrajectoryScorer:
         samples, scores = self._manager.score_samples(rows, self._manager.score)
         values = self._manager.rewards(samples, scores)
         return [
-            (value, _allowed(score.extras) | {FAILURE_COLUMN: score.failure.kind if score.failure else None})
+            (value, score.extras | {FAILURE_COLUMN: score.failure.kind if score.failure else None})
             for value, score in zip(values, scores, strict=True)
         ]
 
 
-def _allowed(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a scorer says beyond its score, without columns that are not its own."""
-    for name in (OWN_COLUMNS | TENSORS) & extras.keys():
-        _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
-    return {name: value for name, value in extras.items() if name not in OWN_COLUMNS | TENSORS}
+def named_extras(
+    extras: Mapping[str, Value], reserved: Collection[str] = (), data_columns: Collection[str] = ()
+) -> dict[str, Value]:
+    """Return what scorers say beyond scores by names that are free: ``extra/<name>`` for a name of the batch.
+
+    Args: ``reserved`` are names that are taken besides ``RESERVED``. An extra replaces one of ``data_columns``, as a
+        metric of the name that the data have too.
+    """
+    named: dict[str, Value] = {}
+    for name, value in extras.items():
+        if name in RESERVED or name in reserved:
+            _warn_once(
+                "the reward function returns %r, a column of the trainer: it is written as 'extra/%s'", name, name
+            )
+            name = f"extra/{name}"
+        elif name in data_columns:
+            _warn_once("the reward function returns %r, a column of the data: it takes the place of the column", name)
+        named[name] = value
+    return named

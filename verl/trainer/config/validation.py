@@ -252,6 +252,14 @@ def _give_notices(run: RunConfig, tree: Tree) -> None:
             "the reward model scores training, and custom_reward_function validation only: to join both, write a "
             "reward manager that reads rm_scores (docs/reward_models.md)"
         )
+    rollout = run.actor_rollout_ref.rollout
+    for node, sampling in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
+        if sampling.n > 1 and (not sampling.do_sample or sampling.top_k == 1):
+            logger.warning(
+                "actor_rollout_ref.%s.n=%d with %s: the responses to a prompt are equal, so best@k and maj@k are the "
+                "mean, and a group has no differences to learn from. Write n=1, or sample",
+                *(node, sampling.n, "top_k=1" if sampling.do_sample else "do_sample=false"),
+            )
     if run.algorithm.use_kl_in_reward and run.actor_rollout_ref.actor.use_kl_loss:
         logger.warning("KL is in the reward (algorithm.use_kl_in_reward) and in the loss (actor.use_kl_loss)")
     rollout = run.actor_rollout_ref.rollout

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,15 @@ from verl.utils.observe.tracking import plain
 from verl.workers.rollout.base import BEHIND_COLUMN
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 LENGTH_BINS = 24
 _OF_SCORE = ("rm_scores", "token_level_scores")
 """Columns that the phase ``score`` begins, although a later phase may add them."""
 _COPY_OF = {"multi_modal_data": "multi_modal_inputs", "raw_prompt_ids": "input_ids"}
 """Columns of the data set, and the column of the batch that holds the same content."""
+_OF_DUMP = frozenset({"input", "output", "gts", "score", "step", "turns", "earlier_segments", BEHIND_COLUMN})
+"""Columns of a dump that are no extras of a reward function."""
 MAX_TEXT = 1200
 """Longest prompt, response or turn in a sample, in characters; a longer one loses its middle."""
 MAX_CALL = 300
@@ -298,13 +302,16 @@ def dump_generations(
 ) -> Path:
     """Write ``<folder>/<step>.jsonl``: one object per sample with input, output, gts, score, step and the extras.
 
-    An extra is left out if its length is not the number of samples, or if its name is that of another column.
+    An extra is left out if its length is not the number of samples. One with the name of another column is
+    ``extra/<name>``.
     A number that is not finite is written as text, for instance ``"NaN"``.
     """
     count = len(inputs)
     columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
     columns["step"] = [step] * count
-    columns |= {name: values for name, values in extras.items() if len(values) == count and name not in columns}
+    taken = columns.keys() & extras.keys()
+    more = {f"extra/{name}" if name in taken else name: values for name, values in extras.items()}
+    columns |= {name: values for name, values in more.items() if len(values) == count}
     path = Path(folder).expanduser() / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".jsonl.tmp")
@@ -316,6 +323,16 @@ def dump_generations(
     return path
 
 
+def dump_extras(extras: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return extras by their names in a dump: ``extra/<name>`` for a name that a column of the dump itself has."""
+    named: dict[str, Any] = {}
+    for name, values in extras.items():
+        if name in _OF_DUMP and name != "score":  # the manager dapo writes the score before the penalty
+            _warn_once("the reward function returns %r, a column of the dump: it is written as 'extra/%s'", name, name)
+        named[f"extra/{name}" if name in _OF_DUMP else name] = values
+    return named
+
+
 def scored_columns(
     batch: DataProto, tokenizer: PreTrainedTokenizerBase, extras: Mapping[str, Sequence[Any]], order: Sequence[int]
 ) -> dict[str, Any]:
@@ -325,16 +342,16 @@ def scored_columns(
     def ordered(values: Sequence[Any]) -> list[Any]:
         return [values[row] for row in order]
 
-    kept = {name: ordered(values) for name, values in extras.items() if len(values) == len(batch)}
+    kept = {name: ordered(values) for name, values in dump_extras(extras).items() if len(values) == len(batch)}
     for name in ("request_id", BEHIND_COLUMN):
-        if name in batch.non_tensor_batch:
-            kept.setdefault(name, ordered(list(batch.non_tensor_batch[name])))
+        if name in batch.non_tensor_batch and name not in extras:
+            kept[name] = ordered(list(batch.non_tensor_batch[name]))
     turns = conversations(batch, tokenizer)
     if turns is not None:
-        kept.setdefault("turns", ordered(turns))
+        kept["turns"] = ordered(turns)
     before = earlier_texts(batch, tokenizer)
     if before is not None:
-        kept.setdefault("earlier_segments", ordered(before))
+        kept["earlier_segments"] = ordered(before)
     return {
         "inputs": ordered(tokenizer.batch_decode(tensors["prompts"], skip_special_tokens=True)),
         "outputs": ordered(tokenizer.batch_decode(tensors["responses"], skip_special_tokens=True)),

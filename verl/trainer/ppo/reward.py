@@ -4,7 +4,6 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -14,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.experimental.agent_loop.rewards import OWN_COLUMNS, scores_one_by_one
+from verl.experimental.agent_loop.rewards import named_extras, scores_one_by_one
 from verl.experimental.agent_loop.segments import EARLIER_COLUMN
 from verl.protocol import DataProto, DataProtoFuture, tensors_of
 from verl.protocol.lazy import (
@@ -53,7 +52,6 @@ from verl.workers.rewards.scoring import (
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 logger = logging.getLogger(__name__)
-_warn_once = cache(logger.warning)
 
 ExtraColumns = dict[str, list[Any]]
 """Extra values that scorers return, as lists of length B."""
@@ -93,9 +91,9 @@ def compute_reward(data: DataProto, reward_fn: RewardFn, validate: bool = False)
             f"reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g} and {START_TIMEOUT_S:g} s more: "
             f"make it faster, or raise this limit"
         ) from error
-    for name in OWN_COLUMNS & extras.keys():
-        _warn_once("the reward function returns %r, a column of the trainer: the trainer's values are kept", name)
-    extras = {name: values for name, values in extras.items() if name not in OWN_COLUMNS}
+    known = set(data.meta_info.get("reward_extra_keys", ())) | {FAILURE_COLUMN}  # of agent loops, which have named them
+    reserved = {getattr(reward_fn, "reward_fn_key", "data_source")}
+    extras = named_extras(extras, reserved - known, data.non_tensor_batch.keys() - known)
     scores, extras = settled(data, scores, extras, reward_fn)
     scores = moved_to_sampled(scores, sampled_mask(data))
     return scores if validate else _with_lowest(data, scores, extras, reward_fn), extras

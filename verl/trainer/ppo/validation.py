@@ -1,7 +1,8 @@
 """Validation: generate, score and summarise the whole validation set with the current weights."""
 
+import hashlib
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,14 +18,16 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics, without_dropped
-from verl.trainer.ppo.records import earlier_texts, ground_truths, trace_batch
+from verl.trainer.ppo.records import dump_extras, earlier_texts, ground_truths, trace_batch
 from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
-from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
+from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.workers.rewards.scoring import FAILURE_COLUMN, failure_score_of, sampled_mask
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
+PLACES = "sampling_places"
+"""Meta of a batch of prompts: the numbers of the prompts from which the seeds of their samples come."""
 MISSING = "missing"
 """Kind of the failure of a sample that an agent loop gave up, or in which the policy has sampled no token."""
 
@@ -107,11 +110,11 @@ class ValidationSamples:
     @property
     def columns(self) -> ExtraColumns:
         """The columns of a dump besides texts, truths and scores."""
-        columns = dict(self.extras)
+        columns = dump_extras(self.extras)
         if any(self.conversations):
-            columns.setdefault("turns", self.conversations)
+            columns["turns"] = self.conversations
         if any(self.earlier):
-            columns.setdefault("earlier_segments", self.earlier)
+            columns["earlier_segments"] = self.earlier
         return columns
 
 
@@ -144,6 +147,7 @@ def collect_samples(
     Raises: ValueError when there is no validation reward function.
     """
     samples = ValidationSamples()
+    counts: Counter[bytes] = Counter()
     num_prompts = 0
     has_uids = False
     for rows in loader:
@@ -153,6 +157,7 @@ def collect_samples(
         if not len(prompts):
             continue
         has_uids = "uid" in prompts.non_tensor_batch
+        prompts.meta_info[PLACES] = number_prompts(prompts, counts, reward_fn_key)
         batch = generate(prompts, num_prompts)
         num_prompts += len(prompts)
         if reward_fn is None:
@@ -177,6 +182,25 @@ def collect_samples(
     if has_uids:
         _tell_of_merged_prompts(num_prompts, len(set(zip(samples.sources, samples.uids, strict=True))))
     return samples
+
+
+def number_prompts(batch: DataProto, counts: Counter[bytes], reward_fn_key: str) -> np.ndarray:
+    """Number prompts by their source, their tokens, and how often both came before: (B,) uint64.
+
+    The seeds of their samples come from these numbers, and so do not depend on other rows or on the order of all.
+
+    Args: ``counts`` holds how often each came in earlier batches.
+    """
+    tensors = tensors_of(batch)
+    ids = tensors["input_ids"]
+    attended = tensors["attention_mask"].bool() if "attention_mask" in tensors.keys() else torch.ones_like(ids).bool()
+    sources = batch.non_tensor_batch.get(reward_fn_key, [""] * len(batch))
+    numbers = []
+    for source, row, mask in zip(sources, ids, attended, strict=True):
+        digest = hashlib.blake2b(f"{source}/".encode() + row[mask].numpy().tobytes(), digest_size=16).digest()
+        numbers.append(derive_seed(counts[digest], digest.hex()))
+        counts[digest] += 1
+    return np.array(numbers, dtype=np.uint64)
 
 
 def judged_by_rule(batch: DataProto) -> DataProto:
@@ -213,7 +237,8 @@ def repeat_prompts(
     """Return ``num_samples`` rows per prompt and their sampling seeds; prompts get a ``uid`` if they lack one."""
     if "uid" not in batch.non_tensor_batch:
         batch.non_tensor_batch["uid"] = prompt_uids(seed, step, len(batch), "validate", first_prompt)
-    seeds = sampling_seeds(seed, step, len(batch), num_samples, validate=True, first_prompt=first_prompt)
+    places = batch.meta_info.pop(PLACES, None)
+    seeds = sampling_seeds(seed, step, len(batch), num_samples, True, first_prompt, places)
     return batch.repeat(repeat_times=num_samples, interleave=True), seeds
 
 
@@ -230,6 +255,9 @@ def add_extras(known: ExtraColumns, extras: ExtraColumns, before: int, count: in
                 f"the reward function returned {name!r} for {len(values)} of {count} validation samples: return it for "
                 "every sample of a batch, as None where it says nothing"
             )
+    if "reward" in extras:
+        _warn_once("the reward function returns 'reward', the name of the score: it is written as 'extra/reward'")
+        extras = {"extra/reward" if name == "reward" else name: values for name, values in extras.items()}
     for name in dict.fromkeys([*known, *extras]):
         if name == "reward":
             continue

@@ -36,15 +36,22 @@ def derive_seed(run_seed: int, *path: int | str) -> int:
 
 
 def sampling_seeds(
-    run_seed: int, step: int, num_prompts: int, n: int, validate: bool = False, first_prompt: int = 0
+    run_seed: int,
+    step: int,
+    num_prompts: int,
+    n: int,
+    validate: bool = False,
+    first_prompt: int = 0,
+    places: np.ndarray | None = None,
 ) -> Tensor:
     """Return the seeds of ``num_prompts * n`` requests, interleaved as in ``DataProto.repeat``: int64, 63 bit.
 
     A seed depends only on the run, the step, the position of the prompt in the step's data and the number of the
-    sample. ``first_prompt`` is the position of the first prompt, for data that comes in several batches.
+    sample. ``first_prompt`` is the position of the first prompt, for data that comes in several batches. ``places``
+    (num_prompts,) uint64 are other numbers of the prompts than their positions.
     """
     base = np.uint64(derive_seed(run_seed, "validate" if validate else "sample", step))
-    prompts = np.arange(first_prompt, first_prompt + num_prompts, dtype=np.uint64)
+    prompts = np.arange(first_prompt, first_prompt + num_prompts, dtype=np.uint64) if places is None else places
     samples = np.arange(n, dtype=np.uint64)
     with np.errstate(over="ignore"):
         of_prompt = mix(base + (prompts + np.uint64(1)) * GOLDEN)
