@@ -7,7 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.utils.reward_score.answer_pairs import DIFFERENT as DIFFERENT_PAIRS
+from tests.utils.reward_score.answer_pairs import EQUAL as EQUAL_PAIRS
 from verl.utils import reward_score
 from verl.utils.reward_score import (
     SCORERS,
@@ -132,7 +136,7 @@ def test_not_equivalent(one, other):
     [
         ("thus\nAnswer: 34", "34", "34", True),
         (r"Answer: $\boxed{34}$", "34", "34", True),
-        ("Answer: 1\nAnswer: $1{,}234$.", "1234", "1{,}234", False),
+        ("Answer: 1\nAnswer: $1{,}234$.", "1234", "1234", True),
         ("answer : $1,234$", "1234", "1234", True),
         ("Answer: -1,234", "-1234", "-1234", True),
         (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}", True),
@@ -234,6 +238,84 @@ def test_prime_math_answers():
     assert prime_math.compute_score("12", "12") == (False, False, "12")
 
 
+# ---- pairs judged by hand, and answers that are written in another way
+
+
+JUDGES = {
+    "math_reward": lambda answer, truth: math_reward.compute_score(rf"hence $\boxed{{{answer}}}$.", truth) == 1,
+    "math_dapo": lambda answer, truth: math_dapo.compute_score(f"Answer: {answer}", truth)["acc"],
+    "prime_math": lambda answer, truth: prime_math.compute_score(rf"hence $\boxed{{{answer}}}$.", truth)[0],
+}
+
+
+@pytest.mark.parametrize("scorer", JUDGES)
+def test_no_scorer_takes_different_answers_for_equal(scorer):
+    if scorer == "prime_math" and not reward_score.MATH.is_installed():
+        pytest.skip(reward_score.MATH.problem())
+    judge = JUDGES[scorer]
+    assert [pair for pair in DIFFERENT_PAIRS if judge(*pair) or judge(*pair[::-1])] == []
+
+
+def test_prime_math_finds_all_equal_answers():
+    if not reward_score.MATH.is_installed():
+        pytest.skip(reward_score.MATH.problem())
+    judge = JUDGES["prime_math"]
+    assert [pair for pair in EQUAL_PAIRS if not (judge(*pair) and judge(*pair[::-1]))] == []
+
+
+ENTRIES = st.integers(-99, 99)
+ROWS = st.integers(1, 3).flatmap(
+    lambda width: st.lists(st.lists(ENTRIES, min_size=width, max_size=width), min_size=1, max_size=3)
+)
+
+
+def written(rows, kind, gap):
+    lines = (f"{gap}&{gap}".join(map(str, row)) for row in rows)
+    return rf"\begin{{{kind}}}{gap}" + rf"{gap}\\{gap}".join(lines) + rf"\end{{{kind}}}"
+
+
+KINDS = st.sampled_from(["pmatrix", "bmatrix", "matrix"])
+
+
+@given(ROWS, ROWS, st.tuples(KINDS, KINDS), st.sampled_from(["", " "]), st.sampled_from(["", " "]))
+def test_matrices_are_equal_if_their_entries_are(rows, others, kinds, gap, other_gap):
+    one = written(rows, kinds[0], gap)
+    for judge in JUDGES.values():
+        assert judge(one, written(rows, kinds[1], other_gap))
+        assert judge(one, written(others, kinds[1], other_gap)) == (rows == others)
+
+
+@given(st.integers(0, 10**40), st.integers(0, 10**40), st.sampled_from(["{,}", ",", r"\,", r"\!", " ", ""]))
+def test_large_numbers_are_compared_exactly(one, other, separator):
+    digits = f"{one:,}".replace(",", separator)
+    for judge in JUDGES.values():
+        assert judge(digits, str(one)) and judge(digits, one)
+        assert judge(digits, str(other)) == (one == other)
+
+
+@pytest.mark.parametrize("truth", [12, 12.0, "12.0", "12"])
+def test_a_truth_may_be_a_number(truth):
+    for answer, is_right in (("12", True), ("12.0", True), ("1.20", False), ("120", False), ("-12", False)):
+        assert all(judge(answer, truth) == is_right for judge in JUDGES.values())
+        assert math_dapo.compute_score(rf"\boxed{{{answer}}}", truth, strict_box_verify=True)["acc"] == is_right
+        assert (gsm8k.compute_score(f"#### {answer}", truth) == 1) == is_right
+        assert (search_r1_like_qa_em.compute_score(f"<answer>{answer}</answer>", truth) == 1) == is_right
+
+
+LONG = ["9", "(", "{", r"\{", r"\frac", "1,", r"\boxed{", "x+", " ", r"\text{", r"a\\", r"\begin{pmatrix}", "1 ", "a_"]
+
+
+@pytest.mark.parametrize("part", LONG)
+def test_very_long_answers_are_scored_at_once(part):
+    text = part * (200_000 // len(part))
+    start = time.process_time()
+    for answer in (text, rf"\boxed{{{text}}}", f"Answer: {text}", f"#### {text}", f"<answer>{text}</answer>"):
+        scores = [math_reward.compute_score(answer, "1"), prime_math.compute_score(answer, "1")[0]]
+        scores += [math_dapo.compute_score(answer, "1")["acc"], gsm8k.compute_score(answer, "1")]
+        assert not any([*scores, search_r1_like_qa_em.compute_score(answer, "1")])
+    assert time.process_time() - start < 20  # 0.3 s; a scorer that takes quadratic time needs minutes
+
+
 # ---- search
 
 
@@ -258,6 +340,26 @@ def test_search(text, score):
     wrong = 0.1 if "</answer>" in text and not score else score
     assert search_r1_like_qa_em.compute_score(text, truth, format_score=0.1) == wrong
     assert search_r1_like_qa_em.compute_score(text, {"target": "Eiffel tower"}) in (score, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "is_right"),
+    [
+        ("", "The", False),
+        ("the", "The", True),
+        ("a", "The", False),
+        ("", "", False),
+        ("1.5", "15", False),
+        ("-5", "5", False),
+        ("1,000", 1000, True),
+        ("don’t", "don't", True),
+        ("Beyonce\u0301", "Beyonc\u00e9", True),
+        ("１２", "12", True),
+    ],
+)
+def test_search_of_short_and_unusual_answers(answer, truth, is_right):
+    assert search_r1_like_qa_em.compute_score(f"<answer>{answer}</answer>", truth) == is_right
+    assert search_r1_like_qa_em.compute_score(f"<answer>{answer}</answer>", {"target": [truth]}) == is_right
 
 
 # ---- libraries

@@ -82,7 +82,7 @@ class MissingExtraError(ImportError, WrongInput):
 
 GEO = Extra("mathruler", "mathruler", "geo")
 MATH = Extra("math_verify", "math-verify", "math")
-EXTRAS = {"geo3k": GEO}
+EXTRAS = {"geo3k": GEO, "prime_math": MATH}
 """Module -> package that it needs."""
 
 

@@ -2,6 +2,8 @@
 
 import re
 
+from verl.utils.reward_score.answers import rational
+
 SOLUTION_CLIP_CHARS = 300  # the answer is at the end, and searching a long text is slow
 STRICT = re.compile(r"####\s*(-?[0-9.,]+)")
 FLEXIBLE = re.compile(r"-?[0-9.,]+")
@@ -35,4 +37,7 @@ def compute_score(
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    return score if answer == str(ground_truth).replace(",", "") else format_score
+    truth = str(ground_truth).replace(",", "").strip()
+    number = rational(answer)
+    is_right = answer == truth or (number is not None and number == rational(truth))
+    return score if is_right else format_score

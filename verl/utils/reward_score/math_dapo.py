@@ -7,6 +7,7 @@ Source: DAPO (arXiv:2503.14476) section 4.1 (rule-based reward of +1 and -1).
 import re
 from typing import Any
 
+from verl.utils.reward_score.answers import THOUSANDS, cleaned, rational, same, with_unit
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
 
 SOLUTION_CLIP_CHARS = 300  # the answer is at the end
@@ -19,10 +20,7 @@ _UNITS = (
     "meters meals edges students childrentickets multiples sq mi days unit ft yards seconds people percent"
 ).split()
 _UNIT = re.compile(r"(?<![a-zA-Z\\])(?:" + "|".join(sorted(_UNITS, key=len, reverse=True)) + r")(?![a-zA-Z])")
-_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|overline|mbox)\{([^{}]*)\}")
 _MATH = re.compile(r"\$([^$]*)\$")
-_BARE_FRACTION = re.compile(r"(frac)([^{\s])([^{\s])")
-_BARE_ROOT = re.compile(r"(sqrt)([^{\s\[])")
 
 
 def compute_score(
@@ -46,24 +44,38 @@ def verify(
         end = pause_tokens_index[-1] if pause_tokens_index else len(solution_str)
         boxed = last_boxed_only_string(solution_str[max(end - BOXED_CLIP_CHARS, 0) :])
         pred = remove_boxed(boxed) if boxed is not None else NO_ANSWER
-        return pred == str(answer), pred
+        return pred == str(answer) or _same_number(pred, str(answer)), pred
     answers = ANSWER.findall(solution_str)
-    pred = normalize_final_answer(answers[-1]) if answers else NO_ANSWER
-    return pred == normalize_final_answer(str(answer)), pred
+    if not answers:
+        return False, NO_ANSWER
+    stated, truth = answers[-1], str(answer)
+    pred = normalize_final_answer(stated)
+    both_name = "=" in stated and "=" in truth
+    units = {unit for text in (stated, truth) if (unit := _unit(text))}
+    is_same_text = pred == normalize_final_answer(truth) and not (both_name or len(units) > 1)
+    return is_same_text or same(_stated(stated), _stated(truth)), pred
+
+
+def _same_number(one: str, other: str) -> bool:
+    number = rational(one.strip())
+    return number is not None and number == rational(other.strip())
+
+
+def _unit(answer: str) -> str:
+    plain = _UNIT.search(answer)
+    return with_unit(cleaned(_stated(answer)))[1] or (plain[0].removesuffix("s") if plain else "")
+
+
+def _stated(answer: str) -> str:
+    """Return what an answer says: the content of its box or of its dollar signs, or all of it."""
+    boxed = last_boxed_only_string(answer)
+    if boxed is not None:
+        return remove_boxed(boxed)
+    math = _MATH.search(answer)
+    return math[1] if math and math[1].strip() else answer
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Normalise an answer: drop dollars, units, text commands, thousands separators and spaces."""
-    text = final_answer.split("=")[-1].strip()
-    boxed = last_boxed_only_string(text)
-    if boxed is not None:
-        text = remove_boxed(boxed)
-    elif math := _MATH.search(text):
-        text = math[1]
-    text = _UNIT.sub("", text.replace("\\%", "").replace("%", "").replace("^\\circ", "").replace("\\$", ""))
-    text = _WRAPPED.sub(r"\1", text).replace("\\!", "").replace("\\,", "").replace("\\ ", "")
-    text = text.replace("tfrac", "frac").replace("dfrac", "frac")
-    text = _BARE_ROOT.sub(r"\1{\2}", _BARE_FRACTION.sub(r"\1{\2}{\3}", text))
-    text = re.sub(r"\s+", "", text.replace("$", "")).rstrip(".")
-    without_commas = text.replace(",", "")
-    return without_commas if without_commas.removeprefix("-").isdigit() else text
+    """Return an answer as a text without dollars, units, text commands, thousands separators and spaces."""
+    text = cleaned(_UNIT.sub("", cleaned(_stated(final_answer.split("=")[-1].strip()))))
+    return text.replace(",", "") if THOUSANDS.match(text) else with_unit(text)[0]

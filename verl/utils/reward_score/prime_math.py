@@ -1,14 +1,21 @@
 r"""Score competition mathematics: compare the last ``\boxed`` or stated answer as text, number and formula."""
 
 import re
+from fractions import Fraction
 
-from verl.utils.reward_score.latex_math import agree
-from verl.utils.reward_score.math_reward import is_equiv, last_boxed_only_string, normalize, remove_boxed, split_answer
+from verl.utils.reward_score import math_verify
+from verl.utils.reward_score.answers import rational, same, same_values, with_unit
+from verl.utils.reward_score.latex_math import LONGEST_CHARS, agree
+from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
 
 _STATED = re.compile(r"(?i)\banswer\s*(?:is|:|=)\s*:?\s*([^\n]+)")
 _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 LONGEST_ANSWER_CHARS = 500
-_SETS = (r"\{", r"\}")
+_NO_FORMULA = re.compile(
+    r"(?<![a-zA-Z\\])(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|exp)(?![a-zA-Z]))[a-zA-Z]{3,}|(?<!\\)[A-Z]{2,}"  # words
+    r"|[:']|\d_|\\frac\{d\w?\}\{d\w\}"  # times and ratios, derivatives, numbers to a base
+)
+_OPEN_ARGUMENT = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![a-zA-Z({^_])")
 
 
 def compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
@@ -36,26 +43,30 @@ def grade_answer(answer: str, truth: str) -> bool:
     """Return whether an answer is equivalent to the truth."""
     if max(len(answer), len(truth)) > LONGEST_ANSWER_CHARS:
         return answer == truth
-    return is_equiv(answer, truth) or _same(normalize(answer), normalize(truth))
+    return same(answer, truth, same_formulas)
 
 
-def _same(one: str, other: str) -> bool:
-    if is_equiv(one, other):
+def same_formulas(one: str, other: str) -> bool:
+    """Return whether two values are equal as texts, numbers or formulas.
+
+    Numbers decide alone, and words are never formulas. Formulas are equal if their values at random points are. The
+    library math-verify decides where those cannot be computed, and where the argument of a function has no brackets.
+    """
+    if same_values(one, other):
         return True
-    parts = split_answer(one)
-    other_parts = split_answer(other)
-    if (parts is None) != (other_parts is None):
+    (value, unit), (other_value, other_unit) = with_unit(one), with_unit(other)
+    numbers = rational(value), rational(other_value)
+    if (unit and other_unit and unit != other_unit) or None not in numbers or not value or not other_value:
         return False
-    if parts is None or other_parts is None:
-        return agree(one, other) is True
-    if len(parts) != len(other_parts):
+    if any(_NO_FORMULA.search(text) for text in (value, other_value)):
         return False
-    if (parts[0], parts[-1]) == (other_parts[0], other_parts[-1]) == _SETS:  # sets are unordered
-        left = list(other_parts[1:-1])
-        for part in parts[1:-1]:
-            match = next((each for each in left if _same(part, each)), None)
-            if match is None:
-                return False
-            left.remove(match)
-        return True
-    return all(_same(a, b) for a, b in zip(parts, other_parts, strict=True))
+    texts = [_as_formula(text, number) for text, number in zip((value, other_value), numbers, strict=True)]
+    verdict = None if any(_OPEN_ARGUMENT.search(text) for text in texts) else agree(*texts)
+    return math_verify.equal(*texts) if verdict is None else verdict
+
+
+def _as_formula(text: str, number: Fraction | None) -> str:
+    """Return a number as a ratio, since a formula would take a mixed number for a product."""
+    if number is None or len(text) > LONGEST_CHARS:
+        return text
+    return str(number.numerator) if number.denominator == 1 else f"({number.numerator}/{number.denominator})"

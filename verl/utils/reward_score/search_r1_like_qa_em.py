@@ -3,17 +3,19 @@
 import operator
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-Accepted = str | Sequence[str] | Mapping[str, Any]
+Accepted = str | int | float | Sequence[str] | Mapping[str, Any]
 """The accepted answer or answers, or a mapping with them as ``target``."""
 
 MOST_TAGS = 10  # a response with more tags is guessing
 _OPEN = "<answer>"
 _CLOSE = "</answer>"
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = ("a", "an", "the")
+_NUMBER = re.compile(r"(?<![\w.,-])([-\u2212]?)(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)(?![\d]|[.,]\d)")
+_SIGNS = str.maketrans("\0\1", "-.")  # what is kept while punctuation goes
 
 
 def compute_score(
@@ -42,7 +44,8 @@ def _score(
     if answer is None:
         return 0.0
     prediction = normalize_answer(answer)
-    if not any(accepts(prediction, normalize_answer(golden)) for golden in targets(ground_truth)):
+    accepted = [normalize_answer(golden) for golden in targets(ground_truth)]
+    if not prediction or not any(golden and accepts(prediction, golden) for golden in accepted):
         return format_score
     tags = max(solution_str.count(_OPEN), solution_str.count(_CLOSE))
     return score / 4 if tags > MOST_TAGS else score
@@ -60,9 +63,23 @@ def extract_solution(solution_str: str) -> str | None:
 def targets(ground_truth: Accepted) -> list[str]:
     """Return the list of accepted answers."""
     accepted = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
-    return [accepted] if isinstance(accepted, str) else [str(each) for each in accepted]
+    if isinstance(accepted, str) or not isinstance(accepted, Iterable):
+        return [str(accepted)]
+    return [str(each) for each in accepted]
 
 
 def normalize_answer(text: str) -> str:
-    """Convert a text to lower case and drop punctuation, articles and repeated spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Return a text in lower case without punctuation, articles and repeated spaces; a text of articles keeps them.
+
+    Numbers keep sign and decimal point, and lose separators and trailing zeros: 12.0 is 12, and 1.5 is not 15.
+    """
+    text = _NUMBER.sub(_plain_number, unicodedata.normalize("NFKC", text).lower())
+    kept = [each for each in text if each not in string.punctuation and unicodedata.category(each)[0] != "P"]
+    words = "".join(kept).translate(_SIGNS).split()
+    return " ".join([word for word in words if word not in _ARTICLES] or words)
+
+
+def _plain_number(match: re.Match[str]) -> str:
+    whole, _, decimals = match[2].replace(",", "").partition(".")
+    number = "\1".join(filter(None, (whole, decimals.rstrip("0"))))
+    return "\0" + number if match[1] else number
