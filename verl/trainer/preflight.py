@@ -66,7 +66,8 @@ def check_inputs(
     check_model("actor_rollout_ref.model.path", run.actor_rollout_ref.model.path)
     if run.critic is not None:
         shapes = check_model("critic.model.path", run.critic.model.path)
-        check_head("critic.model.path", run.critic.model.path, shapes)
+        if shapes:  # those of a model on this machine, in safetensors
+            check_head("critic.model.path", run.critic.model.path, shapes)
     check_chat_template(run)
     if run.reward_model.enable:
         check_reward_model(run.reward_model)

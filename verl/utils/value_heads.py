@@ -3,6 +3,7 @@
 This imports no torch, so that a head that cannot be loaded is named before the start.
 """
 
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 
@@ -12,17 +13,20 @@ OTHER_NAMES = ("v_head.summary", "v_head", "value_head.summary", "value_head", "
 """Names of the same linear layer: those of TRL, DeepSpeed-Chat and LLaMA-Factory, OpenRLHF, and others."""
 HEAD_FILE = "value_head.safetensors"
 """The file in which LLaMA-Factory saves a head beside the model."""
+_PICKLED_HEAD_FILE = "value_head.bin"
 
 _ABOVE = r"(?:(?:model|module|base_model|pretrained_model)\.)*"
 _WORDS = r"(?:\w+_)?(?:score|value|reward|critic|regress\w*|classif\w*|scalar|rank)s?(?:_\w+)?"
 _LOOKS_LIKE_HEAD = re.compile(rf"{_ABOVE}(?:{_WORDS}|(?:v|q|rm|cls)_head)\.")
 
 
-def stored_head(names: Collection[str], shape_of: Callable[[str], Sequence[int]] | None = None) -> str | None:
+def stored_head(
+    names: Collection[str], shape_of: Callable[[str], Sequence[int]] | None = None, folder: str = ""
+) -> str | None:
     """Return the name under which a checkpoint with these tensors holds a value head; None if it holds none.
 
-    Args: ``shape_of`` tells the shape of a tensor, if it is known.
-    Raises: ValueError naming a tensor of a head that no engine reads.
+    Args: ``shape_of`` tells the shape of a tensor, if it is known; ``folder`` may hold a head in a file of its own.
+    Raises: ValueError naming a tensor or file of a head that no engine reads.
     """
     if f"{HEAD_NAME}.weight" in names:
         return HEAD_NAME
@@ -37,6 +41,8 @@ def stored_head(names: Collection[str], shape_of: Callable[[str], Sequence[int]]
             f"{HEAD_NAME}.weight or {', '.join(f'{name}.weight' for name in OTHER_NAMES)}. Rename its tensors, or "
             "remove them to start with a new head"
         )
+    if not found and os.path.isfile(os.path.join(os.path.expanduser(folder), _PICKLED_HEAD_FILE)):
+        raise ValueError(f"it holds {_PICKLED_HEAD_FILE}: save this head as {HEAD_FILE}, or remove it to start anew")
     return found[0] if found else None
 
 

@@ -107,6 +107,14 @@ def test_a_pickled_head_under_another_name_is_refused(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", ["one file", "pickled"])
+def test_a_pickled_file_of_its_own_is_refused(folder: Path, tmp_path: Path, form: str) -> None:
+    path = written(folder, tmp_path / "critic", {}, form)
+    torch.save(head("v_head.summary", True), path / "value_head.bin")
+    with pytest.raises(ValueError, match=r"it holds value_head\.bin: save this head as value_head\.safetensors"):
+        cases.build(path, kind="value_model")
+
+
+@pytest.mark.parametrize("form", ["one file", "pickled"])
 def test_a_new_head_is_told_once(folder: Path, tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture) -> None:
     path = written(folder, tmp_path / "critic", {}, form)
     with caplog.at_level(logging.WARNING, logger="verl.workers.engine.weights"):

@@ -258,7 +258,7 @@ def check_head(key: str, path: str, shapes: Mapping[str, list[int]]) -> str | No
     Raises: InputError naming a tensor of a head that is not read.
     """
     try:
-        return stored_head(shapes, shapes.__getitem__)
+        return stored_head(shapes, shapes.__getitem__, path)
     except ValueError as error:
         raise InputError(f"{key}={path}: {error}") from None
 

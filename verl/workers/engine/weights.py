@@ -181,6 +181,7 @@ HEAD = f"{HEAD_NAME}."
 
 def head_aliases(
     source: str,
+    folder: str,
     names: Collection[str],
     shape_of: Callable[[str], Sequence[int]] | None,
     makes_head: bool,
@@ -193,7 +194,7 @@ def head_aliases(
     Raises: ModelWeightsError naming a tensor of a head that is not read.
     """
     try:
-        head = stored_head(names, shape_of)
+        head = stored_head(names, shape_of, folder)
     except ValueError as error:
         raise ModelWeightsError(f"{source}: {error}") from error
     if head is None and makes_head and is_first:

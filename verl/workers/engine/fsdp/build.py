@@ -326,7 +326,8 @@ class ModelBuilder:
         if not self.is_value_model:
             return {}
         is_first = not dist.is_initialized() or dist.get_rank() == 0
-        return head_aliases(f"model.path={self.model_config.path}", names, shape_of, self.makes_head, is_first)
+        source = f"model.path={self.model_config.path}"
+        return head_aliases(source, self.model_config.local_path, names, shape_of, self.makes_head, is_first)
 
     def _load_whole(
         self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel", reader: SafetensorsReader | None

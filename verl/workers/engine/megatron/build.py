@@ -325,7 +325,7 @@ class ModelBuilder:
         if not self.is_value_model:
             return {}
         source = f"model.path={self.model_config.path}"
-        return head_aliases(source, names, shape_of, self.makes_head, self.layout.rank == 0)
+        return head_aliases(source, self.path, names, shape_of, self.makes_head, self.layout.rank == 0)
 
     def _fill(
         self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]], at_once: bool = True
@@ -371,7 +371,7 @@ class ModelBuilder:
                     for key in [key for key in part if key.startswith("output_layer.")]:
                         del part[key]
                 self._make_heads(chunks)
-                head_aliases(f"megatron.dist_checkpointing_path={path}", (), None, True, self.layout.rank == 0)
+                head_aliases(f"megatron.dist_checkpointing_path={path}", "", (), None, True, self.layout.rank == 0)
             if lacking := tensor_names(state) - reader.names():
                 raise CheckpointError(f"it lacks {min(lacking)}")
             if problem := vocabulary_problem(reader, self.text.vocab_size):
