@@ -267,6 +267,8 @@ def model(
     config: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     without_tensor: str | None = None,
+    with_tensor: str | None = None,
+    swapped: tuple[str, str] | None = None,
     weights: bytes | None = None,
     odd: tuple[str, str] | None = None,
     key: str = "actor_rollout_ref.model.path",
@@ -274,8 +276,8 @@ def model(
 ) -> Make:
     """Copy the small model and damage it.
 
-    ``config`` and ``settings`` change values of config.json and tokenizer_config.json; ``odd`` is what takes the place
-    of a file, and the file.
+    ``config`` and ``settings`` change values of config.json and tokenizer_config.json; ``swapped`` are tokens that
+    change their ids; ``odd`` is what takes the place of a file, and the file.
     """
 
     def make(place: Place) -> Overrides:
@@ -293,6 +295,14 @@ def model(
             tensors = load_file(folder / "model.safetensors")
             del tensors[without_tensor]
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if with_tensor is not None:
+            tensors = load_file(folder / "model.safetensors") | {with_tensor: torch.zeros(1, 8)}
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if swapped is not None:
+            content = json.loads((folder / "tokenizer.json").read_text())
+            vocab = content["model"]["vocab"]
+            vocab |= {swapped[0]: vocab[swapped[1]], swapped[1]: vocab[swapped[0]]}
+            (folder / "tokenizer.json").write_text(json.dumps(content))
         if cut is not None:
             _cut(folder / cut, 40)
         if weights is not None:
