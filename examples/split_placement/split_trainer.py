@@ -15,7 +15,7 @@ class RaySplitTrainer(RayPPOTrainer):
         wait: the time of the two is that of the slower update.
         """
         assert self.critic_wg is not None  # the checks before the start need a critic
-        with_actor = self.run_config.trainer.critic_warmup <= self.state.step
+        with_actor = not self.trains_critic_only
         part = batch.select(non_tensor_batch_keys=[n for n in ("multi_modal_inputs",) if n in batch.non_tensor_batch])
         with self._timed("update_critic", timing):
             critic = self.critic_wg.update_critic(part)

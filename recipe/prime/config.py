@@ -1,7 +1,7 @@
 """The nodes that PRIME adds to the main configuration. Nothing here imports torch."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,10 +167,15 @@ class PRIMERewardModelConfig(RewardModelConfig):
         return False
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of ``RewardModelConfig``, and reject a judge."""
+        """Apply the rules of ``RewardModelConfig``, and reject a judge and a penalty that PRIME does not read."""
         yield from super().rules()
         if self.is_generative:
             yield Violation("model_type", self.model_type, "must be discriminative: PRIME trains a language model")
+        written = self.reward_kwargs.get("overlong_buffer_cfg")
+        for key, buffer in (("overlong_buffer", self.overlong_buffer), ("reward_kwargs.overlong_buffer_cfg", written)):
+            if isinstance(buffer, Mapping) and buffer.get("enable") and buffer.get("penalty_factor"):
+                expected = "is not read: PRIME takes the outcome without the penalty. Write false, or penalty_factor=0"
+                yield Violation(f"{key}.enable", True, expected)
         if self.max_length is not None:
             yield Violation("max_length", self.max_length, "must be null: PRIME scores every token of the policy")
 

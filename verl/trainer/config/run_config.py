@@ -60,7 +60,7 @@ class TrainerConfig(BaseConfig):
     val_before_train: bool = setting(True, "validate the starting weights")
     val_only: bool = setting(False, "end after that validation")
     test_freq: int = setting(-1, "steps between validations; 0 or less: none")
-    critic_warmup: int = setting(0, "first step in which the actor is updated", at_least=0)
+    critic_warmup: int = setting(0, "first steps, which train only the critic", at_least=0)
     default_hdfs_dir: str | None = setting(None, "remote folder that checkpoints are copied to")
     del_local_ckpt_after_load: bool = setting(False, "delete the checkpoint that was resumed from")
     default_local_dir: str = setting("checkpoints/verl_examples/gsm8k", "folder of the run", empty=False)

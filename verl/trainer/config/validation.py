@@ -151,10 +151,13 @@ def _rules(
 
 
 def _step_rules(run: RunConfig) -> Iterator[Violation]:
-    """Reject PF-PPO without GAE, and schedule lengths that the trainer sets."""
+    """Reject PF-PPO without GAE, a warm-up without a critic, and schedule lengths that the trainer sets."""
     if run.algorithm.use_pf_ppo and run.algorithm.adv_estimator != "gae":
         expected = "needs algorithm.adv_estimator=gae: write false"
         yield Violation("algorithm.use_pf_ppo", True, expected, others=("algorithm.adv_estimator",))
+    if run.trainer.critic_warmup and run.critic is None:
+        expected = "needs a critic, which this run does not have: its first steps would train nothing. Write 0"
+        yield Violation("trainer.critic_warmup", run.trainer.critic_warmup, expected, others=("critic.enable",))
     if run.trainer.lazy_columns:
         yield from _lazy_rules(run)
     optimizers = {

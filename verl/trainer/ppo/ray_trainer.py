@@ -639,13 +639,18 @@ class RayPPOTrainer:
             generator=torch.Generator().manual_seed(derive_seed(self.state.seed, "pf_ppo", self.state.step)),
         )
 
+    @property
+    def trains_critic_only(self) -> bool:
+        """Whether the current step is one of the first ``trainer.critic_warmup``."""
+        return self.state.step <= self.run_config.trainer.critic_warmup
+
     def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Update the critic, and after its warm-up the actor."""
         if self.use_critic:
             assert self.critic_wg is not None
             with self._timed("update_critic", timing):
                 without_metrics(self.critic_wg.update_critic(for_model(batch)), metrics)
-        if self.run_config.trainer.critic_warmup <= self.state.step:
+        if not self.trains_critic_only:
             with self._timed("update_actor", timing):
                 batch.meta_info["multi_turn"] = self.run_config.actor_rollout_ref.rollout.multi_turn.enable
                 without_metrics(self.actor_rollout_wg.update_actor(for_model(batch)), metrics)
