@@ -302,7 +302,6 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
             "not supported with dtype=half",
         ),
         ({"data.max_response_length": 60}, "data.max_response_length", "exceeds the model's 64 positions: write at most 48"),
-        ({"algorithm.adv_estimator": "grpo", "trainer.critic_warmup": 2}, "trainer.critic_warmup", "needs a critic"),
         # names
         ({"algorithm.adv_estimator": "groo"}, "algorithm.adv_estimator", "Unknown advantage estimator: it is not registered; the nearest: grpo"),
         ({f"{ACTOR}.policy_loss.loss_mode": "vanila"}, f"{ACTOR}.policy_loss.loss_mode", "the nearest: vanilla"),
@@ -320,6 +319,12 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
 def test_refused(base, changes, key, message):
     found = violations(base, changes)
     assert message in found.get(key, ""), found
+
+
+def test_a_warm_up_needs_a_critic(base):
+    changes = {"algorithm.adv_estimator": "grpo", "trainer.critic_warmup": 2}
+    assert "needs a critic" in violations(base, changes, use_critic=False)["trainer.critic_warmup"]
+    assert "trainer.critic_warmup" not in violations(base, changes)
 
 
 def test_functions_of_files(base, tmp_path):
