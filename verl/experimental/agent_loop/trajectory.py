@@ -7,12 +7,11 @@ from typing import Any
 from verl.experimental.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.base import ToolCall as ToolCall
 from verl.experimental.agent_loop.base import Turn as Turn
+from verl.utils.chat.messages import TURNS_COLUMN as TURNS_COLUMN
 from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import TokenOutput
 
 MODEL = "assistant"
-TURNS_COLUMN = "__turns__"
-"""Column of a batch that holds the turns of each row, as ``turn_columns`` writes them."""
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, Any]
+TURNS_COLUMN = "__turns__"
+"""Column of a batch that holds the turns of each row: of ``role`` at the tokens ``start`` to ``end`` of the response,
+with the ``text`` and the ``calls`` that tools and users answered."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields in which templates expect what an assistant thought."""
 

@@ -30,18 +30,21 @@ class Piece:
     added_end: str | None = ""
 
 
-def pieces(chat: ChatFormat, messages: Sequence[Message], split: bool = False) -> list[Piece]:
+def pieces(
+    chat: ChatFormat, messages: Sequence[Message], split: bool = False, num_prompt_messages: int = 0
+) -> list[Piece]:
     """Return the pieces of a conversation: prompt, turn, what follows it, turn, and so on.
 
     Each turn stands as the template writes it when it is the last one, with its thought for instance, and stays so.
 
     Args:
         split: give each message between two turns a piece, and the generation prompt; tool messages in a row are one.
+        num_prompt_messages: so many messages at least are the prompt, whose turns are those of the template.
 
     Raises: ChatFormatError when the template rejects messages or hides where a turn starts.
     """
     conversation = plain(messages)
-    turns = [at for at, message in enumerate(conversation) if message["role"] == "assistant"]
+    turns = [at for at, each in enumerate(conversation) if each["role"] == "assistant" and at >= num_prompt_messages]
     first = chat.render(conversation[: turns[0]], True)
     found = _given(chat, conversation, 0, turns[0], first, split)
     for at, following in pairwise([*turns, len(conversation)]):

@@ -1,10 +1,9 @@
 """Render the policy's prompts and responses by the chat template of a reward model, and tokenize them again."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,11 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
-from verl.utils.chat_template import render_chat
+from verl.utils.chat import ChatFormat, ChatFormatError, pieces
+from verl.utils.chat.messages import TURNS_COLUMN
 from verl.utils.torch_functional import SequenceTooLongError
 
 Message = dict[str, Any]
 """A message of a chat: ``role`` and ``content``, a text or a list of typed parts."""
+
+_MODEL = "assistant"
+_MARK = "whatwassaid"
+_AS_IT_IS = "as_it_is"
+"""Key of a message: its text has turns that nobody has kept apart, so a template must not look for thoughts in it."""
 
 
 class MissingRawPromptError(ValueError, KeyError):
@@ -30,6 +35,8 @@ class RawPromptTypeError(ValueError, TypeError):
 @dataclass
 class ChatRenderer:
     """Render each conversation by the chat template of ``target`` and tokenize it again.
+
+    Each turn stands as it was sampled, with its end. A template that knows no tools shows their answers as a user's.
 
     Args:
         source: tokenizer of the policy, which decodes its responses.
@@ -51,27 +58,27 @@ class ChatRenderer:
         Raises: MissingRawPromptError without ``raw_prompt``, RawPromptTypeError for a row of another type, ValueError
             if the template rejects a chat, SequenceTooLongError for ``truncation=error``; each names the row.
         """
-        chats = [
-            [*prompt, {"role": "assistant", "content": text}]
-            for prompt, text in zip(raw_prompts(data), response_texts(data, self.source, self.ends), strict=True)
-        ]
+        prompts, said = raw_prompts(data), response_turns(data, self.source, self.ends)
+        chats = list(zip(prompts, said, strict=True))
         rows: list[list[int]] = self.target(self._render(chats), add_special_tokens=False)["input_ids"]
         limit = self.max_length or tensors_of(data)["attention_mask"].shape[-1]
         cut = [self._cut(index, row, limit) for index, row in enumerate(rows)]
         pad: Any = self.target.pad_token_id
         return right_padded(cut, pad), sum(len(row) > limit for row in rows)
 
-    def _render(self, chats: list[list[Message]]) -> list[str]:
+    def _render(self, chats: Sequence[tuple[list[Message], list[Message]]]) -> list[str]:
+        shape = ChatFormat(self.target)
+        has_tools, before = _has_tools(shape), _before_turns(shape)
         texts: list[str] = []
-        for index, chat in enumerate(chats):
+        for index, (prompt, said) in enumerate(chats):
+            chat = [*prompt, *(said if has_tools else _by_users(said))]
             try:
-                text = render_chat(self.target, chat, {"add_generation_prompt": False, "tokenize": False})
-            except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
+                texts.append(_whole(shape, chat, len(prompt), before))
+            except ChatFormatError as error:
                 raise WrongInput(
-                    f"row {index} of the batch, roles {[message.get('role') for message in chat]}: the chat template "
-                    f"of reward_model.model.path rejects it: {error}"
+                    f"row {index} of the batch, roles {[message.get('role') for message in chat]}: "
+                    f"reward_model.model.path: {error}"
                 ) from error
-            texts.append(text)
         return texts
 
     def _cut(self, index: int, row: list[int], limit: int) -> list[int]:
@@ -87,17 +94,105 @@ class ChatRenderer:
 
 
 def response_texts(data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
-    """Decode the responses without the end-of-sequence tokens at their ends."""
+    """Decode the responses without the end-of-sequence tokens at their ends; those between turns stay."""
+    return [_text(ids, tokenizer, ends) for ids in _responses(data)]
+
+
+def response_turns(
+    data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> Iterator[list[Message]]:
+    """Yield the messages of each response: those of its turns where the rollout has kept them, else one."""
+    kept = data.non_tensor_batch.get(TURNS_COLUMN, [None] * len(data))
+    special = set(tokenizer.all_special_ids)
+    for ids, turns in zip(_responses(data), kept, strict=True):
+        shown = [turn for turn in turns or () if turn["start"] < min(turn["end"], len(ids))]
+        if not any(turn["role"] == _MODEL for turn in shown):
+            text = _text(ids, tokenizer, ends)
+            has_turns = any(token in text for token in tokenizer.all_special_tokens)
+            yield [{"role": _MODEL, "content": text, _AS_IT_IS: has_turns}]
+            continue
+        messages: list[Message] = []
+        for turn in shown:
+            if turn["role"] == _MODEL:
+                said = ids[turn["start"] : turn["end"]]
+                messages.append(
+                    {"role": _MODEL, "content": _text(said, tokenizer, ends if turn is shown[-1] else special)}
+                )
+            elif turn["calls"]:
+                messages += [
+                    {"role": "tool", "name": call["name"], "tool_call_id": f"call{at:05d}", "content": call["text"]}
+                    for at, call in enumerate(turn["calls"])
+                ]
+            else:
+                messages.append({"role": turn["role"], "content": turn["text"]})
+        yield messages
+
+
+def _responses(data: DataProto) -> list[list[int]]:
     batch = tensors_of(data)
     responses = batch["responses"].cpu()
     mask = batch["attention_mask"][:, -responses.shape[1] :].bool().cpu()
-    rows = [ids[kept].tolist() for ids, kept in zip(responses, mask, strict=True)]
-    for row in rows:
-        while row and row[-1] in ends:
-            row.pop()
-    texts: list[str] = tokenizer.batch_decode(rows, skip_special_tokens=False)
-    eos = tokenizer.eos_token
-    return [text.replace(eos, "") for text in texts] if isinstance(eos, str) else texts
+    return [ids[kept].tolist() for ids, kept in zip(responses, mask, strict=True)]
+
+
+def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
+    kept = list(ids)
+    while kept and kept[-1] in ends:
+        kept.pop()
+    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _whole(shape: ChatFormat, chat: list[Message], num_prompt_messages: int, before: str) -> str:
+    """Return the text of a conversation, whose turns after the prompt stand as they were sampled.
+
+    Args: ``before`` is what the template writes between its generation prompt and a turn; a policy samples it.
+    Raises: ChatFormatError when the template rejects it.
+    """
+    asked, sampled = chat[:num_prompt_messages], [dict(message) for message in chat[num_prompt_messages:]]
+    as_it_is = ""
+    for message in sampled:
+        if message.pop(_AS_IT_IS, False):
+            as_it_is, message["content"] = message["content"].removeprefix(before), _MARK
+        elif message["role"] == _MODEL and not before.strip():
+            message["content"] = message["content"].removeprefix(before)
+    try:
+        found = pieces(shape, [*asked, *sampled], num_prompt_messages=num_prompt_messages)
+        text = "".join(piece.text for piece in found)
+    except ChatFormatError:  # where a template hides the start of a turn, it writes all of them
+        text = shape.render([*asked, *sampled])
+    return text.replace(_MARK, as_it_is) if as_it_is else text
+
+
+def _before_turns(shape: ChatFormat) -> str:
+    """Return what a template writes between its generation prompt and a turn: blanks, or an empty thought."""
+    asked = [{"role": "user", "content": "a"}]
+    try:
+        shown, whole = shape.render(asked, True), shape.render([*asked, {"role": _MODEL, "content": _MARK}])
+    except ChatFormatError:
+        return ""
+    return whole[len(shown) :].partition(_MARK)[0] if whole.startswith(shown) else ""
+
+
+def _has_tools(shape: ChatFormat) -> bool:
+    """Whether a template writes what tools answer; some reject it, and some leave it out."""
+    roles = ("user", _MODEL, "tool", _MODEL)
+    try:
+        return _MARK in shape.render([{"role": role, "content": _MARK if role == "tool" else "a"} for role in roles])
+    except ChatFormatError:
+        return False
+
+
+def _by_users(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the answers of tools as those of a user."""
+    shown: list[Message] = []
+    for message, before in zip(messages, [None, *messages], strict=False):
+        if message["role"] != "tool":
+            shown.append(message)
+        elif before is not None and before["role"] == "tool":
+            shown[-1] = {"role": "user", "content": f"{shown[-1]['content']}\n{message['content']}"}
+        else:
+            shown.append({"role": "user", "content": message["content"]})
+    return shown
 
 
 def right_padded(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tensor]:

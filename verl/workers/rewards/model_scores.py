@@ -9,6 +9,7 @@ import ray
 
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import BY_REFERENCE
+from verl.utils.chat.messages import TURNS_COLUMN
 from verl.utils.metric import reduce_metrics
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 SCORED_BY_MODEL = "score_by_model"
 """Meta of a batch: whether a reward model with its own devices scores each part of it as soon as it is there."""
-_COLUMNS = ("raw_prompt", "reward_model", "multi_modal_inputs")
+_COLUMNS = ("raw_prompt", "reward_model", "multi_modal_inputs", TURNS_COLUMN)
 
 
 def for_reward_model(batch: DataProto, columns: DataProto | None = None) -> DataProto:
