@@ -151,9 +151,13 @@ def answer_of(solution: str) -> str:
 
 
 def has_form(solution: str) -> bool:
-    """Whether every thought is closed, and one answer, which is not too long, follows the last of them."""
+    """Whether every thought is closed, and one answer, which is not too long, follows the last of them.
+
+    The prompt may have opened the first thought, as the templates of thinking models do.
+    """
     said = solution.rpartition("</think>")[2]
-    thoughts = solution.count("<think>")
+    first, end, _ = solution.partition("</think>")
+    thoughts = solution.count("<think>") + (bool(end) and "<think>" not in first)
     return (
         thoughts == solution.count("</think>")
         and said.count("<answer>") == said.count("</answer>") == 1

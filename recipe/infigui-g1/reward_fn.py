@@ -1,7 +1,7 @@
 """The reward of InfiGUI-G1 for pointing at an element of a screen; a response may name several candidates.
 
 A response is ``<think>...</think>`` and a JSON list of candidates, the likeliest first:
-``[{"point_2d": [x, y]}, ...]``.
+``[{"point_2d": [x, y]}, ...]``. Where the prompt has opened the thought, the response starts inside it.
 
 Source: InfiGUI-G1 (arXiv:2508.05731), section 3 (adaptive exploration reward).
 """
@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-ANSWER = re.compile(r"\s*<think>.*?</think>\s*(?:```(?:json)?\s*(\[.*\])\s*```|(\[.*\]))\s*", re.DOTALL)
+ANSWER = re.compile(
+    r"(?:\s*<think>|(?!.*<think>)).*?</think>\s*(?:```(?:json)?\s*(\[.*\])\s*```|(\[.*\]))\s*", re.DOTALL
+)
 BOX_KEYS = ("x1", "y1", "x2", "y2")
 FEWEST_IN_LINE = 3
 """Two points are always on a line."""

@@ -129,6 +129,9 @@ def said(answer: str, thought: str = "<think>hm</think>") -> str:
         (said("A cat"), {}, 0.8),
         (said("a dog"), LOOKED, 0.0),
         (said("A cat", thought="<think>hm"), LOOKED, 0.8 + 1.2 - 0.2),
+        (said("A cat", thought="from the prompt on</think>"), LOOKED, 0.8 + 1.2),
+        (said("A cat", thought="from the prompt on</think><think>hm</think>"), LOOKED, 0.8 + 1.2),
+        (said("A cat", thought="from the prompt on</think></think>"), LOOKED, 0.8 + 1.2 - 0.2),
         (said("a dog") + said("A cat", thought=""), LOOKED, 0.8 + 1.2 - 0.2),
         ("<think><answer>A cat</answer></think>A cat", LOOKED, -0.2),  # the answer is a thought
         (said("A cat " * 200), LOOKED, -0.2),

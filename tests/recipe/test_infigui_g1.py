@@ -60,6 +60,7 @@ def test_another_hit_behind_the_first_costs_and_an_earlier_one_pays():
 @pytest.mark.parametrize("around", ["%s", "```json\n%s\n```", "```\n%s\n```", " %s \n"])
 def test_forms_of_the_list(around):
     assert scored(answer(HIT, around=around))["score"] == 2.0
+    assert scored(answer(HIT, around=around).removeprefix("<think>"))["score"] == 2.0  # the prompt has opened it
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ def test_forms_of_the_list(around):
         "",
         '[{"point_2d": [20, 30]}]',
         "<think>no end [1]",
+        'first <think></think>[{"point_2d": [20, 30]}]',
         "<think></think>[]",
         "<think></think>[20, 30]",
         '<think></think>[{"point_2d": [20]}]',

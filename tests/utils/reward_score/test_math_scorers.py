@@ -380,6 +380,8 @@ def test_geo3k():
         assert geo3k.compute_score("3", "3", use_boxed=False) == 0.9
         assert geo3k.compute_score(rf"<think></think>\boxed{{{'1+' * 300}1}}", "301") == pytest.approx(0.1)
     assert geo3k.format_reward("<think>a\nb</think> so \\boxed{3}.") == 1.0
+    assert geo3k.format_reward("from the prompt on\n</think> so \\boxed{3}.") == 1.0
+    assert geo3k.format_reward("a \\boxed{3}</think>") == geo3k.format_reward("a</think> \\boxed{3") == 0.0
     assert geo3k.format_reward("\\boxed{3} <think>a</think>") == geo3k.format_reward("<think>\\boxed{3}") == 0.0
 
 

@@ -1,16 +1,18 @@
 r"""Score Geometry3K: thoughts in ``<think>`` tags, then a ``\boxed`` answer, which mathruler grades."""
 
-import re
-
 from verl.utils.reward_score import GEO
 
 LONGEST_ANSWER_CHARS = 500  # mathruler's parser takes minutes for a long repetitive answer
-_FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def format_reward(predict_str: str) -> float:
-    """Return 1 if the text has thoughts followed by a box, else 0."""
-    return float(_FORMAT.fullmatch(predict_str) is not None)
+    """Return 1 if the text has thoughts followed by a box, else 0.
+
+    It starts with ``<think>``, or inside the thought if the prompt has opened it, as prompts of thinking models do.
+    """
+    thought, end, answer = predict_str.partition("</think>")
+    is_opened = thought.startswith("<think>") or "<think>" not in thought
+    return float(bool(end) and is_opened and "}" in answer.partition("\\boxed{")[2])
 
 
 def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
