@@ -8,7 +8,6 @@ import pytest
 
 from verl.base_config import ConfigError
 from verl.workers.config import HFModelConfig
-from verl.workers.config.model import apply_overrides
 
 SIZES = {
     "hidden_size": 16,
@@ -79,8 +78,6 @@ def test_overrides_win_and_mappings_merge(model_folder):
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("yarn", 4.0, 10000.0)
     plain = HFModelConfig(path=str(model_folder)).hf_config
     assert plain._attn_implementation_internal is None  # the engine chooses
-    apply_overrides(plain, {"rope_theta": 5.0})
-    assert plain.rope_parameters["rope_theta"] == 5.0
 
 
 def test_what_is_no_model_is_named(model_folder, tmp_path):

@@ -1,5 +1,6 @@
 """Engine arguments from the config, and the sizes that are refused before an engine starts."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ MODEL = SimpleNamespace(
     local_hf_config_path="/models/tiny",
     local_tokenizer_path="/models/tiny",
     trust_remote_code=False,
-    override_config={"attn_implementation": "sdpa", "model_config": {"rope_theta": 5.0}},
+    override_config={},
+    config_changes=lambda: {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
 )
 
 
@@ -40,7 +42,7 @@ def test_arguments(model_config: Any) -> None:
     assert args["max_model_len"] == tiny.PROMPT_LENGTH + tiny.RESPONSE_LENGTH
     assert args["max_num_seqs"] == 7
     assert args["seed"] == 5
-    assert args["hf_overrides"] == {"rope_theta": 5.0}
+    assert args["hf_overrides"] == MODEL.config_changes()
     assert args["logprobs_mode"] == "processed_logprobs"
     assert None not in args.values()
     assert build(model_config, max_model_len=40)["max_model_len"] == 40
@@ -58,7 +60,7 @@ def test_arguments_of_sglang(model_config: Any) -> None:
     assert args["context_length"] == tiny.PROMPT_LENGTH + tiny.RESPONSE_LENGTH + sglang_args.SPARE_TOKENS
     assert args["max_running_requests"] == 7
     assert args["random_seed"] == 5
-    assert args["json_model_override_args"] == '{"rope_theta": 5.0}'
+    assert json.loads(args["json_model_override_args"]) == MODEL.config_changes()
     assert args["disable_radix_cache"] and args["chunked_prefill_size"] == 40
     assert None not in args.values()
     assert sglang_arguments(model_config, dtype="auto")["dtype"] == "float32"  # SGLang's own auto takes fp16 for it

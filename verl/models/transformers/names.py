@@ -2,6 +2,8 @@
 
 PACKED = "verl_varlen"
 """The attention of packed sequences, under transformers' ``attn_implementation``."""
+LENGTH_ROPES = ("dynamic", "longrope")
+"""Types of RoPE scaling whose frequencies depend on the length of a row; see ``verl.models.transformers.rope``."""
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 """Values of ``model_type`` that are transformers' own; docs/advance/multi_modal.md says how to add one."""
 SGLANG_VISION_FAMILIES = VISION_FAMILIES

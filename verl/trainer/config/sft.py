@@ -34,7 +34,8 @@ from verl.utils.dataset.config import TRUNCATIONS
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, McoreEngineConfig, OptimizerConfig
 from verl.workers.config.actor_critic import async_save_rules
 from verl.workers.config.engine import DEVICES
-from verl.workers.config.model import flat_overrides, path_problems, quantized_problem, read_config_json
+from verl.workers.config.model import path_problems, quantized_problem, read_config_json
+from verl.workers.config.overrides import overridden, override_problems
 from verl.workers.config.tokenizer_files import tokenizer_problems, vocabulary_difference
 
 EACH_EPOCH = "after_each_epoch"
@@ -196,6 +197,9 @@ def _violations(
         yield from (Violation(key, path, problem) for problem in problems)
         if not problems:
             hf_config = read_config_json(path)
+            changes = run.model.override_config
+            for problem in override_problems(hf_config, changes):
+                yield Violation("model.override_config", as_yaml(changes), problem)
             trust_key = backwards.get("model.trust_remote_code", "model.trust_remote_code")
             yield from remote_code.trust_rules(hf_config, path, trust_key, run.model.trust_remote_code)
             yield from remote_code.tokenizer_trust_rules(tokenizer, trust_key, run.model.trust_remote_code)
@@ -217,7 +221,7 @@ def _violations(
                 node = tree["model"]
                 shape = config_fields(node)
                 if run.model.use_prefix_sharing:
-                    fields = {**hf_config, **flat_overrides(run.model.override_config)}
+                    fields = overridden(hf_config, run.model.override_config)
                     yield from mcore_sharing_rules("model", fields, run.engine, run.trainer.device)
                 if bridged := bridged_architecture(node, shape, run.engine):
                     yield from bridge_rules(bridged, "engine", run.trainer.device, "engine=fsdp")

@@ -15,12 +15,12 @@ from verl.base_config import MOST_INTEGER, BaseConfig, ConfigError, Violation, m
 from verl.models.transformers.names import SGLANG_KERNEL_FAMILIES, SGLANG_VISION_FAMILIES
 from verl.utils.fs import unreadable_kind
 from verl.utils.hub import hub_problems, model_folder
+from verl.workers.config.overrides import changed_config, config_changes, flat_overrides
 from verl.workers.config.tokenizer_files import TOKENIZER_SUFFIXES, tokenizer_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ROPE_KEYS = ("rope_scaling", "rope_parameters")
 READ_SUFFIXES = (*TOKENIZER_SUFFIXES, ".json", ".safetensors", ".bin", ".jinja", ".txt")
 """Endings of the files that a model is loaded from."""
 _SIZES = (
@@ -147,7 +147,8 @@ def _generation_config(config: "HFModelConfig") -> Any:
         return GenerationConfig.from_model_config(config.hf_config)
 
 
-def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
+def _base_config(config: "HFModelConfig") -> "PretrainedConfig":
+    """Return the configuration of the files, without ``override_config``."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -167,10 +168,23 @@ def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
         reason = one_line(str(error), 400)
         expected = f"no usable config.json: {reason}. Write a folder that save_pretrained wrote, or a hub id"
         raise ConfigError([Violation("model.path", where, expected)]) from error
+    return hf_config
+
+
+def _changed_config(config: "HFModelConfig", base: "PretrainedConfig") -> "PretrainedConfig":
+    if not flat_overrides(config.override_config):
+        return base
+    content = read_config_json(config.local_hf_config_path)
+    options = {name: value for name, value in config.override_config.items() if name == "attn_implementation"}
+    return changed_config(base, content, config.override_config, **options)
+
+
+def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
+    hf_config = _changed_config(config, _base_config(config))
     if config.load_tokenizer:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(hf_config, name, getattr(config.tokenizer, name))
-    apply_overrides(hf_config, config.override_config)
+            if name not in flat_overrides(config.override_config):
+                setattr(hf_config, name, getattr(config.tokenizer, name))
     if hf_config.model_type == "kimi_vl":  # its code refuses to train with its default method
         hf_config.text_config.topk_method = TRAINED_ROUTER["topk_method"]
     return hf_config
@@ -262,6 +276,11 @@ class HFModelConfig(BaseModelConfig):
     def pad_token_id(self) -> int:
         """The token that fills prompts and responses."""
         return self.tokenizer.pad_token_id
+
+    def config_changes(self) -> dict[str, Any]:
+        """Return the fields that ``override_config`` changes in the configuration of the files, by node."""
+        base = _base_config(self)
+        return config_changes(base.to_dict(), _changed_config(self, base).to_dict())
 
     def changed(self, changes: Mapping[str, Any]) -> "HFModelConfig":
         """Return the node with other values; mappings in it are merged. Nothing loaded is taken over."""
@@ -381,12 +400,13 @@ def _names_in(modules: Iterable[str], name: Any) -> bool:
     return not files or any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
 
 
-def positions_of(hf_config: Mapping[str, Any], overrides: Mapping[str, Any]) -> int | None:
+def positions_of(hf_config: Mapping[str, Any]) -> int | None:
     """Return the number of positions of a model, None if it is unknown or stretched by RoPE scaling."""
     text = hf_config.get("text_config") or hf_config
-    positions = overrides.get("max_position_embeddings", text.get("max_position_embeddings"))
-    rope = overrides.get("rope_scaling") or text.get("rope_scaling") or text.get("rope_parameters") or {}
-    return positions if isinstance(positions, int) and not rope.get("factor") else None
+    positions = text.get("max_position_embeddings")
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, Mapping))]
+    return positions if isinstance(positions, int) and not any(each.get("factor") for each in kinds) else None
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -432,35 +452,9 @@ def sglang_problem(family: str | None, sees_images: bool, lacks_kernels: bool) -
     return None
 
 
-def flat_overrides(override_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes to set; ``model_config`` is the nesting that Megatron compositions use."""
-    flat = {k: v for k, v in override_config.items() if k not in ("model_config", "moe_config", "attn_implementation")}
-    return flat | dict(override_config.get("model_config") or {})
-
-
-def apply_overrides(hf_config: "PretrainedConfig | ConfigFields", override_config: Mapping[str, Any]) -> None:
-    """Set attributes on a Hugging Face config; a mapping is merged into the one that is there."""
-    overrides = flat_overrides(override_config)
-    for name, value in overrides.items():
-        if isinstance(value, Mapping):
-            value = dict(value)
-            if name in ROPE_KEYS and "type" in value:  # the older spelling; rope_type decides
-                value.setdefault("rope_type", value["type"])
-            old = getattr(hf_config, name, None)
-            if isinstance(old, Mapping):
-                value = {**old, **value}
-        if name == "rope_theta" and isinstance(getattr(hf_config, "rope_parameters", None), dict):
-            hf_config.rope_parameters = {**hf_config.rope_parameters, "rope_theta": value}
-        else:
-            setattr(hf_config, name, value)
-    if any(name in overrides for name in ROPE_KEYS) and hasattr(hf_config, "standardize_rope_params"):
-        rope: Any = hf_config
-        rope.standardize_rope_params()
-
-
 class ConfigFields(SimpleNamespace):
     """The fields of a ``config.json`` as attributes, read as transformers reads those of decoders, without importing
-    it; what the file leaves out is absent but for ``hidden_act``. ``apply_overrides`` changes it.
+    it; what the file leaves out is absent but for ``hidden_act``.
     """
 
     hidden_act = "silu"

@@ -65,6 +65,8 @@ class BaseEngine(ABC):
     Args:
         freeze_vision_tower: keep the weights of the vision tower.
         load_weight: load the pretrained weights; Megatron-Core can draw them from a seed instead.
+        rope_length: the length by which all rows choose rotary frequencies that depend on it; by default each row
+            chooses by its own. Only FSDP has such frequencies.
 
     Attributes:
         adapter_sizes: how large the adapters are, set by ``initialize`` when only adapters learn.
@@ -103,6 +105,7 @@ class BaseEngine(ABC):
         checkpoint_config: "CheckpointConfig | None" = None,
         freeze_vision_tower: bool = False,
         load_weight: bool = True,
+        rope_length: int | None = None,
     ) -> None:
         self.model_config = model_config
         if engine_config is not None:
@@ -111,6 +114,7 @@ class BaseEngine(ABC):
         self.checkpoint_config = checkpoint_config
         self.freeze_vision_tower = freeze_vision_tower
         self.load_weight = load_weight
+        self.rope_length = rope_length
 
     @property
     def model_config(self) -> "HFModelConfig":

@@ -34,6 +34,7 @@ from verl.workers.roles.base import AnyTrainedConfig, EngineRoleConfig, EngineWo
 from verl.workers.roles.losses import ppo_loss, select_tokens
 from verl.workers.roles.workerless import BasePPOActor, DataParallelPPOActor
 from verl.workers.rollout import BaseRollout, begin_rollout, get_rollout_class
+from verl.workers.rollout.engine_rope import rope_length
 from verl.workers.sharding_manager import ServerSync, build_sharding_manager, complete
 
 if TYPE_CHECKING:
@@ -214,7 +215,9 @@ class ActorRolloutRefWorker(EngineWorker):
             enable_activation_offload=model_config.enable_activation_offload,
         )
         if role not in self._engines:  # the method of a subclass has built everything itself
-            self._engines[role] = self.build_engine("language_model", model_config, config, initialize=False)
+            self._engines[role] = self.build_engine(
+                "language_model", model_config, config, initialize=False, **self._rope_options(model_config)
+            )
         engine = self._engines[role]
         engine.adopt(module, optimizer, scheduler)
         if role == "actor":
@@ -225,6 +228,11 @@ class ActorRolloutRefWorker(EngineWorker):
         else:
             self.ref_module = self.ref_module_fsdp = module
         return engine
+
+    def _rope_options(self, model_config: "HFModelConfig") -> dict[str, Any]:
+        """Return the length by which the rollout chooses rotary frequencies, if they depend on one."""
+        length = rope_length(self.rollout_config, model_config.hf_config)
+        return {} if length is None else {"rope_length": length}
 
     def _build_model_optimizer(
         self,
@@ -265,7 +273,8 @@ class ActorRolloutRefWorker(EngineWorker):
         if given:
             config = dataclasses.replace(config, **given)
         frozen = role == "actor" and self.actor_config.freeze_vision_tower
-        engine: Any = self.build_engine("language_model", model_config, config, frozen)
+        rope = self._rope_options(model_config)
+        engine: Any = self.build_engine("language_model", model_config, config, frozen, **rope)
         self._engines[role] = engine
         return engine.module, engine.optimizer, engine.lr_scheduler, model_config.hf_config
 

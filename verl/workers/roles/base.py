@@ -125,6 +125,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         config: RoleConfig,
         freeze_vision_tower: bool = False,
         initialize: bool = True,
+        rope_length: int | None = None,
     ) -> BaseEngine:
         """Construct and initialize the engine of a role's node, and seed this process for it.
 
@@ -133,8 +134,10 @@ class EngineWorker(Worker, DistProfilerExtension):
         """
         engine_config = engine_config_of(config)
         trained = config if isinstance(config, AnyTrainedConfig) else None
-        # The spec lists four keywords for engines, so a user's engine may not take these two.
-        options = {"freeze_vision_tower": True} if freeze_vision_tower else {}
+        # The spec lists four keywords for engines, so a user's engine may not take these three.
+        options: dict[str, Any] = {"freeze_vision_tower": True} if freeze_vision_tower else {}
+        if rope_length is not None:
+            options["rope_length"] = rope_length
         if not isinstance(config, FSDPActorConfig | FSDPCriticConfig | FSDPRefConfig) and not config.load_weight:
             options["load_weight"] = False
         engine = EngineRegistry.new(

@@ -49,7 +49,7 @@ def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int
     sizes = f"{_NODE}.prompt_length + response_length = {config.prompt_length} + {config.response_length} = {needed}"
     if length < needed:
         raise ContextLengthError(f"{_NODE}.max_model_len={length} is below {sizes}: write at least {needed}, or null")
-    context = positions_of(hf_config.get_text_config().to_dict(), {})
+    context = positions_of(hf_config.get_text_config().to_dict())
     if context is not None and length > context:
         raise ContextLengthError(
             f"the engine's context {length} ({_NODE}.max_model_len, or {sizes}) exceeds the model's "

@@ -1,11 +1,14 @@
 """Generation by the forward pass of transformers: slow, but it needs no other engine."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     LogitsProcessor,
@@ -19,6 +22,7 @@ from verl.base_config import WrongInput
 from verl.models.transformers.attention_choice import class_of, padded_attention
 from verl.models.transformers.balancing import returns_router_logits
 from verl.models.transformers.names import PACKED
+from verl.models.transformers.rope import install_row_rope, row_lengths, row_rope_of
 from verl.models.transformers.vision import MEDIA, Media, install_vision, uses_media
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
@@ -107,6 +111,7 @@ class HFRollout(BaseRollout):
         asks_routers = returns_router_logits(getattr(self.module, "config", None))
         # With a cache, transformers cannot make their loss.
         self._options = {"output_router_logits": False} if asks_routers else {}
+        self._rope = row_rope_of(self.module) or install_row_rope(self.module)
         self._usable = self._usable or given
         self._arrived: set[str] = set()
 
@@ -173,26 +178,27 @@ class HFRollout(BaseRollout):
         ids = inputs["input_ids"]
         mask = inputs.pop("attention_mask")
         ends = torch.tensor(eos, dtype=torch.long, device=self._device)
-        positions = inputs["position_ids"]
-        if positions.dim() == 2:
-            position = continued(positions, 1)
-        else:  # (C, B, P)
-            position = continued(positions.transpose(0, 1), 1).transpose(0, 1)
+        position = _next_positions(inputs["position_ids"], 1)
         cache = None
         seen = torch.where(mask == 0, ids[:, -1:], ids)  # padding repeats a token that the row has anyway
         running = torch.ones(len(ids), dtype=torch.bool, device=self._device)
         tokens: list[Tensor] = []
         scores: list[Tensor] = []
         alive: list[Tensor] = []
+        whole = dict(inputs)
         for index in range(self.config.response_length):
-            output = self.module(
-                **inputs,
-                **self._options,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            if index and self._switches(inputs["position_ids"]):
+                inputs = _longer(whole, torch.stack(tokens, dim=1))
+                cache = None
+            with self._rows(inputs["position_ids"], mask):
+                output = self.module(
+                    **inputs,
+                    **self._options,
+                    attention_mask=mask,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
             cache = output.past_key_values
             token, score = sampler(output.logits[:, -1].float(), seen)
             tokens.append(token)
@@ -211,6 +217,22 @@ class HFRollout(BaseRollout):
         made = zip(torch.stack(tokens, dim=1).tolist(), lengths, strict=True)
         scored = zip(torch.stack(scores, dim=1).tolist(), lengths, strict=True)
         return [row[:length] for row, length in made], [row[:length] for row, length in scored]
+
+    def _rows(self, positions: Tensor, mask: Tensor) -> AbstractContextManager[None]:
+        """Let rotary positions choose their frequencies by the length of each row so far, if they choose."""
+        if self._rope is None:
+            return nullcontext()
+        return self._rope.rows(row_lengths(positions, mask[:, -positions.shape[-1] :]))
+
+    def _switches(self, position: Tensor) -> bool:
+        """Return whether a row leaves the frequencies of the pretraining with the token at this position.
+
+        Its cache holds keys of the earlier choice, so it is computed anew, as transformers does for Phi-3.
+        """
+        rope = self._rope
+        if rope is None or rope.length is not None or not rope.switches:
+            return False
+        return bool(position.reshape(-1, position.shape[-2]).amax(0).eq(rope.pretrained).any())
 
     @property
     def _device(self) -> torch.device:
@@ -270,6 +292,27 @@ class HFRollout(BaseRollout):
     def _parameters(self) -> dict[str, Tensor]:
         """The parameters, tied ones once under their first name, and the buffers that checkpoints hold."""
         return {**dict(self.module.named_parameters()), **dict(stored_buffers(self.module))}
+
+
+def _longer(inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+    """Return the inputs of prompts with the tokens (b, n) that follow them."""
+    ids, positions = inputs["input_ids"], inputs["position_ids"]
+    later = _next_positions(positions, tokens.shape[1])
+    longer = inputs | {
+        "input_ids": torch.cat([ids, tokens], dim=1),
+        "position_ids": torch.cat([positions, later], dim=-1),
+    }
+    if MEDIA in inputs:
+        sampled = inputs[MEDIA].sampled
+        longer[MEDIA] = dataclasses.replace(inputs[MEDIA], sampled=F.pad(sampled, (0, tokens.shape[1]), value=True))
+    return longer
+
+
+def _next_positions(positions: Tensor, steps: int) -> Tensor:
+    """Return the positions (B, n) or (C, B, n) of tokens that follow prompts."""
+    if positions.dim() == 2:
+        return continued(positions, steps)
+    return continued(positions.transpose(0, 1), steps).transpose(0, 1)
 
 
 NaiveRollout = HFRollout

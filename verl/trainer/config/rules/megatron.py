@@ -23,14 +23,8 @@ from verl.utils.megatron.ranks import expert_layout_problem
 from verl.workers.config import BaseModelConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.config.actor_critic import ActorConfig, CriticConfig, McoreActorConfig, McoreCriticConfig
 from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig, RefConfig
-from verl.workers.config.model import (
-    ROPE_KEYS,
-    ConfigFields,
-    apply_overrides,
-    flat_overrides,
-    path_problems,
-    read_config_json,
-)
+from verl.workers.config.model import ConfigFields, path_problems, read_config_json
+from verl.workers.config.overrides import ROPE_KEYS, overridden
 from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
 
 Tree = Mapping[str, Any]
@@ -159,7 +153,7 @@ def _option_rules(run: RunConfig, role: EngineRole, engine: McoreEngineConfig) -
             expected = f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
             yield Violation.unsupported(f"{role.model_key}.{name}", value, expected)
     if select(role.model, "use_prefix_sharing", False) and not list(path_problems(role.model.path)):
-        fields = {**read_config_json(role.model.path), **flat_overrides(select(role.model, "override_config", {}))}
+        fields = overridden(read_config_json(role.model.path), select(role.model, "override_config", {}))
         trains = not isinstance(role.node, RefConfig | RewardModelConfig)
         yield from mcore_sharing_rules(role.model_key, fields, engine, run.trainer.device, trains)
     folder = engine.dist_checkpointing_path if engine.use_dist_checkpointing else None
@@ -307,17 +301,13 @@ def config_fields(node: Tree) -> ConfigFields | None:
     """Return the fields of ``config.json`` and ``override_config`` of a model node; None if the path is wrong.
 
     Of a hub id, whose files are not on this machine, only ``override_config`` is known. A vision-language model has the
-    fields of its language model, which ``override_config`` does not reach.
+    fields of its language model.
     """
     path = node.get("hf_config_path") or node.get("path")
     if not isinstance(path, str) or list(path_problems(path)):
         return None
-    content = read_config_json(path)
-    if "vision_config" in content:
-        return ConfigFields(_language_fields(content))
-    fields = ConfigFields(content)
-    apply_overrides(fields, node.get("override_config") or {})
-    return fields
+    content = overridden(read_config_json(path), node.get("override_config") or {})
+    return ConfigFields(_language_fields(content) if "vision_config" in content else content)
 
 
 def _language_fields(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.algos.names import FULL_KL
 from verl.base_config import Violation, as_yaml
-from verl.models.transformers.names import PACKED, SHARED_FAMILIES
+from verl.models.transformers.names import LENGTH_ROPES, PACKED, SHARED_FAMILIES
 from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.packing import attention_cap, packing_problem
 from verl.models.transformers.prefix_sharing import sharing_problems
@@ -18,13 +18,13 @@ from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
 from verl.workers.config.model import (
     architecture_problem,
     field_problems,
-    flat_overrides,
     path_problems,
     positions_of,
     quantized_problem,
     read_config_json,
     sglang_problem,
 )
+from verl.workers.config.overrides import flat_overrides, overridden, override_problems
 from verl.workers.config.tokenizer_files import tokenizer_problems, vocabulary_difference
 
 POLICY = "actor_rollout_ref.model"
@@ -79,6 +79,12 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             yield from remote_code.value_model_rules(hf_config, f"{CRITIC}.path", path, instead)
         else:
             yield from remote_code.trust_rules(hf_config, path, f"{POLICY}.trust_remote_code", policy.trust_remote_code)
+        node = policy if key == POLICY else critic.model if critic is not None and key == CRITIC else None
+        if node is not None:
+            changes = flat_overrides(node.override_config)
+            wrong = [f"has {each}: correct it" for each in field_problems(changes)] if key == POLICY else []
+            wrong = wrong or list(override_problems(hf_config, node.override_config))
+            yield from (Violation(f"{key}.override_config", as_yaml(changes), each) for each in wrong)
         is_text_only = bool(hf_config) and "vision_config" not in hf_config
         if is_text_only and key in frozen:
             expected = f"needs a vision-language model, {key}.path names a text model (no vision_config): write false"
@@ -86,9 +92,6 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
         if key == POLICY:
             if not policy.external_lib and not envs.read("VERL_USE_EXTERNAL_MODULES"):  # these may add models
                 yield from (Violation(f"{key}.path", path, problem) for problem in architecture_problem(hf_config))
-            changes = flat_overrides(policy.override_config)
-            for problem in field_problems(changes):
-                yield Violation(f"{key}.override_config", as_yaml(changes), f"has {problem}: correct it")
             yield from tied_adapter_rules(policy, POLICY, hf_config)
             yield from loss_rules(policy, key, hf_config, strategy)
             yield from _size_rules(run, hf_config, broken)
@@ -160,7 +163,7 @@ def packing_rules(
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """
     changes = model.get("override_config") or {}
-    fields = {**hf_config, **flat_overrides(changes)}
+    fields = overridden(hf_config, changes)
     if changes.get("attn_implementation") == "sdpa" and (cap := attention_cap(fields)):
         expected = f"drops {cap}: leave it out, or write eager"
         yield Violation(f"{key}.override_config.attn_implementation", "sdpa", expected)
@@ -183,8 +186,8 @@ def loss_rules(model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any],
 
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """
-    changes = flat_overrides(model.get("override_config") or {})
-    for name, value, fault in loss_problems({**hf_config, **changes}, strategy):
+    fields = overridden(hf_config, model.get("override_config") or {})
+    for name, value, fault in loss_problems(fields, strategy):
         yield Violation(f"{key}.override_config.{name}", value, fault)
 
 
@@ -201,7 +204,7 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
     """Yield a context that is too short, heads that do not divide over the ranks that share them, and images."""
     shared = run.actor_rollout_ref
     rollout = shared.rollout
-    positions = positions_of(hf_config, flat_overrides(shared.model.override_config))
+    positions = positions_of(overridden(hf_config, shared.model.override_config))
     lengths = {"actor_rollout_ref.rollout.prompt_length", "actor_rollout_ref.rollout.response_length"}
     if positions is not None and positions < rollout.prompt_length + rollout.response_length and not broken & lengths:
         expected = (
@@ -216,6 +219,28 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
     if rollout.name != "hf":
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         yield from head_rules(hf_config, key, rollout.tensor_model_parallel_size, "tensor-parallel ranks")
+
+
+def rope_notice(run: RunConfig) -> str | None:
+    """Return that tokens are sampled by other rotary frequencies than they are scored by; None if they are not."""
+    shared = run.actor_rollout_ref
+    if shared.rollout.name != "hf":
+        return None
+    fields = overridden(read_config_json(shared.model.path), shared.model.override_config)
+    text = fields.get("text_config") or fields
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind not in LENGTH_ROPES:
+        return None
+    positions = rope.get("original_max_position_embeddings") or text.get("max_position_embeddings")
+    positions = text.get("original_max_position_embeddings") or positions
+    if not isinstance(positions, int) or shared.rollout.prompt_length + shared.rollout.response_length <= positions:
+        return None
+    return (
+        f"RoPE scaling of type {kind}: rollout.name=hf samples a token by the length of its row so far, and the actor "
+        f"scores it by the length of the whole row, so their log-probabilities differ in rows of more than {positions} "
+        "tokens: vllm and sglang choose once for the run, and the actor with them"
+    )
 
 
 def sglang_rules(key: str, name: str, hf_config: Mapping[str, Any], device: str | None) -> Iterator[Violation]:
@@ -279,7 +304,8 @@ def tied_adapter_rules(model: HFModelConfig, key: str, hf_config: Mapping[str, A
     """Yield an adapter on the embedding or the head of a model whose two are one tensor, as the engine would."""
     targets = [model.target_modules] if isinstance(model.target_modules, str) else model.target_modules or ()
     named = [name for name in targets if name in ("embed_tokens", "lm_head")]
-    tied = {**hf_config, **flat_overrides(model.override_config)}.get("tie_word_embeddings")
+    fields = overridden(hf_config, model.override_config)
+    tied = fields.get("tie_word_embeddings", (fields.get("text_config") or {}).get("tie_word_embeddings"))
     if model.lora_rank and named and tied:
         expected = (
             f"must not name {' and '.join(named)}: embedding and head of the model are one tensor "

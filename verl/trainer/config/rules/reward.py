@@ -180,7 +180,7 @@ def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Itera
 def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) -> Iterator[Violation]:
     """Yield sequences longer than the model's positions, and heads that do not divide over Ulysses ranks."""
     reward = run.reward_model
-    positions = positions_of(hf_config, {})
+    positions = positions_of(hf_config)
     if positions is not None and not reward.is_generative:
         limit = reward.max_length
         shown = str(limit)

@@ -19,6 +19,7 @@ from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.packing import packing_problem
 from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.models.transformers.remote import adapt, has_remote_code
+from verl.models.transformers.rope import SHARED_ROPE, RowRope, foreign_rope, has_length_rope, install_row_rope
 from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import current_device, get_torch_device
@@ -145,7 +146,8 @@ class FSDPEngine(BaseEngine):
         takes_media = uses_media(config)
         shares_prefixes = shares_prefixes and remove_padding
         self.shares_prefixes = shares_prefixes
-        self._check_rows(remove_padding)
+        rope = self._row_rope()
+        self._check_rows(remove_padding, rope)
         self._check_loss()
         asks_for_rows = None
         if config is not None and not has_remote_code(self.base_model):
@@ -172,6 +174,7 @@ class FSDPEngine(BaseEngine):
             shares_prefixes=shares_prefixes,
             asks_for_rows=asks_for_rows,
             balancing=balancing,
+            rope=rope,
         )
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in self.module.parameters())
@@ -186,7 +189,20 @@ class FSDPEngine(BaseEngine):
         if found:
             raise ConfigError(found)
 
-    def _check_rows(self, remove_padding: bool) -> None:
+    def _row_rope(self) -> RowRope | None:
+        """Let rotary positions choose their frequencies row by row, or by ``rope_length``.
+
+        Raises: ConfigError for code that is not transformers' own, whose choice nobody can make.
+        """
+        config = getattr(self.base_model, "config", None)
+        if config is None or not has_length_rope(config):
+            return None
+        rope = install_row_rope(self.base_model, self.rope_length)
+        if rope is None:
+            raise ConfigError([Violation("model.path", config.name_or_path, foreign_rope(config))])
+        return rope
+
+    def _check_rows(self, remove_padding: bool, rope: RowRope | None) -> None:
         """Raise ConfigError for a model whose rows cannot be packed, or cannot share tokens."""
         if not remove_padding or not hasattr(self.base_model, "config"):
             return
@@ -197,6 +213,8 @@ class FSDPEngine(BaseEngine):
         if not self.shares_prefixes:
             return
         problems = list(sharing_problems(fields, trains=self.optimizer_config is not None))
+        if rope is not None and rope.length is None:
+            problems.append(SHARED_ROPE)
         attention = config.get_text_config()._attn_implementation
         if attention != VARLEN_ATTENTION:
             problems.append(f"needs {VARLEN_ATTENTION}: leave attn_implementation={attention} out of override_config")

@@ -15,6 +15,7 @@ from verl.models.transformers.balancing import Balancing
 from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.packed_sequences import PackedSequences
 from verl.models.transformers.packing import ignorant_of_rows
+from verl.models.transformers.rope import RowRope, packed_row_lengths, row_lengths
 from verl.models.transformers.vision import MEDIA, Media
 from verl.protocol import DataProto, tensors_of
 from verl.utils.activation_offload import offloaded_activations
@@ -70,6 +71,7 @@ class Forward:
         asks_for_rows: the model, as errors name it, whose attention must ask where packed rows begin; None if another
             way tells it.
         balancing: the loss of the model's experts that a gradient needs; None if its configuration asks for none.
+        rope: the rotary positions whose frequencies depend on the length of a row.
         reference: the policy that ``PassSpec.full_kl`` compares with.
         segments: what passes with shared prefixes have computed, see ``BaseEngine.take_segments``; those of a
             reference do not count.
@@ -88,6 +90,7 @@ class Forward:
     shares_prefixes: bool = False
     asks_for_rows: str | None = None
     balancing: Balancing | None = None
+    rope: RowRope | None = None
     reference: "Reference | None" = None
     segments: list[passes.Segment] = field(default_factory=list)
     images: Counter[int] = field(default_factory=Counter)
@@ -165,6 +168,7 @@ class Forward:
             lengths = [*lengths, padding]
             ends = None if ends is None else [*ends, ids.shape[1]]
         sampled = F.pad(packed.sampled, (0, padding)).unsqueeze(0)
+        rows = packed_row_lengths(positions, lengths) if self._chooses_by_row else None
         window = None
         start = 0
         mine: Tensor | slice = slice(None)
@@ -173,6 +177,7 @@ class Forward:
             start = self.layout.sp_rank * width
             window = (start, width)
             mine = (packed.keep >= start) & (packed.keep < start + width)
+            rows = None if rows is None else rows.narrow(-1, start, width)
             if not self.takes_media:  # such a model slices itself, after it has merged the images
                 ids = ids.narrow(-1, start, width)
                 positions = positions.narrow(-1, start, width)
@@ -181,7 +186,8 @@ class Forward:
             kept = HeadRequest(packed.keep[mine] - start, packed.labels[mine], fused.temperature, fused.entropy_mode)
         extra = self._extra(inputs, sampled, packed.place, window)
         sequences = PackedSequences(lengths, self.layout.device, ends)
-        logits, aux_loss = self._run(ids, None, positions, kept, sequences, extra, packed.input_ids.shape[1])
+        with self._rows(rows):
+            logits, aux_loss = self._run(ids, None, positions, kept, sequences, extra, packed.input_ids.shape[1])
         if packed.readers is None:
             return Read(logits, packed.labels[mine], packed.target[mine], aux_loss=aux_loss)
         if isinstance(mine, slice):
@@ -213,11 +219,13 @@ class Forward:
         extra = self._extra(inputs, sampled, place)
         row = packed.target // width
         column = packed.target % width
+        kept: Tensor | HeadRequest = columns
         if fused is not None:
             kept = HeadRequest(row * length + column + before, packed.labels, fused.temperature, fused.entropy_mode)
-            scores, aux_loss = self._run(ids, attention, positions, kept, None, extra, attention.numel())
-            return Read(scores, packed.labels, packed.target, aux_loss=aux_loss)
-        logits, aux_loss = self._run(ids, attention, positions, columns, None, extra, attention.numel())
+        with self._rows(row_lengths(positions, attention) if self._chooses_by_row else None):
+            logits, aux_loss = self._run(ids, attention, positions, kept, None, extra, attention.numel())
+        if fused is not None:
+            return Read(logits, packed.labels, packed.target, aux_loss=aux_loss)
         at = row * len(columns) + column + (before - first)
         logits = logits.reshape(rows * len(columns), -1).index_select(0, at)
         return Read(logits, packed.labels, packed.target, aux_loss=aux_loss)
@@ -290,6 +298,14 @@ class Forward:
         logits = getattr(output, "router_logits", None) or ()
         whole = tuple(all_gather_tensor(each, 0, self.layout.sp_group)[:num_tokens] for each in logits)
         return self.balancing.of_routers(whole or None, attention)
+
+    @property
+    def _chooses_by_row(self) -> bool:
+        return self.rope is not None and self.rope.length is None
+
+    def _rows(self, lengths: Tensor | None) -> AbstractContextManager[None]:
+        """Return a context in which rotary positions choose by the lengths of rows, if they do."""
+        return nullcontext() if self.rope is None or lengths is None else self.rope.rows(lengths)
 
     def _activations(self) -> AbstractContextManager[None]:
         if self.offload_activations and torch.is_grad_enabled():

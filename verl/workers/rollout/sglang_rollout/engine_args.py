@@ -7,7 +7,9 @@ from verl.base_config import WrongInput
 from verl.utils.device import get_device_name
 from verl.utils.engine_arguments import sglang_arguments
 from verl.utils.sglang.installed import has_kernels
-from verl.workers.config.model import flat_overrides, sglang_problem
+from verl.workers.config.model import sglang_problem
+from verl.workers.config.overrides import merged
+from verl.workers.rollout.engine_rope import engine_rope
 from verl.workers.rollout.engine_settings import check_context, check_prefill, cpu_cache_tokens, engine_dtype
 
 if TYPE_CHECKING:
@@ -40,11 +42,14 @@ def build_engine_args(
     context = check_context(config, hf_config)
     check_prefill(config, context)
     _check_model(model_config)
+    own = dict(config.engine_kwargs.get("sglang") or {})
+    overrides = merged(model_config.config_changes(), engine_rope("sglang", hf_config, context, SPARE_TOKENS))
+    overrides = merged(overrides, json.loads(own.pop("json_model_override_args", None) or "{}"))
     args: dict[str, Any] = {
         "model_path": model_config.local_path,
         "tokenizer_path": model_config.local_tokenizer_path,
         "trust_remote_code": model_config.trust_remote_code,
-        "json_model_override_args": json.dumps(flat_overrides(model_config.override_config)),
+        "json_model_override_args": json.dumps(overrides),
         "skip_tokenizer_init": config.skip_tokenizer_init,
         "load_format": config.load_format,
         "dtype": str(engine_dtype(config, hf_config)).removeprefix("torch."),  # SGLang's auto turns fp32 into fp16
@@ -66,7 +71,7 @@ def build_engine_args(
         args |= _ON_CPU | {"max_total_tokens": cpu_cache_tokens(config, hf_config, context + SPARE_TOKENS)}
     else:
         args |= _on_accelerator(config, is_hybrid)
-    args |= dict(config.engine_kwargs.get("sglang") or {})
+    args |= own
     return {name: value for name, value in args.items() if value is not None}
 
 

@@ -7,7 +7,9 @@ import torch
 from verl.base_config import WrongInput
 from verl.models.transformers.vision import is_vision_config
 from verl.utils.device import get_device_name
-from verl.workers.config.model import TRAINED_ROUTER, flat_overrides
+from verl.workers.config.model import TRAINED_ROUTER
+from verl.workers.config.overrides import merged
+from verl.workers.rollout.engine_rope import engine_rope
 from verl.workers.rollout.engine_settings import (
     cache_bytes_per_token,
     check_context,
@@ -99,7 +101,7 @@ def build_engine_args(
             args["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
     if is_vision_config(model_config.hf_config):
         args |= media_arguments(config)
-    args |= dict(config.engine_kwargs.get("vllm") or {})
+    args |= {name: value for name, value in (config.engine_kwargs.get("vllm") or {}).items() if name != "hf_overrides"}
     if args.get("otlp_traces_endpoint"):
         args["disable_log_stats"] = False  # a trace of a request tells its statistics
     return {name: value for name, value in args.items() if value is not None}
@@ -146,10 +148,12 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
 
 def _overrides(config: "RolloutConfig", model_config: "HFModelConfig") -> dict[str, Any]:
     """Return the fields of ``config.json`` that differ in training."""
-    overrides = flat_overrides(model_config.override_config)
+    overrides = merged(
+        model_config.config_changes(), engine_rope("vllm", model_config.hf_config, config.context_length)
+    )
     if model_config.hf_config.model_type == "kimi_vl" and config.load_format == "dummy":  # weights come from training
         overrides["text_config"] = {**overrides.get("text_config", {}), **TRAINED_ROUTER}
-    return overrides
+    return merged(overrides, (config.engine_kwargs.get("vllm") or {}).get("hf_overrides") or {})
 
 
 def _if_other(path: str | None, usual: str) -> str | None:

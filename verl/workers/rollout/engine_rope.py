@@ -1,0 +1,175 @@
+"""RoPE scaling of an engine: the frequencies that the actor computes with, in a form that the engine computes alike.
+
+vLLM and SGLang choose the frequencies of the types ``dynamic`` and ``longrope`` once for a run, each by another rule;
+SGLang's ``longrope`` even by the longest request of a step, and wrongly at the boundary. Both get what transformers has
+for a row as long as the context, and so do actor and reference (``rope_length``).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl.base_config import WrongInput
+from verl.models.transformers.names import LENGTH_ROPES
+from verl.models.transformers.rope import has_length_rope
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from verl.workers.config import RolloutConfig
+
+_ENGINES = ("vllm", "sglang")
+_OF_ONE_AXIS = ("linear", "llama3", "longrope", "proportional")
+"""Types that the engines do not have for positions of three axes."""
+_KEY = "actor_rollout_ref.model.override_config.rope_scaling"
+
+
+def rope_length(config: "RolloutConfig", hf_config: "PretrainedConfig") -> int | None:
+    """Return the length by which all rows of a run choose rotary frequencies; None if each row chooses by its own."""
+    if config.name not in _ENGINES or not has_length_rope(hf_config):
+        return None
+    return int(config.context_length)
+
+
+def engine_rope(
+    engine: str, hf_config: "PretrainedConfig", context_length: int, spare_tokens: int = 0
+) -> dict[str, Any]:
+    """Return the fields of a model's configuration that an engine needs to compute RoPE as the actor does.
+
+    Args: ``context_length`` is that of ``RolloutConfig``; the engine's may be longer by ``spare_tokens``.
+    Raises: WrongInput for a scaling that the engine computes otherwise.
+    """
+    text: Any = hf_config.get_text_config()
+    fields = _text_fields(engine, text, context_length, spare_tokens)
+    if text is hf_config or not fields:
+        return fields
+    return {next(name for name, value in vars(hf_config).items() if value is text): fields}
+
+
+def _text_fields(engine: str, text: Any, context_length: int, spare_tokens: int) -> dict[str, Any]:
+    found = getattr(text, "rope_parameters", None)
+    if not isinstance(found, Mapping):
+        return {}
+    is_nested = bool(found) and all(isinstance(each, Mapping | None) for each in found.values())
+    by_layer = {name: each for name, each in found.items() if each} if is_nested else {None: found}
+    changed: dict[Any, dict[str, Any]] = {}
+    fields: dict[str, Any] = {}
+    is_scaled = False
+    for layer, parameters in by_layer.items():
+        kind = parameters.get("rope_type", "default")
+        is_scaled = is_scaled or kind not in ("default", "mrope")
+        _check(engine, layer, kind, parameters, context_length)
+        new = _parameters(engine, text, layer, kind, dict(parameters), context_length)
+        if kind == "longrope":  # the engine's table of short factors, which are the chosen ones, covers all positions
+            new["original_max_position_embeddings"] = context_length + spare_tokens
+            if getattr(text, "original_max_position_embeddings", None) is not None:  # engines read it before the other
+                fields["original_max_position_embeddings"] = context_length + spare_tokens
+        if new != parameters:
+            changed[layer] = new
+    if changed:
+        fields["rope_parameters"] = {**found, **changed} if is_nested else changed[None]
+    positions = getattr(text, "max_position_embeddings", None)
+    if is_scaled and positions is not None and context_length > positions:
+        fields["max_position_embeddings"] = context_length + spare_tokens  # the size of the engine's table of angles
+    return fields
+
+
+def _check(engine: str, layer: str | None, kind: str, parameters: Mapping[str, Any], context_length: int) -> None:
+    """Raise WrongInput for a scaling that the engine does not have, or computes otherwise than transformers."""
+    if kind in _OF_ONE_AXIS and "mrope_section" in parameters:
+        raise WrongInput(
+            f"{_KEY}.rope_type={kind}: {engine} has it for text models only, and this one has positions of three axes: "
+            "write yarn or dynamic, or actor_rollout_ref.rollout.name=hf"
+        )
+    if kind == "proportional" and parameters.get("factor") not in (None, 1, 1.0):
+        raise WrongInput(
+            f"{_KEY}.factor={parameters['factor']}: {engine} ignores it for rope_type=proportional: leave it out, or "
+            "write actor_rollout_ref.rollout.name=hf"
+        )
+    if kind == "proportional" and engine == "sglang" and layer is None:
+        raise WrongInput(
+            f"{_KEY}.rope_type=proportional: sglang computes it otherwise than transformers in a model with one RoPE "
+            "for all layers: write actor_rollout_ref.rollout.name=vllm"
+        )
+    pretrained = parameters.get("original_max_position_embeddings")
+    if kind == "yarn" and pretrained and parameters.get("factor"):
+        positions = int(pretrained * parameters["factor"])
+        if context_length > positions:
+            raise WrongInput(
+                f"the engine's context {context_length} exceeds the {positions} positions of yarn, "
+                f"{_KEY}.original_max_position_embeddings={pretrained} x factor={parameters['factor']}: write "
+                f"factor={math.ceil(context_length / pretrained)}, or a shorter prompt_length or response_length"
+            )
+
+
+def _parameters(
+    engine: str, text: Any, layer: str | None, kind: str, parameters: dict[str, Any], length: int
+) -> dict[str, Any]:
+    """Return parameters by which the engine computes what transformers does for a row of ``length`` tokens."""
+    if kind == "yarn" and engine == "sglang" and parameters.get("attention_factor") is not None:
+        own = {name: value for name, value in parameters.items() if name != "attention_factor"}
+        return own | {"attn_factor": parameters["attention_factor"] / _yarn_scale(parameters)}
+    if kind not in LENGTH_ROPES:
+        return parameters
+    parameters.pop("type", None)
+    if kind == "longrope":
+        return _longrope(text, layer, parameters, length)
+    if "alpha" in parameters:  # Hunyuan's own: all engines scale by it, whatever the length
+        if length > text.max_position_embeddings:
+            raise WrongInput(
+                f"the engine's context {length} exceeds max_position_embeddings={text.max_position_embeddings}, beyond "
+                f"which {engine} computes {_KEY}.rope_type=dynamic with alpha otherwise than transformers: shorten "
+                "prompt_length or response_length, or write actor_rollout_ref.rollout.name=hf"
+            )
+        return parameters
+    factor = parameters.pop("factor")
+    return parameters | {"rope_type": "default", "rope_theta": dynamic_theta(text, parameters, factor, length)}
+
+
+def dynamic_theta(text: Any, parameters: Mapping[str, Any], factor: float, length: int) -> float:
+    """Return the base of the frequencies that transformers has for a row of ``length`` with ``dynamic`` scaling.
+
+    Source: the scaling by the neural tangent kernel that YaRN describes (arXiv:2309.00071, section 3.1).
+    """
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = int(head * parameters.get("partial_rotary_factor", 1.0))
+    stretch = factor * max(length, text.max_position_embeddings) / text.max_position_embeddings - (factor - 1)
+    return float(parameters["rope_theta"] * stretch ** (size / (size - 2)))
+
+
+def _longrope(text: Any, layer: str | None, parameters: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return ``longrope`` whose short and long factors, and scales, are those of a row of ``length``."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    is_long = length > parameters["original_max_position_embeddings"]
+    chosen = parameters["long_factor" if is_long else "short_factor"]
+    if text.model_type == "phimoe" and is_long:
+        raise WrongInput(
+            f"{_KEY}.rope_type=longrope: transformers computes model_type='phimoe' with the short factors beyond "
+            f"original_max_position_embeddings={parameters['original_max_position_embeddings']} too, and the engine "
+            "does not: write an actor_rollout_ref.rollout.max_model_len of at most that"
+        )
+    if text.model_type == "phimoe":  # the only one whose code reads a scale from the file
+        scale = parameters["short_mscale"]
+    else:
+        scale = ROPE_INIT_FUNCTIONS["longrope"](text, layer_type=layer)[1]
+    return parameters | {
+        "short_factor": chosen,
+        "long_factor": chosen,
+        "short_mscale": float(scale),
+        "long_mscale": float(scale),
+    }
+
+
+def _yarn_scale(parameters: Mapping[str, Any]) -> float:
+    """Return by what SGLang multiplies ``attn_factor``.
+
+    Source: YaRN (arXiv:2309.00071), section 3.4, with the two weights of DeepSeek-V2.
+    """
+    factor = float(parameters["factor"])
+
+    def of(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return of(above) / of(below) if above is not None and below is not None else of(1.0)
