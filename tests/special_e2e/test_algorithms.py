@@ -100,8 +100,7 @@ def loss_of(label: str, numbers: dict[str, float], advantages: np.ndarray | None
         assert advantages is not None
         return float(-advantages.mean())
     if label == "Dr. GRPO, vanilla":
-        tokens = numbers["response_length/mean"] * RESPONSES
-        return -numbers["critic/advantages/mean"] * tokens / RESPONSE_LENGTH
+        return -numbers["critic/advantages/mean"] * numbers["response_length/mean"] / RESPONSE_LENGTH
     return -numbers["critic/advantages/mean"] if label.endswith("vanilla") else None
 
 
