@@ -12,6 +12,7 @@ from langgraph.prebuilt import ToolNode
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.langgraph_agent.chat_model import ChatModel, TrajectoryFullError, segments_of
+from verl.base_config import WrongInput
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 
 if TYPE_CHECKING:
@@ -60,7 +61,15 @@ class ReactAgentLoop(AgentLoopBase):
         return graph.compile()
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run the graph on ``raw_prompt``; several segments are those of a graph that rewrites earlier messages."""
+        """Run the graph on ``raw_prompt``; several segments are those of a graph that rewrites earlier messages.
+
+        Raises: WrongInput for a row with images or videos, which the graph's messages do not hold.
+        """
+        if kwargs.get("multi_modal_data"):
+            raise WrongInput(
+                "the row holds images or videos, and langgraph_agent reads text only: drop them, or write "
+                "agent_name=tool_agent into the row"
+            )
         rollout = self.config.actor_rollout_ref.rollout
         turns = rollout.multi_turn
         options = self.config.data.get("apply_chat_template_kwargs") or {}

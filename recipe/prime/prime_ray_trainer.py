@@ -132,7 +132,8 @@ class RayPRIMETrainer(RayPPOTrainer):
         model = self.reward_node.model
         metrics: Metrics = {}
         request = batch.select(
-            batch_keys=[name for name in _READ if name in tensors_of(batch).keys()], non_tensor_batch_keys=[]
+            batch_keys=[name for name in _READ if name in tensors_of(batch).keys()],
+            non_tensor_batch_keys=[name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch],
         )
         outcome = algos.checked_outcome(tensors_of(batch)["acc"], model.loss_type)
 

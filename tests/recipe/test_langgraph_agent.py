@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from tests.experimental.agent_loop.endpoint.agents import CONFIG, SAMPLING, TOKENIZER, ids
 from tests.experimental.agent_loop.token_server import TokenServer
+from verl.base_config import WrongInput
 from verl.experimental.agent_loop import AsyncLLMServerManager
 from verl.experimental.agent_loop.base import WholeConfig
 from verl.experimental.agent_loop.registry import read_agent_loops
@@ -29,7 +30,9 @@ def call(arguments: str) -> str:
 RIGHT = call('{"a": 3,  "b": 4, "operand": "@"}')
 
 
-def run(*says: str, response_length: int = 600, loop_class: Any = None, **turns: Any) -> tuple[Any, TokenServer]:
+def run(
+    *says: str, response_length: int = 600, loop_class: Any = None, row: Any = None, **turns: Any
+) -> tuple[Any, TokenServer]:
     """Return the output of the example's loop, or another, on the answers of a model, and its server."""
     from recipe.langgraph_agent.example.math_expression import MathExpressionReactAgentLoop
 
@@ -42,9 +45,14 @@ def run(*says: str, response_length: int = 600, loop_class: Any = None, **turns:
         server = TokenServer(TOKENIZER, lambda prompt: next(answers))
         made = loop_class or MathExpressionReactAgentLoop
         loop = made(WholeConfig(config), AsyncLLMServerManager(config, [server]), TOKENIZER)
-        return await loop.run(dict(SAMPLING), raw_prompt=QUESTION), server
+        return await loop.run(dict(SAMPLING), raw_prompt=QUESTION, **(row or {})), server
 
     return asyncio.run(whole())
+
+
+def test_a_row_with_images_is_refused() -> None:
+    with pytest.raises(WrongInput, match="the row holds images or videos, and langgraph_agent reads text only"):
+        run(row={"multi_modal_data": {"image": [object()]}})
 
 
 def test_a_call_and_its_answer_are_one_trajectory() -> None:

@@ -1,21 +1,25 @@
 """``main_generation`` with real workers: greedy responses are those of transformers, and a stopped run goes on."""
 
+import io
 import re
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.tiny_model import make_tiny_model
+from examples.tiny_model import make_tiny_model, make_tiny_vl_model
 from verl.trainer import main_generation
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.generation import Generation
 from verl.trainer.run import launch
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 QUESTIONS = ["1+1=?", "What is 12 times 12?", "a", "Name three colours.", "2+3=?"]
 
@@ -121,6 +125,68 @@ def test_the_chat_template_gets_its_arguments(folder, tmp_path):
     options = (template, "+data.apply_chat_template_kwargs.mark='?!'")
     generation = Generation(GenerationConfig.parse(build(folder, tmp_path / "out.parquet", *options)))
     assert [generation.tokenizer.decode(ids) for ids in generation.prompts] == [f"{text}?!" for text in QUESTIONS]
+
+
+def picture(colour: str) -> dict[str, bytes]:
+    file = io.BytesIO()
+    Image.new("RGB", (56, 56), colour).save(file, "PNG")
+    return {"bytes": file.getvalue()}
+
+
+SEEN = [
+    {"text": "a", "pictures": []},
+    {"text": "<image>What colour?", "pictures": [picture("red")]},
+    {"text": "<image> or <image>", "pictures": [picture("red"), picture("blue")]},
+]
+
+
+@pytest.fixture(scope="module")
+def vision_folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("vision")
+    make_tiny_vl_model(str(root / "model"), kind="qwen2_5_vl")
+    rows = [{"prompt": [{"role": "user", "content": row["text"]}], "pictures": row["pictures"]} for row in SEEN]
+    shared = {"data_source": "colours", "reward_model": {"style": "rule", "ground_truth": "red"}}
+    pq.write_table(pa.Table.from_pylist([row | shared for row in rows]), root / "prompts.parquet")
+    return root
+
+
+def test_prompts_with_images_are_those_of_training(vision_folder, tmp_path):
+    options = ("data.image_key=pictures", "data.n_samples=2")
+    generation = Generation(GenerationConfig.parse(build(vision_folder, tmp_path / "out.parquet", *options)))
+    batch = generation._batch(range(3))
+    settings = {"max_prompt_length": 64, "image_key": "pictures", "filter_overlong_prompts": False}
+    path = str(vision_folder / "prompts.parquet")
+    training = RLHFDataset(path, generation.tokenizer, settings, generation.processor)
+    for row in range(6):
+        expected = training[row // 2]
+        for name in ("input_ids", "attention_mask", "position_ids"):
+            assert torch.equal(batch.batch[name][row], expected[name]), name
+        assert batch.non_tensor_batch["raw_prompt_ids"][row] == expected["raw_prompt_ids"]
+        assert batch.non_tensor_batch["multi_modal_data"][row] == expected["multi_modal_data"]
+        inputs = batch.non_tensor_batch["multi_modal_inputs"][row]
+        assert inputs.keys() == expected["multi_modal_inputs"].keys()
+        assert all(torch.equal(inputs[name], value) for name, value in expected["multi_modal_inputs"].items())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            [],
+            r"row 1, column 'prompt': has 1 <image> markers, and the file has no column 'images', it has .*'pictures'",
+        ),
+        (["data.image_key=photos"], r"data\.image_key=photos: no data file has this column, they have .*'pictures'"),
+        (
+            ["data.image_key=pictures", "rollout.prompt_length=8"],
+            r"row 1: the prompt has \d+ tokens with its images and videos, rollout\.prompt_length is 8",
+        ),
+    ],
+)
+def test_images_that_cannot_be_shown_are_refused(vision_folder, tmp_path, capsys, more, message):
+    with pytest.raises(SystemExit) as exit:
+        main_generation.run_generation(build(vision_folder, tmp_path / "x.parquet", *more))
+    assert exit.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

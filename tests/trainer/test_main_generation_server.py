@@ -7,12 +7,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from tests.experimental.agent_loop.token_server import TokenServer
-from tests.trainer.test_main_generation import QUESTIONS, folder, handlers, reference
+from tests.trainer.test_main_generation import QUESTIONS, folder, handlers, reference, vision_folder
 from verl.trainer import main_generation_server
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.run.owner import Ownership
 
-__all__ = ["folder", "handlers"]  # fixtures
+__all__ = ["folder", "handlers", "vision_folder"]  # fixtures
 
 
 def build(folder, output, *more):
@@ -56,6 +56,18 @@ def test_requests_reach_the_servers_as_they_are_meant(folder, tmp_path):
     assert len(asked) == 4 and len({params["seed"] for _, params in asked}) == 4
     assert all(prompt in generation.prompts for prompt, _ in asked)
     assert {(params["temperature"], params["top_p"], params["max_tokens"]) for _, params in asked} == {(1.0, 0.5, 8)}
+
+
+def test_images_reach_the_servers(vision_folder, tmp_path):
+    with Ownership() as owner:
+        changes = ("actor_rollout_ref.rollout.n=2", "data.image_key=pictures", "data.max_prompt_length=64")
+        generation = main_generation_server.prepare(build(vision_folder, tmp_path / "x.parquet", *changes), owner)
+    server = TokenServer(generation.tokenizer, lambda prompt: "red")
+    assert generation._generate([server], [2, 0]) == [["red"] * 2] * 2
+    shown = [[] if media is None else [image.getpixel((0, 0)) for image in media["image"]] for media in server.media]
+    assert sorted(shown) == [[], [], *[[(255, 0, 0), (0, 0, 255)]] * 2]
+    assert {tuple(prompt) for _, prompt, _ in server.asked} == {tuple(generation.prompts[row]) for row in (2, 0)}
+    assert len({params["seed"] for _, _, params in server.asked}) == 4
 
 
 @pytest.mark.parametrize(

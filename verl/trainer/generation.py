@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jinja2
 import pyarrow as pa
@@ -23,12 +23,36 @@ from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config.generation import GenerationConfig
 from verl.utils.chat_template import render_chat
-from verl.utils.dataset.files import ColumnCheck, DataError, localize, read_parquet, written_rows
+from verl.utils.dataset.files import (
+    ColumnCheck,
+    DataError,
+    Row,
+    check_vision_rows,
+    localize,
+    read_parquet,
+    rows_digest,
+    written_rows,
+)
 from verl.utils.dataset.rl_dataset import truncate
+from verl.utils.dataset.vision_utils import (
+    Media,
+    MediaEncoder,
+    MediaError,
+    check_media,
+    kinds_of,
+    model_inputs,
+    templater_of,
+)
 from verl.utils.import_utils import import_external_libs
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.utils.observe.console import get_console
+from verl.utils.py_functional import object_array
+from verl.utils.vision.multi_modal import share
+from verl.utils.vision.positions import position_ids
 from verl.workers.roles import ActorRolloutRefWorker
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +65,8 @@ class Generation:
     Raises: DataError naming file, row and column.
     """
 
+    processor: "ProcessorMixin | None" = None
+
     def __init__(self, config: GenerationConfig) -> None:
         import_external_libs(config.model.external_lib)
         self.config = config
@@ -50,12 +76,16 @@ class Generation:
         (self.path,) = localize([config.data.path])
         self.table = read_parquet(self.path)
         self.output = Path(config.data.output_path).expanduser()
+        self.processor = config.model.processor
+        self.settings = config.media_settings()
+        self.media = None if self.processor is None else MediaEncoder(self.processor, self.settings)
         key = config.data.prompt_key
         for check in ColumnCheck.over(self.path, self.table):
-            check.messages(key, "data.prompt_key")
-        rows = [row[key] for row in written_rows(self.table.select([key]))]
+            check.messages(key, "data.prompt_key", text_only=self.media is None)
+            check_vision_rows(check, self.settings, kinds_of(self.processor), key)
+            check_media(check, self.settings)
         self._give_notices()
-        self.prompts = [self._tokens(row, messages) for row, messages in enumerate(rows)]
+        self.prompts = [self._tokens(row, self._messages(row)) for row in range(self.table.num_rows)]
         self._cut_prompts()
         self.done = _Done(self.output.with_name(f".{self.output.name}.part.jsonl"), self._fingerprint())
 
@@ -67,17 +97,53 @@ class Generation:
         if idle:
             logger.warning("without effect: %s", "; ".join(idle))
 
-    def _tokens(self, row: int, messages: list[dict[str, Any]]) -> list[int]:
+    def _columns(self, row: int) -> Row:
+        """Return the prompt of a row, with its images and videos."""
+        read = [self.config.data.prompt_key, *self.settings.media_columns().values()]
+        table = self.table.select([name for name in read if name in self.table.column_names])
+        return written_rows(table.slice(row, 1))[0]
+
+    def _messages(self, row: int) -> list[Row]:
+        columns = self._columns(row)
+        messages: list[Row] = columns.pop(self.config.data.prompt_key)
+        return messages if self.media is None else self.media.typed(messages, columns)
+
+    def _text(self, row: int, messages: list[Row]) -> str:
         options = {"add_generation_prompt": True, "tokenize": False, **self.config.data.apply_chat_template_kwargs}
         try:
-            text = render_chat(self.tokenizer, messages, options)
+            return render_chat(templater_of(self.tokenizer, self.processor), messages, options)
         except (jinja2.TemplateError, ValueError) as error:  # ValueError: the tokenizer has no template
             column = self.config.data.prompt_key
             raise DataError(f"{self.path}, row {row}, column {column!r}: the chat template: {error}") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _tokens(self, row: int, messages: list[Row]) -> list[int]:
+        """Return the tokens of a prompt, with one placeholder for each image or video."""
+        ids: list[int] = self.tokenizer(self._text(row, messages), add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _shown(self, row: int) -> tuple[Media, Row]:
+        """Return the images and videos of a row, and the processor's output for its prompt; empty for a text."""
+        if self.media is None:
+            return Media(), {}
+        try:
+            media = self.media.take(self._columns(row))
+            return media, self.media.encode(self._text(row, self._messages(row)), media) if media else {}
+        except MediaError as error:
+            raise DataError(f"{self.path}, row {row}: {error}") from error
 
     def _cut_prompts(self) -> None:
+        """Cut the beginning of long texts.
+
+        Raises: DataError for a long prompt with images, which a cut would separate from their tokens.
+        """
         limit = self.rollout.prompt_length
+        for row in range(len(self.prompts)):
+            _, encoded = self._shown(row)
+            if encoded and (length := encoded["input_ids"].shape[1]) > limit:
+                raise DataError(
+                    f"{self.path}, row {row}: the prompt has {length} tokens with its images and videos, "
+                    f"rollout.prompt_length is {limit}: raise it, or drop the row"
+                )
         long = [row for row, ids in enumerate(self.prompts) if len(ids) > limit]
         if long:
             which = f"{len(long)} of {len(self.prompts)} prompts, the first in row {long[0]}"
@@ -89,7 +155,9 @@ class Generation:
         model = Path(self.model.local_path)
         files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.glob("*.*"))
         rollout = OmegaConf.to_container(self.config.worker.rollout)
-        parts = [self.prompts, str(model), files, rollout, self.config.data.n_samples]
+        columns = [name for name in self.settings.media_columns().values() if name in self.table.column_names]
+        media = rows_digest([self.table.select(columns)]) if self.media is not None and columns else None
+        parts = [self.prompts, str(model), files, rollout, self.config.data.n_samples, media]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     def run(self) -> None:
@@ -147,22 +215,34 @@ class Generation:
         return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
     def _batch(self, rows: Sequence[int]) -> DataProto:
-        """Return the left-padded prompts (B, P) of some rows, with the seeds of their samples."""
-        width = self.rollout.prompt_length
-        ids = torch.full((len(rows), width), self.model.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for at, row in enumerate(rows):
-            prompt = self.prompts[row]
-            ids[at, width - len(prompt) :] = torch.tensor(prompt)
-            mask[at, width - len(prompt) :] = 1
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        """Return the left-padded prompts (B, P) of some rows, with their images and the seeds of their samples."""
+        columns = [self._prompt(row) for row in rows]
+        tensors = {name: torch.stack([each[name] for each in columns]) for name in ("input_ids", "attention_mask")}
+        tensors["position_ids"] = torch.stack([each["position_ids"] for each in columns])
+        others = [name for name in columns[0] if name not in tensors]
+        non_tensors = {name: object_array([each[name] for each in columns]) for name in others}
+        share(non_tensors)
         samples = self.config.data.n_samples
-        batch = DataProto.from_dict(tensors={"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+        batch = DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
         repeated = batch.repeat(samples, interleave=True)
         seeds = [sampling_seeds(self.rollout.seed, 0, 1, samples, first_prompt=row) for row in rows]
         tensors_of(repeated)["sampling_seed"] = torch.cat(seeds)
         repeated.meta_info.update(do_sample=self.rollout.do_sample and self.rollout.temperature > 0, validate=False)
         return repeated
+
+    def _prompt(self, row: int) -> Row:
+        """Return the columns of a row, as those of a data set for training."""
+        media, encoded = self._shown(row)
+        ids = encoded["input_ids"][0].tolist() if encoded else self.prompts[row]
+        pad = self.rollout.prompt_length - len(ids)
+        input_ids = torch.tensor([self.model.pad_token_id] * pad + ids)
+        mask = (torch.arange(len(input_ids)) >= pad).long()
+        columns: Row = {"input_ids": input_ids, "attention_mask": mask}
+        if self.media is None:
+            return columns | {"position_ids": position_ids(None, input_ids, mask)}
+        columns["position_ids"] = self.media.position_ids(input_ids, mask, encoded)
+        seen = {"multi_modal_data": media.as_data(), "multi_modal_inputs": model_inputs(encoded)}
+        return columns | {"raw_prompt_ids": self.prompts[row]} | seen
 
     def _write(self) -> None:
         column = pa.array([self.done.responses[row] for row in range(len(self.prompts))], pa.list_(pa.string()))

@@ -15,6 +15,7 @@ from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.single_controller.base.errors import phase
 from verl.trainer.generation import Generation
+from verl.utils.dataset.vision_utils import Media
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import sampling_of
@@ -71,11 +72,25 @@ class ServerGeneration(Generation):
             async with aiohttp.ClientSession(
                 endpoint.address, timeout=timeout, connector=connector, headers=headers
             ) as client:
-                texts = await asyncio.gather(*(_text(client, body) for row in rows for body in self._bodies(row)))
+                asked = []
+                for row in rows:
+                    media, _ = self._shown(row)
+                    for body in self._bodies(row):
+                        asked.append(self._seen(policy, body, media) if media else _text(client, body))
+                texts = await asyncio.gather(*asked)
         finally:
             await endpoint.close()
         samples = self.config.data.n_samples
         return [texts[start : start + samples] for start in range(0, len(texts), samples)]
+
+    async def _seen(self, policy: Policy, body: dict[str, Any], media: Media) -> str:
+        """Return the text that continues a prompt with images or videos, which the endpoint does not take."""
+        sampling = {name: value for name, value in body.items() if name not in ("model", "prompt")}
+        output = await policy.server_manager.generate(
+            secrets.token_hex(), prompt_ids=body["prompt"], sampling_params=sampling, multi_modal_data=media.as_data()
+        )
+        text: str = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return text
 
     def _bodies(self, row: int) -> Iterator[dict[str, Any]]:
         """Yield the requests of a row: its prompt as tokens, and a seed for each sample."""

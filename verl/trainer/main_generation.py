@@ -34,7 +34,7 @@ def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
     from verl.trainer.config.generation import GenerationConfig
 
     parsed = GenerationConfig.parse(config)
-    from verl.trainer.run.inputs import check_machine, check_model, check_remote
+    from verl.trainer.run.inputs import check_machine, check_model, check_remote, check_written_columns
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
@@ -42,6 +42,8 @@ def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
     if parsed.cluster.is_local:
         check_remote({"model.path": [parsed.model.path], "data.path": [parsed.data.path]})
     check_model("model.path", parsed.model.path)
+    columns = {f"data.{kind}_key": (name, f"{kind}s") for kind, name in parsed.media_settings().media_columns().items()}
+    check_written_columns(columns, [parsed.data.path])
     output = Path(parsed.data.output_path).expanduser()
     owner.take("data.output_path", parsed.data.output_path, output.with_name(f".{output.name}.owner"))
     from verl.trainer.generation import Generation

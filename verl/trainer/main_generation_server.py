@@ -36,7 +36,7 @@ def prepare(config: DictConfig, owner: "Ownership") -> "ServerGeneration":
     from verl.trainer.config.generation_server import parse_generation_server
 
     parsed = parse_generation_server(config)
-    from verl.trainer.run.inputs import check_machine, check_model, check_remote
+    from verl.trainer.run.inputs import check_machine, check_model, check_remote, check_written_columns
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
@@ -45,6 +45,8 @@ def prepare(config: DictConfig, owner: "Ownership") -> "ServerGeneration":
         files = {"actor_rollout_ref.model.path": [parsed.model.path], "data.train_files": [parsed.data.path]}
         check_remote(files)
     check_model("actor_rollout_ref.model.path", parsed.model.path)
+    columns = {f"data.{kind}_key": (name, f"{kind}s") for kind, name in parsed.media_settings().media_columns().items()}
+    check_written_columns(columns, [parsed.data.path])
     output = Path(parsed.data.output_path).expanduser()
     owner.take("data.output_path", parsed.data.output_path, output.with_name(f".{output.name}.owner"))
     from verl.trainer.generation_server import ServerGeneration

@@ -27,6 +27,7 @@ class TokenServer:
         self.tokenizer = tokenizer
         self.says = says
         self.asked: list[tuple[str, list[int], dict[str, Any]]] = []
+        self.media: list[Mapping[str, Any] | None] = []
         self.cancelled: list[str] = []
         self.generate = Remote(self._generate)
         self.abort = Remote(self._abort)
@@ -41,6 +42,7 @@ class TokenServer:
     ) -> TokenOutput:
         prompt = list(prompt_ids)
         self.asked.append((request_id, prompt, dict(sampling_params)))
+        self.media.append(multi_modal_data)
         text = self.says(self.tokenizer.decode(prompt))
         if isinstance(text, Exception):
             raise text

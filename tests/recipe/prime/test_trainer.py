@@ -29,7 +29,7 @@ class RewardModel:
         self.scale = 1.0
 
     def answer(self, name, data):
-        self.calls.append((name, sorted(data.batch.keys())))
+        self.calls.append((name, sorted([*data.batch.keys(), *data.non_tensor_batch])))
         ratio = self.scale * torch.arange(1.0, len(data) * WIDTH + 1).view(-1, WIDTH) * data.batch["response_mask"]
         tensors = {"rm_scores": 0.1 * ratio, "q": ratio, REFERENCE: torch.zeros_like(ratio)}
         return DataProto.from_dict(tensors, meta_info={"metrics": {"reward_model/seen": [1.0]}})
@@ -123,7 +123,9 @@ def test_the_reward_model_learns_when_it_should(update, loss_type):
     calls, scale, suffixes = CALLS[update, loss_type]
     trainer = make_trainer(reward_model__model__update=update, reward_model__model__loss_type=loss_type)
     batch = batch_of()
+    batch.non_tensor_batch["multi_modal_inputs"] = np.array([{}] * len(batch), dtype=object)  # it sees images too
     output, metrics = trainer.compute_reward(batch, SAMPLES)
+    assert all("multi_modal_inputs" in keys for _, keys in trainer.rm_wg.calls)
     assert [name for name, _ in trainer.rm_wg.calls] == calls
     assert all(REFERENCE in keys for _, keys in trainer.rm_wg.calls[1:])  # the reference is asked once
     expected = scale * torch.arange(1.0, 33).view(-1, WIDTH) * batch.batch["response_mask"]

@@ -403,6 +403,7 @@ OFFLINE = {
         Reader("trainer", "nnodes n_gpus_per_node device", "trainer/generation.py", "trainer", GENERATED + "test_greedy_responses_are_those_of_transformers"),
         Reader("data", "apply_chat_template_kwargs", "trainer/generation.py", "self.config.data", GENERATED + "test_the_chat_template_gets_its_arguments"),
         Reader("data", "path prompt_key output_path", "trainer/generation.py", "config.data", GENERATED + "test_what_is_refused_before_ray"),
+        Reader("data", "image_key video_key", "trainer/config/generation.py", "self.data", GENERATED + "test_images_that_cannot_be_shown_are_refused"),
         Reader("data", "batch_size n_samples", "trainer/generation.py", "self.config.data", GENERATED + "test_a_stopped_run_goes_on_and_gives_the_same"),
         Reader("model", "path", "trainer/main_generation.py", "parsed.model", GENERATED + "test_what_is_refused_before_ray"),
         Reader("model", "external_lib", "workers/config/model.py", "self", "tests/trainer/config/test_validation.py::test_names_of_the_users_own_need_a_module"),

@@ -10,7 +10,7 @@ from tests.utils.dataset.test_vision_rows import clip, encoded, picture
 from verl.trainer.sft_trainer import padded_batch
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.files import DataError
-from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
+from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, RMDataset, SFTDataset, SFTTensorCollator
 from verl.utils.dataset.vision_utils import MediaEncoder
 
 pytest.importorskip("torchvision")
@@ -113,3 +113,54 @@ def test_a_row_with_images_is_not_cut(processors: Any, parquet: Any) -> None:
     )
     with pytest.raises(DataError, match="row 2.* tokens, data.max_length is 12"):
         dataset[2]
+
+
+def test_pairs_of_text_are_the_conversations_of_one_turn(processors: Any, parquet: Any) -> None:
+    """The same tokens, images and positions; their mask marks the positions before those that are learnt."""
+    processor, single = processors["qwen2_5_vl"], [ROWS[0], ROWS[1], ROWS[3]]
+    conversations = build(processor, parquet(single), pad_mode="right")
+    names = ("prompt", "response")
+    pairs = [
+        {name: message["content"] for name, message in zip(names, row["messages"], strict=True)}
+        | {"images": row["images"], "videos": row["videos"]}
+        for row in single
+    ]
+    dataset = SFTDataset(parquet(pairs, "pairs.parquet"), processor.tokenizer, {"max_length": 256}, processor)
+    for row in range(3):
+        found, expected = dataset[row], conversations[row]
+        for name in ("input_ids", "attention_mask", "position_ids"):
+            assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(found["loss_mask"][:-1], expected["loss_mask"][1:])
+        assert found["multi_modal_inputs"].keys() == expected["multi_modal_inputs"].keys()
+        assert all(torch.equal(found["multi_modal_inputs"][k], v) for k, v in expected["multi_modal_inputs"].items())
+    batch = padded_batch(SFTTensorCollator("right")([dataset[row] for row in range(3)]), 0, marks_predictors=True)
+    assert batch.batch["position_ids"].shape[:2] == (3, 4)
+    assert "pixel_values" in batch.non_tensor_batch["multi_modal_inputs"][1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "<image>?", "images": []}, r"row 1, column 'images'.* holds 0 images, but .* 1 <image> markers"),
+        ({"prompt": "<video>?", "images": []}, r"row 1, column 'prompt': has 1 <video> markers"),
+        (
+            {"prompt": "<image>?", "images": [{"bytes": b"none"}]},
+            r"row 1, column 'images' .*: entry 0: the image cannot",
+        ),
+    ],
+)
+def test_pairs_that_cannot_be_used_are_named(processors: Any, parquet: Any, row: Any, message: str) -> None:
+    path = parquet([{"prompt": "a", "response": "b", "images": []}, {"response": "b", **row}])
+    with pytest.raises(DataError, match=message):
+        SFTDataset(path, processors["qwen2_5_vl"].tokenizer, {}, processors["qwen2_5_vl"])
+
+
+def test_data_sets_of_text_refuse_images(processors: Any, parquet: Any) -> None:
+    tokenizer = processors["qwen2_5_vl"].tokenizer
+    rows = [{"prompt": "a", "response": "b", "chosen": "b", "rejected": "c", "images": []}]
+    assert len(RMDataset(parquet(rows), tokenizer)) == len(SFTDataset(parquet(rows), tokenizer, {})) == 1
+    path = parquet([*rows, rows[0] | {"images": [image(0)]}])
+    with pytest.raises(DataError, match=r"row 1, column 'images': holds images, and this data set reads text only"):
+        RMDataset(path, tokenizer)
+    with pytest.raises(DataError, match=r"row 1, column 'images' .* the model has no processor"):
+        SFTDataset(path, tokenizer, {})

@@ -11,10 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from verl.base_config import ConfigError, Violation, matches, parse_node, read_fields
 from verl.trainer.config.rules.files import data_file_rules, existing_part
 from verl.trainer.config.run_config import RayConfig
+from verl.utils.dataset.config import DataConfig
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.config.engine import DEVICES, NCCL_TIMEOUT_S
 from verl.workers.config.model import path_problems, read_config_json
 from verl.workers.config.tokenizer_files import tokenizer_problems
+from verl.workers.rollout.engine_settings import media_settings
 
 _MOST = 65536
 """Of samples, rows in a batch, nodes and workers of a node."""
@@ -30,6 +32,8 @@ class PromptOptions:
     output_path: str
     batch_size: int
     apply_chat_template_kwargs: dict[str, Any]
+    image_key: str | None
+    video_key: str | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,18 @@ class GenerationConfig:
         if violations:
             raise ConfigError(violations)
         return parsed
+
+    def media_settings(self) -> DataConfig:
+        """Return the columns of images and videos, and the limits and processor arguments of the engine."""
+        engine = "sglang" if self.rollout.name == "sglang" else "vllm"
+        limits, options = media_settings(engine, self.rollout.engine_kwargs.get(engine) or {})
+        return DataConfig(
+            image_key=self.data.image_key,
+            video_key=self.data.video_key,
+            limit_images=self.rollout.limit_images,
+            limit_mm_per_prompt=limits,
+            mm_processor_kwargs=options,
+        )
 
     def _violations(self, broken: set[str]) -> Iterator[Violation]:
         """Yield what is wrong apart from the nodes of rollout and model; ``broken`` are wrong keys of these."""

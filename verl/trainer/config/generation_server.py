@@ -51,6 +51,8 @@ def _as_generation(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
         "data": {
             "path": path,
             "prompt_key": data["prompt_key"],
+            "image_key": data["image_key"],
+            "video_key": data["video_key"],
             "apply_chat_template_kwargs": data["apply_chat_template_kwargs"] or {},
             "n_samples": role["rollout"]["n"],
             "output_path": data["output_path"],

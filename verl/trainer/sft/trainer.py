@@ -1,6 +1,7 @@
 """The supervised trainer: engine, data, loop, validation, checkpoints and outputs of one process."""
 
 import importlib.util
+import inspect
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,9 @@ def create_sft_dataset(
     usual = SFTDataset if holds_text_pairs(data_config) else MultiTurnSFTDataset
     own = load_class(data_config.get("custom_cls"), "data.custom_cls", Dataset, ("path", "name"))
     cls: type[Any] = own or usual
-    media = {"processor": processor} if issubclass(cls, MultiTurnSFTDataset) else {}
+    # A class of the user that derives from pairs of text may take no processor; it then refuses images.
+    takes = issubclass(cls, SFTDataset) and "processor" in inspect.signature(cls).parameters
+    media = {"processor": processor} if takes or issubclass(cls, MultiTurnSFTDataset) else {}
     return cls(parquet_files=data_paths, tokenizer=tokenizer, config=data_config, **media)
 
 

@@ -479,6 +479,17 @@ def check_vision_rows(check: ColumnCheck, settings: DataConfig, kinds: Collectio
         check.fail(prompt_key, int(np.argmax(unread > 0)), f"{problem}: no column holds them, so nothing reads them")
 
 
+def refuse_media(check: ColumnCheck, settings: DataConfig) -> None:
+    """Reject rows with images and videos, for a data set that reads text only.
+
+    Raises: DataError naming file, row and column.
+    """
+    for kind, name in settings.media_columns().items():
+        if name in check.table.column_names:
+            problem = f"holds {kind}s, and this data set reads text only: drop the column"
+            check.refuse(name, _media_counts(check, name, f"data.{kind}_key") > 0, problem)
+
+
 def _media_counts(check: ColumnCheck, name: str, key: str) -> np.ndarray:
     """Return the number of entries of a column of media in each row."""
     values = check.column(name)

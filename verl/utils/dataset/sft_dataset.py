@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
@@ -20,7 +21,14 @@ from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
 from verl.utils.dataset.rl_dataset import truncate
-from verl.utils.dataset.vision_utils import MediaEncoder, MediaError, TurnEncoder, check_media, kinds_of
+from verl.utils.dataset.vision_utils import (
+    MediaEncoder,
+    MediaError,
+    TurnEncoder,
+    check_media,
+    kinds_of,
+    templater_of,
+)
 from verl.utils.torch_functional import SequenceTooLongError
 
 logger = logging.getLogger(__name__)
@@ -112,12 +120,23 @@ class SFTDataset(Dataset):
     ``loss_mask`` marks the positions that predict the response and its end (see ``end_of_response``): from the last
     prompt token to the second to last response token.
 
+    With the ``processor`` of a vision-language model, prompts may show the images and videos of columns ``images`` and
+    ``videos``; items then have ``position_ids`` (4, max_length) and ``multi_modal_inputs``.
+
     Raises: DataError naming file, row and column.
     """
 
-    def __init__(self, parquet_files: str | list[str], tokenizer: PreTrainedTokenizerBase, config: Node) -> None:
+    def __init__(
+        self,
+        parquet_files: str | list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: Node,
+        processor: ProcessorMixin | None = None,
+    ) -> None:
         settings = DataConfig.of_data_set(config)
         self.tokenizer = tokenizer
+        self.templater = templater_of(tokenizer, processor)
+        self.media = None if processor is None else MediaEncoder(processor, settings)
         self.max_length = settings.max_length
         self.truncation = files.checked_truncation(settings)
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
@@ -125,33 +144,54 @@ class SFTDataset(Dataset):
         self.data_files = files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm)
         self.prompts: list[str] = []
         self.responses: list[str] = []
-        self._places: list[tuple[str, int]] = []
+        self._tables: list[pa.Table] = []
         tables = [files.read_parquet(path) for path in self.data_files]
         self.rows_digest = files.rows_digest(tables)
         for path, table in zip(self.data_files, tables, strict=True):
+            columns = [name for name in settings.media_columns().values() if name in table.column_names]
+            self._tables.append(table.select(columns))
             for check in ColumnCheck.over(path, table):
                 prompts, responses = files.check_text_pairs(check, settings)
                 self.prompts += prompts
                 self.responses += responses
-            self._places += [(path, row) for row in range(table.num_rows)]
+                seen = _as_messages(check, settings.prompt_key, prompts, columns)
+                files.check_vision_rows(seen, settings, kinds_of(processor), settings.prompt_key)
+                check_media(seen, settings)
+        self._ends = np.cumsum([table.num_rows for table in tables])
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def __getitem__(self, item: int) -> dict[str, Tensor]:
-        message = {"role": "user", "content": self.prompts[item]}
-        options = {"add_generation_prompt": True, "tokenize": False, **self.apply_chat_template_kwargs}
-        prompt = render_chat(self.tokenizer, [message], options)
-        prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        response = self.responses[item] + self._end
-        response_ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
-        mask = [0] * (len(prompt_ids) - 1) + [1] * len(response_ids) + [0]
-        path, row = self._places[item]
-        where = f"{path}, row {row}"
-        ids = cut_sequence(prompt_ids + response_ids, self.max_length, self.truncation, where)
-        mask = cut_sequence(mask, self.max_length, self.truncation, where)
-        mask[-1] = 0  # the last position has no next token to predict after truncation
-        return pad_right(torch.tensor(ids), torch.tensor(mask), self.max_length, int(self.tokenizer.pad_token_id))
+    def __getitem__(self, item: int) -> Row:
+        file, place = files.place_of(range(len(self))[item], self._ends)
+        where = f"{self.data_files[file]}, row {place}"
+        columns = self._tables[file]
+        row = files.written_rows(columns.slice(place, 1))[0] if columns.num_columns else {}
+        try:
+            encoder = TurnEncoder(self.tokenizer, self.media, row)
+            messages = encoder.typed([{"role": "user", "content": self.prompts[item]}])
+            options = {"add_generation_prompt": True, "tokenize": False, **self.apply_chat_template_kwargs}
+            prompt_ids = encoder.encode(render_chat(self.templater, messages, options), messages)
+            response = self.responses[item] + self._end
+            response_ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
+            # Truncation would separate images from their tokens.
+            truncation = "error" if encoder.outputs else self.truncation
+            mask = [0] * (len(prompt_ids) - 1) + [1] * len(response_ids) + [0]
+            ids = cut_sequence(prompt_ids + response_ids, self.max_length, truncation, where)
+            mask = cut_sequence(mask, self.max_length, truncation, where)
+            mask[-1] = 0  # the last position has no next token to predict after truncation
+            pad = int(self.tokenizer.pad_token_id)
+            tensors = pad_right(torch.tensor(ids), torch.tensor(mask), self.max_length, pad)
+            return tensors | encoder.vision_columns(tensors["input_ids"], len(ids))
+        except MediaError as error:
+            raise DataError(f"{where}: {error}") from error
+
+
+def _as_messages(check: ColumnCheck, key: str, prompts: list[str], columns: list[str]) -> ColumnCheck:
+    """Return the check of a table that holds prompts as messages, next to their images and videos."""
+    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    table = check.table.select(columns).append_column(key, pa.array(messages))
+    return ColumnCheck(check.path, table, check.first_row, check.table.column_names)
 
 
 # ---- pairs for reward models
@@ -163,7 +203,7 @@ class RMDataset(Dataset):
     An item holds ``input_ids`` and ``attention_mask``, each (2, max_length), chosen response first, right-padded and
     truncated on the right.
 
-    Raises: DataError naming file, row and column.
+    Raises: DataError naming file, row and column, also for a row with images or videos, which nothing here reads.
     """
 
     def __init__(
@@ -184,6 +224,7 @@ class RMDataset(Dataset):
         self.rows: list[tuple[str, str, str]] = []
         for path in files.localize(files.as_file_list(parquet_files), cache_dir):
             for check in ColumnCheck.over(path, files.read_parquet(path)):
+                files.refuse_media(check, DataConfig())
                 columns = (check.texts(key, key) for key in (prompt_key, chosen_key, rejected_key))
                 self.rows += zip(*columns, strict=True)
 

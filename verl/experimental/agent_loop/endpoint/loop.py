@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,18 @@ from verl.utils.concurrency import in_thread
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 EVERYWHERE = ("0.0.0.0", "::")
+
+
+@lru_cache(maxsize=1)
+def warn_of_unseen_media() -> None:
+    """Say once that the model gets no image: programs may use those of their row in other ways."""
+    logger.warning(
+        "rows hold images or videos, and the endpoint takes none: the model does not see them, unless your agent "
+        "describes them in words"
+    )
 
 
 class NoTurnError(RuntimeError):
@@ -86,6 +98,8 @@ class EndpointAgentLoop(AgentLoopBase):
 
         Raises: NoTurnError if the model has said nothing; ServerError if the servers failed the agent.
         """
+        if kwargs.get("multi_modal_data"):
+            warn_of_unseen_media()
         session = Session(self._policy, sampling_params)
         async with _leased(self._host, self._limits) as endpoint:
             with endpoint.opened(session) as access:
