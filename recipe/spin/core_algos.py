@@ -24,6 +24,12 @@ def compute_onlineDPO_pref(token_level_rewards: Tensor, response_mask: Tensor) -
     return torch.stack([first, ~first], dim=-1).flatten()
 
 
+def of_whole_pairs(response_mask: Tensor) -> Tensor:
+    """Clear the mask (B, R) of a response whose partner has no token, since it is missing or was not scored."""
+    is_whole = response_mask.any(-1).view(-1, 2).all(-1).repeat_interleave(2)
+    return response_mask * is_whole.unsqueeze(-1)
+
+
 def summed(values: Tensor, mask: Tensor) -> Tensor:
     """Sum (B, R) values over the tokens: (B,)."""
     return torch.where(mask.bool(), values, 0.0).sum(-1)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from recipe.spin.config import SPINTrainerConfig
-from recipe.spin.core_algos import compute_onlineDPO_pref
+from recipe.spin.core_algos import compute_onlineDPO_pref, of_whole_pairs
 from recipe.spin.dp_actor import CHOSEN
 from verl.base_config import WrongInput, build_node
 from verl.protocol import DataProto, tensors_of
@@ -50,7 +50,7 @@ class RaySPINTrainer(RayPPOTrainer):
             self._add_scores(batch, metrics)
         with self._timed("prepare_dpo_batch", timing):
             tensors = tensors_of(batch)
-            mask = tensors["response_mask"]
+            mask = tensors["response_mask"] = of_whole_pairs(tensors["response_mask"])
             tensors["token_level_rewards"] = tensors["token_level_scores"].clone()
             chosen = compute_onlineDPO_pref(tensors["token_level_rewards"], mask)
             tensors[CHOSEN] = chosen.long()

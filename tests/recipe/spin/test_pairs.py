@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from recipe.spin.config import SPINActorConfig
-from recipe.spin.core_algos import compute_online_dpo_loss, compute_onlineDPO_pref, pairs_of
+from recipe.spin.core_algos import compute_online_dpo_loss, compute_onlineDPO_pref, of_whole_pairs, pairs_of
 from recipe.spin.dp_actor import CHOSEN, SPINDataParallelPPOActor
 from tests.workers.engine import cases
 from verl.protocol import DataProto
@@ -21,6 +21,11 @@ def test_the_better_response_of_a_pair_is_chosen():
     assert compute_onlineDPO_pref(rewards, mask).tolist() == [False, True, True, False]  # of equal ones the first
     with pytest.raises(ValueError, match="3 responses make no pairs"):
         compute_onlineDPO_pref(rewards[:3], mask[:3])
+
+
+def test_a_response_whose_partner_is_missing_is_not_trained():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 1, 1]])
+    assert of_whole_pairs(mask).tolist() == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 1, 1]]
 
 
 def test_losses_by_hand():

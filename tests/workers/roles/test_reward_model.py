@@ -20,7 +20,7 @@ from verl.base_config import ConfigError, build_node
 from verl.protocol import DataProto
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.chat_rendering import ChatRenderer
-from verl.workers.roles.reward_model import RewardModelWorker, at_last_token
+from verl.workers.roles.reward_model import RewardModelWorker
 
 ATOL = 1e-5
 COUNT = len(cases.QUESTIONS)
@@ -151,13 +151,18 @@ def test_a_token_that_the_reward_model_does_not_know(alone: Any) -> None:
         alone(cases.MICRO[8]).compute_rm_score(data)
 
 
-def test_scores_stand_at_the_last_token() -> None:
-    mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 0, 0], [1, 1, 1, 0, 1]])  # a gap is a token of a tool
-    placed = at_last_token(torch.tensor([0.5, -2.0, 3.0]), torch.zeros(3, 3), mask)
-    assert placed.tolist() == [[0, 0.5, 0], [-2.0, 0, 0], [0, 0, 3.0]]
-    assert at_last_token(torch.tensor([1.0]), torch.zeros(1, 3), torch.tensor([[1, 1, 0, 0, 0]])).tolist() == [
-        [1, 0, 0]
-    ]
+def test_scores_stand_at_the_last_sampled_token(alone: Any) -> None:
+    data = cases.batch()
+    width = data.batch["responses"].shape[1]
+    attended = data.batch["attention_mask"][:, -width:]
+    sampled = attended.clone()
+    ends = attended.sum(-1) - 1
+    sampled[torch.arange(COUNT), ends] = 0  # as if each ended with a token of a tool
+    plain = alone(cases.MICRO[8]).compute_rm_score(data).batch["rm_scores"]
+    data.batch["response_mask"] = sampled
+    moved = alone(cases.MICRO[8]).compute_rm_score(data).batch["rm_scores"]
+    torch.testing.assert_close(moved.sum(-1), plain.sum(-1), atol=1e-6, rtol=0)
+    assert moved.nonzero()[:, 1].tolist() == (ends - 1).clamp(min=0).tolist()
 
 
 # ---- re-templating
@@ -343,7 +348,9 @@ def test_scores_of_a_generative_model_are_read_from_what_it_writes(
     assert metrics["reward_model/failed_ratio"] == wanted.count(None) / COUNT
     assert metrics["reward_model/truncated_ratio"] == 0 and 0 <= metrics["reward_model/unfinished_ratio"] <= 1
     (message,) = [record.getMessage() for record in caplog.records if "data_processor_config" in record.getMessage()]
-    assert message.startswith("preprocess of reward_model.data_processor_config failed for row 4, which gets -3.0")
+    assert message.startswith(
+        "preprocess of reward_model.data_processor_config failed for row 4, which gets reward_model.scoring.fail"
+    )
     order = [5, 0, 7, 2, 4, 1, 6, 3]
     moved = worker.compute_rm_score(data.select_idxs(order)).batch["rm_scores"]
     assert torch.equal(moved, output.batch["rm_scores"][order])
@@ -355,10 +362,11 @@ def test_a_long_question_is_cut_at_its_beginning_and_sampling_repeats(judge_fold
     sampled = {"sampling_config": {"do_sample": True, "temperature": 1.0}, "prompt_length": 24}
     first, second = (alone(judge(**sampled)).compute_rm_score(truths(cases.batch(), {})) for _ in range(2))
     assert first.meta_info["metrics"]["reward_model/truncated_ratio"] > 0
-    assert torch.equal(first.batch["rm_scores"], second.batch["rm_scores"])
+    torch.testing.assert_close(first.batch["rm_scores"], second.batch["rm_scores"], rtol=0, atol=0, equal_nan=True)
     everything_fails = alone(judge()).compute_rm_score(truths(cases.batch(), dict.fromkeys(range(COUNT), "raise")))
     assert everything_fails.meta_info["metrics"]["reward_model/failed_ratio"] == 1.0
-    assert not everything_fails.batch["rm_scores"].any()
+    unknown = everything_fails.batch["rm_scores"]  # the trainer knows the lowest score of the batch
+    assert unknown.isnan().any(-1).all() and not unknown.nan_to_num().any()
     strict = alone(judge(scoring={"max_failed_ratio": 0.9}))
     with pytest.raises(ValueError, match=rf"could not score {COUNT} of {COUNT} .*ratio=0\.9; .*no such truth"):
         strict.compute_rm_score(truths(cases.batch(), dict.fromkeys(range(COUNT), "raise")))

@@ -91,7 +91,7 @@ class ValidationSamples:
             return
         for source, rows in self.rows_by_source().items():
             stated = self.failure_scores.get(source)
-            columns: list[list[Any]] = [self.scores, self.extras["reward"], self.extras.get("score", [])]
+            columns: list[list[Any]] = [self.scores, self.extras.get("reward", []), self.extras.get("score", [])]
             for values in filter(None, columns):
                 given = [values[row] for row in rows if reasons[row] is None and values[row] is not None]
                 lowest = min([0.0, *given])

@@ -29,8 +29,8 @@ def for_reward_model(batch: DataProto, columns: DataProto | None = None) -> Data
     tensors = tensors_of(batch)
     known = batch.non_tensor_batch if columns is None else {**columns.non_tensor_batch, **batch.non_tensor_batch}
     names = ["input_ids", "attention_mask", "position_ids", "responses"]
-    if "multi_modal_inputs" in known and "response_mask" in tensors.keys():
-        names.append("response_mask")  # a tool may have shown images in the response
+    if "response_mask" in tensors.keys():
+        names.append("response_mask")  # the response may end with the answer of a tool, or hold its images
     return DataProto.from_dict(
         tensors={name: tensors[name] for name in names},
         non_tensors={name: known[name] for name in _COLUMNS if name in known},

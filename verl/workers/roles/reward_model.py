@@ -25,6 +25,7 @@ from verl.workers.config import RewardModelConfig
 from verl.workers.engine.passes import PassSpec, response_mask_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
 from verl.workers.rewards.judge import Judge
+from verl.workers.rewards.scoring import sampled_mask
 from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import BatchInfo, per_rank_micro_batch
 from verl.workers.rollout import build_rollout
@@ -93,7 +94,7 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
+        """Return ``rm_scores`` (B, R): the score of each response at its last sampled token, zero elsewhere."""
         return self._compute(data)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"), blocking=False)
@@ -111,11 +112,8 @@ class RewardModelWorker(EngineWorker):
             with self.accounted(used, "reward_model", data):
                 scores, metrics = self._classify(data)
             metrics |= used
-        batch = tensors_of(data)
-        return DataProto.from_dict(
-            tensors={"rm_scores": at_last_token(scores, batch["responses"], batch["attention_mask"])},
-            meta_info={"metrics": metrics},
-        )
+        placed = at_last_sampled(scores.float(), sampled_mask(data))
+        return DataProto.from_dict(tensors={"rm_scores": placed}, meta_info={"metrics": metrics})
 
     def _classify(self, data: DataProto) -> tuple[Tensor, dict[str, float]]:
         """Return the values (B,) at the last token of each row, and the share of rows that were cut."""
@@ -183,8 +181,3 @@ def last_values(
     with engine.eval_mode():
         values = engine.infer_batch(data, spec)["values"]
     return (values * read).sum(-1)
-
-
-def at_last_token(scores: Tensor, responses: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return (B,) scores as (B, R), each at the last valid token, or in column 0 for an empty response."""
-    return at_last_sampled(scores.float(), attention_mask[:, -responses.shape[1] :])

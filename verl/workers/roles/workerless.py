@@ -17,15 +17,17 @@ from verl.algos.mismatch import finish_gap_metrics
 from verl.base_config import build_node, omega_conf_to_dataclass
 from verl.models.transformers.dense_common import has_fused_head, install_fused_head
 from verl.protocol import DataProto, tensors_of
+from verl.utils.torch_functional import at_last_sampled
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, McoreEngineConfig, RewardModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine.fsdp.forward import Forward
 from verl.workers.engine.passes import PassSpec, temperature_of
 from verl.workers.rewards.chat_rendering import ChatRenderer
+from verl.workers.rewards.scoring import sampled_mask
 from verl.workers.roles.base import engine_config_of, list_metrics
 from verl.workers.roles.batching import mini_batches_of, policy_update_spec, rows_of_step, training_spec
 from verl.workers.roles.losses import ppo_loss, select_tokens, value_loss
-from verl.workers.roles.reward_model import at_last_token, last_values
+from verl.workers.roles.reward_model import last_values
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import ChainedOptimizer
@@ -295,7 +297,7 @@ class BasePPORewardModel(ABC):
 
     @abstractmethod
     def compute_reward(self, data: DataProto) -> DataProto:
-        """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
+        """Return ``rm_scores`` (B, R): the score of each response at its last sampled token, zero elsewhere."""
 
 
 class MegatronRewardModel(BasePPORewardModel):
@@ -330,7 +332,7 @@ class MegatronRewardModel(BasePPORewardModel):
             self.switch = ChatRenderer(sft_tokenizer, rm_tokenizer, self.config.max_length, self.config.truncation, eos)
 
     def compute_reward(self, data: DataProto) -> DataProto:
-        """Return ``rm_scores`` (B, R): the score of each response at its last valid token, zero elsewhere."""
+        """Return ``rm_scores`` (B, R): the score of each response at its last sampled token, zero elsewhere."""
         batch = tensors_of(data)
         config = self.config
         spec = PassSpec(config.use_dynamic_bsz, config.micro_batch_size_per_gpu, config.forward_max_token_len_per_gpu)
@@ -339,7 +341,7 @@ class MegatronRewardModel(BasePPORewardModel):
         else:
             rows = self.switch(data)[0]
         scores = last_values(self.engine, rows, spec)
-        placed = at_last_token(scores, batch["responses"], batch["attention_mask"])
+        placed = at_last_sampled(scores.float(), sampled_mask(data))
         return DataProto.from_dict(tensors={"rm_scores": placed})
 
 
