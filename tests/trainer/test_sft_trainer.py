@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -480,6 +482,30 @@ def start_two(arguments, log):
 def test_what_is_refused(options, change, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         SFTTrainer(build(options, *change))
+
+
+def test_a_run_whose_answers_are_all_cut_off_stops_in_its_first_step(options, monkeypatch, tmp_path, files, caplog):
+    """With one row that has a token to learn it goes on; what the message advises helps."""
+    rows = pq.read_table(files / "train.parquet").to_pylist()
+    long = [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "y"}]
+    path = tmp_path / "long.parquet"
+    cut = ["data.max_length=64", "data.truncation=right", f"data.train_files={path}", "data.val_files=null"]
+    pq.write_table(pa.Table.from_pylist([{"messages": long}] * len(rows)), path)
+    with pytest.raises(ValueError, match=r"data\.train_files: none of the \d+ rows has a token to learn.*max_length"):
+        run(options, monkeypatch, tmp_path / "a.jsonl", *cut)
+    _, steps = run(options, monkeypatch, tmp_path / "b.jsonl", *cut, "data.truncation=left")
+    assert all(data["train/grad_norm"] > 0 for data in steps.values())
+    pq.write_table(pa.Table.from_pylist([{"messages": long}] * (len(rows) - 1) + [rows[0]]), path)
+    run(options, monkeypatch, tmp_path / "c.jsonl", *cut)
+    assert caplog.text.count("no row of a step has a token to learn") == 1
+
+
+@pytest.mark.parametrize("marks, masks", [(False, [[1, 0, 0], [0, 1, 0]]), (True, [[0, 0, 1], [0, 1, 0]])])
+def test_a_mark_where_nothing_is_predicted_is_no_label(marks, masks):
+    """No token comes before the first one, and none follows the last."""
+    trainer = SFTTrainer.__new__(SFTTrainer)
+    trainer.marks_predictors = marks
+    assert [trainer._has_label({"loss_mask": mask}) for mask in masks] == [False, True]
 
 
 def test_a_balancing_loss_is_trained_and_shown(options, model, tmp_path, monkeypatch):

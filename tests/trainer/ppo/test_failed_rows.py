@@ -265,3 +265,24 @@ def test_a_prompt_whose_baseline_is_unknown_is_not_trained() -> None:
     leave_unscored_out(batch, None, STEP)
     assert batch.batch["response_mask"].any(-1).tolist() == [True, True, False, False]
     assert compute_advantage(batch, "remax").batch["advantages"].isfinite().all()
+
+
+def test_a_step_whose_trajectories_were_all_dropped_ends_the_run() -> None:
+    trainer: Any = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.run_config = RunConfig.parse(OmegaConf.create({"actor_rollout_ref": {"rollout": {"n": SAMPLES}}}))
+    trainer.state = RunState(seed=SEED, step=STEP)
+
+    def sampled(dropped: list[bool]) -> DataProto:
+        tensors = {"responses": torch.ones(2, 1), "response_mask": torch.ones(2, 1), "attention_mask": torch.ones(2, 2)}
+        return DataProto.from_dict(tensors, {"__dropped__": np.array(dropped)})
+
+    def generate(dropped: list[bool]) -> DataProto:
+        batch = DataProto(non_tensor_batch={"uid": np.array(["a"], dtype=object)})
+        trainer._sample = lambda *arguments: (batch, sampled(dropped), torch.zeros(2, dtype=torch.int64))
+        trainer._arrange = lambda made, metrics: made
+        made: DataProto = trainer.generate(batch, {}, {})
+        return made
+
+    assert len(generate([True, False])) == 2
+    with pytest.raises(RuntimeError, match="step 3: all 2 trajectories were dropped .*attempts.jsonl"):
+        generate([True, True])

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from verl.utils.report.flags import find_flags, smoothed
+from verl.utils.report.flags import NOTHING_TRAINED, find_flags, smoothed
 
 
 def test_a_healthy_run_has_no_flag(records):
@@ -64,6 +64,42 @@ def test_each_fault_is_flagged_alone(records, kind, first, reason):
     import re
 
     assert re.search(reason, flags[0].reason), flags[0].reason
+
+
+@pytest.mark.parametrize("steps", [1, 2, 40])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"critic/advantages/max": 0.0, "critic/advantages/min": 0.0}, "all advantages are 0 in "),
+        ({"actor/grad_norm": 0.0}, "the gradient is 0 in "),
+        ({"actor/lr": 0.0}, "the learning rate is 0 in "),
+        ({"timing_s/update_critic": 1.0, "timing_s/update_actor": None}, "updated the critic only"),
+        ({"training/global_step": None, "train/loss": 0.0, "train/grad_norm": 0.0}, "the gradient is 0 in "),
+    ],
+)
+def test_a_run_that_trains_nothing_is_flagged_from_its_first_step(records, steps, changes, reason):
+    """A learning rate of 0 in the first step may be that of a warm-up. One step that trains is enough."""
+
+    def entries():
+        made = records.healthy(steps=steps)
+        for entry in made.values():
+            entry["data"] |= {"training/global_step": 1, "critic/advantages/max": 1.0, "critic/advantages/min": -1.0}
+            entry["data"] |= changes
+            entry["data"] = {name: value for name, value in entry["data"].items() if value is not None}
+        return made
+
+    found = [flag for flag in find_flags(entries()) if flag.name == NOTHING_TRAINED]
+    if steps == 1 and "actor/lr" in changes:
+        assert found == []
+        return
+    (flag,) = found
+    assert flag.step == 1 and reason in flag.reason
+    if steps > 1:
+        late = entries()
+        data = late[steps]["data"]
+        data |= {name: 0.5 for name, value in changes.items() if value == 0}
+        data |= {"timing_s/update_actor": 0.5, "train/grad_norm": 0.5}
+        assert NOTHING_TRAINED not in [flag.name for flag in find_flags(late)]
 
 
 def test_weights_that_are_as_old_as_planned_are_not_flagged(records):

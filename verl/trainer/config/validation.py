@@ -265,6 +265,8 @@ def _give_notices(run: RunConfig, tree: Tree) -> None:
             )
     if run.algorithm.use_kl_in_reward and run.actor_rollout_ref.actor.use_kl_loss:
         logger.warning("KL is in the reward (algorithm.use_kl_in_reward) and in the loss (actor.use_kl_loss)")
+    if run.actor_rollout_ref.actor.optim.lr == 0:
+        logger.warning("actor_rollout_ref.actor.optim.lr=0: the actor learns nothing")
     rollout = run.actor_rollout_ref.rollout
     cuts = [f"{name}={as_yaml(rollout[name])}" for name, off in _CUTS.items() if rollout[name] not in off]
     if cuts and rollout.do_sample and rollout.calculate_log_probs:

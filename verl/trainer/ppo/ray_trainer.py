@@ -74,6 +74,7 @@ from verl.utils.vision.multi_modal import count_shared_bytes, replace_inputs, sh
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL
 from verl.workers.rewards.scoring import FAILURE_COLUMN, UNAVAILABLE
 from verl.workers.roles.batching import NUM_TRAJECTORIES
+from verl.workers.rollout.base import DROPPED_COLUMN
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop import AgentLoopManager
@@ -224,6 +225,9 @@ class RayPPOTrainer:
         self.state.total_steps = steps
         set_schedule_steps(self.config, steps)
         self.run_config.set_total_training_steps(steps)
+        warm_up = self.run_config.trainer.critic_warmup
+        if steps <= warm_up:
+            logger.warning("trainer.critic_warmup=%d: covers all %d steps, the actor is not trained", warm_up, steps)
         profiling.check_steps(self.run_config.global_profiler.steps, steps)
 
     # ---- workers
@@ -438,6 +442,13 @@ class RayPPOTrainer:
         prompts, output, seeds = self._sample(batch, metrics, timing)
         if "replace" in output.meta_info:
             batch, prompts, output, seeds = self._replace_failed(batch, prompts, output, seeds, metrics, timing)
+        dropped = output.non_tensor_batch.get(DROPPED_COLUMN)
+        if dropped is not None and dropped.astype(bool).all():
+            raise RuntimeError(
+                f"step {self.state.step}: all {len(dropped)} trajectories were dropped "
+                "(actor_rollout_ref.rollout.agent.on_failure=drop), so there is nothing to learn from: see "
+                "attempts.jsonl in the folder of the run for the reasons"
+            )
         if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
         later = output.non_tensor_batch.pop("__later_inputs__", None)

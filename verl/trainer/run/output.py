@@ -15,10 +15,11 @@ from verl.trainer.run.display import DescribeStep, Progress
 from verl.utils.observe.attempts import AttemptsRecord
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
-from verl.utils.observe.record import Details, RunRecord, WorkerReport
+from verl.utils.observe.record import Details, RunRecord, WorkerReport, read_shaped
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.observe.timeline import Part
 from verl.utils.observe.tracking import Trackers, Tracking, ValidationGenerationsLogger
+from verl.utils.report.flags import MIN_STEPS, NOTHING_TRAINED, find_flags
 from verl.utils.report.page import write_report
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class RunOutput:
         self.record = RunRecord(self.folder, resumed_step)
         self.attempts = AttemptsRecord(self.folder, resumed_step)
         self.makes_report = options.report
+        self._finished_steps = 0
         resolved: Any = OmegaConf.to_container(config, resolve=True)
         self.tracking = Tracking(options.project_name, options.experiment_name, options.logger, resolved)
         self.progress = Progress(total_steps, resumed_step or 0, describe_step)
@@ -73,6 +75,9 @@ class RunOutput:
         self.record.log(recorded, step, details)
         self.tracking.log(metrics, step)
         if finished:
+            self._finished_steps += 1
+            if self._finished_steps == MIN_STEPS:  # soon enough to end a run that learns nothing
+                self._warn_if_nothing_is_trained()
             self.progress.update(step, recorded)
         else:
             self.progress.note(metrics)
@@ -89,6 +94,8 @@ class RunOutput:
         self.tracking.finish()
         if not self.record.steps:
             return
+        if self._finished_steps != MIN_STEPS:  # else it is said
+            self._warn_if_nothing_is_trained()
         try:
             if curves:
                 get_console().info("curves: %s", draw_curves(self.folder))
@@ -98,6 +105,16 @@ class RunOutput:
             logger.warning("no curves and no report: %s; pip install matplotlib", error)
         except Exception:  # the run is saved; and if it has failed, the user must see that error and not this one
             logger.warning("cannot write the report", exc_info=True)
+
+    def _warn_if_nothing_is_trained(self) -> None:
+        try:
+            flags = find_flags(read_shaped(self.record.path))
+        except (OSError, ValueError) as error:  # the run is saved, whatever its record is
+            logger.warning("%s cannot be read: %s", self.record.path, error)
+            return
+        for flag in flags:
+            if flag.name == NOTHING_TRAINED:
+                logger.warning("%s: %s", flag.name, flag.reason)
 
 
 def log_generations(

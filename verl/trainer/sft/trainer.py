@@ -3,6 +3,8 @@
 import importlib.util
 import inspect
 import itertools
+import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.base_config import ConfigError, Violation
+from verl.base_config import ConfigError, Violation, WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.sft import EACH_EPOCH, TrainerOptions, as_engine_tree, parse_sft_config
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
@@ -41,6 +43,8 @@ from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.passes import AUX_LOSS, PassSpec, Segment
 from verl.workers.roles.accounting import memory_in_use, mfu
 from verl.workers.roles.losses import sft_loss
+
+logger = logging.getLogger(__name__)
 
 LOADER_WORKERS = 8
 GROUP = "trainer"
@@ -222,6 +226,7 @@ class SFTTrainer:
             trusted_classes=settings.trainer.trusted_classes,
         )
         self.flops = FlopsCounter(settings.model.hf_config, adapters=self.engine.adapter_sizes)
+        self._has_warned = False
         self.loss_fn = partial(sft_loss, None)
 
     # ---- start
@@ -321,6 +326,7 @@ class SFTTrainer:
         return every > 0 and (step % every == 0 or step == self.total_steps)
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
+        self._check_labels(batch)
         self._take_computed()  # what a validation has computed
         start = time.perf_counter()
         with self.engine.train_mode():
@@ -349,6 +355,26 @@ class SFTTrainer:
             "train/mfu": mfu(self.flops, lengths, seconds, sharing, images, shared=shared),
         }
 
+    def _check_labels(self, batch: DataProto) -> None:
+        """Warn once of a step without a token to learn; collective.
+
+        Raises: WrongInput if no row of the training data has one.
+        """
+        if self._sum_over_ranks(tensors_of(batch)["response_mask"].sum().double()) or self._has_warned:
+            return
+        rows = len(self.train_dataset)  # type: ignore[arg-type]
+        if not any(self._has_label(self.train_dataset[row]) for row in range(rows)):
+            raise WrongInput(
+                f"data.train_files: none of the {rows} rows has a token to learn, so training would change nothing: "
+                "the answers are empty, or cut off at data.max_length: raise it, or write data.truncation=left"
+            )
+        self._has_warned = True
+        logger.warning("no row of a step has a token to learn; data.max_length may cut off the answers")
+
+    def _has_label(self, row: Row) -> bool:
+        mask = torch.as_tensor(row["loss_mask"])
+        return bool((mask[:-1] if self.marks_predictors else mask[1:]).any())
+
     def _take_computed(self) -> tuple[list[Segment], list[int] | None]:
         """Return and forget the segments and images that passes of this rank have computed, see ``BaseEngine``."""
         return self.engine.take_segments(), self.engine.take_images()
@@ -358,7 +384,7 @@ class SFTTrainer:
         return PassSpec(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
 
     def validate(self) -> float:
-        """Return the negative log-likelihood of the validation set, averaged over its trained tokens."""
+        """Return the mean negative log-likelihood of the trained tokens of the validation set; NaN without any."""
         assert self.val_loader is not None and self.val_dataset is not None
         ranks = self.engine.get_data_parallel_size()
         rank = self.engine.get_data_parallel_rank()
@@ -373,7 +399,7 @@ class SFTTrainer:
                 log_probs = self.engine.infer_batch(batch, self._pass_spec())["log_probs"].double()
                 total += torch.stack([-(log_probs * mask).sum(), mask.sum().double()])
         loss, tokens = (self._sum_over_ranks(part) for part in total)
-        return loss / max(tokens, 1.0)
+        return loss / tokens if tokens else math.nan
 
     def _sum_over_ranks(self, value: Tensor) -> float:
         group = self.engine.get_data_parallel_group()

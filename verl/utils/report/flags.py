@@ -20,6 +20,8 @@ Points = list[tuple[int, float]]
 MIN_STEPS = 6
 """Trends of shorter runs are not judged."""
 
+NOTHING_TRAINED = "nothing trained"
+"""The name of the flag of a run that ends as it began."""
 SLOW_FACTOR = 1.33
 """A straggler takes this many times as long as the other ranks."""
 STRETCHES = 12
@@ -338,6 +340,30 @@ def _unscored(entries: Entries) -> Iterator[Flag]:
             yield Flag("failed scores", failed[0][0], reason, panel)
 
 
+def _nothing_trained(entries: Entries) -> Iterator[Flag]:
+    """Flag a run none of whose steps could teach the policy, or the model of a supervised run."""
+    steps = [step for step, entry in entries.items() if entry["data"].keys() & {"training/global_step", "train/loss"}]
+    if not steps:
+        return
+    how_many = "its only step" if len(steps) == 1 else f"each of its {len(steps)} steps"
+
+    def always_zero(*keys: str) -> bool:
+        values = [value for key in keys for step, value in points_of(entries, key) if step in steps]
+        return len(values) == len(keys) * len(steps) and not any(values)
+
+    reason, panel = "", "gradient"
+    if points_of(entries, "timing_s/update_critic") and not points_of(entries, "timing_s/update_actor"):
+        reason = f"{how_many} updated the critic only: trainer.critic_warmup covers the run"
+    elif always_zero("critic/advantages/max", "critic/advantages/min"):
+        reason, panel = f"all advantages are 0 in {how_many}: the responses to a prompt have equal scores", "reward"
+    elif len(steps) > 1 and (always_zero("actor/lr") or always_zero("train/lr")):
+        reason = f"the learning rate is 0 in {how_many}: see optim.lr and the warm-up"
+    elif always_zero("actor/grad_norm") or always_zero("train/grad_norm"):
+        reason = f"the gradient is 0 in {how_many}"
+    if reason:
+        yield Flag(NOTHING_TRAINED, min(steps), reason, panel)
+
+
 def _listed(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {_some(steps)}"
 
@@ -347,4 +373,4 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 RULES_OF_COURSE = (_reward_collapse, _entropy_collapse, _length_explosion, _straggler, _memory_growth)
-RULES_OF_STEPS = (_stale_weights, _not_finite, _unscored)
+RULES_OF_STEPS = (_stale_weights, _not_finite, _unscored, _nothing_trained)
