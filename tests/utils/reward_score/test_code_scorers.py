@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -33,6 +35,59 @@ def response(code):
     return f"I add them.\n```python\n{code}\n```\nDone."
 
 
+JUDGE = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+)
+STARTER = "".join(f"from {name} import *\n" for name in [*JUDGE.split(), "builtins", "typing"])
+STARTER += f"import {JUDGE.replace(' ', ', ')}\nsys.setrecursionlimit(6 * 10**5)\n"
+"""What established judges of LiveCodeBench, APPS and TACO run first, for plain execution."""
+FUNCTIONS = {  # body of a method of ``Solution`` with the name ``solve``, its annotated arguments, and values for them
+    "return sum(nums)": ("nums: List[int]", [1, 2, 3]),
+    "return [k for k, _ in Counter(nums).most_common(1)]": ("nums: Optional[List[int]]", [2, 1, 2]),
+    "heap = list(nums); heapify(heap); return heappop(heap)": ("nums", [4, 2, 3]),
+    "return bisect_left(nums, 3) + math.comb(4, 2)": ("nums", [1, 3, 5]),
+    "return pow(nums[0], 2, 5) + abs(-1)": ("nums", [7]),
+    "return list(accumulate(nums)) + [reduce(xor, nums)]": ("nums", [1, 2, 3]),
+    "f = cache(lambda n: n if n < 2 else f(n - 1) + f(n - 2)); return f(nums[0])": ("nums", [30]),
+    "f = lambda n: 0 if n == 0 else 1 + f(n - 1); return f(nums[0])": ("nums", [20000]),
+    "return deepcopy(nums) + [inf > 1, ascii_lowercase[:2]]": ("nums", [[1]]),
+    "return datetime.date(2024, 2, nums[0]).day": ("nums", [29]),
+    "return undefined(nums)": ("nums", [1]),
+    "return Decimal(1)": ("nums", [1]),
+}
+
+
+@pytest.mark.parametrize("form", ["function", "stdin"])
+def test_programs_have_the_names_of_their_starter(form):
+    for body, (arguments, given) in FUNCTIONS.items():
+        code = f"class Solution:\n    def solve(self, {arguments}):\n        {body}\n"
+        printing = f"{code}\nprint(json.dumps(Solution().solve(json.loads(stdin.read()))))"
+        plain = subprocess.run(
+            [sys.executable, "-c", STARTER + printing], input=json.dumps(given), capture_output=True, text=True
+        )
+        cases = {"inputs": [json.dumps(given)], "outputs": [plain.stdout.strip() or "none"]}
+        cases |= {"fn_name": "solve"} if form == "function" else {}
+        found, details = prime_code.check_correctness(cases, code if form == "function" else printing)
+        assert found == [True if plain.returncode == 0 else RUNTIME_ERROR], (body, plain.stderr, details)
+
+
+@pytest.mark.parametrize(
+    "cases", [{"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, {"assert_case": ["assert gcd(4, 6) == 2"]}]
+)
+def test_a_name_of_the_starter_is_no_solution(cases):
+    for code, passes in (
+        ("", False),
+        ("x = gcd", True),
+        ("from math import gcd", True),
+        ("def gcd(a, b): return a if b == 0 else gcd(b, a % b)", True),
+        ("def gcd(a, b): return 3", False),
+    ):
+        assert (prime_code.check_correctness(cases, code)[0] == [True]) == passes, code
+    if "fn_name" in cases:
+        code = "class Solution:\n    def gcd(self, a, b):\n        return gcd(a, b)"
+        assert prime_code.check_correctness(cases, code)[0] == [True]
+
+
 @pytest.fixture(params=["local", "service"])
 def check(request):
     """The verdicts of a program in both sandboxes."""
@@ -57,6 +112,11 @@ def check(request):
         ),
         ("exit()", {"assert_case": ["assert add(1, 2) == 3"]}, [RUNTIME_ERROR]),
         (
+            "class Solution:\n    def total(self, nums: List[int]) -> int: return sum(nums)",
+            {"fn_name": "total", "inputs": [[[1, 2]], [[]]], "outputs": [3, 0]},
+            [True, True],
+        ),
+        (
             "def add(a, b): return a + b\nexit()",
             {"assert_case": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]},
             [True, RUNTIME_ERROR],
@@ -72,6 +132,7 @@ def check(request):
         "unpaired",
         "assertions",
         "leaves",
+        "starter",
         "adds and leaves",
         "fails",
     ],

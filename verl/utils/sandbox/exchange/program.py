@@ -12,6 +12,20 @@ from types import CodeType, FunctionType, ModuleType
 from .peer import ANSWERS, PROGRAM_NAME, Ended, Peer, text_of, trace_of
 from .values import base_value, picture, plain
 
+_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json"),
+)
+_STARTER = compile(
+    "".join(f"from {name} import *\n" for name in (*_MODULES, "builtins", "typing")) + f"import {', '.join(_MODULES)}",
+    "<starter>",
+    "exec",
+)
+"""What the established judges run before a program, whose starter may say ``List[int]`` without importing it."""
+RECURSION_LIMIT = 600_000
+_lent: set[str] = set()
+"""Names of the starter that the program does not mention at its top: it can use them, and does not define them."""
+
 
 class Program(Peer):
     """The end in the program's process. The program can do with it what it likes."""
@@ -41,7 +55,7 @@ class Program(Peer):
 
 def _names(names: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
     space = vars(sys.modules["__main__"])
-    return tuple((name, _as_named(space[name], name)) for name in names if name in space)
+    return tuple((name, _as_named(space[name], name)) for name in names if name in space and name not in _lent)
 
 
 def _as_named(value: object, name: str) -> object:
@@ -82,18 +96,24 @@ def run_program(
 ) -> str | None:
     """Run the program as the main module of this process, answer its checker, and return its function's value as JSON.
 
-    The checker decides even if the program calls ``exit()``.
+    It begins with the names and the recursion limit of the established judges. The checker decides even if the program
+    calls ``exit()``.
     """
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
     linecache.cache[PROGRAM_NAME] = (len(source), None, source.splitlines(True), PROGRAM_NAME)
     if fn_name:
         main.__dict__["__name__"] = "solution"  # skips code under `if __name__ == "__main__"`
+    exec(_STARTER, main.__dict__)
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    starter = dict(main.__dict__)
+    _lent.update(name for name in starter if not name.startswith("__") and name not in code.co_names)
     try:
         exec(code, main.__dict__)
     except SystemExit as end:
         if not pipes or end.code not in (None, 0):
             raise
+    _lent.difference_update([name for name in _lent if main.__dict__.get(name) is not starter[name]])
     if pipes:
         sys.modules["__main__"] = main
         Program(*pipes).serve()
@@ -104,7 +124,7 @@ def run_program(
 
 def _find_function(module: ModuleType, name: str) -> Callable[..., object]:
     """Return the program's function, or the method of its class ``Solution``."""
-    function = getattr(module, name, None)
+    function = None if name in _lent else getattr(module, name, None)
     if function is None and hasattr(module, "Solution"):
         function = getattr(module.Solution(), name, None)
     if not callable(function):
