@@ -73,6 +73,13 @@ BROKEN = [
     ("qwen3-coder", "<tool_call>find</tool_call>", "", "<function=NAME>"),
     ("qwen3-coder", "<tool_call><function=find><parameter=text>a", "find", "no complete <parameter"),
     ("qwen3-coder", "<tool_call><function=find><parameter=text>a</parameter>", "find", "no complete <parameter"),
+    ("qwen3-coder", "<tool_call><function=find><parameter=a>1</parameter><parameter=a>", "find", "each KEY once"),
+    (
+        "qwen3-coder",
+        "<tool_call>\n<function=find>\n<parameter=text>\na\n<parameter=most>\n3\n</parameter>\n</function>\n</tool_call>",
+        "find",
+        "no complete <parameter",
+    ),
     ("llama3-json", '{"name": "find", "parameters": {', "find", "no complete JSON"),
     ("llama3-json", '<|python_tag|>{"nam": "find"}', "", '"name" and "parameters"'),
     ("llama3-json", "<|python_tag|>find(3)", "", "no complete JSON"),
@@ -98,6 +105,17 @@ def test_a_broken_call_has_its_error(name: str, text: str, tool: str, error: str
     calls = parse(name, text)[1]
     assert calls[0].name == tool
     assert error in (calls[-1].error or "")
+
+
+def test_a_broken_call_swallows_no_other() -> None:
+    whole_call = WHOLE["qwen3-coder"].removeprefix("Hm.\n")
+    broken = whole_call.replace("</parameter>", "")
+    for calls in (parse("qwen3-coder", broken + whole_call)[1], parse("qwen3-coder", f"{whole_call}{broken}")[1]):
+        assert sorted(call.error is None for call in calls) == [False, True]
+        assert [call.name for call in calls] == ["find", "find"]
+    hermes = WHOLE["hermes"].removeprefix("Hm.\n")
+    calls = parse("hermes", hermes.replace("}}", "}") + hermes)[1]
+    assert [call.error is None for call in calls] == [False, True]
 
 
 def test_several_calls() -> None:

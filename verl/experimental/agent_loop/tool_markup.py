@@ -138,6 +138,7 @@ class Elements:
         none = len(self.tags)
         self._is_clean = [True] * (none + 1)  # no end tag is left over before the next call
         self._next_call = [none] * (none + 1)
+        self._next_stop = [none] * (none + 1)  # of a call
         self._next_end = [none] * (none + 1)  # of an argument
         self._next_clean_end = [none] * (none + 1)
         for place in reversed(range(none)):
@@ -145,6 +146,8 @@ class Elements:
             self._is_clean[place] = _is(tag, "tool_call") or (not tag.is_end and self._is_clean[after])
             is_call = _is(tag, "tool_call") and self._is_next(after, "function")
             self._next_call[place] = place if is_call else self._next_call[after]
+            is_stop = _is(tag, "function", is_end=True) and self._is_next(after, "tool_call", is_end=True)
+            self._next_stop[place] = place if is_stop else self._next_stop[after]
             self._next_end[place] = place if self._ends_value(place) else self._next_end[after]
             self._next_clean_end[place] = place if self._ends_cleanly(place) else self._next_clean_end[after]
 
@@ -152,9 +155,11 @@ class Elements:
         partner, after = self._partners[opening], opening + 1
         if partner is not None and self._ends_cleanly(partner):
             return partner
-        clean = self._next_clean_end[after]
-        end = clean if clean < self._next_call[after] else self._next_end[after]
-        return end if end < len(self.tags) else None
+        clean, call = self._next_clean_end[after], self._next_call[after]
+        end = clean if clean < call else self._next_end[after]
+        # Where the call stops before the next one, and only that one has an end tag for it, the argument has none.
+        is_missing = end == len(self.tags) or self._next_stop[after] < call < end
+        return None if is_missing else end
 
     def _ends_value(self, place: int) -> bool:
         if not _is(self.tags[place], "parameter", is_end=True):

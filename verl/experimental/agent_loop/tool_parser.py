@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from verl.base_config import WrongInput, nearest
-from verl.experimental.agent_loop.tool_markup import THINK, Elements, find_calls, split_thought
+from verl.experimental.agent_loop.tool_markup import THINK, ElementCall, Elements, find_calls, split_thought
 from verl.experimental.agent_loop.tool_values import decode_at, skip_blanks, typed
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ Schemas = Sequence[Mapping[str, Any]]
 """Tools as OpenAI describes them: ``{type: function, function: {name, description, parameters}}``."""
 
 _NO_JSON = "the call is no complete JSON object"
+_NO_ELEMENTS = "the call is no complete <parameter=KEY> ... </parameter></function>, with each KEY once"
 _MESSAGE = "<|message|>"
+_OWN_LINE = re.compile(r"\n<parameter=([^<>\n]++)>\n")
 _LONGEST_OPENING = 32
 """Tokens at the end of a prompt that may open a thought."""
 
@@ -177,6 +179,8 @@ class Qwen3CoderToolParser(ToolParser):
             if found is None:
                 return None
             (call, stop), parameters = found, _parameters(found[0].name, tools)
+            if _lacks_end(call, parameters):
+                return FunctionCall(call.name, text[start:stop].strip(), _NO_ELEMENTS), stop
             arguments = {key: typed(value, key, parameters) for key, value in call.arguments.items()}
             return FunctionCall(call.name, json.dumps(arguments, ensure_ascii=False)), stop
 
@@ -187,8 +191,7 @@ class Qwen3CoderToolParser(ToolParser):
         name = re.search(r"<function=([^<>\n]++)>", body)
         if name is None:
             return FunctionCall("", body.strip(), "the call has no <function=NAME> ... </function>")
-        error = "the call is no complete <parameter=KEY> ... </parameter></function>, with each KEY once"
-        return FunctionCall(name[1].strip(), body.strip(), error)
+        return FunctionCall(name[1].strip(), body.strip(), _NO_ELEMENTS)
 
 
 @ToolParser.register("llama3-json")
@@ -363,3 +366,13 @@ def _parameters(name: str, tools: Schemas) -> Any:
     """Return the schema of the parameters of a tool; None if there is none."""
     functions = (tool.get("function", {}) for tool in tools)
     return next((each.get("parameters") for each in functions if each.get("name") == name), None)
+
+
+def _lacks_end(call: ElementCall, parameters: Any) -> bool:
+    """Whether the text of an argument goes on with another one of the tool: the model has left out ``</parameter>``."""
+    declared = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    missing = set(declared) - set(call.arguments) if isinstance(declared, Mapping) else set()
+    return any(
+        value.count("<parameter=") > value.count("</parameter>") and not missing.isdisjoint(_OWN_LINE.findall(value))
+        for value in call.arguments.values()
+    )
