@@ -38,6 +38,9 @@ def dense_limits(hf: Any) -> Iterator[Limit]:
     """Yield the limits of every layer."""
     if window := getattr(hf, "use_sliding_window", False):
         yield Limit("use_sliding_window", window, NOT_SUPPORTED)
+    others = sorted({str(kind) for kind in getattr(hf, "layer_types", None) or () if kind != "full_attention"})
+    if others:
+        yield Limit("layer_types", hf.layer_types, f"{NOT_SUPPORTED}: it knows full_attention, not {others[0]}")
     if hf.hidden_act != "silu":
         yield Limit("hidden_act", hf.hidden_act, f"{NOT_SUPPORTED}: it knows silu")
 
@@ -49,11 +52,33 @@ def bias_limits(hf: Any) -> Iterator[Limit]:
 
 
 def expert_limits(hf: Any) -> Iterator[Limit]:
-    """Yield the limits of expert layers."""
+    """Yield the limits of expert layers whose router normalises if ``norm_topk_prob`` says so."""
     if window := getattr(hf, "sliding_window", None):
         yield Limit("sliding_window", window, NOT_SUPPORTED)
+    yield from _noise_limits(hf)
+    if getattr(hf, "norm_topk_prob", False):
+        yield from _lone_expert_limits(hf)
+
+
+def mixtral_limits(hf: Any) -> Iterator[Limit]:
+    """Yield the limits of expert layers whose router always normalises, and whose window has no switch."""
+    window = getattr(hf, "sliding_window", None)
+    if window is not None:
+        yield Limit("sliding_window", window, NOT_SUPPORTED)
+    yield from _noise_limits(hf)
+    yield from _lone_expert_limits(hf)
+
+
+def _noise_limits(hf: Any) -> Iterator[Limit]:
     if noise := getattr(hf, "router_jitter_noise", 0.0):
         yield Limit("router_jitter_noise", noise, f"{NOT_SUPPORTED}: set it to 0.0 in model.override_config")
+
+
+def _lone_expert_limits(hf: Any) -> Iterator[Limit]:
+    """Yield one expert per token in a router that normalises: it has weight 1, Megatron-Core gives it its score."""
+    if getattr(hf, "num_experts_per_tok", None) == 1:
+        fault = f"with a normalised weight (norm_topk_prob) {NOT_SUPPORTED}, which normalises those of several experts"
+        yield Limit("num_experts_per_tok", 1, fault)
 
 
 def rope_of(hf: Any) -> dict[str, Any]:
@@ -128,14 +153,21 @@ def router_limits(hf: Any) -> Iterator[Limit]:
             "token must choose two experts per group"
         )
         yield Limit("num_experts_per_tok", each, fault)
-    if not getattr(hf, "norm_topk_prob", True) and (each or 1) > 1:
+    if getattr(hf, "norm_topk_prob", True):
+        yield from _lone_expert_limits(hf)
+    elif (each or 1) > 1:
         yield Limit("norm_topk_prob", hf.norm_topk_prob, f"{NOT_SUPPORTED} for this model")
+    if getattr(hf, "routed_scaling_factor", None) == 0:
+        yield Limit("routed_scaling_factor", hf.routed_scaling_factor, f"{NOT_SUPPORTED}, for which 0 means 1")
+    if getattr(hf, "n_shared_experts", None) == 0:
+        yield Limit("n_shared_experts", 0, NOT_SUPPORTED)
 
 
 def stack_limits(hf: Any) -> Iterator[Limit]:
     """Yield the limits of stacked experts: sizes whose two layouts in checkpoints have the same shape, and a router
     that does not normalise, which transformers ignores and vLLM does not.
     """
+    yield from _lone_expert_limits(hf)
     if getattr(hf, "norm_topk_prob", True) is False:
         yield Limit("norm_topk_prob", False, f"{NOT_SUPPORTED} for this model")
     hidden = getattr(hf, "hidden_size", None)
@@ -145,18 +177,20 @@ def stack_limits(hf: Any) -> Iterator[Limit]:
         yield Limit("moe_intermediate_size", width, f"{fault}must show it")
 
 
-_DENSE: tuple[Rule, ...] = (bias_limits, dense_limits, rope_limits)
+_DENSE: tuple[Rule, ...] = (dense_limits, rope_limits)
 _EXPERTS: tuple[Rule, ...] = (expert_limits, dense_limits, rope_limits)
 VISION_LIMITS: dict[str, tuple[Rule, ...]] = {
-    "Qwen2VLForConditionalGeneration": (bias_limits, dense_limits, vision_rope_limits),
-    "Qwen2_5_VLForConditionalGeneration": (bias_limits, dense_limits, vision_rope_limits),
-    "Qwen3VLForConditionalGeneration": (bias_limits, dense_limits, vision_rope_limits),
+    "Qwen2VLForConditionalGeneration": (dense_limits, vision_rope_limits),
+    "Qwen2_5_VLForConditionalGeneration": (dense_limits, vision_rope_limits),
+    "Qwen3VLForConditionalGeneration": (dense_limits, vision_rope_limits),
     "Qwen3VLMoeForConditionalGeneration": (stack_limits, dense_limits, vision_rope_limits),
 }
 """The rules for the language model of each vision-language architecture, in order."""
 LIMITS: dict[str, tuple[Rule, ...]] = {
-    **dict.fromkeys(("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _DENSE),
-    **dict.fromkeys(("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),
+    "LlamaForCausalLM": (bias_limits, dense_limits, rope_limits),
+    **dict.fromkeys(("Qwen2ForCausalLM", "Qwen3ForCausalLM"), _DENSE),
+    **dict.fromkeys(("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"), _EXPERTS),
+    "MixtralForCausalLM": (mixtral_limits, dense_limits, rope_limits),
     "DeepseekV3ForCausalLM": (dense_limits, router_limits, latent_limits),
     "Glm4MoeForCausalLM": (dense_limits, router_limits, scaling_limits),
     **VISION_LIMITS,

@@ -284,17 +284,18 @@ def _attention_bias(hf: "PretrainedConfig") -> bool:
 class _Dense:
     """A dense decoder.
 
-    ``qkv_bias`` gives query, key and value biases even if the model's ``attention_bias``, which also covers the output
-    projection, is False.
+    ``qkv_bias`` gives query, key and value biases whatever the configuration says. ``takes_biases`` are the fields that
+    the family has: ``attention_bias`` covers the output projection, too, and others are ignored as in transformers.
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    takes_biases: tuple[str, ...] = ()
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        refuse(mcore_limits.bias_limits(hf))
-        bias = _attention_bias(hf)
-        mlp_bias = bool(getattr(hf, "mlp_bias", False))
+        bias, mlp_bias = self._has("attention_bias", hf), self._has("mlp_bias", hf)
+        if mlp_bias:
+            refuse(mcore_limits.bias_limits(hf))
         return dense_config(
             hf,
             add_qkv_bias=self.qkv_bias or bias,
@@ -304,22 +305,31 @@ class _Dense:
         )
 
     def layer(self, hf: "PretrainedConfig") -> dict[str, Rule]:
-        bias = _attention_bias(hf)
-        return attention_rules(hf, self.qkv_bias or bias, self.qk_norm, bias) | dense_mlp_rules(
-            hf, bias=bool(getattr(hf, "mlp_bias", False))
-        )
+        bias = self._has("attention_bias", hf)
+        attention = attention_rules(hf, self.qkv_bias or bias, self.qk_norm, bias)
+        return attention | dense_mlp_rules(hf, bias=self._has("mlp_bias", hf))
+
+    def _has(self, bias: str, hf: "PretrainedConfig") -> bool:
+        return bias in self.takes_biases and bool(getattr(hf, bias, False))
 
     def family(self) -> Family:
         return Family(self.config, self.layer)
 
 
-register_family("LlamaForCausalLM", _Dense().family())
-register_family("Qwen2ForCausalLM", _Dense(qkv_bias=True).family())
-register_family("Qwen3ForCausalLM", _Dense(qk_norm=True).family())
+_QWEN2 = _Dense(qkv_bias=True).family()
+_QWEN3 = _Dense(qk_norm=True, takes_biases=("attention_bias",)).family()
+register_family("LlamaForCausalLM", _Dense(takes_biases=("attention_bias", "mlp_bias")).family())
+register_family("Qwen2ForCausalLM", _QWEN2)
+register_family("Qwen3ForCausalLM", _QWEN3)
 
 
 def expert_config(hf: "PretrainedConfig", width: int) -> dict[str, Any]:
-    """Return the arguments of ``TransformerConfig`` that models with experts share."""
+    """Return the arguments of ``TransformerConfig`` that models with experts share.
+
+    Raises: UnsupportedModelError for a model of such a family that has no experts.
+    """
+    if not num_experts(hf):
+        raise UnsupportedModelError(f"num_experts=0 {mcore_limits.NOT_SUPPORTED}: name the family's dense architecture")
     pattern = [int(layer_has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)]
     return {
         "num_moe_experts": num_experts(hf),
@@ -365,20 +375,25 @@ class _Experts:
     """A mixture-of-experts decoder.
 
     ``at`` and ``parts`` (gate, up, down) name the experts in a checkpoint; without ``parts`` it holds them stacked.
+    With ``qkv_bias`` query, key and value have biases unless the model's ``qkv_bias`` is False; ``takes_bias`` lets its
+    ``attention_bias`` give them, and the output projection, biases. With ``normalises`` the weights of a token's
+    experts always add up to 1, otherwise if ``norm_topk_prob`` says so.
     """
 
     width: str
+    limits: mcore_limits.Rule
     qkv_bias: bool = False
+    takes_bias: bool = False
     qk_norm: bool = False
     shared: bool = False
+    normalises: bool = False
     at: str = "model.layers.{layer}.mlp."
     parts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        refuse((mcore_limits.expert_limits if self.parts else mcore_limits.stack_limits)(hf))
-        bias = _attention_bias(hf)
+        refuse(self.limits(hf))
         experts = expert_config(hf, getattr(hf, self.width)) | {
-            "moe_router_pre_softmax": getattr(hf, "norm_topk_prob", None) is False
+            "moe_router_pre_softmax": not (self.normalises or hf.norm_topk_prob)
         }
         if self.shared:
             experts["moe_shared_expert_intermediate_size"] = hf.shared_expert_intermediate_size
@@ -386,18 +401,19 @@ class _Experts:
         return dense_config(
             hf,
             add_qkv_bias=self._qkv_bias(hf),
-            attention_output_bias=bias and not self.qkv_bias,
+            attention_output_bias=self._bias(hf),
             qk_layernorm=self.qk_norm,
             **experts,
         )
 
+    def _bias(self, hf: "PretrainedConfig") -> bool:
+        return self.takes_bias and _attention_bias(hf)
+
     def _qkv_bias(self, hf: "PretrainedConfig") -> bool:
-        own: bool | None = getattr(hf, "qkv_bias", None) if self.qkv_bias else _attention_bias(hf)
-        return self.qkv_bias if own is None else own
+        return self._bias(hf) or (self.qkv_bias and bool(hf.qkv_bias))
 
     def layer(self, hf: "PretrainedConfig") -> dict[str, Rule]:
-        output_bias = _attention_bias(hf) and not self.qkv_bias
-        rules = attention_rules(hf, self._qkv_bias(hf), self.qk_norm, output_bias)
+        rules = attention_rules(hf, self._qkv_bias(hf), self.qk_norm, self._bias(hf))
         width = getattr(hf, self.width)
         if self.parts is None:
             rules |= stacked_expert_rules(self.at, width)
@@ -414,11 +430,23 @@ class _Experts:
         return Family(self.config, self.layer)
 
 
-register_family("Qwen2MoeForCausalLM", _Experts("moe_intermediate_size", qkv_bias=True, shared=True).family())
-register_family("Qwen3MoeForCausalLM", _Experts("moe_intermediate_size", qk_norm=True).family())
+register_family(
+    "Qwen2MoeForCausalLM",
+    _Experts("moe_intermediate_size", mcore_limits.expert_limits, qkv_bias=True, shared=True).family(),
+)
+register_family(
+    "Qwen3MoeForCausalLM",
+    _Experts("moe_intermediate_size", mcore_limits.expert_limits, takes_bias=True, qk_norm=True).family(),
+)
 register_family(
     "MixtralForCausalLM",
-    _Experts("intermediate_size", at="model.layers.{layer}.block_sparse_moe.", parts=("w1", "w3", "w2")).family(),
+    _Experts(
+        "intermediate_size",
+        mcore_limits.mixtral_limits,
+        normalises=True,
+        at="model.layers.{layer}.block_sparse_moe.",
+        parts=("w1", "w3", "w2"),
+    ).family(),
 )
 
 
@@ -566,12 +594,14 @@ def vision_family(text: Family, vision: VisionParts) -> Family:
     return Family(config, layer, _vision_rope, vision)
 
 
-_QWEN2_VL = vision_family(_Dense(qkv_bias=True).family(), VisionParts((16, 24, 24)))
+_QWEN2_VL = vision_family(_QWEN2, VisionParts((16, 24, 24)))
 _OF_QWEN3_VL = VisionParts((24, 20, 20), interleaved=True, language="model.language_model.", tower="model.visual.")
-_QWEN3_VL_EXPERTS = _Experts("moe_intermediate_size", qk_norm=True, parts=None)
+_QWEN3_VL_EXPERTS = _Experts(
+    "moe_intermediate_size", mcore_limits.stack_limits, takes_bias=True, qk_norm=True, normalises=True, parts=None
+)
 register_family("Qwen2VLForConditionalGeneration", _QWEN2_VL)
 register_family("Qwen2_5_VLForConditionalGeneration", _QWEN2_VL)
-register_family("Qwen3VLForConditionalGeneration", vision_family(_Dense(qk_norm=True).family(), _OF_QWEN3_VL))
+register_family("Qwen3VLForConditionalGeneration", vision_family(_QWEN3, _OF_QWEN3_VL))
 register_family("Qwen3VLMoeForConditionalGeneration", vision_family(_QWEN3_VL_EXPERTS.family(), _OF_QWEN3_VL))
 
 
