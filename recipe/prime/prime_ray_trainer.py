@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 
@@ -150,7 +151,7 @@ class RayPRIMETrainer(RayPPOTrainer):
         if model.loss_type != "ce":
             first = first or call(self.rm_wg.compute_rm_score)
             reward = model.beta_train * algos.summed(tensors_of(first)["q"], tensors_of(batch)["response_mask"])
-            rivals = algos.find_rivals(reward, outcome, batch.non_tensor_batch["uid"], model.loss_type)
+            rivals = algos.find_rivals(reward, outcome, compared(batch), model.loss_type)
             for name, values in zip(RIVALS, (rivals.reward, rivals.side, rivals.weight), strict=True):
                 tensors_of(request)[name] = values
         update = call(self.rm_wg.update_rm)
@@ -167,7 +168,7 @@ class RayPRIMETrainer(RayPPOTrainer):
         mask = tensors_of(batch)["response_mask"]
         outcome = tensors_of(batch)["acc"]
         reward = algos.summed(found["q"], mask)
-        pairs = algos.compute_dpo_accuracy(reward, outcome, batch.non_tensor_batch["uid"])
+        pairs = algos.compute_dpo_accuracy(reward, outcome, compared(batch))
         quality = {"dpo_acc": pairs, "dpo_acc_abs": algos.compute_dpo_abs_accuracy(reward, outcome)}
         metrics = {f"reward_model/{name}{suffix}": value for name, value in quality.items()}
         if not suffix:
@@ -185,6 +186,13 @@ class RayPRIMETrainer(RayPPOTrainer):
 
 _READ = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "old_log_probs", "acc")
 """The tensors that the reward model reads."""
+
+
+def compared(batch: DataProto) -> np.ndarray:
+    """Return the prompt of each response, (B,); one without a token is missing, and compared with no other."""
+    has_token = tensors_of(batch)["response_mask"].any(-1).tolist()
+    uids = batch.non_tensor_batch["uid"].tolist()
+    return np.array([uid if used else f"row {at}" for at, (uid, used) in enumerate(zip(uids, has_token, strict=True))])
 
 
 def outcome_of(batch: DataProto) -> torch.Tensor:

@@ -36,7 +36,9 @@ def by_step(run):
 
 @pytest.mark.full
 def test_a_run_goes_on_without_the_samples_that_fail(workspace, flaky):
-    run = workspace.train("dropping", flaky | {f"{AGENT}.on_failure": "drop"})
+    sampled = {"n": 4, "do_sample": True, "temperature": 1.0}  # the loop fails by the seeds of samples
+    validation = {f"actor_rollout_ref.rollout.val_kwargs.{key}": value for key, value in sampled.items()}
+    run = workspace.train("dropping", flaky | validation | {f"{AGENT}.on_failure": "drop"})
     assert sum(run.steps[step]["attempts/dropped"] for step in run.steps) > 0
     for step, lines in by_step(run).items():
         last = {(line["uid"], line["sample"]): line for line in lines}
@@ -47,6 +49,11 @@ def test_a_run_goes_on_without_the_samples_that_fail(workspace, flaky):
         assert run.steps[step]["attempts/started"] == len(lines)
         assert run.steps[step]["attempts/dropped"] == outcomes["dropped"]
         assert run.steps[step]["attempts/retried"] == sum(line["id"].endswith("-1") for line in lines)
+    validated = [line for line in read_attempts(run.folder) if "-validate-" in line["id"]]
+    missing = Counter(line["step"] for line in validated if line["outcome"] == "dropped")
+    assert missing
+    for step in {line["step"] for line in validated}:  # a missing sample counts as a failure
+        assert run.steps[step].get("val-aux/reward/failed", 0) == missing[step]
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from recipe.prime.prime_fsdp_workers import REFERENCE
-from recipe.prime.prime_ray_trainer import RayPRIMETrainer, outcome_of
+from recipe.prime.prime_ray_trainer import RayPRIMETrainer, compared, outcome_of
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.records import StepRecord
@@ -167,3 +167,13 @@ def test_the_outcome_is_what_the_reward_function_calls_so():
     assert outcome_of(batch).tolist() == [value * 2 - 1 for value in OUTCOMES]
     batch.non_tensor_batch["acc"] = np.array([value > 0 for value in OUTCOMES], dtype=object)
     assert outcome_of(batch).tolist() == OUTCOMES
+
+
+def test_each_row_has_its_own_outcome():
+    """Of two data sources only one says ``acc``; a response that is missing is compared with no other."""
+    mask = torch.tensor([[1], [1], [0], [1]])
+    columns = {"acc": np.array([1.0, None, 0.0, None], dtype=object), "uid": np.array(list("aaab"), dtype=object)}
+    tensors = {"token_level_scores": torch.tensor([[-1.0], [0.5], [0.0], [1.0]]), "response_mask": mask}
+    batch = DataProto.from_dict(tensors, columns)
+    assert outcome_of(batch).tolist() == [1.0, 0.5, 0.0, 1.0]
+    assert compared(batch).tolist() == ["a", "a", "row 2", "b"]
