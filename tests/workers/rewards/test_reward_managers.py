@@ -766,6 +766,11 @@ def test_a_failure_gets_the_lowest_score_that_the_scorer_states(tokenizer, batch
     assert built_in(batch).sum(-1).tolist() == [0, -1, -1]
     own = manager("naive", tokenizer, raises)
     assert own(batch).sum(-1).tolist() == [0, 0, 0]
+    batch.non_tensor_batch["data_source"] = object_array(["a", "a", "b"])
+    some = manager(
+        "naive", tokenizer, lambda data_source, solution_str, **more: -3.0 if "12" in solution_str else raises()
+    )
+    assert some(batch).sum(-1).tolist() == [-3, -3, 0]
     raises.lowest_score = -0.5
     assert own(batch).sum(-1).tolist() == [-0.5] * 3
     own.limits = ScoringLimits(failure_score=0.25)

@@ -47,6 +47,7 @@ from verl.workers.rewards.scoring import (
     describe_failure_score,
     describe_scorer,
     failure_score_of,
+    lowest_scores,
     sampled_mask,
 )
 from verl.workers.rollout.base import DROPPED_COLUMN
@@ -100,21 +101,17 @@ def compute_reward(data: DataProto, reward_fn: RewardFn, validate: bool = False)
 
 
 def _with_lowest(data: DataProto, scores: Tensor, extras: ExtraColumns, reward_fn: RewardFn) -> Tensor:
-    """Add the lowest score of their data source, if it is below 0, to failures whose score nothing states."""
+    """Give failures whose score nothing states the smaller of 0 and the lowest score of their data source."""
     reasons = extras.get(FAILURE_COLUMN, [])
     if all(reason is None for reason in reasons):
         return scores
     sources = _sources(data, reward_fn)
-    lowest = dict.fromkeys(sources, 0.0)
-    for source, reason, value in zip(sources, reasons, scores.sum(-1).tolist(), strict=True):
-        if reason is None:
-            lowest[source] = min(lowest[source], value)
-    stated = {source: failure_score_of(reward_fn, source) is not None for source in lowest}
-    added = [
-        0.0 if reason is None or stated[source] else lowest[source]
-        for source, reason in zip(sources, reasons, strict=True)
-    ]
-    return scores + at_last_sampled(scores.new_tensor(added), sampled_mask(data))
+    lowest = lowest_scores(sources, scores.sum(-1).tolist(), [reason is not None for reason in reasons])
+    unstated = {source for source in lowest if failure_score_of(reward_fn, source) is None}
+    pairs = zip(sources, reasons, strict=True)
+    rows = torch.tensor([reason is not None and source in unstated for source, reason in pairs])
+    values = at_last_sampled(scores.new_tensor([lowest[source] for source in sources]), sampled_mask(data))
+    return torch.where(rows.unsqueeze(-1), values, scores)
 
 
 def _sources(data: DataProto, reward_fn: RewardFn) -> list[str]:

@@ -117,6 +117,7 @@ class AbstractRewardManager:
             self._check_given(data)
             return given
         samples, scores = self.score_samples(data, score)
+        self._give_lowest(samples, scores)
         scoring.log_samples(samples, scores, self.num_examine)
         assert data.batch is not None
         values = [each.value for each in scores]
@@ -128,6 +129,17 @@ class AbstractRewardManager:
         if not return_dict:
             return reward
         return {"reward_tensor": reward, "reward_extra_info": scoring.gather_extras(scores, self._known_extras)}
+
+    def _give_lowest(self, samples: list[Sample], scores: list[Score]) -> None:
+        """Give failures whose score nothing states the lowest of their data source in the batch."""
+        if all(score.failure is None for score in scores):
+            return
+        sources = [sample.data_source for sample in samples]
+        failed = [score.failure is not None for score in scores]
+        lowest = scoring.lowest_scores(sources, [score.value for score in scores], failed)
+        for source, score in zip(sources, scores, strict=True):
+            if score.failure is not None and scoring.failure_score_of(self, source) is None:
+                score.value = lowest[source]
 
     def _check_given(self, data: "DataProto") -> None:
         """Judge and log scores that agent loops have made, as if they were made here.

@@ -300,6 +300,15 @@ def stated_failure_score(limits: ScoringLimits, scorer: RawScorer, data_source: 
     return None if stated is None else float(stated)
 
 
+def lowest_scores(sources: Sequence[str], values: Sequence[float], failed: Sequence[bool]) -> dict[str, float]:
+    """Return for each data source the smaller of 0 and the lowest score of a response that did not fail."""
+    lowest = dict.fromkeys(sources, 0.0)
+    for source, value, is_failure in zip(sources, values, failed, strict=True):
+        if not is_failure:
+            lowest[source] = min(lowest[source], value)
+    return lowest
+
+
 def describe_failure_score(limits: ScoringLimits) -> str:
     """Name the score of failures in a message."""
     if limits.failure_score is None:
