@@ -102,7 +102,6 @@ class RayPPOTrainer:
     hybrid_engine: bool = True
     reward_fn: RewardFn | None = None
     val_reward_fn: RewardFn | None = None
-    train_dataset: Dataset[Rows] | None = None
 
     def __init__(
         self,
@@ -373,7 +372,7 @@ class RayPPOTrainer:
             RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
         if options.save_freq > 0:
-            warn_of_lost_state(self.train_dataloader.sampler, self.train_dataset)
+            warn_of_lost_state(self.train_dataloader.sampler, getattr(self, "train_dataset", None))
         finished = False
         try:
             yield
@@ -867,11 +866,10 @@ class RayPPOTrainer:
     def _learn(self, batch: DataProto) -> None:
         """Let sampler and data set learn from the step, also from the last one: checkpoints hold what they know."""
         sampler = getattr(self.train_dataloader, "sampler", None)  # a fork may have another loader
-        dataset = self.train_dataset
-        if hasattr(sampler, "update"):
-            sampler.update(batch=per_trajectory(batch).select())
-        if hasattr(dataset, "on_batch_end"):
-            dataset.on_batch_end(batch=per_trajectory(batch).select())
+        dataset = getattr(self, "train_dataset", None)
+        for learner, method in ((sampler, "update"), (dataset, "on_batch_end")):
+            if hasattr(learner, method):
+                getattr(learner, method)(batch=per_trajectory(batch).select())
 
     def _dump(self, batch: DataProto, timing: Timing) -> None:
         folder = self.run_config.trainer.rollout_data_dir
@@ -1047,7 +1045,7 @@ class RayPPOTrainer:
     def checkpoints(self) -> Checkpoints:
         """The checkpoints of the worker groups that train."""
         groups = self.trained_groups()
-        learners = {"train_dataset": self.train_dataset, "reward_fn": self.reward_fn}
+        learners = {"train_dataset": getattr(self, "train_dataset", None), "reward_fn": self.reward_fn}
         return Checkpoints(self.run_config, self.state, groups, self.train_dataloader, self.kl_ctrl_in_reward, learners)
 
     def trained_groups(self) -> dict[str, RayWorkerGroup]:
