@@ -19,6 +19,7 @@ from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.generation import Generation
 from verl.trainer.run import launch
+from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 QUESTIONS = ["1+1=?", "What is 12 times 12?", "a", "Name three colours.", "2+3=?"]
@@ -125,6 +126,17 @@ def test_the_chat_template_gets_its_arguments(folder, tmp_path):
     options = (template, "+data.apply_chat_template_kwargs.mark='?!'")
     generation = Generation(GenerationConfig.parse(build(folder, tmp_path / "out.parquet", *options)))
     assert [generation.tokenizer.decode(ids) for ids in generation.prompts] == [f"{text}?!" for text in QUESTIONS]
+
+
+def test_a_prompt_that_an_assistant_has_begun(folder, tmp_path):
+    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "So"}]
+    datasets.Dataset.from_list([{"prompt": begun}]).to_parquet(tmp_path / "begun.parquet")
+    config = build(folder, tmp_path / "out.parquet", f"data.path={tmp_path}/begun.parquet")
+    with pytest.raises(DataError, match=r"row 0, column 'prompt' .*ends with an assistant's message"):
+        Generation(GenerationConfig.parse(config))
+    config.data.apply_chat_template_kwargs = {"continue_final_message": True, "add_generation_prompt": False}
+    generation = Generation(GenerationConfig.parse(config))
+    assert generation.tokenizer.decode(generation.prompts[0]) == "<|user|>a<|end|><|assistant|>So"
 
 
 def picture(colour: str) -> dict[str, bytes]:

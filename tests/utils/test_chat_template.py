@@ -4,8 +4,10 @@ import jinja2
 import pytest
 
 from examples.tiny_model import CHAT_TEMPLATE, byte_tokenizer
+from verl.base_config import WrongInput
 from verl.utils import chat_template
-from verl.utils.chat_template import ChatTemplateTimeout, render_chat, template_problem
+from verl.utils.chat import ChatFormat
+from verl.utils.chat_template import ChatTemplateTimeout, check_awaits_turn, render_chat, template_problem
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
@@ -37,3 +39,12 @@ def test_rendering_is_limited_and_names_the_chat(monkeypatch):
     with pytest.raises(ChatTemplateTimeout, match=r"did not end within 0\.2 s for .*'loop'") as caught:
         render_chat(tokenizer, [{"role": "user", "content": "loop"}], options)
     assert isinstance(caught.value, jinja2.TemplateError)  # so that data sets name the row
+
+
+def test_a_chat_that_an_assistant_ends_awaits_no_turn() -> None:
+    asked = [{"role": "user", "content": "a"}]
+    check_awaits_turn(asked)
+    begun = [*asked, {"role": "assistant", "content": "So"}]
+    for refuses in (check_awaits_turn, ChatFormat(byte_tokenizer()).prompt):
+        with pytest.raises(WrongInput, match="ends with an assistant's message, after which the answer would be a sec"):
+            refuses(begun)

@@ -27,6 +27,7 @@ from verl.utils.dataset.files import (
     ColumnCheck,
     DataError,
     Row,
+    check_prompts,
     check_vision_rows,
     localize,
     read_parquet,
@@ -81,7 +82,7 @@ class Generation:
         self.media = None if self.processor is None else MediaEncoder(self.processor, self.settings)
         key = config.data.prompt_key
         for check in ColumnCheck.over(self.path, self.table):
-            check.messages(key, "data.prompt_key", text_only=self.media is None)
+            check_prompts(check, key, self.media is None, config.data.apply_chat_template_kwargs)
             check_vision_rows(check, self.settings, kinds_of(self.processor), key)
             check_media(check, self.settings)
         self._give_notices()

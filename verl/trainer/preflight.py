@@ -177,7 +177,7 @@ def check_rows(run: RunConfig) -> None:
     for path in local_files(data.train_paths + data.val_paths):
         media = data.media_columns().values()
         for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model", "extra_info", *media]):
-            check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only)
+            check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only, data.apply_chat_template_kwargs)
             if text_only:
                 check_vision_rows(check, data, (), data.prompt_key)
             if framework_scores:

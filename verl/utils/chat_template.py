@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from verl.base_config import WrongInput
 from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, time_limit
 
@@ -42,6 +43,18 @@ def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Ma
     except TimeLimitExceeded as error:
         shown = repr(messages)[:_SHOWN_CHARS]
         raise ChatTemplateTimeout(f"it did not end within {RENDER_TIMEOUT_S:g} s for {shown}") from error
+
+
+def check_awaits_turn(messages: Sequence[Any]) -> None:
+    """Reject a chat that a generation prompt is to follow, if its last message is an assistant's.
+
+    Raises: WrongInput.
+    """
+    if len(messages) and messages[-1].get("role") == "assistant":
+        raise WrongInput(
+            "the chat ends with an assistant's message, after which the answer would be a second turn of the "
+            "assistant: end it with a message of another role"
+        )
 
 
 @contextmanager

@@ -55,12 +55,26 @@ def test_extra_info_defaults_to_an_empty_dict(tokenizer, parquet, row):
 
 def test_rows_of_several_files_and_messages_with_other_keys(tokenizer, parquet, row):
     # parquet unites the keys of all messages: one without a name must not get `name: None`
-    named = row(prompt=[{"role": "user", "content": "a", "name": "bob"}, {"role": "assistant", "content": "b"}])
+    told = {"role": "tool", "content": "b"}
+    named = row(prompt=[{"role": "user", "content": "a", "name": "bob"}, told])
     files = [parquet([row("x")], "a.parquet"), parquet([named], "b.parquet")]
     dataset = build(tokenizer, files, return_raw_chat=True, max_prompt_length=16)
     assert len(dataset) == 2
     assert dataset[0]["raw_prompt"] == [{"role": "user", "content": "x"}]
-    assert dataset[1]["raw_prompt"][1] == {"role": "assistant", "content": "b"}
+    assert dataset[1]["raw_prompt"][1] == told
+
+
+def test_a_prompt_that_an_assistant_has_begun(tokenizer, parquet, row):
+    """A response would be a second turn, unless the template is told to continue the first."""
+    begun = row(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "So"}])
+    path = parquet([row("x"), begun])
+    with pytest.raises(DataError, match=r"row 1, column 'prompt' .*ends with an assistant's message, .* second turn"):
+        build(tokenizer, path)
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    with pytest.raises(DataError, match=r"row 0, column 'prompt' .*ends with a message that is not the assistant's"):
+        build(tokenizer, path, apply_chat_template_kwargs=options)
+    item = build(tokenizer, parquet([begun]), apply_chat_template_kwargs=options, return_full_prompt=True)[0]
+    assert item["full_prompts"] == "<|user|>a<|end|><|assistant|>So"
 
 
 @pytest.mark.parametrize(

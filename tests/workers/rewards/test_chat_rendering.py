@@ -126,3 +126,13 @@ def test_a_turn_without_tokens_is_no_turn() -> None:
     talk.says("a")
     talk._append([], role="user", text="thanks", calls=[])
     assert reward_text(talk, reward_tokenizer()) == "<s>[user] q</s>[assistant] a</s>"
+
+
+def test_a_turn_that_the_prompt_has_begun_is_one_turn() -> None:
+    talk = Talk(ChatFormat(make_tokenizer(next(form for form in FORMATS if form.name == "qwen2_5"))), "q")
+    talk.says("fine")
+    row = talk.row()
+    row.non_tensor_batch["raw_prompt"][0] = [*talk.messages[:1], {"role": "assistant", "content": "I am "}]
+    target = reward_tokenizer()
+    rows, _ = renderer(talk.chat.tokenizer, target, "<|im_end|>")(row)
+    assert target.decode(rows["input_ids"][0]) == "<s>[user] q</s>[assistant] I am fine</s>"

@@ -7,6 +7,7 @@ from typing import Any
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
 from verl.experimental.agent_loop.trajectory import Trajectory
+from verl.utils.chat_template import check_awaits_turn
 
 
 @register("single_turn_agent")
@@ -17,6 +18,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         """Return the response to ``raw_prompt_ids`` of the row, or to its ``raw_prompt``."""
         prompt_ids: Any = kwargs.get("raw_prompt_ids")
         if prompt_ids is None:
+            check_awaits_turn(kwargs["raw_prompt"])
             options: Any = self.config.data.get("apply_chat_template_kwargs") or {}
             prompt_ids = self.tokenizer.apply_chat_template(
                 list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False, **options

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.utils.chat.boundary import Boundary, ChatFormatError, SpecialTokens, first_difference
 from verl.utils.chat.messages import THOUGHTS, Message, marked, plain, with_text_arguments, with_tool_calls
 from verl.utils.chat.proof import prove_pieces
-from verl.utils.chat_template import render_chat
+from verl.utils.chat_template import check_awaits_turn, render_chat
 
 _MARK = "sampledturn"
 _SHOWN_CHARS = 80
@@ -80,8 +80,10 @@ class ChatFormat:
         Placeholders stand for images and videos, one token each, as engines take them. With ``images`` or ``videos``
         the processor expands them.
 
-        Raises: ChatFormatError when the template rejects the messages.
+        Raises: WrongInput if the last message is an assistant's; ChatFormatError when the template rejects the
+            messages.
         """
+        check_awaits_turn(messages)
         return self.encode(self.render(plain(messages), generation_prompt=True), images, videos)
 
     def after_turn(

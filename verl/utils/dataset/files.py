@@ -34,6 +34,8 @@ UNREAD_PARTS = ("image_url", "input_image", "video_url", "audio", "audio_url", "
 REWARD_MODEL_FORM = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
 
 _DIGEST_ROWS = 8192
+_OPTIONS = "data.apply_chat_template_kwargs"
+_CONTINUES = f"{_OPTIONS}.continue_final_message"
 _JSON_CHUNK_ROWS = 65536
 
 
@@ -377,12 +379,42 @@ def is_list(kind: pa.DataType) -> bool:
 # ---- checks of rows
 
 
-def check_prompt_rows(check: ColumnCheck, prompt_key: str, reward_fn_key: str, text_only: bool) -> None:
-    """Reject rows without a usable prompt or without the fields that scoring needs.
+def check_prompts(check: ColumnCheck, prompt_key: str, text_only: bool, options: Mapping[str, Any] = {}) -> None:
+    """Reject rows without a prompt, and prompts after which a response would be no turn of the assistant.
+
+    Args: ``options`` are those of the chat template.
 
     Raises: DataError naming file, row and column.
     """
-    check.messages(prompt_key, "data.prompt_key", text_only=text_only)
+    key = "data.prompt_key"
+    values = check.messages(prompt_key, key, text_only=text_only)
+    last = np.cumsum(pc.list_value_length(values).to_numpy(False)) - 1
+    roles = pc.struct_field(pc.list_flatten(values), "role").take(pa.array(last))
+    by_assistant = pc.equal(roles, "assistant")
+    if options.get("continue_final_message"):
+        problem = (
+            f"ends with a message that is not the assistant's, and {_CONTINUES}=true lets the response continue it"
+        )
+        check.refuse(prompt_key, pc.invert(by_assistant), f"{problem}: end it with the beginning of the response", key)
+    elif options.get("add_generation_prompt", True):
+        problem = (
+            "ends with an assistant's message, after which the response would be a second turn of the assistant: end "
+            f"it with a message of another role, or write {_CONTINUES}=true and {_OPTIONS}.add_generation_prompt=false "
+            "if the response is to continue it"
+        )
+        check.refuse(prompt_key, by_assistant, problem, key)
+
+
+def check_prompt_rows(
+    check: ColumnCheck, prompt_key: str, reward_fn_key: str, text_only: bool, options: Mapping[str, Any] = {}
+) -> None:
+    """Reject rows without a usable prompt or without the fields that scoring needs.
+
+    Args: ``options`` are those of the chat template.
+
+    Raises: DataError naming file, row and column.
+    """
+    check_prompts(check, prompt_key, text_only, options)
     check.text(reward_fn_key, "data.reward_fn_key")
     values = check.column("reward_model")
     if not pa.types.is_struct(values.type):

@@ -176,7 +176,8 @@ class RLHFDataset(Dataset):
 
     def check_rows(self, check: ColumnCheck) -> None:
         """Reject rows without a usable prompt or without the fields that scoring needs."""
-        files.check_prompt_rows(check, self.prompt_key, self.reward_fn_key, text_only=self.processor is None)
+        options = self.apply_chat_template_kwargs
+        files.check_prompt_rows(check, self.prompt_key, self.reward_fn_key, self.processor is None, options)
         files.check_vision_rows(check, self.settings, kinds_of(self.processor), self.prompt_key)
         check_media(check, self.settings)
 

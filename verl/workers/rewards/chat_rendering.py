@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class ChatRenderer:
         shape = ChatFormat(self.target)
         has_tools, before = _has_tools(shape), _before_turns(shape)
         texts: list[str] = []
-        for index, (prompt, said) in enumerate(chats):
+        for index, (prompt, said) in enumerate(starmap(_joined, chats)):
             chat = [*prompt, *(said if has_tools else _by_users(said))]
             try:
                 texts.append(_whole(shape, chat, len(prompt), before))
@@ -91,6 +92,14 @@ class ChatRenderer:
             )
         head = {"left": 0, "right": limit, "middle": limit // 2}[self.truncation]
         return row[:head] + row[len(row) - (limit - head) :]
+
+
+def _joined(prompt: list[Message], said: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Move a message that the prompt has begun for the assistant to the turn that continues it."""
+    if not prompt or not said or prompt[-1].get("role") != _MODEL:
+        return prompt, said
+    begun = prompt[-1].get("content") or ""
+    return prompt[:-1], [{**said[0], "content": begun + said[0]["content"]}, *said[1:]]
 
 
 def response_texts(data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:

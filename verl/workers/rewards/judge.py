@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from verl.protocol import DataProto
-from verl.utils.chat_template import render_chat
+from verl.utils.chat_template import check_awaits_turn, render_chat
 from verl.utils.import_utils import load_extern_type
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.time_limit import TimeLimitExceeded, call_within, error_text
@@ -98,6 +98,7 @@ class Judge:
                 given["ground_truth"] = (truth or {}).get("ground_truth")
                 text = call_within(self.config.scoring.timeout_s, partial(self.preprocess, **given))
                 chat = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+                check_awaits_turn(chat)
                 rendered = render_chat(self.tokenizer, chat, {"add_generation_prompt": True, "tokenize": False})
                 questions.append(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
             except (Exception, TimeLimitExceeded) as error:  # user code may raise anything
