@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,6 +89,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         **SHAPE, **gemma, rope_parameters=layers, layer_types=["full_attention", "sliding_attention"]
     )
     found["layers"] = write(root / "layers", layered)
+    sharpened = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 1.0, "no_rope_layers": [1, 0]}
+    llama4 = {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": 64}
+    found["llama4"] = write(root / "llama4", transformers.Llama4TextConfig(**SHAPE, **llama4, **sharpened))
     text = {**SHAPE, "max_position_embeddings": PRETRAINED}
     for name in ("mrope", "dynamic mrope"):
         scale = ROPES["dynamic"] if name != "mrope" else {}
@@ -99,7 +103,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-MODELS = (*ROPES, "phi3", "phimoe", "layers", "mrope", "dynamic mrope")
+MODELS = (*ROPES, "phi3", "phimoe", "layers", "llama4", "mrope", "dynamic mrope")
 
 
 def batch_of(lengths: list[int], seed: int = 1) -> DataProto:
@@ -115,6 +119,14 @@ def batch_of(lengths: list[int], seed: int = 1) -> DataProto:
         "response_mask": attended[:, PROMPT:],
     }
     return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "micro_batch_size_per_gpu": len(lengths)})
+
+
+def padded_left(data: DataProto) -> DataProto:
+    """Return the batch with two columns of padding before each row, as prompts of different lengths have them."""
+    tensors = {name: data.batch[name] for name in ("responses", "response_mask")}
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        tensors[name] = F.pad(data.batch[name], (2, 0))
+    return DataProto.from_dict(tensors, meta_info=data.meta_info)
 
 
 def with_axes(data: DataProto) -> DataProto:
@@ -164,6 +176,7 @@ def test_a_row_has_the_log_probabilities_that_it_has_alone(folders: dict[str, st
     rows = data.batch["input_ids"]
     with torch.no_grad():
         expected = [alone(model, row[: PROMPT + length]) for row, length in zip(rows, LENGTHS, strict=True)]
+    data = padded_left(data)
     data = with_axes(data) if "mrope" in name else data
     for packed in (True, False):
         if name == "layers" and packed:
@@ -176,7 +189,7 @@ def test_a_row_has_the_log_probabilities_that_it_has_alone(folders: dict[str, st
                 torch.testing.assert_close(row[: len(right)], right, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+@pytest.mark.parametrize("name", ["dynamic", "longrope", "llama4"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_row_has_the_gradient_that_it_has_alone(folders: dict[str, str], name: str, packed: bool) -> None:
     data = batch_of([6, 28])

@@ -1,4 +1,5 @@
-"""Rotary positions of types whose frequencies depend on the length of the row: each row gets its own.
+"""Rotary positions of types whose frequencies depend on the length of the row, and attention temperatures that depend
+on the place in it: each row gets its own.
 
 For the types ``dynamic`` and ``longrope`` transformers chooses the frequencies once for all rows of a pass, by the
 longest one, and keeps the choice for later passes (``dynamic_rope_update``). Here each row gets the frequencies that it
@@ -26,6 +27,8 @@ SHARED_ROPE = (
 )
 """Why rows that choose by themselves cannot share tokens, as the end of a sentence about the key."""
 _FORWARD = "forward"
+_POSITIONS = "_verl_positions"
+"""Attribute of an attention layer: the positions of the tokens of its last pass."""
 
 
 class RowRope:
@@ -189,3 +192,35 @@ def _forget(rotary: Any, kind: str, layer_type: str | None) -> None:
         rotary.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
     elif layer_type is not None and hasattr(rotary, f"{prefix}long_inv_freq"):
         delattr(rotary, f"{prefix}long_inv_freq")
+
+
+# ---- attention temperatures
+
+
+def install_row_temperature(model: nn.Module) -> None:
+    """Let layers whose attention sharpens along a row (Llama 4) count the positions of each row.
+
+    transformers counts the columns of a pass, with the padding and the rows before. The layers have no rotary positions
+    and no norm behind their queries, so the projection of the queries can give the temperature.
+    """
+    for layer in model.modules():
+        attention = getattr(layer, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", False) and not getattr(attention, "use_rope", True):
+            attention.attn_temperature_tuning = False
+            layer.register_forward_pre_hook(_keep_positions, with_kwargs=True)
+            attention.q_proj.register_forward_hook(partial(_sharpen, attention))
+
+
+def _keep_positions(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep the positions of a pass, or of the part that the backward pass computes again."""
+    layer.self_attn.__dict__[_POSITIONS] = kwargs["position_ids"]
+
+
+def _sharpen(attention: Any, projection: nn.Module, args: tuple[Any, ...], query: Tensor) -> Tensor:
+    """Multiply queries (b, L, ...) by the temperature at their positions.
+
+    Source: scalable softmax (arXiv:2501.19399), with the steps of Llama 4.
+    """
+    step = torch.floor((attention.__dict__[_POSITIONS].float() + 1.0) / attention.floor_scale)
+    scale = torch.log1p(step) * attention.attn_scale + 1.0
+    return (query * scale.unsqueeze(-1)).to(query.dtype)

@@ -22,7 +22,7 @@ from verl.base_config import WrongInput
 from verl.models.transformers.attention_choice import class_of, padded_attention
 from verl.models.transformers.balancing import returns_router_logits
 from verl.models.transformers.names import PACKED
-from verl.models.transformers.rope import install_row_rope, row_lengths, row_rope_of
+from verl.models.transformers.rope import install_row_rope, install_row_temperature, row_lengths, row_rope_of
 from verl.models.transformers.vision import MEDIA, Media, install_vision, uses_media
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
@@ -111,6 +111,7 @@ class HFRollout(BaseRollout):
         asks_routers = returns_router_logits(getattr(self.module, "config", None))
         # With a cache, transformers cannot make their loss.
         self._options = {"output_router_logits": False} if asks_routers else {}
+        install_row_temperature(self.module)
         self._rope = row_rope_of(self.module) or install_row_rope(self.module)
         self._usable = self._usable or given
         self._arrived: set[str] = set()

@@ -19,7 +19,14 @@ from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.packing import packing_problem
 from verl.models.transformers.prefix_sharing import sharing_problems
 from verl.models.transformers.remote import adapt, has_remote_code
-from verl.models.transformers.rope import SHARED_ROPE, RowRope, foreign_rope, has_length_rope, install_row_rope
+from verl.models.transformers.rope import (
+    SHARED_ROPE,
+    RowRope,
+    foreign_rope,
+    has_length_rope,
+    install_row_rope,
+    install_row_temperature,
+)
 from verl.models.transformers.vision import install_vision, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import current_device, get_torch_device
@@ -147,6 +154,7 @@ class FSDPEngine(BaseEngine):
         shares_prefixes = shares_prefixes and remove_padding
         self.shares_prefixes = shares_prefixes
         rope = self._row_rope()
+        install_row_temperature(self.base_model)
         self._check_rows(remove_padding, rope)
         self._check_loss()
         asks_for_rows = None
