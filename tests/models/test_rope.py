@@ -4,6 +4,7 @@ The expected numbers are transformers' own, of a new model for each row. Toleran
 largest difference found is 2e-6; frequencies of another row differ by 1e-2 and more.
 """
 
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ranks import Ranks
 from verl.base_config import ConfigError
 from verl.models.transformers.rope import install_row_rope, packed_row_lengths, row_lengths
 from verl.protocol import DataProto
@@ -136,7 +138,7 @@ def with_axes(data: DataProto) -> DataProto:
     return DataProto.from_dict(tensors, meta_info=data.meta_info)
 
 
-def engine_of(folder: str, packed: bool, trains: bool = False, **options: Any) -> BaseEngine:
+def engine_of(folder: str, packed: bool, trains: bool = False, sp_size: int = 1, **options: Any) -> BaseEngine:
     model = HFModelConfig(
         path=folder, load_tokenizer=False, use_remove_padding=packed, enable_gradient_checkpointing=trains
     )
@@ -144,7 +146,7 @@ def engine_of(folder: str, packed: bool, trains: bool = False, **options: Any) -
         "language_model",
         "fsdp",
         model_config=model,
-        engine_config=FSDPEngineConfig(forward_only=not trains),
+        engine_config=FSDPEngineConfig(forward_only=not trains, ulysses_sequence_parallel_size=sp_size),
         optimizer_config=FSDPOptimizerConfig(total_training_steps=1) if trains else None,
         checkpoint_config=None,
         **options,
@@ -215,6 +217,41 @@ def engine_spec() -> Any:
     from verl.workers.engine.passes import PassSpec
 
     return PassSpec()
+
+
+SHARED = ("dynamic", "longrope", "llama4", "dynamic mrope")
+
+
+def run_rank(rank: int, folders: dict[str, str], results: Path) -> None:
+    """Score rows that two ranks share (Ulysses), and save what came out."""
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{results}/store", rank=rank, world_size=2)
+    found = {}
+    for name in SHARED:
+        engine = engine_of(folders[name], packed=True, sp_size=2)
+        data = batch_of(LENGTHS)
+        with engine.eval_mode():
+            found[name] = engine.infer_batch(with_axes(data) if "mrope" in name else data)["log_probs"]
+    torch.save(found, results / f"rank_{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_ranks_that_share_rows_compute_what_a_row_has_alone(folders: dict[str, str], tmp_path: Path) -> None:
+    Ranks(run_rank, (folders, tmp_path), nprocs=2).join()
+    rows = batch_of(LENGTHS).batch["input_ids"]
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank_{rank}.pt")
+        for name in SHARED:
+            model = model_of(folders[name])
+            for at, length in enumerate(LENGTHS):
+                with torch.no_grad():
+                    right = alone(model, rows[at, : PROMPT + length])
+                torch.testing.assert_close(found[name][at, :length], right, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "phi3"])
