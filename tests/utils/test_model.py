@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
-from transformers import LlamaConfig, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import LlamaConfig, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen2VLConfig
 
 from tests.workers.engine.cases import tiny_config, write_model
 from verl.utils import fsdp_utils
@@ -33,6 +33,19 @@ def test_actor_and_critic_of_a_configuration(folder):
     assert torch.equal(loaded.model.layers[1].mlp.up_proj.weight, plain.model.layers[1].mlp.up_proj.weight)
     with pytest.raises(ValueError, match="no token classification model for model_type='clip'"):
         M.get_value_model_class(SimpleNamespace(model_type="clip"))
+
+
+def test_changes_reach_the_language_model_and_merge():
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    vision = Qwen2VLConfig(text_config={"rope_parameters": rope, "hidden_size": 64})
+    for config in (vision, LlamaConfig()):
+        M.update_model_config(config, {"rope_theta": 5.0, "num_hidden_layers": 1})
+        M.update_model_config(config, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+        text = config.get_text_config()
+        assert text.num_hidden_layers == 1
+        assert (text.rope_parameters["rope_theta"], text.rope_parameters["factor"]) == (5.0, 2.0)
+    M.update_model_config(vision, {"vision_config": {"depth": 2}, "image_token_id": 7})
+    assert (vision.vision_config.depth, vision.image_token_id) == (2, 7)
 
 
 def test_path_of_a_model(folder):

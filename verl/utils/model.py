@@ -99,12 +99,20 @@ def extract_multi_modal_inputs(
 
 
 def update_model_config(module_config: PretrainedConfig, override_config_kwargs: Mapping[str, Any]) -> None:
-    """Set attributes of a configuration in place; mappings update nested configurations."""
+    """Set attributes of a configuration in place; mappings update nested configurations and are merged into others.
+
+    What a vision-language model has in its language model only is set there.
+    """
+    text = module_config.get_text_config()
     for key, value in override_config_kwargs.items():
-        if isinstance(value, Mapping) and hasattr(module_config, key):
-            update_model_config(getattr(module_config, key), value)
+        owner = module_config if hasattr(module_config, key) else text
+        old = getattr(owner, key, None)
+        if isinstance(value, Mapping) and isinstance(old, PretrainedConfig):
+            update_model_config(old, value)
+        elif key == "rope_theta" and isinstance(getattr(text, "rope_parameters", None), dict):
+            text.rope_parameters = {**text.rope_parameters, key: value}
         else:
-            setattr(module_config, key, value)
+            setattr(owner, key, {**old, **value} if isinstance(value, Mapping) and isinstance(old, dict) else value)
 
 
 def get_huggingface_actor_config(

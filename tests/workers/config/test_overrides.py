@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.base_config import ConfigError
-from verl.workers.config import HFModelConfig
+from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.config.model import ConfigFields, read_config_json
-from verl.workers.config.overrides import overridden, override_problems
+from verl.workers.config.overrides import merged, overridden, override_problems
+from verl.workers.rollout.engine_rope import engine_rope
+from verl.workers.rollout.engine_settings import ContextLengthError, check_context
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -161,6 +163,40 @@ def test_no_dropout_is_what_a_model_without_dropout_has(folders: dict[str, str])
         model_of(folders["text"], embd_pdrop=0.1).hf_config  # noqa: B018
 
 
+EXPERTS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "Phimoe", "Jamba", "JetMoe", "GptOss", "MiniMax")
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_what_messages_advise_for_experts_is_taken(tmp_path: Path, family: str) -> None:
+    config = getattr(transformers, f"{family}Config")(num_hidden_layers=2)
+    config.architectures = ["Any"]
+    config.save_pretrained(tmp_path)
+    advised: dict[str, Any] = {"output_router_logits": False}
+    advised |= {"router_jitter_noise": 0.0} if hasattr(config, "router_jitter_noise") else {}
+    advised |= {"attention_dropout": 0.0} if hasattr(config, "attention_dropout") else {}
+    model = model_of(str(tmp_path), **advised)
+    assert {name: getattr(model.hf_config, name) for name in advised} == advised
+    assert not list(override_problems(read_config_json(str(tmp_path)), advised))
+
+
+@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("rollout", ["vllm", "sglang"])
+def test_a_context_that_is_too_long_is_stretched_as_its_message_advises(
+    folders: dict[str, str], name: str, rollout: str
+) -> None:
+    config = RolloutConfig(name=rollout, prompt_length=100, response_length=100)
+    with pytest.raises(ContextLengthError, match="or set actor_rollout_ref.model.override_config.rope_scaling"):
+        check_context(config, model_of(folders[name]).hf_config)
+    for changes in (
+        {"rope_scaling": {"rope_type": "yarn", **YARN}},
+        {"rope_scaling": {"type": "dynamic", "factor": 4}},
+    ):
+        hf_config = model_of(folders[name], **changes).hf_config
+        assert check_context(config, hf_config) == 200
+        fields = engine_rope(rollout, hf_config, 200)
+        assert fields.get("text_config", fields)["max_position_embeddings"] == 200  # their tables reach as far
+
+
 def test_code_of_a_repository_may_read_anything() -> None:
     assert not list(override_problems({"model_type": "qwen2", "auto_map": {"AutoConfig": "a.B"}}, {"anything": 1}))
     assert not list(override_problems({"model_type": "of a fork"}, {"anything": 1}))
@@ -188,3 +224,30 @@ def test_what_is_written_is_what_the_language_model_has(
     rest = model_of(folders[name]).hf_config.get_text_config()
     for field in FIELDS.keys() - changes.keys() - {"rope_theta"}:
         assert getattr(text, field) == getattr(rest, field)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "changes", [{"rope_theta": 5.0}, {"rope_scaling": {"type": "yarn", **YARN}}, {"vocab_size": 90}]
+)
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_engines_read_the_changes_of_a_vision_language_model(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    vllm = pytest.importorskip("vllm.config.model")
+    sglang = pytest.importorskip("sglang.srt.utils.hf_transformers.config")
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": SECTION}
+    config = getattr(transformers, f"{family}Config")(text_config={**SHAPE, "rope_parameters": rope})
+    config.architectures = [f"{family}ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    model = model_of(str(tmp_path), **changes)
+    expected = model.hf_config.text_config
+    found = transformers.AutoConfig.from_pretrained(tmp_path)
+    args = merged(model.config_changes(), engine_rope("vllm", model.hf_config, 64))
+    object.__new__(vllm.ModelConfig)._apply_dict_overrides(found, args)  # all of them stand in a node
+    args = merged(model.config_changes(), engine_rope("sglang", model.hf_config, 64))
+    other = sglang.get_config(str(tmp_path), trust_remote_code=False, model_override_args=args)
+    other.text_config.rope_parameters.pop("type", None)  # which SGLang adds for remote code
+    for text in (found.text_config, other.text_config):
+        assert (text.rope_parameters, text.vocab_size) == (expected.rope_parameters, expected.vocab_size)
