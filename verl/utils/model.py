@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -83,7 +84,10 @@ def create_random_mask(
 def extract_multi_modal_inputs(
     batch_data: Sequence[Mapping[str, Any] | None], indices: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Concatenate the processor outputs of all rows, or of ``indices``, along dim 0; other values become lists."""
+    """Concatenate the processor outputs of all rows, or of ``indices``, along dim 0; other values become lists.
+
+    Images of several shapes are padded with zeros at the end, as processors do with those that they get together.
+    """
     rows = [batch_data[i] for i in indices] if indices is not None else list(batch_data)
     present = [row for row in rows if row]
     joined: dict[str, Any] = {}
@@ -91,8 +95,20 @@ def extract_multi_modal_inputs(
         values = [row[name] for row in present if row.get(name) is not None]
         as_lists = any("image_bound" in row for row in present)
         if values:
-            joined[name] = values if as_lists or not isinstance(values[0], Tensor) else torch.cat(values, dim=0)
+            joined[name] = values if as_lists or not isinstance(values[0], Tensor) else torch.cat(_padded(values))
     return joined
+
+
+def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Pad tensors to the largest size of each dim but the first; those of several ranks stay as they are."""
+    sizes = [max(dims) for dims in zip(*(each.shape[1:] for each in tensors), strict=False)]
+    if any(each.dim() != tensors[0].dim() for each in tensors) or all(
+        list(each.shape[1:]) == sizes for each in tensors
+    ):
+        return list(tensors)
+    missing = ([wide - own for wide, own in zip(sizes, each.shape[1:], strict=True)] for each in tensors)
+    pads = ([side for size in reversed(sizes_missing) for side in (0, size)] for sizes_missing in missing)
+    return [F.pad(each, pad) for each, pad in zip(tensors, pads, strict=True)]
 
 
 # ---- configurations

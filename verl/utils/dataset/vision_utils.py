@@ -351,9 +351,11 @@ def _read_file(spec: Described) -> dict[str, Any]:
 
 MARKERS = {"image": "<image>", "video": "<video>"}
 TEXT_KEYS = frozenset(
-    {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "second_per_grid_ts", "video_metadata"}
+    {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "labels"}
+    | {"second_per_grid_ts", "video_metadata"}
 )
-"""Processor outputs that are not model inputs: the text, and values that only position ids are computed from."""
+"""Processor outputs that are not model inputs: the text, values that only position ids are computed from, and what
+engines make for whole rows (``verl.models.transformers.token_inputs``)."""
 
 Templater: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 

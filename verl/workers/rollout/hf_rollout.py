@@ -23,7 +23,8 @@ from verl.models.transformers.attention_choice import class_of, padded_attention
 from verl.models.transformers.balancing import returns_router_logits
 from verl.models.transformers.names import PACKED
 from verl.models.transformers.rope import install_row_rope, install_row_temperature, row_lengths, row_rope_of
-from verl.models.transformers.vision import MEDIA, Media, install_vision, uses_media
+from verl.models.transformers.token_inputs import TokenInputs
+from verl.models.transformers.vision import MEDIA, Media, install_vision, is_vision_config, uses_media
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
@@ -108,6 +109,9 @@ class HFRollout(BaseRollout):
         self._takes_media = not given and uses_media(getattr(self.module, "config", None))
         if self._takes_media:
             install_vision(self.module)  # type: ignore[arg-type]
+        hf_config = getattr(self.module, "config", None)
+        reads_types = not self._takes_media and hf_config is not None and is_vision_config(hf_config)
+        self._token_inputs = TokenInputs.of(self.module) if reads_types else None
         asks_routers = returns_router_logits(getattr(self.module, "config", None))
         # With a cache, transformers cannot make their loss.
         self._options = {"output_router_logits": False} if asks_routers else {}
@@ -163,13 +167,19 @@ class HFRollout(BaseRollout):
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         else:  # (B, C, P) here, (C, B, P) in the model
             inputs["position_ids"] = positions[..., -ids.shape[1] :].transpose(0, 1).to(self._device)
+        joined: dict[str, Any] = {}
         if media is not None:
-            joined: dict[str, Any] = {
-                name: value.to(self._device) for name, value in concat_multi_modal_inputs(media).items()
-            }
+            joined = {name: value.to(self._device) for name, value in concat_multi_modal_inputs(media).items()}
             if self._takes_media:
                 joined = {MEDIA: Media(torch.zeros_like(ids, dtype=torch.bool), joined)}
             inputs |= joined
+        if self._token_inputs is not None:
+            inputs |= self._token_inputs.inputs(ids, torch.zeros_like(ids, dtype=torch.bool), bool(joined))
+            if joined and self._token_inputs.has_axes and positions.dim() == 2:
+                raise WrongInput(
+                    f"actor_rollout_ref.rollout.name=hf cannot count the positions of the images of model_type="
+                    f"{self._token_inputs.family!r}: write vllm"
+                )
         return inputs
 
     def _generate(

@@ -27,7 +27,8 @@ from verl.models.transformers.rope import (
     install_row_rope,
     install_row_temperature,
 )
-from verl.models.transformers.vision import install_vision, uses_media
+from verl.models.transformers.token_inputs import TokenInputs
+from verl.models.transformers.vision import install_vision, is_vision_config, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import current_device, get_torch_device
 from verl.utils.fsdp_utils import gradient_norm, local_gradients, move_optimizer_state
@@ -166,6 +167,10 @@ class FSDPEngine(BaseEngine):
             adapt(self.base_model, remove_padding)
         elif takes_media:
             install_vision(self.base_model)
+        reads_types = config is not None and is_vision_config(config) and not takes_media
+        token_inputs = None
+        if reads_types and not has_remote_code(self.base_model):
+            token_inputs = TokenInputs.of(self.base_model)
         balancing = None if config is None or self.is_value_model else balancing_of(self.base_model)
         self.aux_loss_coef = 0.0 if balancing is None else balancing.coefficient
         self.shares = self.layout.shares
@@ -181,6 +186,7 @@ class FSDPEngine(BaseEngine):
             offload_activations=offload_activations,
             shares_prefixes=shares_prefixes,
             asks_for_rows=asks_for_rows,
+            token_inputs=token_inputs,
             balancing=balancing,
             rope=rope,
         )

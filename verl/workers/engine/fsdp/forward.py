@@ -16,6 +16,7 @@ from verl.models.transformers.dense_common import HeadRequest
 from verl.models.transformers.packed_sequences import PackedSequences
 from verl.models.transformers.packing import ignorant_of_rows
 from verl.models.transformers.rope import RowRope, packed_row_lengths, row_lengths
+from verl.models.transformers.token_inputs import TokenInputs
 from verl.models.transformers.vision import MEDIA, Media
 from verl.protocol import DataProto, tensors_of
 from verl.utils.activation_offload import offloaded_activations
@@ -72,6 +73,7 @@ class Forward:
             way tells it.
         balancing: the loss of the model's experts that a gradient needs; None if its configuration asks for none.
         rope: the rotary positions whose frequencies depend on the length of a row.
+        token_inputs: what a vision-language model takes for each token, if it does not take ``Media``.
         reference: the policy that ``PassSpec.full_kl`` compares with.
         segments: what passes with shared prefixes have computed, see ``BaseEngine.take_segments``; those of a
             reference do not count.
@@ -91,6 +93,7 @@ class Forward:
     asks_for_rows: str | None = None
     balancing: Balancing | None = None
     rope: RowRope | None = None
+    token_inputs: TokenInputs | None = None
     reference: "Reference | None" = None
     segments: list[passes.Segment] = field(default_factory=list)
     images: Counter[int] = field(default_factory=Counter)
@@ -144,6 +147,8 @@ class Forward:
         order = packed.row_order if packed.media_order is None else packed.media_order
         inputs = self._multi_modal_inputs(rows, order if self.remove_padding else None)
         if self.remove_padding:
+            if self.token_inputs is not None and inputs:
+                self.token_inputs.check_packed(tensors_of(rows)["position_ids"].dim() == 3)
             return packed, self._packed(packed, inputs, fused)
         return packed, self._padded(packed, rows, inputs, fused)
 
@@ -206,9 +211,11 @@ class Forward:
         batch = tensors_of(data)
         ids = batch["input_ids"]
         attention = batch["attention_mask"]
-        positions = batch["position_ids"]
-        if positions.dim() == 3:
-            positions = positions.transpose(0, 1)
+        positions: Tensor | None = batch["position_ids"]
+        if batch["position_ids"].dim() == 3:
+            positions = batch["position_ids"].transpose(0, 1)
+        elif self.token_inputs is not None and self.token_inputs.has_axes and inputs:
+            positions = None  # the rows have those of text; the model counts its own
         rows, width = packed.shape
         length = ids.shape[1]
         before = length - width - self.lead
@@ -217,6 +224,8 @@ class Forward:
         sampled = F.pad(passes.response_mask_of(data).bool(), (length - width, 0))
         place = torch.arange(rows * length, device=ids.device).view(rows, length).masked_fill(attention == 0, -1)
         extra = self._extra(inputs, sampled, place)
+        if self.token_inputs is not None:
+            extra = extra | self.token_inputs.inputs(ids, sampled, bool(inputs))
         row = packed.target // width
         column = packed.target % width
         kept: Tensor | HeadRequest = columns
@@ -258,7 +267,7 @@ class Forward:
         self,
         ids: Tensor,
         attention: Tensor | None,
-        positions: Tensor,
+        positions: Tensor | None,
         keep: Tensor | HeadRequest,
         sequences: PackedSequences | None,
         extra: ModelInputs,
