@@ -400,6 +400,8 @@ def test_vision_models(base, tmp_path):
         ("qwen3_moe", "sglang", None),
         ("qwen3_next", "vllm", None),
         ("qwen3_next", "sglang", "runs model_type 'qwen3_next' by kernels that a CPU does not have: write vllm"),
+        ("gemma2", "vllm", None),
+        ("gemma2", "sglang", "runs model_type 'gemma2' by kernels that a CPU does not have: write vllm"),
     ],
 )
 def test_models_of_sglang(base, tmp_path, monkeypatch, family, engine, told):
