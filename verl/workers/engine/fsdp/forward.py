@@ -211,11 +211,11 @@ class Forward:
         batch = tensors_of(data)
         ids = batch["input_ids"]
         attention = batch["attention_mask"]
-        positions: Tensor | None = batch["position_ids"]
-        if batch["position_ids"].dim() == 3:
-            positions = batch["position_ids"].transpose(0, 1)
-        elif self.token_inputs is not None and self.token_inputs.has_axes and inputs:
-            positions = None  # the rows have those of text; the model counts its own
+        given = batch["position_ids"]
+        if given.dim() == 3:
+            given = given.transpose(0, 1)
+        counts_own = given.dim() == 2 and self.token_inputs is not None and self.token_inputs.has_axes and bool(inputs)
+        positions = None if counts_own else given  # else the rows would have those of text
         rows, width = packed.shape
         length = ids.shape[1]
         before = length - width - self.lead
@@ -231,7 +231,7 @@ class Forward:
         kept: Tensor | HeadRequest = columns
         if fused is not None:
             kept = HeadRequest(row * length + column + before, packed.labels, fused.temperature, fused.entropy_mode)
-        with self._rows(row_lengths(positions, attention) if self._chooses_by_row else None):
+        with self._rows(row_lengths(given, attention) if self._chooses_by_row else None):
             logits, aux_loss = self._run(ids, attention, positions, kept, None, extra, attention.numel())
         if fused is not None:
             return Read(logits, packed.labels, packed.target, aux_loss=aux_loss)
