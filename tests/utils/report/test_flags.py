@@ -71,6 +71,7 @@ def test_each_fault_is_flagged_alone(records, kind, first, reason):
     ("changes", "reason"),
     [
         ({"critic/advantages/max": 0.0, "critic/advantages/min": 0.0}, "all advantages are 0 in "),
+        ({"critic/score/max": 0.0, "critic/score/min": 0.0, "critic/score/mean": 0.0}, "all scores are 0 in "),
         ({"actor/grad_norm": 0.0}, "the gradient is 0 in "),
         ({"actor/lr": 0.0}, "the learning rate is 0 in "),
         ({"timing_s/update_critic": 1.0, "timing_s/update_actor": None}, "updated the critic only"),
