@@ -84,6 +84,21 @@ def test_the_options_matter(root: Path, family: str, tmp_path: Path) -> None:
     assert (without - wanted(root / family)[0]).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_critic_under_a_cap(root: Path, packed: bool) -> None:
+    from transformers import AutoModelForTokenClassification
+
+    engine = cases.build(root / "gemma2", {"use_remove_padding": packed}, kind="value_model")
+    model = AutoModelForTokenClassification.from_pretrained(root / "gemma2", num_labels=1, attn_implementation="eager")
+    model.load_state_dict(cases.export(engine), strict=False)
+    with engine.eval_mode(), torch.no_grad():
+        found = engine.infer_batch(attention_cases.batch())["values"]
+        alone = [model.eval()(input_ids=row[None]).logits[0, :, 0] for row in attention_cases.rows()]
+    for at, values in enumerate(alone):
+        first = 4 + 2 * at  # a value is read where its token is predicted
+        torch.testing.assert_close(found[at, : len(values) - first], values[first - 1 : -1], atol=2e-4, rtol=0)
+
+
 def test_one_notice_of_the_memory(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     attention_choice._give_notice.cache_clear()
     for _ in range(2):
