@@ -13,8 +13,8 @@ SGLANG_KERNEL_FAMILIES = (
     *("mamba2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zaya"),
     *("gemma2", "gpt_oss", "grok-1", "qwen2_moe", "vaultgemma"),
 )
-"""Families that SGLang runs by kernels only: layers of states or short convolutions, attention with sinks, or with a cap
-of its logits, which SGLang's attention for a CPU drops, gated shared experts."""
+"""Families that SGLang runs by kernels only: layers of states or short convolutions, gated shared experts, attention
+with sinks or with a cap of its logits, which SGLang's attention for a CPU drops."""
 REMOTE_FAMILIES = ("kimi_vl", "minicpmo")
 """Values of ``model_type`` whose code is remote, in the model's repository; see ``verl.models.transformers.remote``."""
 SHARED_FAMILIES = (*VISION_FAMILIES, *REMOTE_FAMILIES)
