@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from verl.models.transformers.packing import packing_problem
-from verl.models.transformers.prefix_sharing import sharing_problems
+from verl.models.transformers.prefix_sharing import drawn_in_training, sharing_problems
 
 STATES = (
     *("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "minimax", "nemotron_h"),
@@ -61,3 +61,17 @@ def test_models_whose_rows_share_nothing(config: dict[str, Any], message: str) -
     (problem,) = sharing_problems(config)
     assert message in problem
     assert list(sharing_problems(fields("qwen3_moe", output_router_logits=False))) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "drawn"),
+    [
+        (fields("qwen2"), []),
+        (fields("qwen2", attention_dropout=0.1), ["attention_dropout=0.1"]),
+        (fields("mixtral", router_jitter_noise=0.2), ["router_jitter_noise=0.2"]),
+        (fields("dbrx", resid_pdrop=0.0, attn_config={"attn_pdrop": 0.2}), ["attn_pdrop=0.2"]),
+        (fields("phimoe", router_jitter_noise=0.0, input_jitter_noise=0.0), ["experts (model_type=phimoe)"]),
+    ],
+)
+def test_what_training_draws(config, drawn):
+    assert drawn_in_training(config) == drawn

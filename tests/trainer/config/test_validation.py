@@ -371,6 +371,20 @@ def test_padded_rows_share_nothing_and_a_notice_says_so(base, caplog):
     assert "use_prefix_sharing" not in caplog.text
 
 
+def test_a_notice_says_what_updates_draw(base, tmp_path, caplog):
+    """Old log-probabilities are computed without; a model that draws nothing gets no notice."""
+    sizes = {"max_position_embeddings": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "resid_pdrop": 0.1} | sizes))
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    path = {f"{MODEL}.path": str(tmp_path)}
+    violations(base, path)
+    assert caplog.text.count("updates of the policy draw resid_pdrop=0.1, as config.json says") == 1
+    caplog.clear()
+    violations(base, path | {f"{MODEL}.override_config": {"resid_pdrop": 0.0}})
+    violations(base, {})
+    assert "updates of the policy draw" not in caplog.text
+
+
 def test_vision_models(base, tmp_path):
     key = f"{ACTOR}.freeze_vision_tower"
     assert "names a text model" in violations(base, {key: True})[key]

@@ -52,6 +52,12 @@ def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator
         )
 
 
+def drawn_in_training(config: Mapping[str, Any]) -> list[str]:
+    """Return what a config.json says that training draws for each token, and inference does not."""
+    experts = [f"experts (model_type={kind})" for kind in _DRAWS_EXPERTS if config.get("model_type") == kind]
+    return experts + [f"{name}={rate}" for name, rate in sorted(_drawn(config))]
+
+
 def _drawn(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the rates above 0 of what is drawn for each token: dropout, and noise of routers."""
     for name, value in config.items():

@@ -16,7 +16,7 @@ from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules, may_register
 from verl.trainer.config.rules.fork_workers import fork_rules
 from verl.trainer.config.rules.megatron import megatron_rules
-from verl.trainer.config.rules.model import model_rules, option_rules, rope_notice, vocabulary_rules
+from verl.trainer.config.rules.model import model_rules, noise_notice, option_rules, rope_notice, vocabulary_rules
 from verl.trainer.config.rules.no_effect import idle_keys, unsupported_rules
 from verl.trainer.config.rules.profiler import profiler_rules
 from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_model_rules
@@ -275,7 +275,8 @@ def _give_notices(run: RunConfig, tree: Tree) -> None:
             "of training are not: all that compares the two, metrics and importance weights, includes this difference",
             ", ".join(cuts),
         )
-    if (notice := rope_notice(run)) is not None:
-        logger.warning(notice)
+    for notice in (rope_notice(run), noise_notice(run)):
+        if notice is not None:
+            logger.warning(notice)
     if run.data.val_batch_size is not None:
         logger.warning("data.val_batch_size is deprecated: leave it null, the engine schedules validation itself")

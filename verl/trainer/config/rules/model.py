@@ -9,7 +9,7 @@ from verl.base_config import Violation, as_yaml
 from verl.models.transformers.names import LENGTH_ROPES, PACKED, SHARED_FAMILIES
 from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.packing import attention_cap, packing_problem
-from verl.models.transformers.prefix_sharing import sharing_problems
+from verl.models.transformers.prefix_sharing import drawn_in_training, sharing_problems
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
@@ -219,6 +219,22 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
     if rollout.name != "hf":
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         yield from head_rules(hf_config, key, rollout.tensor_model_parallel_size, "tensor-parallel ranks")
+
+
+def noise_notice(run: RunConfig) -> str | None:
+    """Return that updates of the policy draw what its old log-probabilities are computed without; None if they do not.
+
+    A field that the model does not read is named, too.
+    """
+    model = run.actor_rollout_ref.model
+    drawn = drawn_in_training(overridden(read_config_json(model.path), model.override_config))
+    if not drawn:
+        return None
+    return (
+        f"updates of the policy draw {', '.join(drawn)}, as config.json says, and old log-probabilities are computed "
+        f"without: the ratio of a first update is not 1. Set rates to 0.0 in {POLICY}.override_config if you do not "
+        "want that (docs/architecture.md, Reproducibility)"
+    )
 
 
 def rope_notice(run: RunConfig) -> str | None:
