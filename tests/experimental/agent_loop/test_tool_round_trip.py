@@ -88,7 +88,9 @@ def values(name: str) -> st.SearchStrategy[Any]:
 
 
 def calls(name: str) -> st.SearchStrategy[list[Arguments]]:
-    names = st.from_regex(r"[a-z_][a-z0-9_]{0,4}", fullmatch=True) | texts(name)
+    names = (
+        st.from_regex(r"[a-z_][a-z0-9_]{0,4}", fullmatch=True) | st.sampled_from(["/", "a=b", "=", "ü-1"]) | texts(name)
+    )
     arguments = st.dictionaries(names, values(name), max_size=3).filter(HOLDS[name])
     return st.lists(arguments, min_size=1, max_size=3 if name in ("hermes", "qwen3-coder", "pythonic") else 1)
 

@@ -186,7 +186,7 @@ class Elements:
 
 
 def _tag(match: re.Match[str]) -> _Tag:
-    name, _, value = match[0].strip("</>").partition("=")
+    name, _, value = match[0][1:-1].removeprefix("/").partition("=")
     return _Tag(name, match[0].startswith("</"), value.strip(), match.start(), match.end())
 
 
