@@ -12,7 +12,7 @@ from typing import Any
 from unicodedata import normalize
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from examples.tiny_model import byte_tokenizer
@@ -160,6 +160,7 @@ def test_constants_of_python(made: list[Arguments]) -> None:
     kept = [
         {key: value.strip("\n") if isinstance(value, str) else value for key, value in each.items()} for each in made
     ]
+    assume(not any("parameter" in _written(value) for each in kept for value in each.values()))
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode(as_python_writes(kept), add_special_tokens=False)
     read("qwen3-coder", tokenizer, tokens, kept)

@@ -103,8 +103,9 @@ class Elements:
     """Reads ``<tool_call><function=NAME><parameter=KEY>TEXT</parameter></function></tool_call>`` in a text.
 
     Blanks may stand between tags. Nothing in ``TEXT`` is escaped, so an argument that holds tags can be read in several
-    ways. It ends at a ``</parameter>`` before the next tag of the call: at the one with which all tags inside are
-    paired; else at the first one that leaves no end tag over between the call and the next one; else at the first.
+    ways. It ends at a ``</parameter>`` before the next tag of the call: where all have lines of their own, as chat
+    templates write them, at the first such one, unless end tags are left over then; else at the one with which all tags
+    inside are paired; or at the first one that leaves no end tag over before the next call; or at the first.
     """
 
     def __init__(self, text: str) -> None:
@@ -118,13 +119,16 @@ class Elements:
 
     def read(self, start: int) -> tuple[ElementCall, int] | None:
         """Read the call after the opening tag that stops at ``start``; None if it does not follow the grammar."""
+        return self._read(start, self._end_on_own_line) or self._read(start, self._end_of_value)
+
+    def _read(self, start: int, end_of: Callable[[int], int | None]) -> tuple[ElementCall, int] | None:
         place = self._openings[start] + 1
         if not self._is_next(place, "function"):
             return None
         name = self.tags[place].value
         arguments: dict[str, str] = {}
         while self._is_next(place + 1, "parameter"):
-            opening, end = self.tags[place + 1], self._end_of_value(place + 1)
+            opening, end = self.tags[place + 1], end_of(place + 1)
             if end is None or opening.value in arguments:
                 return None
             written = self.text[opening.stop : self.tags[end].start]
@@ -141,6 +145,7 @@ class Elements:
         self._next_stop = [none] * (none + 1)  # of a call
         self._next_end = [none] * (none + 1)  # of an argument
         self._next_clean_end = [none] * (none + 1)
+        self._next_own_end = [none] * (none + 1)  # on a line of its own
         for place in reversed(range(none)):
             tag, after = self.tags[place], place + 1
             self._is_clean[place] = _is(tag, "tool_call") or (not tag.is_end and self._is_clean[after])
@@ -150,6 +155,18 @@ class Elements:
             self._next_stop[place] = place if is_stop else self._next_stop[after]
             self._next_end[place] = place if self._ends_value(place) else self._next_end[after]
             self._next_clean_end[place] = place if self._ends_cleanly(place) else self._next_clean_end[after]
+            is_own = self._is_on_own_line(place) and _is(tag, "parameter", is_end=True)
+            self._next_own_end[place] = place if is_own else self._next_own_end[after]
+
+    def _end_on_own_line(self, opening: int) -> int | None:
+        end = self._next_own_end[opening + 1]
+        if self._is_missing(opening + 1, end) or not self._is_on_own_line(opening):
+            return None
+        return end if self._ends_cleanly(end) else None
+
+    def _is_on_own_line(self, place: int) -> bool:
+        start, stop = self.tags[place].start, self.tags[place].stop
+        return self.text[start - 1 : start] in ("", "\n") and self.text[stop : stop + 1] in ("", "\n")
 
     def _end_of_value(self, opening: int) -> int | None:
         partner, after = self._partners[opening], opening + 1
@@ -157,9 +174,11 @@ class Elements:
             return partner
         clean, call = self._next_clean_end[after], self._next_call[after]
         end = clean if clean < call else self._next_end[after]
-        # Where the call stops before the next one, and only that one has an end tag for it, the argument has none.
-        is_missing = end == len(self.tags) or self._next_stop[after] < call < end
-        return None if is_missing else end
+        return None if self._is_missing(after, end) else end
+
+    def _is_missing(self, after: int, end: int) -> bool:
+        """Whether an argument has no end: there is none, or its call stops before the next one, which has it."""
+        return end == len(self.tags) or self._next_stop[after] < self._next_call[after] < end
 
     def _ends_value(self, place: int) -> bool:
         if not _is(self.tags[place], "parameter", is_end=True):
