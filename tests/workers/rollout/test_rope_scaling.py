@@ -154,16 +154,16 @@ def test_scalings_that_an_engine_computes_otherwise_are_refused() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("kind, family", [*((kind, "Llama") for kind in ROPES), ("longrope", "Phi3")])
 def test_an_engine_samples_from_the_model_of_the_actor(
-    request: pytest.FixtureRequest, tmp_path: Path, engine: str, kind: str
+    request: pytest.FixtureRequest, tmp_path: Path, engine: str, kind: str, family: str
 ) -> None:
     pytest.importorskip(engine)
     if engine == "sglang" and kind == "proportional":
         pytest.skip("refused")
     if engine == "sglang":
         request.getfixturevalue("ray_cluster")
-    model = model_of(kind)
+    model = model_of(kind, family)
     rollout = tiny.start_rollout(engine, model, tmp_path, ignore_eos=True, temperature=1.0)
     try:
         tiny.load_all(rollout, model)
