@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from .conftest import Workspace
+from .conftest import Workspace, assert_bit_for_bit
 
 SCORER = """
 import os, subprocess, sys, time
@@ -48,3 +48,41 @@ def test_a_run_survives_its_scorer(workspace: Workspace, manager: str) -> None:
     assert all(map(math.isfinite, numbers.values()))
     assert numbers["val-aux/reward/failed"] >= 3  # of the rows 0 to 5, those of the first two kinds
     assert "the first response that could not be scored" in run.output and "KeyError: 'no such answer'" in run.output
+
+
+BROKEN_LATER = """
+import os
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    with open(LOG, "a") as log:
+        log.write("x")
+    if os.path.exists(BROKEN) and os.path.getsize(LOG) > FIRST:
+        raise KeyError(f"no answer to {solution_str!r}")
+    return len(set(solution_str)) / 16
+"""
+
+
+def test_a_run_ends_when_nothing_of_a_step_can_be_scored(workspace: Workspace) -> None:
+    """It ends in that step with reasons and a checkpoint of the step before, from which it goes on bit for bit."""
+    broken = workspace.folder / "broken"
+    path = workspace.folder / "broken_later.py"
+    path.write_text(
+        BROKEN_LATER.replace("BROKEN", repr(str(broken)))
+        .replace("LOG", repr(str(workspace.folder / "calls")))
+        .replace("FIRST", "32")
+    )
+    overrides = {
+        "custom_reward_function.path": path,
+        "trainer.total_training_steps": 2,
+        "trainer.save_freq": 10,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "actor_rollout_ref.rollout.name": "hf",
+    }
+    whole = workspace.train("never_broken", overrides)
+    (workspace.folder / "calls").unlink()
+    broken.touch()
+    cut = workspace.train("broken_later", overrides, fails=True)
+    assert "step 2: none of the" in cut.output and "the scorer raised KeyError: " in cut.output
+    assert (cut.folder / "latest_checkpointed_iteration.txt").read_text() == "1"
+    broken.unlink()
+    assert_bit_for_bit(workspace.train("broken_later", overrides), whole, [2])

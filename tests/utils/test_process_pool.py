@@ -166,6 +166,28 @@ def test_a_lost_process_costs_the_call_that_it_worked_on(tmp_path):
     function.close()
 
 
+def test_a_function_that_ends_every_process_is_not_started_for_every_call(tmp_path):
+    text = (
+        f"import os\nopen({str(tmp_path / 'starts')!r}, 'a').write('x')\n"
+        + """
+def f(what):
+    if what == "exit":
+        os._exit(3)
+    return what
+"""
+    )
+    function = isolated(tmp_path, text)
+    for batch in (1, 2):  # the next batch tries again
+        outcomes = dict(function.outcomes([{"what": "exit"}] * 30, 10.0, 60.0))
+        assert len(outcomes) == 30 and len((tmp_path / "starts").read_text()) == 3 * batch
+        assert [outcome.error for outcome in outcomes.values()].count("died: its process ended with code 3") == 3
+        assert outcomes[29].error == "was not called: its process died in the first 3 calls, and none has returned"
+    # A function that has returned once may have met bad arguments.
+    outcomes = dict(function.outcomes([{"what": what} for what in ["right", *["exit"] * 5, "right"]], 10.0, 60.0))
+    assert outcomes[0] == outcomes[6] == "right" and outcomes[5].error == "died: its process ended with code 3"
+    function.close()
+
+
 def test_calls_that_wait_for_a_hanging_one_share_the_deadline_of_the_batch(tmp_path):
     function = isolated(tmp_path, WILD)
     function.start()

@@ -36,6 +36,8 @@ PROCESSES_PER_CORE = 4  # more than one, because scorers often wait for a servic
 START_TIMEOUT_S = 300.0
 MOST_AHEAD = 64
 """Calls that a single process holds, so that it need not wait for the next one."""
+MOST_DEATHS = 3
+"""Processes that may die before any call has returned; then the other calls of the batch fail without a new one."""
 _LONGEST_WAIT_S = 1.0  # an exception for a thread that is not the main one arrives between two waits
 _ENDING_GRACE_S = 1.0
 _READ_BYTES = 1 << 18
@@ -235,6 +237,8 @@ class DeadlinePool:
     def _begin(self) -> None:
         self._workers: list[_Worker] = []
         self._lock = threading.Lock()
+        self._has_returned = False
+        self._deaths = 0
         weakref.finalize(self, _end_all, self._workers)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -304,6 +308,11 @@ class DeadlinePool:
                 if not worker.is_starting and worker.calls:
                     yield from self._collect(worker, timeout_s, end)
             self._remove_done(waiting)
+            if self._deaths >= MOST_DEATHS and not self._has_returned:
+                text = f"was not called: its process died in the first {self._deaths} calls, and none has returned"
+                yield from ((number, ScorerFailed(text)) for number in waiting)
+                waiting.clear()
+                self._deaths = 0  # the next batch tries again
             if time.monotonic() >= end:
                 yield from ((number, DeadlineExceeded(of_batch=True)) for number in waiting)
                 waiting.clear()
@@ -341,12 +350,14 @@ class DeadlinePool:
         has_ended = worker.has_ended()  # before the last answers are read
         for message in worker.receive():
             worker.deadline = time.monotonic() + timeout_s
+            self._has_returned = True
             yield worker.calls.popleft(), _outcome(message)
         if not worker.calls:
             return
         if has_ended or worker.has_ended():
             failure = ScorerFailed(f"died: its process {worker.death()}")
             worker.end()
+            self._deaths += 1
             yield worker.calls.popleft(), failure
         elif time.monotonic() >= min(worker.deadline, end):
             worker.end()

@@ -1,5 +1,6 @@
 """Rows whose trajectories failed: spare prompts in their place, and rows that fill a batch outside all numbers."""
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,13 @@ from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.reward import compute_reward, leave_unscored_out
+from verl.trainer.ppo.reward import NothingScoredError, compute_reward, leave_unscored_out, refuse_nothing_scored
 from verl.trainer.ppo.shaping import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.spares import FIRST_SEED, SparePrompts
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.numerics.seeding import sampling_seeds
-from verl.workers.rewards.scoring import RewardError, ScoringLimits
+from verl.workers.rewards.scoring import Reason, RewardError, ScoringLimits
 
 SAMPLES, WIDTH, SEED, STEP = 2, 4, 1, 3
 
@@ -257,6 +258,24 @@ def test_a_response_leaves_its_group_if_a_service_keeps_it_from_a_score() -> Non
     assert metrics["critic/score/mean"] == pytest.approx(-2 / 3)
     with pytest.raises(RewardError, match="step 3: no response could be scored: a service"):
         leave_unscored_out(scored_batch(Scorers(*["unavailable"] * 4)), None, STEP)
+
+
+def test_a_step_in_which_nothing_could_be_scored_ends_the_run() -> None:
+    reasons = [Reason("raised", "the scorer raised KeyError: 'a'"), Reason("invalid", "the scorer returned nan")]
+    none_scored = Scorers(*reasons, *reasons)
+    with pytest.raises(
+        NothingScoredError, match=r"step 3: none of the 4 .*\(1\) .*KeyError: 'a'; \(2\) .*returned nan\. "
+    ):
+        refuse_nothing_scored(scored_batch(none_scored), STEP, none_scored)
+    written = Scorers(*reasons, *reasons)
+    written.limits = ScoringLimits(max_failed_ratio=1.0)
+    for allowed in (Scorers(*reasons, "raised", None), written):
+        refuse_nothing_scored(scored_batch(allowed), STEP, allowed)
+    batch = scored_batch(Scorers(*reasons, "raised", None))
+    batch.non_tensor_batch["__dropped__"] = np.array([False, False, False, True])  # it has no trajectory
+    with pytest.raises(NothingScoredError, match=r"none of the 3 .*\(3\) raised\."):
+        refuse_nothing_scored(batch, STEP, none_scored)
+    assert pickle.loads(pickle.dumps(reasons[0])).text == reasons[0].text and reasons[0] == "raised"
 
 
 def test_a_prompt_whose_baseline_is_unknown_is_not_trained() -> None:

@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.spans import activity
 from verl.protocol import DataProto
 from verl.workers.rewards.loading import load_reward_manager, reward_kwargs
 from verl.workers.rewards.managers import AbstractRewardManager, DAPORewardManager, NaiveRewardManager
-from verl.workers.rewards.scoring import FAILURE_COLUMN
+from verl.workers.rewards.scoring import FAILURE_COLUMN, reason_of
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -133,14 +133,14 @@ class TrajectoryScorer:
         if self._manager is None:
             config = self._config
             manager = load_reward_manager(config, self._tokenizer, num_examine=0, **reward_kwargs(config))
-            manager.limits = replace(manager.limits, max_failed_ratio=1.0)
+            manager.limits = replace(manager.limits, max_failed_ratio=None)
             self._manager = manager
         requests = together[0].batch.select_idxs([each.index for each in together])
         rows = self._rows_of([each.output.model_copy(update={"earlier": []}) for each in together], requests)
         samples, scores = self._manager.score_samples(rows, self._manager.score)
         values = self._manager.rewards(samples, scores)
         return [
-            (value, score.extras | {FAILURE_COLUMN: score.failure.kind if score.failure else None})
+            (value, score.extras | {FAILURE_COLUMN: reason_of(score)})
             for value, score in zip(values, scores, strict=True)
         ]
 

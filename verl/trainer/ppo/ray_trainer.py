@@ -38,7 +38,14 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics as process_
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.records import StepRecord, dump_generations, scored_columns, trace_batch
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
-from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn, leave_unscored_out
+from verl.trainer.ppo.reward import (
+    ExtraColumns,
+    NothingScoredError,
+    PendingReward,
+    RewardFn,
+    leave_unscored_out,
+    refuse_nothing_scored,
+)
 from verl.trainer.ppo.rollout_skip import RolloutSkip
 from verl.trainer.ppo.segments import (
     SEGMENTS_COLUMN,
@@ -382,6 +389,9 @@ class RayPPOTrainer:
             finished = True
         except Exception as error:  # whatever ends the run, its message names the step
             error.add_note(f"in training step {self.state.step} of {self.state.total_steps}")
+            if isinstance(error, NothingScoredError):
+                self.state.step -= 1
+                self._save_last_full_step({})
             raise
         finally:
             profiling.end_profiling(self.state)
@@ -396,9 +406,8 @@ class RayPPOTrainer:
         return loaders.training_rows(self.train_dataloader, self.state, total_epochs)
 
     def _begin_step(self) -> None:
-        """Move to the next step; keep where its data begin if the data may end before it is full."""
-        options = self.run_config.trainer
-        if options.total_training_steps is None and options.save_freq > 0:
+        """Move to the next step; keep where its data begin, for a checkpoint of the last full step."""
+        if self.run_config.trainer.save_freq > 0:
             self._step_position = self.checkpoints.position()
         self.state.begin_step()
 
@@ -859,6 +868,7 @@ class RayPPOTrainer:
         self.state.extra_columns = list(extras)
         for name, values in extras.items():  # one axis: lists among the values stay lists
             batch.non_tensor_batch[name] = np.fromiter(values, dtype=object, count=len(values))
+        refuse_nothing_scored(batch, self.state.step, self.reward_fn)
         leave_unscored_out(batch, self.actor_rollout_wg, self.state.step)
 
     # ---- after the phases of a step
@@ -952,13 +962,20 @@ class RayPPOTrainer:
         timing: Timing = {}
         if options.test_freq > 0 and state.step % options.test_freq:
             self._validate_after_step(metrics, timing)
-        if not self.checkpoints.folder(state.step).exists():
-            # A run with more epochs draws again what the step that was not full has drawn.
-            self.checkpoints.goes_on_at = self._step_position
-            self._save_after_step(timing)
-        self.checkpoints.finish()
+        self._save_last_full_step(timing)
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         self.output.log(metrics, state.step)
+
+    def _save_last_full_step(self, timing: Timing) -> None:
+        """Save the step before one that has not become full, which a resumed run draws again."""
+        state = self.state
+        if self.run_config.trainer.save_freq <= 0 or not state.step:
+            return
+        if not self.checkpoints.folder(state.step).exists():
+            self.checkpoints.goes_on_at = self._step_position
+            with self._timed("save_checkpoint", timing):
+                self._save_checkpoint()
+        self.checkpoints.finish()
 
     # ---- validation
 

@@ -46,6 +46,7 @@ from verl.workers.rewards.scoring import (
     ScoringLimits,
     describe_failure_score,
     describe_scorer,
+    exceeds,
     failure_score_of,
     lowest_scores,
     sampled_mask,
@@ -53,6 +54,8 @@ from verl.workers.rewards.scoring import (
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 logger = logging.getLogger(__name__)
+
+SHOWN_REASONS = 3
 
 ExtraColumns = dict[str, list[Any]]
 """Extra values that scorers return, as lists of length B."""
@@ -117,6 +120,31 @@ def _with_lowest(data: DataProto, scores: Tensor, extras: ExtraColumns, reward_f
 def _sources(data: DataProto, reward_fn: RewardFn) -> list[str]:
     key = getattr(reward_fn, "reward_fn_key", "data_source")
     return list(data.non_tensor_batch.get(key, ["unknown"] * len(data)))
+
+
+class NothingScoredError(RewardError):
+    """No response of a step could be scored."""
+
+
+def refuse_nothing_scored(batch: DataProto, step: int, reward_fn: RewardFn | None) -> None:
+    """Raise NothingScoredError with the first reasons if no response of the batch could be scored.
+
+    Training on would set all rewards to one value. A ratio that the user wrote decides instead.
+    """
+    limits: ScoringLimits = getattr(reward_fn, "limits", ScoringLimits())
+    found = batch.non_tensor_batch
+    reasons = found.get(FAILURE_COLUMN)
+    if limits.max_failed_ratio is not None or reasons is None:
+        return
+    is_kept = ~found.get(DROPPED_COLUMN, np.zeros(len(batch), dtype=bool)).astype(bool)
+    if not is_kept.any() or any(reason is None for reason in reasons[is_kept]):
+        return
+    texts = dict.fromkeys(getattr(reason, "text", str(reason)) for reason in reasons[is_kept])
+    first = "; ".join(f"({number}) {text}" for number, text in enumerate(list(texts)[:SHOWN_REASONS], 1))
+    raise NothingScoredError(
+        f"step {step}: none of the {int(is_kept.sum())} responses could be scored: {first}. Correct the scorer; or "
+        "write reward_model.scoring.max_failed_ratio=1 to train on"
+    )
 
 
 def leave_unscored_out(batch: DataProto, group: RayWorkerGroup, step: int) -> None:
@@ -192,7 +220,7 @@ def settled(data: DataProto, scores: Tensor, extras: ExtraColumns, reward_fn: Re
         f"{len(rows)} of {len(scores)} responses have a score that is not a finite number, the first in row {rows[0]} "
         f"of the batch, data_source {sources[rows[0]]!r}"
     )
-    if len(rows) / len(scores) > limits.max_failed_ratio:
+    if exceeds(len(rows), len(scores), limits):
         limit = f"reward_model.scoring.max_failed_ratio={limits.max_failed_ratio:g}"
         raise RewardError(f"{text}: more than {limit}. Correct the reward, or raise this limit")
     logger.warning("%s: they get %s", text, describe_failure_score(limits))

@@ -50,7 +50,9 @@ class ScoringConfig(BaseConfig):
     failure_score: float | None = setting(None, "score of a response whose scorer fails; null: the lowest")
     timeout_s: float = setting(300, "seconds to score one response", above=0, at_most=MOST_SECONDS)
     batch_timeout_s: float = setting(1800, "seconds to score all responses of a step", above=0, at_most=MOST_SECONDS)
-    max_failed_ratio: float = setting(1.0, "share of a batch that may fail", at_least=0, at_most=1)
+    max_failed_ratio: float | None = setting(
+        None, "share of a batch that may fail; null: all but the whole batch", at_least=0, at_most=1
+    )
     isolate: bool | None = setting(None, "call a custom scorer in a process; null: unless its file imports ray")
 
     def rules(self) -> Iterator[Violation]:

@@ -75,7 +75,8 @@ class Judge:
                 value = self._score(row, answer)
                 failed += value is None
                 scores[row] = self.failure_score if value is None else value
-        if failed / len(questions) > (limit := self.config.scoring.max_failed_ratio):
+        limit = self.config.scoring.max_failed_ratio
+        if limit is not None and failed > limit * len(questions):
             raise RewardError(
                 f"the reward model could not score {failed} of {len(questions)} responses, more than "
                 f"reward_model.scoring.max_failed_ratio={limit:g}; the last one: {self._last_failure}"

@@ -60,6 +60,21 @@ class RewardError(WrongInput):
     """A scorer raised, or returned something that is not a score."""
 
 
+class Reason(str):
+    """Kind of a failure, in the column of a batch; ``text`` says more."""
+
+    text: str
+
+    def __new__(cls, kind: str, text: str) -> "Reason":
+        """Return the kind with its text."""
+        reason = super().__new__(cls, kind)
+        reason.text = text
+        return reason
+
+    def __reduce__(self) -> tuple[type["Reason"], tuple[str, str]]:
+        return Reason, (str(self), self.text)
+
+
 @dataclass
 class Sample:
     """The arguments of a scorer for one response."""
@@ -248,6 +263,16 @@ def timed_out(sample: Sample, limits: ScoringLimits, of_batch: bool, trace: str 
 # ---- the whole batch
 
 
+def reason_of(score: "Score") -> Reason | None:
+    """Return why a response could not be scored; None if it was."""
+    return None if score.failure is None else Reason(score.failure.kind, one_line(score.failure.text, MOST_CHARS))
+
+
+def exceeds(failed: int, count: int, limits: ScoringLimits) -> bool:
+    """Return whether more of a batch failed than ``reward_model.scoring.max_failed_ratio`` allows."""
+    return limits.max_failed_ratio is not None and failed > limits.max_failed_ratio * count
+
+
 def report_failures(
     samples: Sequence[Sample], scores: Sequence[Score], limits: ScoringLimits, in_full: bool, scorer: str
 ) -> bool:
@@ -261,7 +286,7 @@ def report_failures(
     if not failures:
         return False
     sample, first = failures[0]
-    too_many = len(failures) / len(samples) > limits.max_failed_ratio
+    too_many = exceeds(len(failures), len(samples), limits)
     counts = ", ".join(f"{count} {kind}" for kind, count in Counter(each.kind for _, each in failures).items())
     share = f"{len(failures)} of {len(samples)} responses could not be scored"
     logger.warning("%s (%s) and get %s", share, counts, describe_failure_score(limits))
@@ -360,7 +385,7 @@ def gather_extras(scores: Sequence[Score], known: Extras) -> ExtraColumns:
             known[key] = 0.0 if all(isinstance(value, numbers.Real | np.bool_) for value in said) else None
         missing = known.get(key, 0.0)
         columns[key] = [score.extras.get(key, missing if score.failure else None) for score in scores]
-    columns[FAILURE_COLUMN] = [score.failure.kind if score.failure else None for score in scores]
+    columns[FAILURE_COLUMN] = [reason_of(score) for score in scores]
     return columns
 
 
@@ -398,7 +423,7 @@ def check_failed_ratio(failures: Sequence[str | None], limits: ScoringLimits) ->
     Raises: RewardError when more failed than ``reward_model.scoring.max_failed_ratio`` allows.
     """
     kinds = [kind for kind in failures if kind]
-    if len(kinds) > limits.max_failed_ratio * len(failures):
+    if exceeds(len(kinds), len(failures), limits):
         counts = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())
         raise RewardError(
             f"{len(kinds)} of {len(failures)} responses could not be scored ({counts}), more than "
