@@ -21,6 +21,7 @@ from verl.trainer.generation import Generation
 from verl.trainer.run import launch
 from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.vision.multi_modal import resolve
 
 QUESTIONS = ["1+1=?", "What is 12 times 12?", "a", "Name three colours.", "2+3=?"]
 
@@ -167,6 +168,7 @@ def test_prompts_with_images_are_those_of_training(vision_folder, tmp_path):
     generation = Generation(GenerationConfig.parse(build(vision_folder, tmp_path / "out.parquet", *options)))
     batch = generation._batch(range(3))
     settings = {"max_prompt_length": 64, "image_key": "pictures", "filter_overlong_prompts": False}
+    media, seen = (resolve(batch.non_tensor_batch[name]) for name in ("multi_modal_data", "multi_modal_inputs"))
     path = str(vision_folder / "prompts.parquet")
     training = RLHFDataset(path, generation.tokenizer, settings, generation.processor)
     for row in range(6):
@@ -174,10 +176,9 @@ def test_prompts_with_images_are_those_of_training(vision_folder, tmp_path):
         for name in ("input_ids", "attention_mask", "position_ids"):
             assert torch.equal(batch.batch[name][row], expected[name]), name
         assert batch.non_tensor_batch["raw_prompt_ids"][row] == expected["raw_prompt_ids"]
-        assert batch.non_tensor_batch["multi_modal_data"][row] == expected["multi_modal_data"]
-        inputs = batch.non_tensor_batch["multi_modal_inputs"][row]
-        assert inputs.keys() == expected["multi_modal_inputs"].keys()
-        assert all(torch.equal(inputs[name], value) for name, value in expected["multi_modal_inputs"].items())
+        assert media[row] == expected["multi_modal_data"]
+        assert seen[row].keys() == expected["multi_modal_inputs"].keys()
+        assert all(torch.equal(seen[row][name], value) for name, value in expected["multi_modal_inputs"].items())
 
 
 @pytest.mark.parametrize(

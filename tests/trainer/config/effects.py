@@ -368,7 +368,7 @@ MEGATRON = [
     Reader(ACTOR, "data_loader_seed", "workers/roles/batching.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
     Reader("critic", "data_loader_seed", "workers/roles/batching.py", "config", "tests/workers/roles/test_megatron_roles.py::test_roles_give_what_one_fsdp_process_gives"),
     Reader(tuple(f"{node}.override_config.moe_config" for node in MODELS), "freeze_moe_router", "workers/engine/megatron/build.py", "options", MEGATRON_ENGINE + "test_routers_can_be_kept"),
-    Reader(tuple(f"{node}.override_config" for node in MODELS), "model_config", "workers/config/model.py", LOOP, PARTS + "test_overrides_win_and_mappings_merge"),
+    Reader(tuple(f"{node}.override_config" for node in MODELS), "model_config", "workers/config/overrides.py", "override_config", PARTS + "test_overrides_win_and_mappings_merge"),
 ]
 # fmt: on
 MEGATRON_ONE = {
