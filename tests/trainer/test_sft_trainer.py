@@ -21,8 +21,10 @@ from examples.tiny_model import make_tiny_model
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.sft import trainer as sft
 from verl.trainer.sft.checkpoint import CheckpointHandler
+from verl.trainer.sft.preflight import check_checkpoint
 from verl.trainer.sft_trainer import SFTTrainer, padded_batch
 from verl.utils.checkpoint import verify_checkpoint
+from verl.utils.checkpoint.files import Manifest, write_text
 from verl.utils.dataset.factory import SeededRandomSampler, stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
 from verl.utils.observe.record import read_entries
@@ -316,6 +318,31 @@ def test_other_data_parallel_ranks_resume_at_the_same_row(before, after, tmp_pat
     (tmp_path / "global_step_2" / "run_state.json").write_text("{}")  # as an older version wrote it
     with pytest.raises(ValueError, match=rf"{before} data-parallel ranks of an older version.*this run has {after}"):
         handler(tmp_path, 0, after).load_checkpoint()
+
+
+def test_a_checkpoint_that_no_tracker_names_is_not_replaced(tmp_path, caplog):
+    for step in (1, 2):
+        handler(tmp_path, 0, 1).save_checkpoint(step)
+        Manifest(1, 0, step).write(tmp_path / f"global_step_{step}")
+        write_text(tmp_path / f"global_step_{step}", "fsdp_config.json", '{"world_size": 1}')
+    check_checkpoint("auto", None, str(tmp_path))
+    assert not caplog.records
+    check_checkpoint("auto", str(tmp_path / "global_step_1"), str(tmp_path))
+    check_checkpoint("disable", None, str(tmp_path))
+    check_checkpoint("disable", None, str(tmp_path), tells=False)  # another rank
+    named = [record.getMessage() for record in caplog.records]
+    assert len(named) == 2 and "(global_step_2): the run starts after step 1" in named[0]
+    assert "(global_step_1, global_step_2): the run starts from scratch" in named[1]
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for content in (None, "7"):  # no tracker, and one of a checkpoint that is gone
+        tracker.unlink()
+        if content is not None:
+            tracker.write_text(content)
+        for start in (lambda: check_checkpoint("auto", None, str(tmp_path)), handler(tmp_path, 0, 1).load_checkpoint):
+            with pytest.raises(ValueError, match="names no checkpoint, but .*global_step_2 is complete"):
+                start()
+        if content is None:
+            tracker.touch()
 
 
 class Curriculum:

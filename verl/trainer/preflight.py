@@ -31,7 +31,7 @@ from verl.trainer.run.inputs import (
     has_field,
     local_files,
 )
-from verl.trainer.run.resume import find_resume_folder
+from verl.trainer.run.resume import find_resume_folder, run_folder, tell_replaced
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.observe.tracking import check_backends
@@ -71,7 +71,7 @@ def check_inputs(
     check_chat_template(run)
     if run.reward_model.enable:
         check_reward_model(run.reward_model)
-    find_resume_folder(run)
+    tell_replaced(run_folder(run), find_resume_folder(run))
     return run
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import (
@@ -31,11 +33,13 @@ from verl.trainer.run.resume import (
     ResumeError,
     find_resume_folder,
     read_tracker,
+    tell_replaced,
 )
-from verl.utils.checkpoint import write_tracker_atomically
-from verl.utils.checkpoint.files import Manifest, write_text
+from verl.utils.checkpoint import files, write_tracker_atomically
+from verl.utils.checkpoint.files import Manifest, step_folders, write_text
 from verl.utils.dataset.factory import create_rl_sampler, digest_of, warn_of_other_data
 from verl.utils.dataset.files import rows_digest
+from verl.utils.observe.record import RunRecord
 
 ROWS, BATCH = 11, 4  # two batches per epoch, three rows left over
 
@@ -169,8 +173,8 @@ def whole_if_marked(monkeypatch):
         missing = [role for role in roles if not (folder / role / "whole").exists()]
         return [f"{role}: a file is missing" for role in missing]
 
-    def complete(root):
-        folders = sorted(root.glob("global_step_*"))
+    def complete(root, after_step=-1):
+        folders = [folder for step, folder in step_folders(root) if step > after_step]
         return [str(folder) for folder in folders if not problems(folder, ["actor"])]
 
     monkeypatch.setattr(resume, "find_problems", problems)
@@ -205,9 +209,15 @@ def test_a_trainer_saves_without_fit(tmp_path):
 
 
 def test_where_a_run_resumes_from(tmp_path, whole_if_marked):
-    assert find_resume_folder(config_for(tmp_path)) is None  # no tracker: from scratch
+    assert find_resume_folder(config_for(tmp_path)) is None  # no checkpoint: from scratch
+    make_checkpoint(tmp_path, 10, whole=False)
+    assert find_resume_folder(config_for(tmp_path)) is None  # a run that was killed in its first save
     folder = make_checkpoint(tmp_path, 4)
     make_checkpoint(tmp_path, 2)
+    with pytest.raises(ResumeError, match="auto: .*iteration.txt names no checkpoint, but .*global_step_4 ") as caught:
+        find_resume_folder(config_for(tmp_path))
+    assert f"resume_path trainer.resume_from_path={folder}, or" in str(caught.value)
+    assert "trainer.resume_mode=disable" in str(caught.value)
     write_tracker_atomically(tmp_path, 4)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert read_tracker(tmp_path, config_for(tmp_path)) == 4
@@ -215,6 +225,19 @@ def test_where_a_run_resumes_from(tmp_path, whole_if_marked):
     assert find_resume_folder(config_for(tmp_path, resume_mode="disable")) is None
     other = config_for(tmp_path / "new", resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_2"))
     assert find_resume_folder(other) == tmp_path / "global_step_2"
+
+
+def test_newer_checkpoints_that_a_run_replaces_are_named_once(tmp_path, whole_if_marked, caplog):
+    folders = {step: make_checkpoint(tmp_path, step) for step in (2, 4, 10)}
+    make_checkpoint(tmp_path, 12, whole=False)  # a kill in a save leaves one: nothing is lost
+    tell_replaced(tmp_path, folders[10])
+    tell_replaced(tmp_path / "new", None)
+    assert not caplog.records
+    tell_replaced(tmp_path, folders[2])
+    assert "newer checkpoints (global_step_4, global_step_10): the run starts after step 2" in caplog.text
+    tell_replaced(tmp_path, None)
+    assert "(global_step_2, global_step_4, global_step_10): the run starts from scratch" in caplog.text
+    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize(
@@ -311,8 +334,11 @@ def test_folders_that_the_workers_have_emptied_are_removed(tmp_path):
     (emptied / "actor" / "whole").unlink()
     for folder in (kept, emptied):
         save_driver_state(folder, {}, {})
+    others = [tmp_path / name for name in ("global_step_2.tar.gz", "global_step_7", "global_step_")]
+    for path in others:
+        path.write_text("a file of the user's")
     remove_emptied_folders(tmp_path)
-    assert kept.exists() and not emptied.exists()
+    assert kept.exists() and not emptied.exists() and all(path.exists() for path in others)
 
 
 # ---- dumps
@@ -409,6 +435,60 @@ def test_a_checkpoint_in_the_background_is_named_when_all_workers_are_done(tmp_p
     state.step = 9
     checkpoints.save()  # the last step waits
     assert read_tracker(tmp_path, None) == 9
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_tracker_names_a_step_only_when_the_record_has_it(tmp_path, monkeypatch, in_background):
+    """A run that is killed anywhere between a save and the next step has each step once in its record, once resumed."""
+
+    class Group(WritingGroup):
+        def finish_checkpoint(self, wait):
+            return [True]
+
+        def keep_latest_checkpoints(self, path, max_ckpt_to_keep):
+            pass
+
+    class Killed(BaseException):
+        pass
+
+    def run(resumed, dies=None):
+        trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+        state = RunState(seed=1, total_steps=4, step=resumed or 0)
+        group = {"actor": Group(tmp_path)}
+        trainer.checkpoints = checkpoints_of(tmp_path, state, group, in_background=in_background, save_freq=1)
+        trainer.run_config, trainer.state, trainer.timelines = trainer.checkpoints.run, state, None
+        record = RunRecord(tmp_path, resumed)
+
+        def finish_step(*arguments):
+            if dies == (state.step, "before the record"):
+                raise Killed
+            record.log({"x": state.step}, state.step)
+            if dies == (state.step, "before the tracker"):
+                raise Killed
+
+        for name in ("_profile_from_here", "_profile_to_here", "_sync_before_generation", "_dump", "_learn"):
+            monkeypatch.setattr(trainer, name, lambda *arguments: None, raising=False)
+        monkeypatch.setattr(trainer, "_validate_after_step", lambda *arguments: None)
+        monkeypatch.setattr(trainer, "_finish_step", finish_step)
+        trainer._run, trainer._validate_before_training = nullcontext, lambda: False
+        trainer._training_rows = lambda: iter(())
+        trainer.collect, trainer._checked = lambda *arguments: DataProto(), lambda name, batch, *arguments: batch
+        trainer.fit()
+
+    for dies in ("before the record", "before the tracker"):
+        for step in (2, 3):
+            with pytest.raises(Killed):
+                run(None, (step, dies))
+            assert read_tracker(tmp_path, None) == step - 1
+            for folder in tmp_path.glob("global_step_*"):
+                if files.step_in_name(folder) >= step:
+                    shutil.rmtree(folder)  # the workers of this test do not write into one that exists
+            run(step - 1)
+            lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+            assert read_tracker(tmp_path, None) == 4
+            for path in tmp_path.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def test_when_a_checkpoint_is_due(tmp_path, monkeypatch):

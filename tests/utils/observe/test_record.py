@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from verl.trainer.ppo.records import dump_generations
+from verl.utils.observe.attempts import AttemptsRecord
 from verl.utils.observe.curves import draw_curves, main
 from verl.utils.observe.record import RunRecord, read_entries, read_record
 from verl.utils.observe.tracking import Tracking
@@ -35,6 +36,21 @@ def test_a_fresh_start_keeps_the_record_that_it_replaces(tmp_path):
     RunRecord(tmp_path, None).log({"x": 1}, 1)
     fresh = RunRecord(tmp_path, None)
     assert not fresh.path.exists() and steps_in(tmp_path / "metrics.previous.jsonl") == [1]
+
+
+def test_the_last_ten_records_are_kept(tmp_path):
+    """A run that dies before its first checkpoint is started again and again: its record is all that is left."""
+    for start in range(1, 14):
+        RunRecord(tmp_path, None).log({"x": 1}, start)
+        AttemptsRecord(tmp_path, None).log(start, [{"id": "a"}])
+    RunRecord(tmp_path, None)  # one that dies before its first step replaces nothing
+    RunRecord(tmp_path, None)
+    older = [tmp_path / f"metrics.previous.{age}.jsonl" for age in range(2, 11)]
+    assert [steps_in(path) for path in (tmp_path / "metrics.previous.jsonl", *older)] == [
+        [13 - age] for age in range(10)
+    ]
+    assert len(list(tmp_path.glob("metrics*"))) == 10 and len(list(tmp_path.glob("attempts*"))) == 11
+    assert steps_in(tmp_path / "attempts.previous.2.jsonl") == [11]
 
 
 def strict(text):

@@ -19,7 +19,7 @@ from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import DATA_NAME, MISSING_DATA, IncompleteCheckpointError, run_folder, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
-from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, write_file
+from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, step_folders, write_file
 from verl.utils.dataset.factory import digest_of, has_state, warn_of_other_batch_size, warn_of_other_data
 from verl.utils.loading import UntrustedClassError, load_state
 
@@ -59,7 +59,7 @@ def load_driver_state(folder: str | Path, trusted_classes: Iterable[str] = ()) -
 
 def remove_emptied_folders(root: str | Path) -> None:
     """Remove checkpoint folders whose parts the workers have deleted."""
-    for folder in Path(root).glob(f"{STEP_FOLDER}*"):
+    for _, folder in step_folders(root):  # a file may have such a name too
         has_part = any(child.is_dir() and any(child.iterdir()) for child in folder.iterdir())
         if not has_part and (folder / DATA_NAME).exists():
             shutil.rmtree(folder)
@@ -131,7 +131,7 @@ class Checkpoints:
     def save(self, position: DataPosition | None = None, extra_files: Sequence[str] = ()) -> None:
         """Write the parts of the workers, the state of the driver, and last the tracker; then remove older checkpoints.
 
-        If workers write in the background, the tracker waits for ``finish``.
+        If workers write in the background, or the record of the run lacks the step, the tracker waits for ``finish``.
 
         Args: ``position`` is where a resumed run goes on in the data, by default the present place. ``extra_files`` are
             names of files that a recipe has written to the folder.
@@ -166,7 +166,7 @@ class Checkpoints:
     def finish(self, wait: bool = True) -> None:
         """Name the unfinished checkpoint as the latest if all workers are done; ``wait`` waits for them."""
         step = self.state.unfinished_checkpoint
-        if step is None:
+        if step is None or step == self.state.unrecorded_step:
             return
         if self.in_background:
             done = [all(group.finish_checkpoint(wait)) for group in self.groups.values()]  # asks every group

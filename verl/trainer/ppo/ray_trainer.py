@@ -355,9 +355,11 @@ class RayPPOTrainer:
                 self.state.max_step_s = max(self.state.max_step_s, timing["step"])
                 self._learn(batch)
                 self._validate_after_step(metrics, timing)
+                self.state.unrecorded_step = self.state.step
                 self._save_after_step(timing)
                 self._profile_to_here(timing)
                 self._finish_step(batch, metrics, timing)
+                self._name_checkpoint()
 
     @contextmanager
     def _run(self) -> Iterator[None]:
@@ -1078,6 +1080,15 @@ class RayPPOTrainer:
         if self.checkpoints.is_due():
             with self._timed("save_checkpoint", timing):
                 self._save_checkpoint()
+
+    def _name_checkpoint(self) -> None:
+        """Let the tracker name the checkpoint of the step, which now stands in the record.
+
+        A run that dies before this continues from an earlier checkpoint, and records the step then.
+        """
+        self.state.unrecorded_step = None
+        if self.state.unfinished_checkpoint is not None:
+            self.checkpoints.finish(wait=self.state.is_last_step)
 
     def _save_checkpoint(self) -> None:
         """Write all parts of a checkpoint, and last the file that names it."""

@@ -29,7 +29,9 @@ class RunState:
         weights_version: version of the actor's weights; each update and each load raises it.
         engine_version: version of the rollout engine's weights; None before its first sync.
         max_step_s: seconds of the longest step.
-        unfinished_checkpoint: step of the checkpoint that workers still write in the background.
+        unfinished_checkpoint: step of the checkpoint that the tracker does not name yet: workers still write it in the
+            background, or the record still lacks its step.
+        unrecorded_step: the step that trained and does not stand in the record yet.
         profiled_groups: worker groups whose profilers run.
     """
 
@@ -46,6 +48,7 @@ class RunState:
     engine_version: int | None = None
     max_step_s: float = 0.0
     unfinished_checkpoint: int | None = None
+    unrecorded_step: int | None = None
     profiled_groups: Sequence[RayWorkerGroup] = ()
 
     @property

@@ -3,6 +3,7 @@
 The launching process does this, so nothing here imports torch.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from verl.utils.checkpoint import (
     verify_checkpoint,
 )
 from verl.utils.loading import UntrustedClassError, untrusted_classes
+
+logger = logging.getLogger(__name__)
 
 DATA_NAME = "data.pt"
 MISSING_DATA = "is missing: without it the training data would start over. Copy it back"
@@ -45,6 +48,8 @@ def run_folder(config: DictConfig | RunConfig) -> Path:
 def find_resume_folder(run: RunConfig) -> Path | None:
     """Return the folder of the checkpoint that a run resumes from; None if it starts from scratch.
 
+    With ``auto``, a folder without a tracker file but with a complete checkpoint is refused: the run would replace it.
+
     Raises: ResumeError, RemoteResumeError, IncompleteCheckpointError; all are a ValueError.
     """
     trainer = run.trainer
@@ -65,7 +70,39 @@ def find_resume_folder(run: RunConfig) -> Path | None:
         assert path is not None
         return _checked(Path(os.path.expanduser(path)).absolute(), root, run)
     step = read_tracker(root, run)
-    return None if step is None else _checked(root / f"{files.STEP_FOLDER}{step}", root, run)
+    if step is None:
+        refuse_unnamed(root)
+        return None
+    return _checked(root / f"{files.STEP_FOLDER}{step}", root, run)
+
+
+def refuse_unnamed(root: Path) -> None:
+    """Refuse to start from scratch beside complete checkpoints that no tracker file names.
+
+    Raises: ResumeError naming the newest one, and both ways on.
+    """
+    complete = find_complete_checkpoints(root)
+    if complete:
+        tracker = get_checkpoint_tracker_filename(root)
+        raise ResumeError(
+            f"trainer.resume_mode=auto: {tracker} names no checkpoint, but {complete[-1]} is complete, and "
+            f"a run from scratch would replace it: continue with trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={complete[-1]}, or start from scratch with trainer.resume_mode=disable"
+        )
+
+
+def tell_replaced(root: Path, folder: Path | None) -> None:
+    """Name, in one line, the complete checkpoints under ``root`` beyond the one that the run resumes from."""
+    start = 0 if folder is None else step_of(folder)
+    newer = [Path(path).name for path in find_complete_checkpoints(root, after_step=start)]
+    if newer:
+        begins = "from scratch" if folder is None else f"after step {start}"
+        logger.warning(
+            "%s holds newer checkpoints (%s): the run starts %s, and replaces each that it reaches and saves again",
+            root,
+            ", ".join(newer),
+            begins,
+        )
 
 
 def step_of(folder: str | Path | None) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.trainer.run.resume import ANOTHER, MISSING_DATA, damaged_checkpoint, step_of
+from verl.trainer.run.resume import ANOTHER, MISSING_DATA, damaged_checkpoint, refuse_unnamed, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import files
 from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
@@ -112,7 +112,8 @@ class CheckpointHandler:
     def load_checkpoint(self) -> int:
         """Restore engine and loader, and return the step to continue from, 0 without a checkpoint; collective.
 
-        Raises: IncompleteCheckpointError when the folder has another name than at the save, CheckpointError when it
+        Raises: ResumeError when ``auto`` finds complete checkpoints and none that the tracker names;
+            IncompleteCheckpointError when the folder has another name than at the save, CheckpointError when it
             does not exist, lacks the state of the loader, or is of an older version and another number of data-parallel
             ranks; UntrustedClassError when the state of the loader names classes that may run code.
         """
@@ -140,7 +141,10 @@ class CheckpointHandler:
         if self.resume_mode == "disable":
             return None
         if self.resume_from_path is None:
-            return files.find_latest_ckpt_path(self.default_local_dir)
+            latest = files.find_latest_ckpt_path(self.default_local_dir)
+            if latest is None and self.rank == 0:  # a run on several nodes is not checked before
+                refuse_unnamed(Path(self.default_local_dir))
+            return latest
         folder = os.path.abspath(os.path.expanduser(self.resume_from_path))
         if not os.path.isdir(folder):
             raise files.CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")

@@ -17,7 +17,7 @@ from verl.trainer.run.inputs import (
     column_checks,
     local_files,
 )
-from verl.trainer.run.resume import ANOTHER, damaged_checkpoint
+from verl.trainer.run.resume import ANOTHER, damaged_checkpoint, refuse_unnamed, tell_replaced
 from verl.utils import envs
 from verl.utils.checkpoint.files import find_latest_ckpt_path, verify_checkpoint
 from verl.utils.dataset.config import DataConfig
@@ -53,7 +53,9 @@ def check_sft_inputs(config: DictConfig) -> None:
         check_rows(tree.data)
     check_model(model_key, run.model.path)
     if processes == of_node:  # other nodes may have other disks
-        check_checkpoint(run.trainer.resume_mode, run.trainer.resume_from_path, run.trainer.default_local_dir)
+        check_checkpoint(
+            run.trainer.resume_mode, run.trainer.resume_from_path, run.trainer.default_local_dir, rank == 0
+        )
 
 
 def idle_sharing(run: SFTConfig, node: str) -> str | None:
@@ -91,16 +93,23 @@ def check_rows(data: DictConfig) -> None:
                 check_conversations(check, columns.messages_key)
 
 
-def check_checkpoint(resume_mode: str, resume_from_path: str | None, run_folder: str) -> None:
-    """Check that the checkpoint that the run resumes from is whole.
+def check_checkpoint(resume_mode: str, resume_from_path: str | None, run_folder: str, tells: bool = True) -> None:
+    """Check that the checkpoint that the run resumes from is whole; with ``tells``, name those that the run replaces.
 
-    Raises: IncompleteCheckpointError naming the folder, or CheckpointError naming the tracker file.
+    Raises: IncompleteCheckpointError naming the folder, CheckpointError naming the tracker file, or ResumeError when
+        ``auto`` finds complete checkpoints and none that the tracker names.
     """
+    root = Path(run_folder).expanduser().absolute()
     if resume_mode == "disable":
+        if tells:
+            tell_replaced(root, None)
         return
-    folder = resume_from_path or find_latest_ckpt_path(Path(run_folder).expanduser())
+    folder = resume_from_path or find_latest_ckpt_path(root)
     if folder is None:
+        refuse_unnamed(root)
         return
     problems = verify_checkpoint(Path(folder).expanduser())
     if problems:
         raise damaged_checkpoint(folder, problems, ANOTHER)
+    if tells:
+        tell_replaced(root, Path(folder))

@@ -392,13 +392,16 @@ def step_folders(root: StrPath, directory_format: str = "global_step_{}") -> lis
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def find_complete_checkpoints(root: StrPath, directory_format: str = "global_step_{}") -> list[str]:
-    """List the folders under ``root`` that a run can resume from, by ascending step.
+def find_complete_checkpoints(
+    root: StrPath, directory_format: str = "global_step_{}", after_step: int = -1
+) -> list[str]:
+    """List the folders under ``root`` that a run can resume from, by ascending step; only those of later steps.
 
     A folder is complete when every role in it is. With one sub-folder per role, the driver's ``data.pt``, which it
     writes after them, must be there too.
     """
-    return [str(folder) for _, folder in step_folders(root, directory_format) if _is_complete(folder)]
+    folders = step_folders(root, directory_format)
+    return [str(folder) for step, folder in folders if step > after_step and _is_complete(folder)]
 
 
 def _is_complete(folder: Path) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
+from verl.utils.observe.record import set_aside
 from verl.utils.observe.tracking import plain
 
 logger = logging.getLogger(__name__)
@@ -48,13 +49,13 @@ class AttemptsRecord:
     def __init__(self, folder: str | Path, resumed_step: int | None) -> None:
         """Continue the account after ``resumed_step``, whose later lines the run repeats; None starts a new one.
 
-        A new account keeps the one that it replaces as ``attempts.previous.jsonl``.
+        A new account keeps those that it replaces, as a record of metrics does.
         """
         self.path = Path(folder, ATTEMPTS_NAME)
         if not self.path.exists():
             return
         if resumed_step is None:
-            self.path.replace(self.path.with_name("attempts.previous.jsonl"))
+            set_aside(self.path)
             return
         unfinished = self.path.with_suffix(".jsonl.tmp")
         with unfinished.open("w", encoding="utf-8") as file:

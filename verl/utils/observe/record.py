@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NotRequired, Required, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
@@ -21,6 +22,8 @@ from verl.utils.observe.tracking import Metrics, numbers_of, plain
 logger = logging.getLogger(__name__)
 
 RECORD_NAME = "metrics.jsonl"
+KEPT_RECORDS = 10
+"""How many records of earlier runs a folder keeps."""
 
 
 LARGEST = 1e150
@@ -202,21 +205,33 @@ def read_record(path: str | Path) -> dict[int, dict[str, Any]]:
     return {step: entry["data"] for step, entry in read_entries(path).items()}
 
 
+def set_aside(path: Path) -> None:
+    """Rename a record that a run from scratch replaces, and keep the last ``KEPT_RECORDS`` of them.
+
+    The newest is ``<name>.previous.jsonl``, the one before it ``<name>.previous.2.jsonl``, and so on.
+    """
+    names = [f"{path.stem}.previous{'' if age == 1 else f'.{age}'}{path.suffix}" for age in range(1, KEPT_RECORDS + 1)]
+    places = [path, *map(path.with_name, names)]
+    for newer, older in reversed(list(pairwise(places))):
+        if newer.exists():
+            newer.replace(older)
+
+
 class RunRecord:
     """Appends the metrics of each step; a step that is logged twice stays one line."""
 
     def __init__(self, folder: str | Path, resumed_step: int | None) -> None:
         """Continue the record of ``folder`` after ``resumed_step``, or start a new one if that is None.
 
-        Later steps are dropped, because the run repeats them. A new record keeps the one that it replaces as
-        ``metrics.previous.jsonl``.
+        Later steps are dropped, because the run repeats them. A new record keeps those that it replaces; see
+        ``set_aside``.
         """
         self.path = Path(folder, RECORD_NAME)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.steps: set[int] = set()
         if self.path.exists():
             if resumed_step is None:
-                self.path.replace(self.path.with_name("metrics.previous.jsonl"))
+                set_aside(self.path)
             else:
                 known = read_entries(self.path, strict=False)  # a damaged record must not prevent a resume
                 kept = {step: entry for step, entry in known.items() if step <= resumed_step}
@@ -250,6 +265,7 @@ class RunRecord:
                 rest = memoryview(line)
                 while rest:
                     rest = rest[file.write(rest) :]
+                os.fsync(file.fileno())  # the tracker of checkpoints may name the step next
             except OSError:
                 file.truncate(begin)
                 raise
