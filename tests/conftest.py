@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The same examples in each run, however busy the machine is.
+settings.register_profile("verl", derandomize=True, deadline=None, database=None)
+settings.load_profile("verl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -132,8 +132,8 @@ def test_mismatch(level: str, mode: str, seed: int, noise: float) -> None:
         again[name] *= math.sqrt((2 * n - 1) / (2 * n - 2))
     percentiles = {f"mismatch/rollout_is_p{p}" for p in mismatch.PERCENTILES}
     assert set(once) == set(again)
-    for name in set(once) - percentiles:
-        assert again[name] == pytest.approx(once[name], rel=1e-9, abs=1e-9), name
+    for name in set(once) - percentiles:  # the deviation of equal weights is the root of a rounding error of 1e-17
+        assert again[name] == pytest.approx(once[name], rel=1e-9, abs=1e-8), name
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
