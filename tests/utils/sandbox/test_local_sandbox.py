@@ -141,11 +141,10 @@ def test_a_folder_of_its_own_is_emptied_between_runs():
          "errors", "file", "files", "folders", "nested folders", "hidden folders", "threads"],
 )  # fmt: skip
 def test_limits(code, status):
-    start = time.monotonic()
     timeout_s = 0.5 if status == "timeout" else 10.0  # where other work slows the machine down, the limit still comes
     result = run(code, timeout_s=timeout_s, memory_limit_mb=256)
     assert result.status in (status, "output limit" if status == "runtime error" else status), result
-    assert result.memory_mb < 300 and time.monotonic() - start < 10 + 2 * timeout_s
+    assert result.memory_mb < 300 and result.seconds < 10 + 2 * timeout_s
 
 
 @pytest.mark.parametrize("folders", ["", "import os\nfor i in range(1200): os.mkdir('d'); os.chdir('d')"])
@@ -213,7 +212,7 @@ def test_the_end_of_the_caller_is_the_end_of_the_program(tmp_path):
     caller = subprocess.Popen(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[3], env=os.environ | {"TMPDIR": str(tmp_path)}
     )
-    parent, deadline = psutil.Process(caller.pid), time.monotonic() + 30
+    parent, deadline = psutil.Process(caller.pid), time.monotonic() + 120  # the cores may be taken
     while len(below := parent.children(recursive=True)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     caller.kill()

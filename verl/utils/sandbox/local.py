@@ -8,21 +8,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from verl.utils.sandbox import clock, cores
 from verl.utils.sandbox.folder import empty_folder
+from verl.utils.sandbox.permits import FilePermits
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 OUTPUT_LIMIT_BYTES = 4 << 20
-START_TIMEOUT_S = 20.0
+SILENCE_TIMEOUT_S = 60.0
+"""Time after which a supervisor that gives no sign of life does not run."""
 CANCEL_LATENCY_S = 0.1
 """Longest time until a run notices that it is cancelled."""
-_WALL_TIME_FACTOR = 2.0  # as in the supervisor
+_LOOK_EVERY_S = 1.0
+_LOOK_FOR_CORE_EVERY_S = 0.02
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -31,6 +35,10 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+
+
+Result = dict[str, Any]
+"""What the supervisor says about one test: the fields of ``Run`` and ``index``. A status may be one of ``clock``."""
 
 
 class SandboxError(RuntimeError):
@@ -64,6 +72,7 @@ class Run:
     stderr: str
     code: int
     seconds: float
+    """CPU time and time asleep of the program and its test, without the time in wait for a core."""
     memory_mb: float
     value: str = ""
     """The value that the function returned, as JSON."""
@@ -92,9 +101,12 @@ def run_tests(
 ) -> list[Run]:
     """Run a program once per test. Stop if it does not compile or, with ``stop_at_failure``, at the first failure.
 
+    It waits until one of the cores is free that the programs of this machine share. A run that was idle for too long is
+    repeated, see ``_run_each``.
+
     Args:
         fn_name: function, or method of the class ``Solution``, to call with the arguments of each test.
-        timeout_s: CPU time of each run; the wall-time limit is twice that.
+        timeout_s: CPU time of each run; it may sleep for twice that. Time in wait for a core does not count.
         allow_unisolated: if the kernel cannot isolate the program, run it with the rights of this process.
         cancelled: kill the program when another thread sets it.
 
@@ -121,23 +133,79 @@ def run_tests(
             "tests_fd": test_file.fileno(),
             "reports_fd": reports.fileno(),
         }
-        files = (test_file.fileno(), reports.fileno())
         try:
-            timeout_s = START_TIMEOUT_S + len(tests) * (_WALL_TIME_FACTOR * timeout_s + 1)
-            reply = _supervise(json.dumps(request), timeout_s, files, cancelled)
+            results = _run_each(request, (test_file.fileno(), reports.fileno()), cancelled)
         finally:
             with suppress(OSError):  # a program that dies with its supervisor may still write
                 empty_folder(folder)
         reports.seek(0)
         reasons = _reasons(reports)
-    runs = []
-    for index, line in enumerate(reply.splitlines()):
-        result = json.loads(line)
-        if result["status"] == "not isolated":
-            raise SandboxError(f"this machine cannot isolate untrusted code: {result['value']}")
-        result["stderr"] += reasons.get(index, "")
-        runs.append(Run(**result))
-    return runs
+    for result in results:
+        result["stderr"] += reasons.get(result.pop("index"), "")
+        if result["status"] in (clock.CPU, clock.IDLE):
+            result["status"] = "timeout"
+    return [Run(**result) for result in results]
+
+
+def _run_each(request: dict[str, Any], files: Sequence[int], cancelled: threading.Event | None) -> list[Result]:
+    """Return the results of the tests, in order.
+
+    A program that the clock ended though it did not use its CPU time is tried once more, one such program at a time on
+    this machine. The first result counts if the second try of another test has ended in the same way, or if there were
+    too many second tries.
+    """
+    results: dict[int, Result] = {}
+    todo = list(range(len(request["tests"])))
+    is_confirmed = False
+    while todo:
+        with _core(cancelled):
+            found = _reply(request | {"todo": todo}, files, cancelled)
+        goes_on = False
+        for result in found:
+            if result["status"] in (clock.IDLE, clock.STARVED) and not is_confirmed and cores.may_try_again():
+                index = result["index"]
+                with _permit(cores.second_core(), cancelled, CANCEL_LATENCY_S), _core(cancelled):
+                    (result,) = _reply(request | {"todo": [index]}, files, cancelled)
+                is_confirmed = result["status"] in (clock.IDLE, clock.STARVED)
+                goes_on = result["status"] == "ok"
+            if result["status"] == "not isolated":
+                raise SandboxError(f"this machine cannot isolate untrusted code: {result['value']}")
+            if result["status"] == clock.STARVED:
+                raise SandboxError("this machine gave the program no core")
+            results[result["index"]] = result
+        todo = [index for index in todo if index > max(results, default=0)] if goes_on else []
+    return [results[index] for index in sorted(results)]
+
+
+@contextmanager
+def _permit(permits: FilePermits, cancelled: threading.Event | None, look_every_s: float) -> Iterator[None]:
+    """Wait for a permit and hold it.
+
+    Raises: SandboxError if the run is cancelled.
+    """
+    while (permit := permits.try_take()) is None:
+        if cancelled is not None and cancelled.is_set():
+            raise SandboxError("the run was cancelled")
+        time.sleep(look_every_s)
+    try:
+        yield
+    finally:
+        permits.give_back(permit)
+
+
+@contextmanager
+def _core(cancelled: threading.Event | None) -> Iterator[None]:
+    """Wait for a core that no other program under test has, and hold it; one run of the machine looks for it."""
+    with ExitStack() as stack:
+        with _permit(cores.waiting_line(), cancelled, CANCEL_LATENCY_S):
+            stack.enter_context(_permit(cores.cores(), cancelled, _LOOK_FOR_CORE_EVERY_S))
+        yield
+
+
+def _reply(request: dict[str, Any], files: Sequence[int], cancelled: threading.Event | None) -> list[Result]:
+    """Return what a new supervisor says; empty lines are its signs of life."""
+    reply = _supervise(json.dumps(request), SILENCE_TIMEOUT_S, files, cancelled)
+    return [json.loads(line) for line in reply.splitlines() if line]
 
 
 def _input(test: Test, file: IO[bytes]) -> dict[str, Any]:
@@ -158,7 +226,10 @@ def _reasons(reports: IO[bytes]) -> dict[int, str]:
 
 
 def _supervise(request: str, timeout_s: float, files: Sequence[int], cancelled: threading.Event | None = None) -> str:
-    """Send a request to a new supervisor, which inherits the files, and return its reply."""
+    """Send a request to a new supervisor, which inherits the files, and return its reply.
+
+    Raises: SandboxError if it gives no sign of life for ``timeout_s``, fails, or is cancelled.
+    """
     process = subprocess.Popen(
         [sys.executable, "-s", "-P", str(SUPERVISOR)],
         stdin=subprocess.PIPE,
@@ -173,7 +244,11 @@ def _supervise(request: str, timeout_s: float, files: Sequence[int], cancelled: 
         reply, errors = _communicate(process, request.encode("utf-8", errors="surrogatepass"), timeout_s, cancelled)
     finally:
         if process.poll() is None:  # timed out or interrupted; the program dies with its supervisor
+            below = clock.descendants(process.pid)  # what a program has started that is not isolated does not
             os.killpg(process.pid, signal.SIGKILL)
+            for pid in below:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
     if process.returncode != 0 and not reply:
         raise SandboxError(f"the sandbox supervisor failed: {errors.decode(errors='replace').strip()[-500:]}")
@@ -185,17 +260,20 @@ def _communicate(
 ) -> tuple[bytes, bytes]:
     """Return output and errors of the supervisor.
 
-    Raises: SandboxError if it is late, or cancelled.
+    Raises: SandboxError if it is silent for ``timeout_s``, or cancelled.
     """
     end = time.monotonic() + timeout_s
     content: bytes | None = request
+    said = 0
     while True:
-        left = end - time.monotonic()
         try:
-            return process.communicate(content, timeout=left if cancelled is None else min(left, CANCEL_LATENCY_S))
-        except subprocess.TimeoutExpired:
+            return process.communicate(content, timeout=_LOOK_EVERY_S if cancelled is None else CANCEL_LATENCY_S)
+        except subprocess.TimeoutExpired as error:
             content = None  # it is sent, or goes on being sent by the next call
+            if len(error.output or b"") > said:
+                said = len(error.output)
+                end = time.monotonic() + timeout_s
         if cancelled is not None and cancelled.is_set():
             raise SandboxError("the run was cancelled")
         if time.monotonic() >= end:
-            raise SandboxError(f"the sandbox supervisor did not end within {timeout_s:g} s")
+            raise SandboxError(f"the sandbox supervisor gave no sign of life for {timeout_s:g} s")

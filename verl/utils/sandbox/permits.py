@@ -7,7 +7,9 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
+from typing import IO
 
 WAIT_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.02
@@ -17,13 +19,17 @@ _HELD = threading.local()  # folder -> locks that the thread holds
 class FilePermits:
     """Context manager that at most ``count`` holders enter at once, over threads and processes.
 
-    Args: ``name`` identifies the permits; one user's processes on a machine share those of equal name.
+    Args:
+        name: identifies the permits; one user's processes on a machine share those of equal name.
+        numbers: those of the permits, by default from 0; other processes may share only some.
+        place: folder of the locks, by default that for temporary files.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, numbers: Sequence[int] | None = None, place: str = "") -> None:
         digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-        self.folder = os.path.join(tempfile.gettempdir(), f"verl-permits-{os.getuid()}-{digest}")
+        self.folder = os.path.join(place or tempfile.gettempdir(), f"verl-permits-{os.getuid()}-{digest}")
         self.count = count
+        self.numbers = range(count) if numbers is None else numbers
 
     def __enter__(self) -> "FilePermits":
         """Wait for a permit.
@@ -43,23 +49,27 @@ class FilePermits:
     ) -> None:
         self.give_back(self._handles().pop())
 
-    def try_take(self) -> int | None:
-        """Return a permit that is free, for ``give_back``; None if there is none now."""
+    def try_take(self) -> IO[bytes] | None:
+        """Return a permit that is free, for ``give_back``; None if there is none now.
+
+        It is a file, which an exception that comes at the wrong moment closes, and so frees the permit.
+        """
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        for number in random.sample(range(self.count), self.count):
-            handle = os.open(os.path.join(self.folder, str(number)), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for number in random.sample(self.numbers, self.count):
+            permit = open(os.path.join(self.folder, str(number)), "ab")
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(permit, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(handle)
+                permit.close()
             else:
-                return handle
+                return permit
         return None
 
-    def give_back(self, permit: int) -> None:
+    def give_back(self, permit: IO[bytes]) -> None:
         """Free a permit that ``try_take`` returned."""
-        os.close(permit)
+        fcntl.flock(permit, fcntl.LOCK_UN)  # closing does not free it while a forked process has the file open
+        permit.close()
 
-    def _handles(self) -> list[int]:
+    def _handles(self) -> list[IO[bytes]]:
         """Return the locks that this thread holds."""
         return _HELD.__dict__.setdefault(self.folder, [])

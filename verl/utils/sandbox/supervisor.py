@@ -8,6 +8,7 @@ processes, the program's and a checker, which reads its code from a file that on
 
 import importlib.util
 import json
+import math
 import mmap
 import os
 import select
@@ -15,13 +16,16 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn, TypedDict
 
 NOT_ISOLATED, COMPILING, RUNNING = range(3)
 """Progress of a program, in shared memory that it can no longer reach once it runs."""
-WALL_TIME_FACTOR = 2  # wall time per CPU time, since a program may wait for a core
 LOOK_EVERY_S = 0.1
+SIGN_OF_LIFE_EVERY_S = 1.0
+MOST_ROUNDS = 1000
+"""Number of attempts to kill processes that a program has started, which may start others meanwhile."""
 ERROR_TAIL_BYTES = 1 << 16
 """Bytes of a program's errors that are kept."""
 SUPERVISOR = os.getpid()
@@ -45,6 +49,8 @@ class Request(TypedDict):
     code: str
     fn_name: str | None
     tests: list[TestInput]
+    todo: list[int]
+    """Indices of the tests to run."""
     timeout_s: float
     memory_limit_mb: int
     output_limit_bytes: int
@@ -74,6 +80,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+clock = load("clock")
 exchange = load("exchange")
 folder = load("folder")
 isolation = load("isolation")
@@ -111,7 +118,8 @@ def confine(request: Request, files: list[int]) -> None:
     if request["isolated"]:
         isolation.isolate(request["folder"])
     memory = request["memory_limit_mb"] << 20
-    isolation.limit_resources(max(1, -int(-request["timeout_s"] // 1)), memory, request["output_limit_bytes"])
+    cpu_s = math.ceil(request["timeout_s"] + clock.OVERHEAD_CPU_S)
+    isolation.limit_resources(cpu_s, memory, request["output_limit_bytes"])
 
 
 def enter_program(request: Request, test: TestInput, files: list[int], progress: mmap.mmap) -> None:
@@ -166,29 +174,30 @@ def supervise(request: Request, index: int) -> dict[str, Any] | None:
     os.lseek(files[0], 0, os.SEEK_SET)
     pipes = [*os.pipe(), *os.pipe()] if test["test_code"] else []
     progress = mmap.mmap(-1, 1)
-    start = time.monotonic()
     pid = os.fork()
     if pid == 0:
         enter_program(request, test, files + pipes[:1] + pipes[3:], progress)
         return None
-    deadline = start + WALL_TIME_FACTOR * request["timeout_s"]
-    verdict = None
-    ended_by = None
+    checker = verdict = ended_by = None
     if pipes:
         checker = os.fork()
         if checker == 0:
             enter_checker(request, index, (pipes[2], pipes[1]))
         for descriptor in pipes:
             os.close(descriptor)
-        ended_by = wait_for(checker, deadline, request)
+    used = watch(pid, checker, request["isolated"], request["timeout_s"])
+    if checker:
+        ended_by = wait_for(checker, used, request)
         verdict = os.waitstatus_to_exitcode(os.wait4(checker, 0)[1])
         if verdict != exchange.PASSED:
             kill(pid)
-    ended_by = ended_by or wait_for(pid, deadline, request)
+    ended_by = ended_by or wait_for(pid, used, request)
     _, status, usage = os.wait4(pid, 0)
+    if not request["isolated"]:
+        kill_others()
     if ended_by is None and folder.is_too_full(request["folder"], request["output_limit_bytes"]):
         ended_by = "output limit"
-    result: dict[str, Any] = {"seconds": time.monotonic() - start, "memory_mb": usage.ru_maxrss / 1024}
+    result: dict[str, Any] = {"seconds": used.counted_s, "memory_mb": usage.ru_maxrss / 1024}
     for name, descriptor in zip(("stdout", "stderr", "value"), files[1:], strict=True):
         size = os.fstat(descriptor).st_size
         first = max(0, size - ERROR_TAIL_BYTES) if name == "stderr" else 0
@@ -196,7 +205,8 @@ def supervise(request: Request, index: int) -> dict[str, Any] | None:
         os.close(descriptor)
     os.close(files[0])
     code = os.waitstatus_to_exitcode(status)
-    result |= {"code": code, "status": ended_by or status_of(code, usage.ru_utime + usage.ru_stime, request)}
+    cpu_s = max(usage.ru_utime + usage.ru_stime, used.cpu_s)
+    result |= {"index": index, "code": code, "status": ended_by or status_of(code, cpu_s, used.cpu_limit_s, request)}
     if code > 0 and progress[0] != RUNNING and ended_by is None:  # a checker that fails early may have killed it
         result["status"] = "not isolated" if progress[0] == NOT_ISOLATED else "compile error"
     elif verdict not in (None, exchange.PASSED) and result["status"] in ("ok", "runtime error"):
@@ -209,28 +219,48 @@ def supervise(request: Request, index: int) -> dict[str, Any] | None:
 
 def checker_status(code: int) -> str:
     """Return the status of a program whose checker ended with a code other than ``PASSED``."""
-    return {exchange.REFUSED: "refused", -signal.SIGXCPU: "timeout"}.get(code, "runtime error")
+    return {exchange.REFUSED: "refused", -signal.SIGXCPU: clock.CPU}.get(code, "runtime error")
 
 
-def status_of(code: int, cpu_s: float, request: Request) -> str:
+def status_of(code: int, cpu_s: float, cpu_limit_s: float, request: Request) -> str:
     """Return the status of a program from its exit code and CPU time."""
-    if code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= request["timeout_s"] * 0.9:
-        return "timeout"
+    killed = code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= request["timeout_s"] * 0.9
+    if killed or cpu_s > cpu_limit_s:
+        return str(clock.CPU)
     return {0: "ok", -signal.SIGXFSZ: "output limit"}.get(code, "runtime error")
 
 
-def wait_for(pid: int, deadline: float, request: Request) -> str | None:
-    """Wait for the program; kill it at the deadline or when its folder is too full, and return that status."""
+def watch(pid: int, checker: int | None, isolated: bool, timeout_s: float) -> Any:
+    """Return a clock for a program and its checker. Only programs that are not isolated have processes below them."""
+
+    def below_checker() -> list[int]:
+        return [] if checker is None else [checker] if isolated else [checker, *clock.descendants(checker)]
+
+    def program() -> list[int]:
+        return [pid] if isolated else [each for each in clock.descendants(SUPERVISOR) if each not in below_checker()]
+
+    return clock.Clock(timeout_s, program, below_checker)
+
+
+def wait_for(pid: int, used: Any, request: Request) -> str | None:
+    """Wait for the program; kill it when its time is used up or its folder is too full, and return that status."""
     handle = os.pidfd_open(pid)
+    sign_of_life = time.monotonic()
     try:
         while True:
-            left = deadline - time.monotonic()
-            if select.select([handle], [], [], max(0.0, min(left, LOOK_EVERY_S)))[0]:
+            left_s = used.cpu_limit_s - used.cpu_s
+            has_ended = select.select([handle], [], [], min(max(left_s, LOOK_EVERY_S / 10), LOOK_EVERY_S))[0]
+            ended_by: str | None = used.look()
+            if has_ended:
                 return None
-            too_full = folder.is_too_full(request["folder"], request["output_limit_bytes"])
-            if left <= 0 or too_full:
+            if folder.is_too_full(request["folder"], request["output_limit_bytes"]):
+                ended_by = "output limit"
+            if ended_by is not None:
                 kill(pid)
-                return "output limit" if too_full else "timeout"
+                return ended_by
+            if time.monotonic() > sign_of_life + SIGN_OF_LIFE_EVERY_S:
+                sign_of_life = time.monotonic()
+                print(flush=True)  # an empty line
     finally:
         os.close(handle)
 
@@ -243,11 +273,26 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def kill_others() -> None:
+    """Kill what a program that was not isolated has left behind, also what has left its process group."""
+    for _ in range(MOST_ROUNDS):
+        for pid in clock.descendants(SUPERVISOR):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # none is left
+            return
+
+
 def main() -> None:
     """Answer one request."""
     request = json.loads(sys.stdin.buffer.read())
     isolation.die_with_parent()
-    for index in range(len(request["tests"])):
+    isolation.adopt_orphans()
+    for index in request["todo"]:
         result = supervise(request, index)
         if result is None:
             return  # the forked process: let the interpreter exit normally, with the program's exit handlers
