@@ -18,6 +18,7 @@ from tests.workers.engine import balancing_cases, cases
 from tests.workers.engine.balancing_cases import COEFFICIENT, FAMILIES, RANKS
 from verl.base_config import ConfigError, WrongInput
 from verl.workers.engine import BaseEngine, passes
+from verl.workers.engine.fsdp.adapters import merged_weights
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,26 @@ def test_only_training_has_it(engine: Callable[..., BaseEngine], folder: Path) -
     critic = cases.build(folder / "model", kind="value_model")
     assert critic.aux_loss_coef == 0.0 and "aux_loss" not in critic.forward_backward_batch(data, cases.loss_fn)
     assert policy.aux_loss_coef == COEFFICIENT
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Jamba"])  # transformers records the linear layers of the second
+def test_adapters_leave_it_the_loss_of_the_merged_model(tmp_path: Path, family: str) -> None:
+    balancing_cases.write_model(tmp_path, family)
+    adapters = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    engine = cases.build(tmp_path, cases.PADDED | adapters)
+    draw = torch.Generator().manual_seed(5)
+    for name, parameter in engine.module.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    merged = cases.load(tmp_path).eval()
+    merged.load_state_dict(dict(merged_weights(engine.module)), strict=False)
+    with torch.no_grad():
+        losses = [balancing_cases.aux_loss(merged, part) for part in cases.batch().split(4)]
+    metrics = engine.forward_backward_batch(cases.batch(**cases.MICRO[4]), cases.loss_fn)
+    assert metrics["aux_loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+    if family == "Jamba":
+        with pytest.raises(WrongInput, match=r"names model\.layers\.1\.\S*router, which cannot be adapted"):
+            cases.build(tmp_path, cases.PADDED | adapters | {"target_modules": ["q_proj", "router"]})
 
 
 def test_routers_that_give_nothing_are_refused(folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.base_config import WrongInput, one_line
+from verl.models.transformers.balancing import returns_router_logits
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import ADAPTED, ADAPTER_MARK, ADAPTER_PREFIX, full_tensor, without_wrappers
 from verl.utils.model import VISION_TOWERS, is_named, stored_buffers
@@ -171,8 +172,8 @@ def _refuse_names(model: "PreTrainedModel", config: "HFModelConfig") -> None:
         if is_named(targets, path) and not is_named(excluded, path):
             raise WrongInput(
                 f"model.target_modules={config.target_modules!r} names {path}, which cannot be adapted: the model "
-                "reads its weight without a call of the layer, or the layer returns several values. Leave it out, or "
-                "write all-linear, which does"
+                "reads its weight without a call of the layer, the layer returns several values, or the balancing loss "
+                "of experts is made of its output. Leave it out, or write all-linear, which does"
             )
     modules = dict(model.named_modules())
     if not isinstance(targets, list) or any(_is_expert_class(part) for part in modules.values()):
@@ -193,18 +194,30 @@ def _means_all(targets: "ModuleNames") -> bool:
 def _unfit_layers(model: nn.Module) -> list[str]:
     """Return the layers that an adapter of peft would pass by.
 
-    Some modules read the weight of such a layer instead of calling it, and some routers are linear layers with a
-    ``forward`` of their own that returns several values.
+    Some modules read the weight of such a layer instead of calling it, some routers are linear layers with a
+    ``forward`` of their own that returns several values, and the balancing loss of Jamba is made of what its plain
+    linear routers return, which transformers would record without the adapter.
     """
+    recorded = _recorded_routers(model)
     found = []
     for path, module in model.named_modules():
         kind = type(module).__name__
         names = next((names for part, names in _READ_BY_PARENT.items() if part in kind), ())
         found += [f"{path}.{name}" for name in names if hasattr(module, name)]
         returns_more = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-        if returns_more or isinstance(module, nn.Conv1d):
+        is_recorded = isinstance(module, nn.Linear) and path.rpartition(".")[2] in recorded
+        if returns_more or is_recorded or isinstance(module, nn.Conv1d):
             found.append(path)
     return found
+
+
+def _recorded_routers(model: nn.Module) -> set[str]:
+    """Return the names of linear layers whose outputs transformers collects for the balancing loss, if it is on."""
+    if not returns_router_logits(getattr(model, "config", None)):
+        return set()
+    outputs = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
+    recorders = [each.get("router_logits") for each in outputs]
+    return {each.layer_name for each in recorders if getattr(each, "target_class", None) is nn.Linear}
 
 
 def _is_expert_class(module: nn.Module) -> bool:
