@@ -108,6 +108,7 @@ READERS = [
     Reader(OPTIMIZERS, "lr weight_decay betas", "workers/engine/fsdp/engine.py", "config", ENGINE + "test_engine_contract.py::test_equals_plain_transformers"),
     Reader(OPTIMIZERS, "lr_warmup_steps_ratio lr_warmup_steps min_lr_ratio num_cycles lr_scheduler_type", "workers/engine/fsdp/engine.py", "config", ENGINE + "test_fsdp_engine.py::test_schedules"),
     Reader(OPTIMIZERS, "clip_grad", "workers/engine/base.py", "self.optimizer_config", DATACLASSES + "test_the_changed_gradient_limit_counts"),
+    Reader(OPTIMIZERS, "use_checkpoint_opt_param_scheduler", "workers/engine/base.py", "self.optimizer_config", ENGINE + "test_fsdp_engine.py::test_a_resumed_run_has_the_settings_of_its_configuration"),
     Reader(OPTIMIZERS, "warmup_style", "workers/config/optimizer.py", "self", DATACLASSES + "test_deprecated_spellings_are_carried_over"),
     Reader(ACTOR, "grad_clip", "workers/config/actor_critic.py", "self", DATACLASSES + "test_the_changed_gradient_limit_counts"),
     Reader("critic", "grad_clip", "workers/config/actor_critic.py", "self", DATACLASSES + "test_the_changed_gradient_limit_counts"),

@@ -93,6 +93,7 @@ RECIPES = {
         Reader(MODEL, OF_THE_MODEL, NODES, LOOP, "tests/trainer/config/test_prime.py::test_the_options_of_the_reward_model_reach_its_engine"),
         Reader(f"{MODEL}.fused_kernel_options", "impl_backend", "workers/engine/fsdp/build.py", "self.model_config.fused_kernel_options", "tests/utils/kernel/test_linear_cross_entropy.py::test_fp32_equals_whole_logits"),
         Reader(f"{MODEL}.optim", "lr weight_decay betas lr_warmup_steps_ratio lr_warmup_steps min_lr_ratio num_cycles lr_scheduler_type", "workers/engine/fsdp/engine.py", "config", ENGINE + "test_fsdp_engine.py::test_schedules"),
+        Reader(f"{MODEL}.optim", "use_checkpoint_opt_param_scheduler", "workers/engine/base.py", "self.optimizer_config", ENGINE + "test_fsdp_engine.py::test_a_resumed_run_has_the_settings_of_its_configuration"),
         Reader(f"{MODEL}.optim", "grad_clip warmup_style", "workers/config/optimizer.py", "self", DATACLASSES + "test_deprecated_spellings_are_carried_over"),
         Reader(f"{MODEL}.fsdp_config", "optimizer_offload", "workers/engine/fsdp/engine.py", "config", UNCHANGED),
     ), (

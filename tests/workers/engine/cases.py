@@ -202,8 +202,9 @@ def build(
     model: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
     kind: str = "language_model",
+    optimizer: dict[str, Any] | None = None,
 ) -> BaseEngine:
-    built = make(folder, model, engine, kind)
+    built = make(folder, model, engine, kind, optimizer)
     built.initialize()
     return built
 
@@ -213,6 +214,7 @@ def make(
     model: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
     kind: str = "language_model",
+    optimizer: dict[str, Any] | None = None,
     **options: Any,
 ) -> BaseEngine:
     settings = FSDPEngineConfig(**(IN_FP32 | (engine or {})))
@@ -221,7 +223,9 @@ def make(
         settings.strategy,
         model_config=model_config(folder, **(model or {})),
         engine_config=settings,
-        optimizer_config=FSDPOptimizerConfig(lr=LR, weight_decay=0.01, clip_grad=1.0),
+        optimizer_config=FSDPOptimizerConfig(
+            **({"lr": LR, "weight_decay": 0.01, "clip_grad": 1.0} | (optimizer or {}))
+        ),
         checkpoint_config=None,
         **options,
     )

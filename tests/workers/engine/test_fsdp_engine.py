@@ -20,7 +20,7 @@ from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine import BaseEngine, passes
 from verl.workers.engine.fsdp import forward
-from verl.workers.engine.fsdp.engine import build_scheduler
+from verl.workers.engine.fsdp.engine import build_optimizer, build_scheduler
 
 CUT = cases.MICRO[4]
 
@@ -51,6 +51,61 @@ def test_checkpoint_continues_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     assert step(other) == expected
     weights = dict(engine.named_weights())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in other.named_weights())
+
+
+SAVED = {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.999), "lr_warmup_steps": 4}
+CHANGED = {"lr": 3e-2, "weight_decay": 0.2, "betas": (0.8, 0.95)}
+LONGER = {"lr_scheduler_type": "cosine", "total_training_steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("saved", "changed", "keeps"),
+    [
+        (SAVED, CHANGED, False),
+        (SAVED, CHANGED, True),
+        (SAVED, {"lr_warmup_steps": 2}, False),
+        (SAVED | LONGER, {"total_training_steps": 20}, False),
+        (SAVED | {"lr": 0.0}, {"lr": 1e-2}, False),
+        (SAVED, {}, False),
+    ],
+)
+def test_a_resumed_run_has_the_settings_of_its_configuration(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: Any, changed: Any, keeps: bool
+) -> None:
+    """Its rates are those of a run that had them from the start, unless it keeps those of the checkpoint."""
+    engine = cases.build(folder, optimizer=saved)
+    for _ in range(3):
+        step(engine)
+    engine.save_checkpoint(str(tmp_path / "actor"), global_step=3)
+    options = {"use_checkpoint_opt_param_scheduler": keeps}
+    resumed: Any = cases.build(folder, optimizer=saved | changed | options)
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    chosen = saved if keeps else saved | changed
+    model: Any = torch.nn.Linear(1, 1)
+    config = FSDPOptimizerConfig(**chosen)
+    optimizer = build_optimizer(list(model.parameters()), config)
+    schedule = build_scheduler(optimizer, config)
+    for done in range(6):
+        if done >= 3:
+            (group,) = resumed.optimizer.param_groups
+            assert group["lr"] == schedule.get_last_lr()[0] == resumed.lr_scheduler.get_last_lr()[0]
+            assert (group["weight_decay"], group["betas"]) == (chosen["weight_decay"], chosen["betas"])
+            step(resumed)
+        optimizer.step()
+        schedule.step()
+    for key, new in changed.items():
+        told = f"optim.{key}={_as_text(new)}, and was {_as_text(saved[key])} in the checkpoint"
+        assert (told in caplog.text) == (key in CHANGED)
+    assert bool(changed.keys() & CHANGED) == ("in the checkpoint" in caplog.text)
+    # the settings that were kept are still those of the checkpoint for the next resume
+    resumed.save_checkpoint(str(tmp_path / "again"), global_step=6)
+    last: Any = cases.build(folder, optimizer=saved | changed)
+    last.load_checkpoint(str(tmp_path / "again"))
+    assert last.optimizer.param_groups[0]["weight_decay"] == (saved | changed)["weight_decay"]
+
+
+def _as_text(value: Any) -> str:
+    return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
 
 
 def test_a_buffer_that_the_file_lacks_starts_as_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

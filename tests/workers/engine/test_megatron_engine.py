@@ -501,26 +501,30 @@ def test_what_several_buckets_hold_is_saved_from_where_it_stands(folder: Path, t
 
 @pytest.mark.parametrize(("from_checkpoint", "distributed"), [(False, True), (True, False)])
 def test_a_resumed_run_has_the_schedule_that_it_names(
-    folder: Path, tmp_path: Path, from_checkpoint: bool, distributed: bool
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, from_checkpoint: bool, distributed: bool
 ) -> None:
     """What steps is what is reported: the one of its configuration or, where that is asked for, of the checkpoint."""
     settings = {"use_distributed_optimizer": distributed}
     saved = {"lr_decay_style": "linear", "total_training_steps": 10, "lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1}
+    saved["betas"] = (0.9, 0.95)
     engine = megatron_cases.build(folder, settings, optimizer=saved)
     for _ in range(2):
         step(engine)
         engine.lr_scheduler_step()
     engine.save_checkpoint(str(tmp_path), global_step=2)
-    changed = {"total_training_steps": 20, "lr": 1e-4, "min_lr": 1e-5, "weight_decay": 0.3}
+    changed = {"total_training_steps": 20, "lr": 1e-4, "min_lr": 1e-5, "weight_decay": 0.3, "betas": (0.8, 0.9)}
     options = {"use_checkpoint_opt_param_scheduler": from_checkpoint}
     resumed: Any = megatron_cases.build(folder, settings, optimizer=saved | changed | options)
     resumed.load_checkpoint(str(tmp_path))
     chosen = saved if from_checkpoint else saved | changed
+    for told in ("lr=0.0001, and was 0.01", "weight_decay=0.3, and was 0.1", "betas=[0.8,0.9], and was [0.9,0.95]"):
+        assert f"optim.{told} in the checkpoint" in caplog.text
     for done in (2, 3):
         rate = chosen["lr"] - (chosen["lr"] - chosen["min_lr"]) * done / chosen["total_training_steps"]
         groups = resumed.optimizer.param_groups
         assert [group["lr"] for group in groups] == pytest.approx([rate] * len(groups))
         assert sorted({group["weight_decay"] for group in groups}) == [0.0, chosen["weight_decay"]]
+        assert {tuple(group["betas"]) for group in groups} == {chosen["betas"]}
         step(resumed)
         assert resumed.lr_scheduler_step() == pytest.approx(rate)
 

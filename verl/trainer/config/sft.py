@@ -42,6 +42,7 @@ EACH_EPOCH = "after_each_epoch"
 _PERIOD = f"write a number of steps, or {EACH_EPOCH}"
 
 _LOADING = ("use_shm", "external_lib", "trust_remote_code", "enable_gradient_checkpointing", "use_liger")
+_OPTIMIZER = ("lr", "betas", "weight_decay", "clip_grad", "use_checkpoint_opt_param_scheduler")
 _ADAPTERS = ("lora_rank", "lora_alpha", "target_modules")
 
 # From the keys of ``sft_trainer`` to those of ``sft_trainer_engine``; ``data`` and ``trainer`` keep their keys.
@@ -54,7 +55,7 @@ MOVED = {
     "model.fsdp_config.model_dtype": "engine.model_dtype",
     "model.fsdp_config.wrap_policy": "engine.wrap_policy",
     "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
-    **{f"optim.{name}": f"optim.{name}" for name in ("lr", "betas", "weight_decay", "clip_grad")},
+    **{f"optim.{name}": f"optim.{name}" for name in _OPTIMIZER},
     "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
     "optim.lr_scheduler": "optim.lr_scheduler_type",
     "trainer.checkpoint": "checkpoint",

@@ -44,7 +44,8 @@ class BaseCheckpointManager(ABC):
     ``hf_model``, full weights for ``from_pretrained``.
 
     ``source_folder`` and ``source_dtype`` describe the model that training started from; its dtype may differ from
-    the training dtype.
+    the training dtype. ``keeps_settings`` lets a loaded optimizer keep learning rate, weight decay and betas of the
+    checkpoint where those of this run differ.
     """
 
     model: nn.Module | list[nn.Module]
@@ -54,6 +55,7 @@ class BaseCheckpointManager(ABC):
     checkpoint_config: InitVar[Mapping[str, Any] | None] = None
     source_dtype: torch.dtype | None = None
     source_folder: str | None = None
+    keeps_settings: bool = False
 
     def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
         self.save_contents = _contents(checkpoint_config, "save_contents", files.DEFAULT_CONTENTS)

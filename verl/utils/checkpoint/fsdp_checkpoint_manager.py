@@ -5,14 +5,25 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
+from torch.optim.lr_scheduler import LRScheduler
 
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
+from verl.utils.checkpoint.optimizer_settings import (
+    CONFIGURED_KEY,
+    Settings,
+    apply_settings,
+    follow_schedule,
+    saved_settings,
+    settings_of,
+    warn_of_changes,
+)
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.loading import State, load_tensors, not_finite
@@ -35,6 +46,10 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     """
 
     model: nn.Module
+
+    def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
+        super().__post_init__(checkpoint_config)
+        self.settings = [] if self.optimizer is None else settings_of(self.optimizer.param_groups)
 
     # ---- saving
 
@@ -66,7 +81,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         records = [self._write_part(folder, "model", self.model.state_dict)] if self.should_save_model else []
         fault_point("save_checkpoint", rank=self.rank, step=global_step)
         if self.should_save_optimizer and self.optimizer is not None:
-            records.append(self._write_part(folder, "optimizer", self.optimizer.state_dict))
+            records.append(self._write_part(folder, "optimizer", self._optimizer_state))
         if self.should_save_extra:
             records.append(self._write_part(folder, "extra", self._extra_state))
         if self.rank == 0:
@@ -86,6 +101,10 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     def _write_part(self, folder: Path, content: str, state: Callable[[], State]) -> files.FileRecord:
         name = part_name(content, self.world_size, self.rank)
         return files.write_file(folder, name, lambda file: torch.save(state(), file))
+
+    def _optimizer_state(self) -> State:
+        assert self.optimizer is not None
+        return {**self.optimizer.state_dict(), CONFIGURED_KEY: self.settings}
 
     def _extra_state(self) -> State:
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
@@ -130,8 +149,19 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 _local(value).copy_(saved)
         if "optimizer" in states and self.optimizer is not None:
             self.optimizer.load_state_dict(states["optimizer"])
+            self._settle(local_path, saved_settings(states["optimizer"]))
         if "extra" in states:
             self._load_extra(states["extra"])
+
+    def _settle(self, local_path: str, saved: list[Settings]) -> None:
+        """Choose between the settings of the checkpoint, which are loaded, and those of this run."""
+        assert self.optimizer is not None
+        if self.rank == 0:
+            warn_of_changes(local_path, saved, self.settings, self.keeps_settings)
+        if self.keeps_settings:
+            self.settings = saved
+        else:
+            apply_settings(self.optimizer.param_groups, saved, self.settings)
 
     def _problems(self, folder: Path) -> list[str]:
         """Return the reasons why this rank cannot load its files."""
@@ -155,6 +185,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     def _load_extra(self, state: State) -> None:
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            if isinstance(self.lr_scheduler, LRScheduler) and self.optimizer is not None and not self.keeps_settings:
+                follow_schedule(self.optimizer, self.lr_scheduler)
         if get_device_name() not in state["rng"]:
             logger.warning("the checkpoint has no random state for %s: this process keeps its own", get_device_name())
         self.load_rng_state(state["rng"])

@@ -22,6 +22,7 @@ from verl.base_config import as_yaml
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, way_out
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
+from verl.utils.checkpoint.optimizer_settings import Settings, warn_of_changes
 from verl.utils.checkpoint.torch_dist import OPTIMIZER_KEYS, TENSORS_FOLDER, TorchDistReader, vocabulary_problem
 from verl.utils.faults import fault_point
 from verl.utils.loading import State, load_tensors, not_finite
@@ -218,14 +219,15 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             for key, chunk in zip(dist_checkpointing.chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        rates = [{key: group[key] for key in ("max_lr", "min_lr") if key in group} for group in groups]
+        own = [{key: group[key] for key in ("max_lr", "min_lr", "betas") if key in group} for group in groups]
         if self.should_load_optimizer and self.optimizer is not None:
             self.optimizer.load_state_dict(_as_chained(state["optimizer"], self.optimizer))
         elif self.optimizer is not None and self.should_load_model:
             self.optimizer.reload_model_params()
+        self._warn_of_changes(local_path, own, state.get("lr_scheduler") if self.should_load_extra else None)
         if self.should_load_extra:
             self._load_extra(folder, state.get("lr_scheduler"))
-        self._follow_schedule(rates)
+        self._follow_settings(own)
 
     def _problems(self, folder: Path) -> list[str]:
         """Return the reasons why this model cannot load a checkpoint on any rank."""
@@ -298,19 +300,34 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         self.load_rng_state(state["rng"])
         get_cuda_rng_tracker().set_states(state["tracker"])
 
-    def _follow_schedule(self, rates: list[dict[str, float]]) -> None:
-        """Set the learning rate limits of the parameter groups to those of the schedule.
-
-        The checkpoint restores the limits that it was saved with. Megatron-Core would train with these and report the
-        learning rate of the schedule. ``rates`` are the limits before the load.
-        """
-        if self.optimizer is None or self.lr_scheduler is None:
+    def _warn_of_changes(self, local_path: str, own: Sequence[State], schedule: State | None) -> None:
+        """Name what this run was configured with and the checkpoint, which is loaded but for the schedule, was not."""
+        if self.rank != 0 or self.optimizer is None:
             return
-        schedule = self.lr_scheduler
-        of_schedule = {"max_lr": schedule.max_lr, "min_lr": schedule.min_lr}
-        for group, own in zip(self.optimizer.param_groups, rates, strict=True):
-            group.update(of_schedule if schedule.use_checkpoint_opt_param_scheduler else own)
-        schedule.step(0)
+        pairs = [(group, mine) for group, mine in zip(self.optimizer.param_groups, own, strict=True) if "betas" in mine]
+        saved: list[Settings] = [{"betas": tuple(group["betas"])} for group, _ in pairs]
+        mine: list[Settings] = [{"betas": tuple(each["betas"])} for _, each in pairs]
+        if schedule is not None and self.lr_scheduler is not None:
+            live = self.lr_scheduler.state_dict()
+            saved.append({"lr": schedule["max_lr"], "weight_decay": schedule["end_wd"]})
+            mine.append({"lr": live["max_lr"], "weight_decay": live["end_wd"]})
+        warn_of_changes(local_path, saved, mine, self.keeps_settings)
+
+    def _follow_settings(self, own: list[State]) -> None:
+        """Set betas and learning rate limits of the parameter groups, unless those of the checkpoint are kept.
+
+        The checkpoint restores the values that it was saved with. Megatron-Core would train with these and report the
+        learning rate of the schedule. ``own`` are the values before the load.
+        """
+        if self.optimizer is None:
+            return
+        for group, mine in zip(self.optimizer.param_groups, own, strict=True):
+            if not self.keeps_settings:
+                group.update(mine)
+            elif self.lr_scheduler is not None:
+                group.update(max_lr=self.lr_scheduler.max_lr, min_lr=self.lr_scheduler.min_lr)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(0)
 
 
 def _not_finite(state: State, chunks: Sequence[str]) -> list[str]:

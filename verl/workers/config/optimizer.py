@@ -29,6 +29,7 @@ class OptimizerConfig(BaseConfig):
     lr_warmup_steps: int | None = setting(-1, "steps that warm up; 0 or less: by the ratio")
     betas: tuple[float, float] = setting((0.9, 0.999), "decay of the moments of the gradient")
     clip_grad: float = setting(1.0, "limit of the gradient norm", above=0, hint=CLIP_NOTHING)
+    use_checkpoint_opt_param_scheduler: bool = setting(False, "a resumed run keeps the settings of its checkpoint")
     grad_clip: float | None = setting(None, "deprecated: clip_grad", above=0, hint=CLIP_NOTHING)
 
     def __post_init__(self) -> None:
@@ -81,7 +82,6 @@ class McoreOptimizerConfig(OptimizerConfig):
     weight_decay_incr_style: str = setting("constant", "schedule of weight_decay", one_of=WEIGHT_DECAY_STYLES)
     lr_wsd_decay_style: str = setting("exponential", "decay at the end of WSD", one_of=WSD_STYLES)
     lr_wsd_decay_steps: int | None = setting(None, "steps of that decay", at_least=1)
-    use_checkpoint_opt_param_scheduler: bool = setting(False, "a resumed run keeps the schedule of its checkpoint")
     override_optimizer_config: dict[str, Any] = setting({}, "fields of OptimizerConfig to set")
 
     def rules(self) -> Iterator[Violation]:

@@ -318,6 +318,11 @@ class BaseEngine(ABC):
         """Advance the schedule; returns the learning rate that the last optimizer step used."""
 
     @property
+    def keeps_settings(self) -> bool:
+        """Whether a loaded optimizer keeps the settings of its checkpoint where the configuration has others."""
+        return self.optimizer_config is not None and self.optimizer_config.use_checkpoint_opt_param_scheduler
+
+    @property
     def schedule_steps(self) -> int:
         """Steps of the schedule so far; a checkpoint restores them."""
         return 0

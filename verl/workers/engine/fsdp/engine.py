@@ -446,6 +446,7 @@ class FSDPEngine(BaseEngine):
             checkpoint_config=self.checkpoint_config,
             source_dtype=self.model_config.hf_config.dtype,
             source_folder=self.model_config.local_path,
+            keeps_settings=self.keeps_settings,
         )
 
     # ---- layout

@@ -411,6 +411,7 @@ class MegatronEngine(BaseEngine):
             checkpoint_config=self.checkpoint_config,
             source_dtype=self.hf_config.dtype,
             source_folder=self.model_config.local_path,
+            keeps_settings=self.keeps_settings,
         )
 
     # ---- layout

@@ -1,0 +1,103 @@
+"""Settings of the optimizer that a resume may change: the configuration wins over the checkpoint, and says so."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from verl.utils.loading import State
+
+logger = logging.getLogger(__name__)
+
+CONFIGURED_KEY = "configured"
+"""Entry of a saved optimizer: the settings of each parameter group as the run was started with them."""
+
+Settings = dict[str, float | tuple[float, ...]]
+
+
+def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[Settings]:
+    """Return the settings of each parameter group: the base of the learning rate, decay and betas, those it has."""
+    found: list[Settings] = []
+    for group in groups:
+        settings: Settings = {"lr": float(group["initial_lr"] if "initial_lr" in group else group["lr"])}
+        if "weight_decay" in group:
+            settings["weight_decay"] = float(group["weight_decay"])
+        if "betas" in group:
+            settings["betas"] = tuple(float(beta) for beta in group["betas"])
+        found.append(settings)
+    return found
+
+
+def saved_settings(state: State) -> list[Settings]:
+    """Return the settings that a saved optimizer was started with.
+
+    Older checkpoints do not list them. Their groups hold the values in use, which are the same but for a learning rate
+    that something other than a schedule of torch may have moved.
+    """
+    if CONFIGURED_KEY in state:
+        return list(state[CONFIGURED_KEY])
+    found = settings_of(state["param_groups"])
+    for settings, group in zip(found, state["param_groups"], strict=True):
+        if "initial_lr" not in group:
+            del settings["lr"]
+    return found
+
+
+def changed_settings(saved: Sequence[Settings], own: Sequence[Settings]) -> list[Settings]:
+    """Return what differs in each group from the checkpoint, with the own values."""
+    return [
+        {key: value for key, value in mine.items() if key in theirs and theirs[key] != value}
+        for theirs, mine in zip(saved, own, strict=True)
+    ]
+
+
+def warn_of_changes(path: str, saved: Sequence[Settings], own: Sequence[Settings], keeps: bool) -> None:
+    """Name both values of each setting that differs, once for all groups that differ alike."""
+    pairs = {
+        (key, theirs[key], value)
+        for theirs, mine, changed in zip(saved, own, changed_settings(saved, own), strict=True)
+        for key, value in changed.items()
+    }
+    use = "keeps the old value"
+    if not keeps:
+        use = "uses the new value; optim.use_checkpoint_opt_param_scheduler=true keeps the old one"
+    for key, old, new in sorted(pairs, key=str):
+        words = "optim.%s=%s, and was %s in the checkpoint %s: the run %s"
+        logger.warning(words, key, _shown(new), _shown(old), path, use)
+
+
+def apply_settings(groups: Sequence[dict[str, Any]], saved: Sequence[Settings], own: Sequence[Settings]) -> None:
+    """Give parameter groups, as they were loaded, the own settings that differ from the checkpoint's."""
+    for group, theirs, changed in zip(groups, saved, changed_settings(saved, own), strict=True):
+        for key, value in changed.items():
+            if key != "lr":
+                group[key] = value
+                continue
+            assert isinstance(value, float)
+            base = theirs["lr"]
+            assert isinstance(base, float)
+            group["lr"] = group["lr"] * (value / base) if base else value
+            if "initial_lr" in group:
+                group["initial_lr"] = value
+
+
+def follow_schedule(optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> None:
+    """Let a loaded schedule start from the groups' base rates, and the next step use the rate that it gives.
+
+    A schedule of another length or warm-up gives another rate at the same step. For an unchanged one this writes the
+    values that are there.
+    """
+    groups = optimizer.param_groups
+    if not all("initial_lr" in group for group in groups):
+        return
+    schedule.base_lrs = [group["initial_lr"] for group in groups]
+    if type(schedule) is LambdaLR:  # other schedules compute a rate from the one before
+        for group, factor in zip(groups, schedule.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in groups]
+
+
+def _shown(value: float | tuple[float, ...]) -> str:
+    return f"[{','.join(map(repr, value))}]" if isinstance(value, tuple) else repr(value)
