@@ -23,7 +23,14 @@ _UNICODE = {
     **{"\u2212": "-", "\u2013": "-", "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "√": r"\sqrt "},
     **{"π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "∞": r"\infty ", "°": r"^\circ ", "²": "^2"},
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "³": "^3"},
-    **{"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"},
+    **{
+        "ℝ": r"\mathbb{R}",
+        "½": r"\frac{1}{2}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+    },
 }
 _TRANSLATION = str.maketrans(_UNICODE)
 _COMMANDS = {
@@ -36,27 +43,64 @@ _COMMANDS = {
 _COMMAND = re.compile(r"(?<!\\)\\(" + "|".join(_COMMANDS) + r")(?![a-zA-Z])\s*")
 _TEXT_COMMAND = r"\\(?:text|mbox|textrm|mathrm)\s*\{"
 _WRITTEN_TWICE = re.compile(r"\\\\(?=[a-zA-Z{}$%!,;:])")  # escaped again, as in JSON
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?(?:\s*[CF](?![a-zA-Z]))?")
+_CURRENCY = re.compile(r"\\text\{\\\$\}|\\?\$|[€£]")
+_MEASURES = {
+    "dollar": re.compile(r"\\\$|(?<![a-zA-Z])dollars?(?![a-zA-Z])"),
+    "cent": re.compile(r"(?<![a-zA-Z])cents?(?![a-zA-Z])"),
+    "euro": re.compile("€"),
+    "pound": re.compile("£"),
+    "percent": re.compile(r"%|(?<![a-zA-Z])percent(?![a-zA-Z])"),
+    "fahrenheit": re.compile(r"(?:\\circ\s*\}?|°)\s*(?:\\(?:text|mathrm)\s*\{\s*)?F(?![a-zA-Z])"),
+    "degree": re.compile(r"(?:\\circ\s*\}?|°|\\degree|℃)(?!\s*(?:\\(?:text|mathrm)\s*\{\s*)?F(?![a-zA-Z]))"),
+}
+"""Signs of what a number measures, which do not count if only one of two answers has them."""
+_LONG_ROOT = re.compile(r"√\s*(\d+(?:\.\d+)?)")  # the sign has no braces, and means the whole number
+_EMPTY_SET = re.compile(r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}")
+_ALL_REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R")
 _SPACE = re.compile(r"(?<!\\)\\[!,;: ]|~|\s+")
 _GROUP = r"(?:\{,\}|,\\!|(?<!\\)\\[,! ]|~| )"  # between the digits of a large number
 _GROUPED = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_GROUP}\d{{3}})+(?!\d)")
 _BETWEEN = re.compile(_GROUP)
-_OR = "\\or "
-_CONNECTIVE = re.compile(rf",?\s*(?:{_TEXT_COMMAND}\s*(?:and|or)\s*\}}|(?<=[\s\d}})])(?:and|or)(?=[\s\\\d({{]))\s*")
+_OR, _AND = "\\or ", "\\and "
+_CONNECTIVE = re.compile(rf",?\s*(?:{_TEXT_COMMAND}\s*(and|or)\s*\}}|(?<=[\s\d}})])(and|or)(?=[\s\\\d({{]))\s*")
 _WRAPPED = re.compile(r"\\(?:text|mbox|textrm|mathrm|textbf|mathbf|mathit|textit|operatorname)\s*\{([^{}]*)\}")
 _UNIT = re.compile(rf"^(.*[\w}}).!])\s*{_TEXT_COMMAND}([^{{}}]*)\}}(\^\{{?\d\}}?)?$", re.DOTALL)
-_PLAIN_UNIT = re.compile(r"^([+-]?[\d.,/]+)\s*((?!pi\b|sqrt|e\d)[a-zA-Z]{2,}\.?(?:\s+[a-zA-Z]+\.?)*)$")
+_SHORT_UNITS = (
+    "cm mm km nm dm kg mg lb lbs oz mi ft yd yds hr hrs min mins sec secs ms ml mL cc gal pt qt sq cu cubic square mph "
+    "kph rpm Hz kHz kW kJ in inch feet foot day days year years unit units hour hours mile miles edge edges cent cents"
+).split()
+_PLAIN_UNIT = re.compile(
+    rf"^([+-]?[\d.,/]+)(?:\s*((?:{'|'.join(_SHORT_UNITS)})\.?(?:\s+[a-zA-Z]+\.?)*)|\s+((?!sqrt)[a-zA-Z]{{3,}}\.?(?:\s+"
+    rf"[a-zA-Z]+\.?)*)|\s*([a-zA-Z]{{5,}}\.?))(\^\{{?\d\}}?)?$"
+)
+"""A unit without a text command; letters after a number without a blank may be a product."""
+_NO_UNIT = re.compile(
+    r"(?<![a-zA-Z])(?:tens?|dozens?|scores?|pairs?|hundreds?|thousands?|millions?|billions?|trillions?|or|and|more|less"
+    r"|fewer|plus|minus|times|over|mod|modulo|choose|to|than|not|least|most|about|remainder|squared|cubed|factorial|root"
+    r"|half|halves|thirds?|quarters?|is|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)(?![a-zA-Z])"
+)
+"""Words that change a number."""
+_WORDS = re.compile(r"(?:[A-Z]?[a-z]{2,}){1,20}|No|no")
 _MATRIX = re.compile(r"^\\begin\{(\w*matrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}$", re.DOTALL)
 _ROW_BREAK = re.compile(r"\\\\(?:\[\w*\])?")
 _ARGUMENT = r"\s*(\{[^{}]*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
-_FRACTION_ARGUMENTS = re.compile(r"\\frac" + _ARGUMENT + _ARGUMENT)
+_FRACTION_ARGUMENTS = re.compile(r"(\\frac|\\binom)" + _ARGUMENT + _ARGUMENT)
 _BARE_ARGUMENT = re.compile(r"(\\sqrt|[\^_])\s*([0-9a-zA-Z])")
-_NAME = re.compile(r"^([a-zA-Z](?:_\{?\w\}?)?(?:\([a-zA-Z]\))?)\s*(?:=|\\in(?![a-zA-Z]))(.*)$", re.DOTALL)
+_NAME = re.compile(
+    r"^([a-zA-Z](?:_\{?\w{1,3}\}?)?(?:\(\w{1,3}\))?|[A-Z]{2,3}|m?\s*\\angle\s*[A-Z]{1,3}|\\[a-z]*(?:alpha|beta|gamma|theta|phi))\s*(?:=|\\in(?![a-zA-Z]))(.*)$",
+    re.DOTALL,
+)
+_SIGNED = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
+_INVERSE = re.compile(r"\\(sin|cos|tan)\s*\^\s*\{?\s*-\s*1\s*\}?")
 _RELATIONS = (r"\le", r"\ge", r"\ne", "<", ">", "=")
+_VARIABLE = re.compile(r"\s*(?:[a-zA-Z]|\\(?:theta|alpha|beta))\s*$")
 _TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
+_GROUP_OF_ZEROS = re.compile(r"\d,0\d\d(?!\d)")
 _CLOSING = {"(": ")", "[": "]", r"\{": r"\}"}
 _SET = r"\{ \}"
-_UNORDERED = (_SET, "or", "union")
+_INTERVALS = ("( )", "( ]", "[ )", "[ ]", "union")
+_UNORDERED = (_SET, "or", "and", "union")
 
 _DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
 _NUMBER = re.compile(rf"^[+-]?{_DECIMAL}(?:[eE][+-]?\d{{1,3}})?$")
@@ -64,7 +108,7 @@ _LATEX_RATIO = re.compile(r"^([+-]?)\\frac\{([+-]?\d+)\}\{([+-]?\d+)\}$")
 _MIXED = re.compile(r"^([+-]?)(\d+)(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))$")
 _REPEATING = re.compile(r"^([+-]?)(\d*)\.(\d*)\\overline\{(\d+)\}$")
 _PLAIN_RATIO = re.compile(r"^([+-]?\d+)/([+-]?\d+)$")
-THOUSANDS = re.compile(r"^[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?$")
+THOUSANDS = re.compile(r"^[+-]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?$")
 
 Judge = Callable[[str, str], bool]
 """Decides whether two values are equal."""
@@ -85,11 +129,20 @@ def same(one: str, other: str, judge: "Judge | None" = None) -> bool:
     """
     if max(len(one), len(other)) > LONGEST_CHARS:
         return one.strip() == other.strip()
+    if measure_differently(one, other):
+        return False
     return _same(_read(cleaned(one)), _read(cleaned(other)), judge or same_values)
+
+
+def measure_differently(one: str, other: str) -> bool:
+    """Return whether both answers have signs such as those of dollars, percent or degrees, and others."""
+    signs = [{name for name, sign in _MEASURES.items() if sign.search(text)} for text in (one, other)]
+    return bool(signs[0] and signs[1] and signs[0] != signs[1])
 
 
 def cleaned(text: str) -> str:
     """Return an answer in plain LaTeX, without sizes, currency, percent, degrees and LaTeX's thousands separators."""
+    text = _LONG_ROOT.sub(r"\\sqrt{\1}", text).replace("℃", "")
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).replace("\u2044", "/").strip()
     if r"\\begin{" in text:
         text = text.replace("\\\\", "\\")
@@ -97,9 +150,11 @@ def cleaned(text: str) -> str:
         text = _WRITTEN_TWICE.sub(lambda match: "\\", text)
     text = _COMMAND.sub(lambda match: _COMMANDS[match[1]], text)
     text = _DEGREES.sub("", text)
-    text = text.replace(r"\text{\$}", "").replace(r"\$", "").replace("$", "").replace(r"\%", "").replace("%", "")
+    text = _INVERSE.sub(r"\\arc\1 ", text)
+    text = _EMPTY_SET.sub(r"\\emptyset ", text)
+    text = _CURRENCY.sub("", text).replace(r"\%", "").replace("%", "")
     text = _GROUPED.sub(lambda match: _BETWEEN.sub("", match[0]), text)
-    text = _CONNECTIVE.sub(lambda match: _OR, text)
+    text = _CONNECTIVE.sub(lambda match: _AND if "and" in match.groups() else _OR, text)
     text = _SPACE.sub(" ", text).strip()
     return re.sub(r"(?<!\\)[.,;:]+$", "", text.rstrip("\\ ")).strip()
 
@@ -110,6 +165,8 @@ def same_values(one: str, other: str) -> bool:
     if unit and other_unit and unit != other_unit:
         return False
     if value == other_value or _terms(value) == _terms(other_value):
+        return bool(value)
+    if value.lower() == other_value.lower() and _WORDS.fullmatch(value) and _WORDS.fullmatch(other_value):
         return True
     number = rational(value)
     return number is not None and number == rational(other_value)
@@ -123,11 +180,7 @@ def _terms(value: str) -> list[str]:
 
 def with_unit(text: str) -> tuple[str, str]:
     """Return a value in normal form, and its unit or an empty text."""
-    unit = ""
-    if match := _UNIT.match(text) or _PLAIN_UNIT.match(text):
-        text = match[1]
-        power = match[3] if match.lastindex and match.lastindex > 2 else ""
-        unit = re.sub(r"[\s.{}]", "", match[2] + (power or "")).lower().removesuffix("s")
+    text, unit = _split_unit(text)
     text = _WRAPPED.sub(lambda match: match[1], text)
     text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0", text)  # the space that ends a command
     text = re.sub(r"(?<=\d)\s+(?=\d)", "\1", text)  # between two numbers
@@ -135,9 +188,17 @@ def with_unit(text: str) -> tuple[str, str]:
     before = ""
     while text != before:  # until nested fractions all have braces
         before = text
-        text = _FRACTION_ARGUMENTS.sub(lambda match: rf"\frac{_braced(match[1])}{_braced(match[2])}", text)
+        text = _FRACTION_ARGUMENTS.sub(lambda match: f"{match[1]}{_braced(match[2])}{_braced(match[3])}", text)
     text = _BARE_ARGUMENT.sub(r"\1{\2}", text)
     return (text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text), unit
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    match = _UNIT.match(text) or _PLAIN_UNIT.match(text)
+    if match is None or _NO_UNIT.search(text, match.end(1)):
+        return text, ""
+    unit = "".join(filter(None, match.groups()[1:]))
+    return match[1], re.sub(r"[\s.{}]", "", unit).lower().removesuffix("s")
 
 
 def rational(text: str) -> Fraction | None:
@@ -178,10 +239,14 @@ def _read(text: str, depth: int = 0) -> Tree:
         rows = [row for row in _ROW_BREAK.split(matrix[2].strip()) if row.strip()]
         cells = tuple(Tree("row", "", tuple(_read(cell, depth + 1) for cell in row.split("&"))) for row in rows)
         return Tree("determinant" if matrix[1] in ("vmatrix", "Vmatrix") else "matrix", "", cells)
-    for kind, separators in (("or", (_OR.strip(),)), ("list", (",", ";"))):
+    if _ALL_REALS.fullmatch(text):
+        text = r"(-\infty,\infty)"
+    if text.startswith("{") and text.endswith("}") and _closes_at_end(text):
+        return _read(text[1:-1], depth + 1)
+    for kind, separators in (("or", (_OR.strip(),)), ("and", (_AND.strip(),)), ("list", (",", ";"))):
         pieces, _ = _split(text, separators)
-        if len(pieces) > 1 and not THOUSANDS.match(text):
-            return Tree(kind, "", tuple(_read(piece, depth + 1) for piece in pieces))
+        if len(pieces) > 1 and not THOUSANDS.match(_split_unit(text)[0].strip()):
+            return _list(kind, tuple(_read(piece, depth + 1) for piece in pieces))
     if name := _NAME.match(text):
         return Tree("named", with_unit(name[1])[0], (_read(name[2], depth + 1),))
     pieces, relations = _split(text, _RELATIONS)
@@ -190,7 +255,17 @@ def _read(text: str, depth: int = 0) -> Tree:
     pieces, _ = _split(text, (r"\cup",))
     if len(pieces) > 1:
         return Tree("union", "", tuple(_read(piece, depth + 1) for piece in pieces))
+    if _SIGNED.search(text):
+        upper, lower = (text.replace(r"\pm", one).replace(r"\mp", other) for one, other in ("+-", "-+"))
+        return Tree("or", "", (_read(upper, depth + 1), _read(lower, depth + 1)))
     return _read_brackets(text, depth) or Tree("value", text)
+
+
+def _list(kind: str, parts: tuple[Tree, ...]) -> Tree:
+    """Return a list; ``x = 1, x = 2`` is one name with two values."""
+    if all(part.kind == "named" for part in parts) and len({part.text for part in parts}) == 1:
+        return Tree("named", parts[0].text, (Tree("or", "", tuple(part.parts[0] for part in parts)),))
+    return Tree(kind, "", parts)
 
 
 def _read_brackets(text: str, depth: int) -> Tree | None:
@@ -224,6 +299,9 @@ def _split(text: str, separators: Sequence[str]) -> tuple[list[str], list[str]]:
     while i < len(text):
         character = text[i]
         depth += (character in "([{") - (character in ")]}")
+        if character == "," and _GROUP_OF_ZEROS.match(text, i - 1):  # 1,000 is one number, wherever it stands
+            i += 1
+            continue
         depth += text.startswith(r"\begin", i) - text.startswith(r"\end", i)
         separator = next((each for each in separators if depth == 0 and text.startswith(each, i)), None)
         if separator is not None and separator.startswith("\\") and text[i + len(separator) :][:1].isalpha():
@@ -249,24 +327,60 @@ def _same(one: Tree, other: Tree, judge: Judge) -> bool:
             return _same(named, plain, judge)
         if named.kind == "named":
             return _same(named.parts[0], plain, judge)
+    if one.kind in _INTERVALS and other.kind not in _INTERVALS:
+        other = _as_interval(other)
+    elif other.kind in _INTERVALS and one.kind not in _INTERVALS:
+        one = _as_interval(one)
     if one.kind == other.kind == "value":
         return judge(one.text, other.text)
     if one.kind == other.kind == "relation":
         return _same_relations(one, other, judge)
     if len(one.parts) != len(other.parts) or not _are_alike(one.kind, other.kind):
         return False
-    if one.kind in _UNORDERED or other.kind in _UNORDERED:
+    if {one.kind, other.kind} == {"and", "or"} and any(part.kind == "relation" for part in one.parts):
+        return False
+    if one.kind in _UNORDERED or other.kind in _UNORDERED or all(map(_states, (*one.parts, *other.parts))):
         return _same_sets(one.parts, other.parts, judge)
     return all(_same(a, b, judge) for a, b in zip(one.parts, other.parts, strict=True))
 
 
 def _are_alike(kind: str, other: str) -> bool:
-    return kind == other or {kind, other} <= {"list", "or", _SET}
+    return kind == other or {kind, other} <= {"list", "or", "and", _SET}
+
+
+def _states(part: Tree) -> bool:
+    """Whether a part of an answer is a statement, such as ``x = 2`` or ``x > 1``: these have no order."""
+    return part.kind in ("named", "relation")
+
+
+def _as_interval(tree: Tree) -> Tree:
+    """Return the interval of ``x > 3`` or ``1 < x < 3``, and the union of such with ``or`` between them."""
+    if tree.kind == "or" and all(part.kind == "relation" for part in tree.parts):
+        return Tree("union", "", tuple(_as_interval(part) for part in tree.parts))
+    signs = tree.text.split()
+    if tree.kind != "relation" or len({sign in (">", r"\ge") for sign in signs}) > 1 or {"=", r"\ne"} & set(signs):
+        return tree
+    parts = tree.parts
+    if signs[0] in (">", r"\ge"):
+        signs, parts = [_TURNED[sign] for sign in reversed(signs)], parts[::-1]
+    names = [bool(_VARIABLE.match(part.text)) and part.kind == "value" for part in parts]
+    brackets = [{"<": ("(", ")"), r"\le": ("[", "]")}[sign] for sign in signs]
+    if names == [False, True, False]:
+        return Tree(f"{brackets[0][0]} {brackets[1][1]}", "", (parts[0], parts[2]))
+    if names == [True, False]:
+        return Tree(f"( {brackets[0][1]}", "", (Tree("value", r"-\infty"), parts[1]))
+    if names == [False, True]:
+        return Tree(f"{brackets[0][0]} )", "", (parts[0], Tree("value", r"\infty")))
+    return tree
 
 
 def _same_relations(one: Tree, other: Tree, judge: Judge) -> bool:
     turned = " ".join(_TURNED[each] for each in reversed(other.text.split()))
     readings = [(other.text, other.parts), (turned, other.parts[::-1])]
+    if one.text == other.text == "=" and all(part.kind == "value" for part in (*one.parts, *other.parts)):
+        left, *moved = [f"{a.text}-({b.text})" for a, b in (one.parts, other.parts, other.parts[::-1])]
+        if any(judge(left, right) for right in moved):
+            return True
     return any(
         one.text == relations and all(_same(a, b, judge) for a, b in zip(one.parts, parts, strict=True))
         for relations, parts in readings

@@ -7,7 +7,7 @@ Source: DAPO (arXiv:2503.14476) section 4.1 (rule-based reward of +1 and -1).
 import re
 from typing import Any
 
-from verl.utils.reward_score.answers import THOUSANDS, cleaned, rational, same, with_unit
+from verl.utils.reward_score.answers import THOUSANDS, cleaned, measure_differently, rational, same, with_unit
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
 
 SOLUTION_CLIP_CHARS = 300  # the answer is at the end
@@ -53,6 +53,8 @@ def verify(
     both_name = "=" in stated and "=" in truth
     units = {unit for text in (stated, truth) if (unit := _unit(text))}
     is_same_text = pred == normalize_final_answer(truth) and not (both_name or len(units) > 1)
+    if is_same_text and (not pred or measure_differently(_stated(stated), _stated(truth))):
+        return False, pred
     return is_same_text or same(_stated(stated), _stated(truth)), pred
 
 

@@ -13,7 +13,8 @@ _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 LONGEST_ANSWER_CHARS = 500
 _NO_FORMULA = re.compile(
     r"(?<![a-zA-Z\\])(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|exp)(?![a-zA-Z]))[a-zA-Z]{3,}|(?<!\\)[A-Z]{2,}"  # words
-    r"|[:']|\d_|\\frac\{d\w?\}\{d\w\}"  # times and ratios, derivatives, numbers to a base
+    r"|[:']|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}|[A-Z]\\times ?[A-Z]"  # times and ratios, dates, products of sets
+    r"|\d_|\\frac\{d\w?\}\{d\w\}"  # numbers to a base, derivatives
 )
 _OPEN_ARGUMENT = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![a-zA-Z({^_])")
 
