@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.data_preprocess.gsm8k import solve, synthetic_tables
 from examples.tiny_model import make_tiny_model
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.run.resume import batches_after
 from verl.trainer.sft import trainer as sft
 from verl.trainer.sft.checkpoint import CheckpointHandler
 from verl.trainer.sft.preflight import check_checkpoint
@@ -343,6 +344,21 @@ def test_a_checkpoint_that_no_tracker_names_is_not_replaced(tmp_path, caplog):
                 start()
         if content is None:
             tracker.touch()
+
+
+def test_a_state_of_the_loader_with_a_wrong_value_is_refused_by_the_name_of_its_file(tmp_path):
+    saver = handler(tmp_path, 0, 1)
+    next(iter(saver.train_dataloader))
+    saver.save_checkpoint(1)
+    path = tmp_path / "global_step_1" / "data_0.pt"
+    good = torch.load(path, weights_only=False)
+    for wrong in ([], {"x": 1}, good | {"_num_yielded": "x"}, good | {"_sampler_iter_state": {}}):
+        torch.save(wrong, path)
+        resumed = handler(tmp_path, 0, 1)
+        with pytest.raises(Exception) as caught:
+            resumed.load_checkpoint()
+            next(batches_after(resumed.restored_from, resumed.train_dataloader))
+        assert str(path) in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
 class Curriculum:

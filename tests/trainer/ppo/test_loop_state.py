@@ -1,11 +1,13 @@
 """What a resumed run continues from: the position in the data, the checkpoint folder; and the dumps of a step."""
 
+import copy
 import json
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -277,6 +279,54 @@ def test_the_state_of_the_driver(tmp_path):
     (tmp_path / "data.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(IncompleteCheckpointError, match=r"data\.pt cannot be read"):
         load_driver_state(tmp_path)
+
+
+def _places(tree, above=()):
+    for key in tree if isinstance(tree, dict) else ():
+        yield (*above, key)
+        yield from _places(tree[key], (*above, key))
+
+
+def test_a_state_with_a_wrong_value_anywhere_is_refused_by_the_name_of_its_file(tmp_path):
+    """The archive is whole, so only loader and driver can notice; the loader does so when it is first read."""
+
+    def checkpoints(trainer, groups):
+        run = replace(trainer.run_config, trainer=replace(trainer.run_config.trainer, default_local_dir=str(tmp_path)))
+        return Checkpoints(run, trainer.state, groups, trainer.train_dataloader, KL_CONTROLLER)
+
+    first = trainer_at_start(3)
+    drawn = draw(first)
+    next(drawn)
+    checkpoints(first, {"actor": WritingGroup(tmp_path)}).save()
+    folder = tmp_path / "global_step_1"
+    loader_state, driver = load_driver_state(folder)
+    good = {"dataloader": loader_state, "driver": driver}
+    rest = list(drawn)
+    refused = 0
+    for place in [None, *_places(good)]:
+        for wrong in ["missing", "x", []] if place else [None]:
+            content = copy.deepcopy(good)
+            if place:
+                node = reduce(lambda tree, key: tree[key], place[:-1], content)
+                node[place[-1]] = wrong
+                if wrong == "missing":
+                    del node[place[-1]]
+            torch.save(content, folder / "data.pt")
+            trainer = trainer_at_start(3)
+            try:
+                checkpoints(trainer, {}).load(folder)
+                seen = list(draw(trainer))
+            except IncompleteCheckpointError as error:
+                assert f"{folder / 'data.pt'} cannot be restored" in str(error), (place, wrong)
+                assert "trainer.resume_from_path" in str(error)
+                refused += 1
+            except Exception as error:
+                assert f"The place in the data is that of {folder / 'data.pt'}" in error.__notes__, (place, wrong)
+                refused += 1
+            else:
+                assert len(seen) == 2, (place, wrong)
+                assert place or seen == rest, "the state as it was"
+    assert refused > 25
 
 
 class Curriculum:

@@ -1,4 +1,6 @@
+import errno
 import gc
+import io
 import json
 import logging
 import os
@@ -30,6 +32,8 @@ from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
 from verl.utils import processes
 from verl.utils.device import get_device_name
+from verl.utils.observe.activity import Activity, ActivityFile
+from verl.utils.observe.console import get_console
 from verl.workers.config.model import path_problems
 
 
@@ -310,6 +314,46 @@ def test_a_bar_moves_below_the_lines(capsys, monkeypatch):
     assert "a line" in out and out.endswith("another\n")
     last = err.split("\r")[-1]
     assert "training  50% |" in last and "5/10" in last and "left, reward 0.500 | 1,500 tokens/s" in last
+
+
+@pytest.mark.parametrize("mode", ["lines", "bar"])
+def test_a_line_that_cannot_be_written_does_not_end_a_run(monkeypatch, mode):
+    """Output that goes to a file on a full disk, or to a pipe that nobody reads."""
+    said = []
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            if "WARNING" not in text:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            said.append(text)
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    display = LocalDisplay(mode)
+    for step in range(3):
+        display.progress(step, 2, 0, "x", 1.0)
+        display.write("a line")
+    display.close()
+    monkeypatch.setattr(get_console().handlers[0], "write", None)
+    get_console().info("a line")
+    assert len(said) == 1 and "No space left" in said[0]
+
+
+def test_a_note_of_the_phase_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
+    notes = ActivityFile(tmp_path / "activity.json")
+    notes.write(Activity(1, "host", "in phase generate"))
+    (tmp_path / "activity.new").symlink_to("/dev/full")
+    for phase in ("a", "b"):
+        notes.write(Activity(1, "host", phase))
+    assert notes.read() == Activity(1, "host", "in phase generate")
+    assert caplog.text.count(f"{tmp_path / 'activity.new'} cannot be written (No space left on device)") == 1
+
+
+def test_the_log_of_an_earlier_failure_does_not_stay_beside_a_success(tmp_path):
+    launch.set_error_log_aside(tmp_path)
+    launch.report_failure(ValueError("x"), tmp_path)
+    launch.set_error_log_aside(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["error.previous.log"]
 
 
 def test_what_the_trainer_sends_arrives_in_order(capsys, monkeypatch):

@@ -147,6 +147,52 @@ def test_a_folder_is_free_after_any_end(tmp_path):
     assert not [*(tmp_path / "a").iterdir()] and refusal(tmp_path / "a") is None
 
 
+ENDING = f"""
+import os, signal, sys, time
+from pathlib import Path
+from verl.trainer.run import launch
+from verl.trainer.run.owner import Ownership, free_folders
+if sys.argv[2] == "Ctrl-C":
+    launch.catch_signals()
+with Ownership() as owner:
+    owner.take_folders({{"{KEY}": sys.argv[1]}})
+    print("taken", flush=True)
+    if sys.argv[2] == "os._exit":
+        free_folders()
+        os._exit(3)
+    while True:
+        time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGHUP", "Ctrl-C", "os._exit"])
+def test_a_folder_is_free_after_a_signal(tmp_path, how):
+    """For another machine, which cannot see that the process has gone: no file may be left."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDING, str(tmp_path), how], stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
+    ) as process:
+        assert answer(process) == "taken"
+        number = {"SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP, "Ctrl-C": signal.SIGINT}.get(how)
+        for _ in range(8 if number else 0):  # several quick ones
+            if process.poll() is None:
+                process.send_signal(number)
+        code = process.wait(60)
+    assert code == {"SIGTERM": -15, "SIGHUP": -1, "os._exit": 3}.get(how, code)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_child_of_a_fork_dies_of_a_signal_and_frees_nothing(tmp_path):
+    with Ownership() as mine:
+        mine.take_folders({KEY: str(tmp_path)})
+        child = os.fork()
+        if not child:
+            signal.pause()
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert (tmp_path / LOCK_NAME).exists()
+
+
 def test_what_cannot_be_a_lock_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     for name, make in {

@@ -16,7 +16,14 @@ from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState
-from verl.trainer.run.resume import DATA_NAME, MISSING_DATA, IncompleteCheckpointError, run_folder, step_of
+from verl.trainer.run.resume import (
+    DATA_NAME,
+    MISSING_DATA,
+    IncompleteCheckpointError,
+    restoring,
+    run_folder,
+    step_of,
+)
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, step_folders, write_file
@@ -189,26 +196,41 @@ class Checkpoints:
                 group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
         state.weights_version += 1
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
+        with restoring(folder / DATA_NAME):
+            self._restore_driver(folder, loader_state, driver)
+
+    def _restore_driver(self, folder: Path, loader_state: Mapping[str, Any], driver: Mapping[str, Any]) -> None:
+        state = self.state
         learned = driver.get("learners", {})
         _restore(learned, self.learners)  # before the loader, which counts the rows of the data set
         self.loader.load_state_dict(loader_state)
+        state.restored_from = folder / DATA_NAME
         if "learned" in driver:
             self._later = learned | {"sampler": driver["learned"]}
         warn_of_other_data(driver.get("data_digest"), self.loader.dataset)
-        warn_of_other_batch_size(driver.get("train_batch_size"), self.run.data.train_batch_size)
+        if driver.get("train_batch_size") is not None:
+            warn_of_other_batch_size(_count(driver, "train_batch_size"), self.run.data.train_batch_size)
         # Checkpoints of older versions do not hold the epoch.
-        state.epoch = driver["epoch"] if "epoch" in driver else (state.step - 1) // len(self.loader)
-        state.spares_drawn = driver.get("spares_drawn", 0)
+        state.epoch = _count(driver, "epoch") if "epoch" in driver else (state.step - 1) // len(self.loader)
+        state.spares_drawn = _count(driver, "spares_drawn") if "spares_drawn" in driver else 0
         self.extra_files = [folder / Path(name).name for name in driver.get("extra_files", ())]
         if "kl_ctrl_in_reward" in driver:
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:
-            logger.warning("trainer.seed is %d, and was %d in the checkpoint", state.seed, driver["seed"])
+            logger.warning("trainer.seed is %d, and was %s in the checkpoint", state.seed, driver["seed"])
 
     def after_draw(self) -> None:
         """Restore what had been learned between the place in the data and the checkpoint, once the batch is drawn."""
         later, self._later = self._later, {}
         _restore(later, {**self.learners, "sampler": self.loader.sampler})
+
+
+def _count(driver: Mapping[str, Any], name: str) -> int:
+    """Return a number of the driver's state. Raises: ValueError for another value."""
+    value = driver[name]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name}={value!r} is no integer of 0 or more")
+    return value
 
 
 def _restore(states: Mapping[str, Any], learners: Mapping[str, Any]) -> None:

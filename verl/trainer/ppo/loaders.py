@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.base_config import WrongInput, omega_conf_to_dataclass
 from verl.experimental.agent_loop.registry import ONE_TURN
 from verl.trainer.ppo.state import RunState
+from verl.trainer.run.resume import batches_after
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.factory import stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
@@ -125,13 +126,16 @@ def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | N
     Each draw starts from a random state that depends only on the step and on the prompts that it drew before.
 
     Args: ``total_epochs`` is None if the number of steps alone ends the run.
-    Raises: EndOfDataError after ``total_epochs``; EmptyLoaderError when the loader yields nothing.
+    Raises: EndOfDataError after ``total_epochs``; EmptyLoaderError when the loader yields nothing;
+        IncompleteCheckpointError when the loader cannot go on from the state in a checkpoint.
     """
     empty_epochs = 0
     while total_epochs is None or state.epoch < total_epochs:
         drawn = 0
         _seed_draw(state)
-        for rows in loader:
+        batches = iter(loader) if state.restored_from is None else batches_after(state.restored_from, loader)
+        state.restored_from = None
+        for rows in batches:
             drawn += 1
             yield rows
             _seed_draw(state)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.reward import PendingReward
@@ -31,6 +32,7 @@ class RunState:
         max_step_s: seconds of the longest step.
         unfinished_checkpoint: step of the checkpoint that the tracker does not name yet: workers still write it in the
             background, or the record still lacks its step.
+        restored_from: the file whose state the training loader takes when it is first read.
         unrecorded_step: the step that trained and does not stand in the record yet.
         profiled_groups: worker groups whose profilers run.
     """
@@ -49,6 +51,7 @@ class RunState:
     max_step_s: float = 0.0
     unfinished_checkpoint: int | None = None
     unrecorded_step: int | None = None
+    restored_from: Path | None = None
     profiled_groups: Sequence[RayWorkerGroup] = ()
 
     @property

@@ -12,8 +12,8 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,7 +43,7 @@ _BAR_FORMAT = "{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}/{total_fmt} | {remai
 
 
 class LocalDisplay:
-    """The terminal of this process.
+    """The terminal of this process. Lines that it cannot show, such as in a log on a full disk, are left out.
 
     ``VERL_PROGRESS``, or if that is not set ``mode``, is ``table``, ``bar``, ``lines``, ``off`` or ``auto``: the first
     of these that standard error can show. The table shows the record in ``folder``.
@@ -62,9 +62,25 @@ class LocalDisplay:
         self._started = time.monotonic()
         self._bar: tqdm[None] | None = None
         self._table: LiveTable | None = None
+        self._has_told = False
+
+    @contextmanager
+    def _showing(self) -> Iterator[None]:
+        """Let a failed write cost its line and not the run, with one note."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_told:
+                self._has_told = True
+                with suppress(OSError):
+                    sys.stderr.write(f"WARNING: some lines cannot be written to the terminal or its log: {error}\n")
 
     def write(self, text: str) -> None:
         """Show a line, above the bar if one is shown."""
+        with self._showing():
+            self._write(text)
+
+    def _write(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         elif self._table is not None:
@@ -76,9 +92,11 @@ class LocalDisplay:
     def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
         """Show that ``step`` of ``total`` took ``seconds``; with ``step == start`` training begins."""
         if self.mode == "bar":
-            self._move_bar(step, total, start, text)
+            with self._showing():
+                self._move_bar(step, total, start, text)
         elif self.mode == "table":
-            self._draw_table(total)
+            with self._showing():
+                self._draw_table(total)
         elif step == start:
             self._started = time.monotonic()
         elif self.mode == "lines":
@@ -102,10 +120,11 @@ class LocalDisplay:
 
     def close(self) -> None:
         """Leave the bar or the table on the terminal; later lines follow below it."""
-        if self._bar is not None:
-            self._bar.close()
-        if self._table is not None:
-            self._table.close()
+        with self._showing():
+            if self._bar is not None:
+                self._bar.close()
+            if self._table is not None:
+                self._table.close()
         self._bar = None
         self._table = None
 

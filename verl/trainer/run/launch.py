@@ -26,6 +26,7 @@ from verl.base_config import WrongInput
 from verl.trainer.config.cli import MOST_LINES, USAGE_ERROR, brief
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import LocalDisplay
+from verl.trainer.run.owner import free_folders
 from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
@@ -44,6 +45,7 @@ LOCAL_SYSTEM_CONFIG = {
     "free_objects_batch_size": 1,  # else freed memory waits up to a second, and the next batch gets new pages
 }
 ERROR_LOG = "error.log"
+PREVIOUS_ERROR_LOG = "error.previous.log"
 _TRACE_STARTS = ("--- in the worker", "\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
 _INPUT_ERRORS = (ValueError, OSError, ImportError, OmegaConfBaseException)
 """What a check before the start raises for an input that it refuses."""
@@ -112,6 +114,8 @@ def run_on_ray(
         failure = interruption()
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
         failure = report_failure(error, folder), USAGE_ERROR if isinstance(root_cause(error), WrongInput) else 1
+    else:
+        set_error_log_aside(folder)
     with suppress(KeyboardInterrupt):  # a second one: the message and the end of Ray come anyway
         display.close()
         time.sleep(_LOG_GRACE_S if owns_ray else 0)
@@ -119,8 +123,9 @@ def run_on_ray(
     if failure is not None:
         sys.stderr.write(f"\n{failure[0]}\n")
         sys.stderr.flush()
-    if owns_ray and not stop_ray(earlier, kill=watch is not None and watch.is_stuck):
+    if owns_ray and not stop_ray_anyway(earlier, kill=watch is not None and watch.is_stuck):
         sys.stdout.flush()
+        free_folders()
         if fork_server is not None:
             fork_server.stop()
         os._exit(0 if failure is None else failure[1])  # Ray would hang again at the end of the interpreter
@@ -283,7 +288,24 @@ def stop_ray(earlier: Set[psutil.Process], kill: bool = False) -> bool:
     return has_left
 
 
+def stop_ray_anyway(earlier: Set[psutil.Process], kill: bool) -> bool:
+    """Stop Ray as ``stop_ray``; at another Ctrl-C kill its processes, and let no further one interrupt that."""
+    try:
+        return stop_ray(earlier, kill)
+    except KeyboardInterrupt:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        stop_ray(earlier, kill=True)
+        return False
+
+
 # ---- failures
+
+
+def set_error_log_aside(folder: Path) -> None:
+    """Rename the ``error.log`` of an earlier run, since the run that has just ended in its folder has not failed."""
+    with suppress(OSError):
+        (folder / ERROR_LOG).replace(folder / PREVIOUS_ERROR_LOG)
 
 
 def report_failure(error: BaseException, folder: Path) -> str:

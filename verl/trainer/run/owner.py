@@ -5,17 +5,21 @@ process ends, however it ends, and not while it is stopped. The file names the o
 lock: other machines, and file systems without locks.
 """
 
+import atexit
 import errno
 import fcntl
 import json
 import logging
 import os
 import shlex
+import signal
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
 from verl.base_config import ConfigError, Violation, matches, type_hints
@@ -86,13 +90,34 @@ def _state_and_start(pid: int) -> tuple[str, int] | None:
     return (words[0], int(words[19])) if words else None
 
 
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a process without running any of its code, unless they have a handler."""
+_owners: list["Ownership"] = []
+"""Those whose ``with`` block has not ended."""
+
+
+def free_folders() -> None:
+    """Free the folders of this process, which ends without leaving its ``with`` blocks."""
+    for owner in [*_owners]:
+        owner.free()
+
+
+def _free_and_end(number: int, frame: FrameType | None) -> None:
+    free_folders()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 class Ownership:
-    """The folders of one run, from ``take`` to the end of the ``with`` block."""
+    """The folders of one run, from ``take`` to the end of the ``with`` block or of the process.
+
+    A signal that would end the process at once frees them first: another machine cannot see that their owner has gone.
+    """
 
     def __init__(self) -> None:
         self._here = Process.this()
         self._files: dict[Path, int] = {}
-        os.register_at_fork(after_in_child=self._close)  # a child that outlives this process must not keep the locks
+        os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def take_folders(self, folders: Mapping[str, str | None], is_elsewhere: bool = False) -> None:
         """Take the folders that dotted keys name.
@@ -162,21 +187,46 @@ class Ownership:
         where = "" if is_seen else f" on {owner.host}"
         return f"belongs to a run that is alive, process {owner.pid}{where}: write another path, or end that run"
 
+    def _leave_to_parent(self) -> None:
+        """Give back what a child inherits: one that outlives this process must not keep the locks."""
+        self._close()
+        for number in _ENDS:
+            if signal.getsignal(number) is _free_and_end:
+                signal.signal(number, signal.SIG_DFL)
+
     def _close(self) -> None:
         for handle in self._files.values():
             os.close(handle)
         self._files = {}
 
     def __enter__(self) -> Self:
+        _owners.append(self)
+        atexit.register(self.free)  # should another Ctrl-C end the ``with`` block too early
+        if threading.current_thread() is threading.main_thread():
+            for number in _ENDS:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, _free_and_end)
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Free the folders."""
+        self.free()
+        atexit.unregister(self.free)
+        _owners.remove(self)
+
+    def free(self) -> None:
+        """Remove the files that name this owner, and give their locks back; no Ctrl-C interrupts this."""
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, *_ENDS) if is_main else ()
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
         for file, handle in self._files.items():
             with suppress(OSError):  # such as a folder that the user has deleted
-                if _is_at(handle, file):
+                if _is_at(handle, file) and os.getpid() == self._here.pid:  # a signal may come first in a forked child
                     file.unlink()
         self._close()
+        for number, handler in handlers.items():
+            if handler is not None:  # None: set by other code than Python's
+                signal.signal(number, handler)
 
 
 def _lock(file: Path) -> int | None:

@@ -5,8 +5,10 @@ The launching process does this, so nothing here imports torch.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from omegaconf import DictConfig
 
@@ -20,6 +22,8 @@ from verl.utils.checkpoint import (
     verify_checkpoint,
 )
 from verl.utils.loading import UntrustedClassError, untrusted_classes
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +154,35 @@ def damaged_checkpoint(folder: str | Path, problems: Sequence[str], offer: str) 
 def _problems(folder: Path, run: RunConfig) -> list[str]:
     roles = ["actor"] if run.critic is None else ["actor", "critic"]
     return find_problems(folder, roles) or find_untrusted(folder, run) or find_misfits(folder, run)
+
+
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Name the file if what it holds cannot be restored, whatever that raises in loaders, samplers and data sets.
+
+    Raises: IncompleteCheckpointError.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise IncompleteCheckpointError(
+            f"{path} cannot be restored ({reason}): it is damaged or of other data. {ANOTHER}"
+        ) from error
+
+
+def batches_after(restored_from: Path, loader: Iterable[T]) -> Iterator[T]:
+    """Yield the batches of a loader that goes on from the state in a file; name the file if it cannot."""
+    with restoring(restored_from):
+        batches = iter(loader)
+    try:
+        first = next(batches, None)
+    except Exception as error:  # of the data, or of the state
+        error.add_note(f"The place in the data is that of {restored_from}")
+        raise
+    if first is not None:
+        yield first
+    yield from batches
 
 
 def find_problems(folder: Path, roles: Sequence[str]) -> list[str]:

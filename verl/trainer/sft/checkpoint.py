@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.trainer.run.resume import ANOTHER, MISSING_DATA, damaged_checkpoint, refuse_unnamed, step_of
+from verl.trainer.run.resume import ANOTHER, MISSING_DATA, damaged_checkpoint, refuse_unnamed, restoring, step_of
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import files
 from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
@@ -45,7 +45,8 @@ class CheckpointHandler:
         resume_from_path: a folder ``global_step_<N>``.
         trusted_classes: classes that the state of the loader may hold.
 
-    Attributes: ``run_state`` holds the counters of the run, restored from the checkpoint.
+    Attributes: ``run_state`` holds the counters of the run, restored from the checkpoint; ``restored_from`` is the file
+        of the state that the loader takes when it is first read.
     """
 
     engine: "BaseEngine"
@@ -58,6 +59,7 @@ class CheckpointHandler:
     resume_from_path: str | None = None
     trusted_classes: Sequence[str] = ()
     run_state: dict[str, Any] = field(default_factory=dict, init=False)
+    restored_from: Path | None = field(default=None, init=False)
     _unfinished: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -126,10 +128,13 @@ class CheckpointHandler:
         logger.warning("resuming from %s", folder)
         counted = Path(folder, RUN_STATE_NAME)
         if counted.exists():
-            self.run_state = json.loads(counted.read_text())
+            with restoring(counted):
+                self.run_state = dict(json.loads(counted.read_text()))
         position = self._position(Path(folder))
         self.engine.load_checkpoint(folder)
-        self.train_dataloader.load_state_dict(position)
+        self.restored_from = Path(folder, self._loader_file(self.run_state.get(_RANKS_KEY, 0)))
+        with restoring(self.restored_from):
+            self.train_dataloader.load_state_dict(position)
         if self.run_state:
             warn_of_other_data(self.run_state.get(_DIGEST_KEY), self.train_dataloader.dataset)
             warn_of_other_batch_size(self.run_state.get(_BATCH_KEY), self._batch_size())

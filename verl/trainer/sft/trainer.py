@@ -22,6 +22,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.sft import EACH_EPOCH, TrainerOptions, as_engine_tree, parse_sft_config
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
 from verl.trainer.run.owner import Ownership
+from verl.trainer.run.resume import batches_after
 from verl.trainer.sft.checkpoint import CheckpointHandler
 from verl.trainer.sft.preflight import holds_text_pairs
 from verl.utils import envs
@@ -287,7 +288,10 @@ class SFTTrainer:
         step = self.checkpoints.load_checkpoint()
         output = SupervisedOutput(self.config.trainer, self.tree, self.engine, self.rank, step, self.total_steps)
         self.total_tokens = int(self.checkpoints.run_state.get("total_tokens", 0))
-        batches = (self._padded(rows) for _ in itertools.count() for rows in self.train_loader)  # epoch after epoch
+        restored_from = self.checkpoints.restored_from
+        first = self.train_loader if restored_from is None else batches_after(restored_from, self.train_loader)
+        epochs = itertools.chain([first], itertools.repeat(self.train_loader))
+        batches = (self._padded(rows) for epoch in epochs for rows in epoch)
         try:
             while step < self.total_steps:
                 step += 1

@@ -4,7 +4,9 @@ The file holds one line of JSON. A thread touches it every second: a file that g
 stopped, or that a call holds its interpreter.
 """
 
+import functools
 import json
+import logging
 import os
 import socket
 import threading
@@ -13,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 
@@ -37,11 +41,18 @@ class ActivityFile:
         self._path = path
 
     def write(self, activity: Activity) -> None:
-        """Replace the file, so that a reader never sees half a line; if its folder has gone, nobody reads it."""
+        """Replace the file, so that a reader never sees half a line; if its folder has gone, nobody reads it.
+
+        A failed write, such as to a full disk, costs the note: one warning says so.
+        """
         new = self._path.with_suffix(".new")
-        with suppress(FileNotFoundError):
+        try:
             new.write_text(json.dumps(asdict(activity)))
             os.replace(new, self._path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _warn_once(f"{new} cannot be written ({error.strerror}): messages name an old phase, and the run continues")
 
     def read(self) -> Activity | None:
         """Return the activity; None before the process has written one, or when somebody has removed the file."""
@@ -63,7 +74,14 @@ class ActivityFile:
                 os.utime(self._path)
             except FileNotFoundError:
                 return
+            except OSError as error:
+                _warn_once(f"{self._path} gives no sign of life ({error.strerror})")
             time.sleep(BEAT_S)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 _file: ActivityFile | None = None

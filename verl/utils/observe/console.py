@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 
 class _ConsoleHandler(logging.Handler):
@@ -13,7 +14,8 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self.write is not None:
             self.write(self.format(record))
-        else:
+            return
+        with suppress(OSError):  # such as a log on a full disk: no line may end a run
             sys.stdout.write(f"{self.format(record)}\n")
             sys.stdout.flush()
 
