@@ -42,6 +42,7 @@ class BaseMerger(ABC):
     layout_name: str
     """The engine's layout file."""
     num_tensors: int
+    is_value_model: bool
     adapter_config: dict[str, Any] = {}
 
     def __init__(self, options: MergeOptions) -> None:
@@ -52,6 +53,7 @@ class BaseMerger(ABC):
         # the dtypes of the model that training started from, if the checkpoint records them
         layout = json.loads((self.folder / self.layout_name).read_text())
         self.source_dtype: torch.dtype | None = DTYPES.get(layout.get("source_dtype"))
+        self.weights_mode: int | None = layout.get("weights_mode")
         self.other_dtypes = {name: DTYPES[dtype] for name, dtype in layout.get("other_dtypes", {}).items()}
 
     @staticmethod

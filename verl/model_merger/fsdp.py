@@ -57,15 +57,15 @@ class FSDPMerger(BaseMerger):
 
     def _empty_model(self) -> "PreTrainedModel":
         """Build the model without storage, for its parameter names, order, ties and conversions."""
-        is_value = any(name.startswith(HEAD) for name in self.places)
-        if self.options.is_value_model and not is_value:
+        self.is_value_model = any(name.startswith(HEAD) for name in self.places)
+        if self.options.is_value_model and not self.is_value_model:
             raise CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no tensor {HEAD}weight")
-        auto_class = get_value_model_class(self.config) if is_value else get_hf_auto_model_class(self.config)
+        auto_class = get_value_model_class(self.config) if self.is_value_model else get_hf_auto_model_class(self.config)
         with parameters_on_meta():
             model: PreTrainedModel = auto_class.from_config(
                 self.config, trust_remote_code=self.options.trust_remote_code
             )
-        model.config.architectures = [type(model).__name__]
+        self.config.architectures = model.config.architectures = [type(model).__name__]
         self._check_names(model)
         return model
 

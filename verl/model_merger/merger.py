@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from tqdm import tqdm
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.models.mcore.weights import is_stack
 from verl.utils.checkpoint.files import CheckpointError, move_files, temporary_folder
-from verl.utils.checkpoint.hf_export import export_weights
+from verl.utils.checkpoint.hf_export import CONFIG_FILE, export_weights, with_dtype, write_fields
 from verl.utils.loading import not_finite
 from verl.utils.model import prediction_layer_names
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
@@ -50,9 +51,8 @@ def merge(options: MergeOptions, target_dir: str) -> Path:
         shutil.copytree(merger.folder / HF_FOLDER, unfinished, dirs_exist_ok=True, ignore=kept)
         dtypes: dict[torch.dtype, int] = {}
         weights = _finite(tqdm(merger.weights(), "merging", merger.num_tensors), merger.folder)
-        export_weights(unfinished, _counted(weights, dtypes))
-        merger.config.dtype = max(dtypes, key=lambda dtype: dtypes[dtype])
-        merger.config.save_pretrained(unfinished)
+        export_weights(unfinished, _counted(weights, dtypes), merger.weights_mode)
+        write_fields(unfinished, with_dtype(_fields(unfinished, merger), max(dtypes, key=lambda dtype: dtypes[dtype])))
         if merger.adapter_config and not options.merge_lora:
             _write_adapter(unfinished / ADAPTER_FOLDER, merger)
         for pattern in _WEIGHT_FILES:  # an earlier merge may have written another number of files
@@ -60,6 +60,17 @@ def merge(options: MergeOptions, target_dir: str) -> Path:
                 old.unlink()
         move_files(unfinished, target.parent, target.name)
     return target
+
+
+def _fields(folder: Path, merger: BaseMerger) -> dict[str, Any]:
+    """Return the ``config.json`` of the checkpoint, with what the merge itself changes."""
+    fields: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    if merger.is_value_model:
+        written = json.loads(merger.config.to_json_string(use_diff=False))
+        fields |= {name: written[name] for name in ("architectures", "id2label", "label2id")}
+    if merger.options.tie_word_embedding:
+        fields["tie_word_embeddings"] = True
+    return fields
 
 
 def _counted(weights: Iterable[tuple[str, Tensor]], dtypes: dict[torch.dtype, int]) -> Iterator[tuple[str, Tensor]]:

@@ -189,8 +189,12 @@ def value_reference(folder: Path, head: dict[str, Tensor], **changes: Any) -> An
 
 
 def model_config(folder: Path, **changes: Any) -> HFModelConfig:
-    values: dict[str, Any] = {"use_remove_padding": True, "enable_gradient_checkpointing": False}
-    return HFModelConfig(path=str(folder), load_tokenizer=False, **(values | changes))
+    values: dict[str, Any] = {
+        "use_remove_padding": True,
+        "enable_gradient_checkpointing": False,
+        "load_tokenizer": False,
+    }
+    return HFModelConfig(path=str(folder), **(values | changes))
 
 
 IN_FP32 = {"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}}

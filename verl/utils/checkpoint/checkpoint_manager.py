@@ -23,7 +23,7 @@ from verl.utils.checkpoint.files import FileRecord
 from verl.utils.checkpoint.files import find_latest_ckpt_path as find_latest_ckpt_path
 from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_checkpoint_tracker_filename
 from verl.utils.checkpoint.files import should_save_ckpt_esi as should_save_ckpt_esi
-from verl.utils.checkpoint.hf_export import other_dtypes
+from verl.utils.checkpoint.hf_export import SourceFiles, other_dtypes, weights_mode
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.fs import copy_to_local
 from verl.utils.loading import State
@@ -45,7 +45,7 @@ class BaseCheckpointManager(ABC):
 
     ``source_folder`` and ``source_dtype`` describe the model that training started from; its dtype may differ from
     the training dtype. ``keeps_settings`` lets a loaded optimizer keep learning rate, weight decay and betas of the
-    checkpoint where those of this run differ.
+    checkpoint where those of this run differ. ``source_files`` are those that a folder for ``from_pretrained`` takes over.
     """
 
     model: nn.Module | list[nn.Module]
@@ -56,6 +56,7 @@ class BaseCheckpointManager(ABC):
     source_dtype: torch.dtype | None = None
     source_folder: str | None = None
     keeps_settings: bool = False
+    source_files: SourceFiles | None = None
 
     def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
         self.save_contents = _contents(checkpoint_config, "save_contents", files.DEFAULT_CONTENTS)
@@ -152,11 +153,17 @@ class BaseCheckpointManager(ABC):
     def layout_fields(self) -> State:
         """Return the fields of every engine's layout file: the world size and the dtypes of the source model."""
         fields: State = {"world_size": self.world_size}
+        if (mode := self.weights_mode()) is not None:
+            fields["weights_mode"] = mode
         if self.source_dtype is not None:
             fields["source_dtype"] = str(self.source_dtype).removeprefix("torch.")
             others = other_dtypes(self.source_folder or "", fields["source_dtype"]) if self.source_folder else {}
             fields |= {"other_dtypes": others} if others else {}
         return fields
+
+    def weights_mode(self) -> int | None:
+        """Return the permissions of the source's weights; None if it has none on this machine."""
+        return None if self.source_folder is None else weights_mode(self.source_folder)
 
     def is_node_leader(self) -> bool:
         """Whether this rank acts for its node."""

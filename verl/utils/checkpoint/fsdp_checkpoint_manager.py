@@ -90,9 +90,13 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
         def write_model(unfinished: Path | None) -> None:
             if unfinished is not None:
-                save_config_and_tokenizer(unfinished, self.model, self.processing_class)
+                config = getattr(self.model, "config", None)
+                dtype = config.dtype if config is not None and self.should_save_hf_model else None
+                save_config_and_tokenizer(
+                    unfinished, self.model, self.processing_class, self.source_files, config, dtype
+                )
             if self.should_save_hf_model:
-                export_weights(unfinished, named_weights or self._full_tensors())
+                export_weights(unfinished, named_weights or self._full_tensors(), self.weights_mode())
 
         for name, write in {HF_FOLDER: write_model, **(shared_folders or {})}.items():
             records += self.write_shared_folder(folder, name, write)

@@ -189,13 +189,12 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             records.append(_write_json(folder, _CONFIG_NAME, fields))
 
         def write_model(unfinished: Path | None) -> None:
-            config = copy.deepcopy(self.hf_config)
+            config, dtype = copy.deepcopy(self.hf_config), None
             if self.should_save_hf_model and named_weights is not None:
-                config.dtype = self.model[0].config.params_dtype
-                export_weights(unfinished, named_weights)
+                config.dtype = dtype = self.model[0].config.params_dtype
+                export_weights(unfinished, named_weights, self.weights_mode())
             if unfinished is not None:
-                save_config_and_tokenizer(unfinished, None, self.processing_class)
-                config.save_pretrained(unfinished)
+                save_config_and_tokenizer(unfinished, None, self.processing_class, self.source_files, config, dtype)
 
         return records + self.write_shared_folder(folder, HF_FOLDER, write_model)
 

@@ -14,12 +14,14 @@ from omegaconf import OmegaConf
 from verl.base_config import MOST_INTEGER, BaseConfig, ConfigError, Violation, matches, one_line, setting, type_hints
 from verl.models.transformers.names import SGLANG_KERNEL_FAMILIES, SGLANG_VISION_FAMILIES
 from verl.utils.fs import unreadable_kind
-from verl.utils.hub import hub_problems, model_folder
+from verl.utils.hub import cached_folder, hub_problems, model_folder
 from verl.workers.config.overrides import changed_config, config_changes, flat_overrides
 from verl.workers.config.tokenizer_files import TOKENIZER_SUFFIXES, tokenizer_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from verl.utils.checkpoint.hf_export import SourceFiles
 
 READ_SUFFIXES = (*TOKENIZER_SUFFIXES, ".json", ".safetensors", ".bin", ".jinja", ".txt")
 """Endings of the files that a model is loaded from."""
@@ -281,6 +283,21 @@ class HFModelConfig(BaseModelConfig):
         """Return the fields that ``override_config`` changes in the configuration of the files, by node."""
         base = _base_config(self)
         return config_changes(base.to_dict(), _changed_config(self, base).to_dict())
+
+    def source_files(self) -> "SourceFiles | None":
+        """Return the files that a checkpoint takes over, but for what the run changes; None if they are elsewhere."""
+        from verl.utils.checkpoint.hf_export import SourceFiles
+
+        folders = [cached_folder(path) for path in (self.local_hf_config_path, self.local_tokenizer_path)]
+        if folders[0] is None or not os.path.isfile(os.path.join(folders[0], "config.json")):
+            return None
+        return SourceFiles(
+            config=Path(folders[0]),
+            tokenizer=Path(folders[1] or folders[0]),
+            read=_base_config(self),
+            overridden=frozenset(flat_overrides(self.override_config)),
+            chat_template=self.custom_chat_template,
+        )
 
     def changed(self, changes: Mapping[str, Any]) -> "HFModelConfig":
         """Return the node with other values; mappings in it are merged. Nothing loaded is taken over."""

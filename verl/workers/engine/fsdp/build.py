@@ -459,12 +459,24 @@ def _values(empty: Sequence[Empty], group: ProcessGroup | None, read: LocalReade
         )
 
 
+def _hold_in_fp32(model: nn.Module, pattern: str) -> None:
+    """Widen the buffers whose names hold a pattern of transformers."""
+    for path, part in model.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and pattern in f"{path}.{name}":
+                part._buffers[name] = buffer.float()
+
+
 def load_buffers(model: nn.Module, read: LocalReader) -> None:
     """Fill the buffers that checkpoints hold; those that this one lacks keep the values of a new model, with a warning.
 
-    No rank shards a buffer.
+    No rank shards a buffer. One that transformers holds in fp32 whatever the dtype of the weights, such as the bias of
+    a router, is held so here.
     """
     kept = []
+    for part in model.modules():
+        for name in getattr(part, "_keep_in_fp32_modules_strict", None) or ():
+            _hold_in_fp32(part, name)
     for name, buffer in stored_buffers(model):
         plain = base_name(name)
         value = None if plain is None else read(plain, buffer.shape, slice(None))

@@ -447,6 +447,7 @@ class FSDPEngine(BaseEngine):
             source_dtype=self.model_config.hf_config.dtype,
             source_folder=self.model_config.local_path,
             keeps_settings=self.keeps_settings,
+            source_files=self.model_config.source_files(),
         )
 
     # ---- layout

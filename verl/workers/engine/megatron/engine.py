@@ -412,6 +412,7 @@ class MegatronEngine(BaseEngine):
             source_dtype=self.hf_config.dtype,
             source_folder=self.model_config.local_path,
             keeps_settings=self.keeps_settings,
+            source_files=self.model_config.source_files(),
         )
 
     # ---- layout
