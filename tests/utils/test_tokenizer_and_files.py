@@ -1,6 +1,7 @@
 """Loading of tokenizers, and staging of files."""
 
 import ctypes
+import fcntl
 import json
 import mmap
 import os
@@ -8,6 +9,7 @@ import shutil
 import socket
 import stat
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -166,7 +168,59 @@ def test_staging_in_shared_memory(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fs.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 0}))
     (tmp_path / "rows").write_text("rows")
     assert fs.copy_to_local(str(tmp_path / "rows"), use_shm=True) == str(tmp_path / "rows")
-    assert "reading it from disk" in caplog.text
+    assert "is read from disk, not from shared memory: it needs 4 bytes, 0 are free" in caplog.text
+
+
+def _stage(source: Path) -> Path:
+    return Path(fs.copy_to_local(str(source), use_shm=True))
+
+
+def test_a_copy_follows_its_source(tmp_path, monkeypatch):
+    """Another content of the same size, also under the old time, and a file that is gone."""
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "weights").write_text("old")
+    (source / "gone").write_text("")
+    copy = _stage(source)
+    times = os.stat(source / "weights").st_mtime_ns
+    (source / "weights").write_text("new")
+    assert _stage(source) == copy and (copy / "weights").read_text() == "new"
+    (source / "other").write_text("3rd")
+    os.utime(source / "other", ns=(times, times))
+    os.replace(source / "other", source / "weights")
+    (source / "gone").unlink()
+    assert _stage(source) == copy and (copy / "weights").read_text() == "3rd"
+    assert os.listdir(copy) == ["weights"]
+    (copy / "weights").unlink()
+    assert (_stage(source) / "weights").read_text() == "3rd"
+
+
+def test_a_copy_that_another_process_reads_stays(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    source = tmp_path / "rows"
+    source.write_text("old")
+    copy = _stage(source)
+    reader = os.open(f"{copy}.readers", os.O_RDWR)  # as another process would
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    source.write_text("new")
+    assert _stage(source) == source and copy.read_text() == "old"
+    assert "another process reads the copy" in caplog.text
+    os.close(reader)
+    assert _stage(source) == copy and copy.read_text() == "new"
+
+
+def test_a_copy_in_a_folder_of_others_is_not_read(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    source, home = tmp_path / "rows", Path(f"{tmp_path / 'shm'}-{os.getuid()}")
+    source.write_text("a")
+    assert _stage(source).is_relative_to(home) and stat.S_IMODE(home.stat().st_mode) == 0o700
+    home.chmod(0o777)
+    assert _stage(source) == source and "is open to other users" in caplog.text
+    home.chmod(0o700)
+    monkeypatch.setattr(fs.os, "getuid", lambda: 12345)
+    Path(f"{tmp_path / 'shm'}-12345").symlink_to(home)
+    assert _stage(source) == source and "belongs to another user" in caplog.text
 
 
 def test_without_the_command_the_path_is_named(monkeypatch, tmp_path):

@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -94,27 +96,91 @@ def verify_copy(src: str, dest: str) -> bool:
 
 
 def copy_to_shm(src: str) -> str:
-    """Copy a local file, folder or hub id into shared memory; return ``src`` if it does not fit."""
+    """Copy a local file, folder or hub id into shared memory, and return the copy, which is as the source is now.
+
+    A source has one copy. A record beside it tells of which files it was made. If they have changed, it is made anew;
+    but if another process reads it, if it does not fit, or if its folder is not this user's alone, the result is
+    ``src``, with a warning.
+    """
     if not os.path.exists(src):
         from huggingface_hub import snapshot_download
 
         src = snapshot_download(src)
-    target = os.path.join(SHM_ROOT, md5_encode(src), os.path.basename(src.rstrip("/")))
-    if verify_copy(src, target):
+    src = os.path.abspath(src)
+    home = os.path.join(f"{SHM_ROOT}-{os.getuid()}", md5_encode(src))
+    target = os.path.join(home, os.path.basename(src))
+    problem = _not_private(os.path.dirname(home))
+    if problem is None:
+        os.makedirs(home, mode=0o700, exist_ok=True)
+        with FileLock(os.path.join(home, ".lock"), timeout=LOCK_TIMEOUT_S):
+            problem = _renewed(src, target, Path(home, _SHM_RECORD))
+    if problem is None:
         return target
-    needed = sum(size for _, size in _listing(src))
-    free = shutil.disk_usage("/dev/shm").free
-    if needed > free:
-        logger.warning("%s needs %d bytes of shared memory, %d are free: reading it from disk", src, needed, free)
-        return src
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    with FileLock(os.path.join(os.path.dirname(target), ".lock"), timeout=LOCK_TIMEOUT_S):
-        if not verify_copy(src, target):
-            if os.path.isdir(src):
-                shutil.copytree(src, target, dirs_exist_ok=True)
-            else:
-                shutil.copy(src, target)
-    return target
+    logger.warning("%s is read from disk, not from shared memory: %s", src, problem)
+    return src
+
+
+_SHM_RECORD = ".source.json"
+_readers: dict[str, int] = {}
+"""The copies that this process reads, each with a file that it holds a shared lock on until it ends."""
+
+
+def _not_private(folder: str) -> str | None:
+    """Create a folder for this user alone; return why it is not."""
+    with contextlib.suppress(FileExistsError):
+        os.makedirs(folder, mode=0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return f"{folder} belongs to another user"
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        return f"{folder} is open to other users: write `chmod 700 {folder}`"
+    return None
+
+
+def _renewed(src: str, target: str, record: Path) -> str | None:
+    """Let a copy be that of the source as it is now; return why it cannot be. The caller holds the lock of the copy."""
+    if target not in _readers:
+        _readers[target] = os.open(f"{target}.readers", os.O_CREAT | os.O_RDWR, 0o600)
+    reader = _readers[target]
+    state = _state_of(src)
+    if record.is_file() and record.read_text() == state and verify_copy(src, target):
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        return None
+    try:
+        fcntl.flock(reader, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return "it has changed, and another process reads the copy of what it was"
+    try:
+        record.unlink(missing_ok=True)
+        _remove(target)
+        needed = sum(size for _, size in _listing(src))
+        free = shutil.disk_usage("/dev/shm").free
+        if needed > free:
+            return f"it needs {needed} bytes, {free} are free"
+        copy_tree = shutil.copytree if os.path.isdir(src) else shutil.copy
+        copy_tree(src, target)
+        if _state_of(src) != state:
+            return "it changed while it was copied"
+        record.write_text(state)
+        return None
+    finally:
+        fcntl.flock(reader, fcntl.LOCK_SH if record.is_file() else fcntl.LOCK_UN)
+
+
+def _state_of(path: str) -> str:
+    """Return size, time of the last change, inode and device of each file as JSON."""
+    names = [name for name, _ in _listing(path)]
+    found = {name: os.stat(path if name == "." else os.path.join(path, name)) for name in names}
+    return json.dumps(
+        {name: [each.st_size, each.st_mtime_ns, each.st_ino, each.st_dev] for name, each in found.items()}
+    )
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    else:
+        Path(path).unlink(missing_ok=True)
 
 
 def copy_to_local(
@@ -176,10 +242,7 @@ copy_local_path_from_hdfs = functools.partial(copy_to_local, use_shm=False)
 
 def _copy_from_hdfs(src: str, local: str) -> None:
     """Replace ``local`` by a copy of ``src``; a copied folder gets a record of its files."""
-    if os.path.isdir(local):
-        shutil.rmtree(local)
-    else:
-        Path(local).unlink(missing_ok=True)
+    _remove(local)
     os.makedirs(os.path.dirname(local), exist_ok=True)
     copy(src, local)
     if os.path.isdir(local):
