@@ -45,7 +45,8 @@ class BaseCheckpointManager(ABC):
 
     ``source_folder`` and ``source_dtype`` describe the model that training started from; its dtype may differ from
     the training dtype. ``keeps_settings`` lets a loaded optimizer keep learning rate, weight decay and betas of the
-    checkpoint where those of this run differ. ``source_files`` are those that a folder for ``from_pretrained`` takes over.
+    checkpoint where those of this run differ. ``source_files`` are those that a folder for
+    ``from_pretrained`` takes over.
     """
 
     model: nn.Module | list[nn.Module]
