@@ -82,6 +82,8 @@ source=$(echo "$1" | sed "s|hdfs://|$HDFS_ROOT/|"); target=$(echo "$2" | sed "s|
 case $operation in
   -test) test -e "$source" ;;
   -mkdir) mkdir -p "$source" ;;
+  -ls) find "$source" -type f -printf "-rw-r--r-- 1 me us %s %TY-%Tm-%Td %TH:%TM hdfs://%P\\n" ;;
+  -checksum) find "$HDFS_ROOT/data" -type f -exec md5sum {} + ;;
   -rm) rm -rf "$source" ;;
   -mv) mv "$source" "$target" ;;
   -get|-put|-cp) echo copied >> "$HDFS_ROOT/log"; cp -r "$source" "$target" ;;
@@ -117,6 +119,21 @@ def test_remote_folders_are_copied_once_and_again_when_incomplete(hdfs, tmp_path
     assert open(os.path.join(fs.copy_to_local("hdfs://data/set", cache_dir=cache), "a.txt")).read() == "aaa"
     assert copies(hdfs) == 2
     fs.copy_to_local("hdfs://data/set", cache_dir=cache, always_recopy=True)
+    assert copies(hdfs) == 3
+
+
+def test_remote_copies_follow_their_source(hdfs, tmp_path, monkeypatch):
+    """Another content of the same size is noticed; where HDFS tells nothing, each process copies once."""
+    cache = str(tmp_path / "cache")
+    local = fs.copy_to_local("hdfs://data/set", cache_dir=cache)
+    monkeypatch.setattr(fs, "_copied", set())  # as another process
+    assert fs.copy_to_local("hdfs://data/set", cache_dir=cache) == local and copies(hdfs) == 1
+    (hdfs / "data" / "set" / "a.txt").write_text("bbb")
+    assert fs.copy_to_local("hdfs://data/set", cache_dir=cache) == local and copies(hdfs) == 2
+    assert Path(local, "a.txt").read_text() == "bbb"
+    monkeypatch.setattr(fs, "_copied", set())
+    monkeypatch.setattr(hdfs_io, "state_of", lambda path: None)
+    assert [fs.copy_to_local("hdfs://data/set", cache_dir=cache) for _ in range(2)] == [local] * 2
     assert copies(hdfs) == 3
 
 

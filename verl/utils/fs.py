@@ -121,6 +121,7 @@ def copy_to_shm(src: str) -> str:
 
 
 _SHM_RECORD = ".source.json"
+_REMOTE_RECORD = ".source"
 _readers: dict[str, int] = {}
 """The copies that this process reads, each with a file that it holds a shared lock on until it ends."""
 
@@ -203,7 +204,7 @@ def copy_to_local(
         os.makedirs(cache_dir, exist_ok=True)
         local = get_local_temp_path(src, cache_dir)
         with FileLock(os.path.join(cache_dir, md5_encode(src) + filelock), timeout=LOCK_TIMEOUT_S):
-            if always_recopy or not _is_complete(local):
+            if always_recopy or not _is_current(src, local):
                 if verbose:
                     logger.warning("copying %s to %s", src, local)
                 _copy_from_hdfs(src, local)
@@ -244,9 +245,29 @@ def _copy_from_hdfs(src: str, local: str) -> None:
     """Replace ``local`` by a copy of ``src``; a copied folder gets a record of its files."""
     _remove(local)
     os.makedirs(os.path.dirname(local), exist_ok=True)
+    record = Path(f"{local}{_REMOTE_RECORD}")
+    record.unlink(missing_ok=True)
+    state = hdfs_io.state_of(src)  # before the copy: a change during it is noticed next time
     copy(src, local)
     if os.path.isdir(local):
         _record_directory_structure(local)
+    if state is not None:
+        record.write_text(state, encoding="utf-8")
+    _copied.add(local)
+
+
+_copied: set[str] = set()
+"""The copies that this process has made; HDFS may not tell whether a source has changed since."""
+
+
+def _is_current(src: str, local: str) -> bool:
+    """Whether a cached copy is complete and of the source as it is now. The caller holds the lock of the copy."""
+    if not _is_complete(local):
+        return False
+    state, record = hdfs_io.state_of(src), Path(f"{local}{_REMOTE_RECORD}")
+    if state is None:
+        return local in _copied
+    return record.is_file() and record.read_text(encoding="utf-8") == state
 
 
 def _listing(path: str) -> list[tuple[str, int]]:

@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 COMMAND_TIMEOUT_S = 3600
 
+_Done = subprocess.CompletedProcess[str]
+
 
 _MISSING = "HDFS paths need the `hdfs` command, which is not installed: install it, or copy to a local path"
 
@@ -28,7 +30,7 @@ def exists(path: str, **kwargs: Any) -> bool:
     """Whether ``path`` exists."""
     if not is_hdfs(path):
         return os.path.exists(path)
-    return _run(["-test", "-e", path], check=False, **kwargs) == 0
+    return _run(["-test", "-e", path], check=False, **kwargs).returncode == 0
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
@@ -59,6 +61,20 @@ def copy(src: str, dst: str, **kwargs: Any) -> bool:
     else:
         shutil.copy(src, dst, **kwargs)
     return True
+
+
+def state_of(path: str) -> str | None:
+    """Return sizes, times and checksums of the files at a path on HDFS; None if HDFS does not tell."""
+    try:
+        listing = _run(["-ls", "-R", path]).stdout
+        entries = [line.split(maxsplit=7) for line in listing.splitlines()]
+        files = [entry[7] for entry in entries if len(entry) == 8 and entry[0].startswith("-")]
+        if not files:
+            return None
+        checksums = _run(["-checksum", *files], check=False)  # some file systems have none
+    except HdfsError:
+        return None
+    return listing + (checksums.stdout if checksums.returncode == 0 else "")
 
 
 def put_folder(src: str, dst: str) -> None:
@@ -97,7 +113,7 @@ def missing_command() -> str | None:
     return None if shutil.which("hdfs") else _MISSING
 
 
-def _run(arguments: list[str], timeout: float = COMMAND_TIMEOUT_S, check: bool = True) -> int:
+def _run(arguments: list[str], timeout: float = COMMAND_TIMEOUT_S, check: bool = True) -> _Done:
     command = [shutil.which("hdfs") or "hdfs", "dfs", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -107,4 +123,4 @@ def _run(arguments: list[str], timeout: float = COMMAND_TIMEOUT_S, check: bool =
         raise HdfsError(f"`{' '.join(command)}` did not finish within {timeout} s") from None
     if check and done.returncode != 0:
         raise HdfsError(f"`{' '.join(command)}` failed with code {done.returncode}: {done.stderr.strip()[-2000:]}")
-    return done.returncode
+    return done
