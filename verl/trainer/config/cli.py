@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import hydra
 import yaml
@@ -20,11 +20,22 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import ConfigError, Violation, WrongInput, nearest
-from verl.trainer.config.keys import NO_READER, OPTIONAL, dotted_keys, is_free, renamed, select
+from verl.base_config import ConfigError, Violation, WrongInput, as_yaml, nearest
+from verl.trainer.config.keys import (
+    NO_READER,
+    USER_CODE,
+    dotted_keys,
+    is_free,
+    is_under,
+    nodes_of_user_code,
+    optional_keys,
+    renamed,
+    select,
+    unknown_keys,
+)
 from verl.utils.masking import MASK, masked, masked_text, secrets_in
 
 logger = logging.getLogger(__name__)
@@ -67,7 +78,7 @@ def hydra_main(
                 sys.stdout.write(help_text(function, flags.config_name or config_name, folder))
                 return
             try:
-                arguments = prepare_arguments(sys.argv[1:], config_name, folder)
+                arguments = prepare_arguments(sys.argv[1:], config_name, folder, is_own=_is_of_user(function))
             except OverrideParseException as error:
                 _exit(unreadable(str(error.override)))
             except MissingConfigException as error:
@@ -81,6 +92,13 @@ def hydra_main(
         return command
 
     return decorate
+
+
+def _is_of_user(function: Callable[..., Any]) -> bool:
+    """Whether a function is neither of this package nor of the recipes that come with it."""
+    package = Path(CONFIG_DIR).parents[1]
+    file = Path(inspect.getfile(function)).resolve()
+    return not any(file.is_relative_to(ours) for ours in (package, package.parent / "recipe"))
 
 
 def unreadable(override: str) -> str:
@@ -126,15 +144,24 @@ def _hide_secrets(config: Any) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def prepare_arguments(arguments: list[str], config_name: str, folder: str) -> list[str]:
-    """Return the arguments as Hydra takes them.
+class Command(NamedTuple):
+    """The YAML file that comes with a command, its folder, and whether the command is code of the user."""
 
-    Raises: ConfigError listing every override whose key does not exist, with the nearest keys; HydraException when
-    an override cannot be parsed or a config file does not exist.
+    config_name: str
+    folder: str
+    is_own: bool = False
+
+
+def prepare_arguments(arguments: list[str], config_name: str, folder: str, is_own: bool = False) -> list[str]:
+    """Return the arguments as Hydra takes them; ``is_own`` says whether the command is code of the user.
+
+    Raises: ConfigError listing every key that does not exist, in overrides and in files of the user, with the nearest
+    keys; HydraException when an override cannot be parsed or a config file does not exist.
     """
     parsed = get_args_parser().parse_args(arguments)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return arguments
+    command = Command(config_name, folder, is_own)
     if parsed.config_path is not None:
         folder = os.path.abspath(os.path.join(folder, os.pardir, parsed.config_path))
         if not os.path.isdir(folder):
@@ -143,16 +170,23 @@ def prepare_arguments(arguments: list[str], config_name: str, folder: str) -> li
         raise ConfigError([Violation("--config-dir", parsed.config_dir, "no such folder: write one with YAML files")])
     extra = [f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]"] if parsed.config_dir else []
     name = parsed.config_name or config_name
-    overrides = fitted_overrides(parsed.overrides, name, folder, extra, multirun=bool(parsed.multirun))
+    overrides = fitted_overrides(parsed.overrides, name, folder, extra, bool(parsed.multirun), command)
     kept = [argument for argument in arguments if argument not in parsed.overrides]
     moved = ["--config-path", folder] if parsed.config_path is not None else []
     return kept + moved + overrides
 
 
 def fitted_overrides(
-    overrides: list[str], config_name: str, folder: str, extra: Iterable[str] = (), multirun: bool = False
+    overrides: list[str],
+    config_name: str,
+    folder: str,
+    extra: Iterable[str] = (),
+    multirun: bool = False,
+    command: Command | None = None,
 ) -> list[str]:
     """Return the overrides in the spelling that Hydra takes, whether their key is in the YAML or not.
+
+    Without a ``command`` the file is that of one: all its keys exist.
 
     Raises: ConfigError listing every key that does not exist and, without ``multirun``, those with several values.
     """
@@ -170,7 +204,10 @@ def fitted_overrides(
         groups = [str(each.input_line) for each in in_groups]
         base = hydra.compose(config_name, [*groups, *extra])
     tree: Any = OmegaConf.to_container(base, resolve=False)
-    known = set(dotted_keys(tree))
+    command = command or Command(config_name, folder)
+    is_shipped = (folder, config_name) in [command[:2][::-1], *((CONFIG_DIR, name) for name in _TREES)]
+    is_of_user = bool(groups or extra) or not is_shipped
+    checker = _KeyChecker(command, tree, [each for each in parsed if each not in in_groups], is_of_user)
     violations: list[Violation] = []
     fitted: list[str] = []
     for override in parsed:
@@ -178,9 +215,11 @@ def fitted_overrides(
         if line in groups or override.key_or_group.startswith("hydra"):
             fitted.append(line)
             continue
-        stays = override.is_delete() or (override.key_or_group in known and not override.is_add())
+        stays = override.is_delete() or (
+            select(tree, override.key_or_group, _ABSENT) is not _ABSENT and not override.is_add()
+        )
         fitted.append(line if stays else f"++{line.lstrip('+')}")
-        violations += [violation for key in _keys_of(override) for violation in _key_violations(key, override, known)]
+        violations += [violation for key in _keys_of(override) for violation in checker.of_override(key, override)]
         if override.is_sweep_override() and not multirun:
             expected = "are several values: write a list as [a,b], or quote a text that holds a comma"
             violations.append(Violation(override.key_or_group, _value_text(override), expected))
@@ -188,8 +227,10 @@ def fitted_overrides(
             violations.append(
                 Violation(override.key_or_group, override.value(), "must be a mapping: set keys below it")
             )
+    violations += checker.of_files()
     if violations:
         raise ConfigError(violations)
+    checker.give_notices()
     return fitted
 
 
@@ -223,18 +264,84 @@ def _value_text(override: Override) -> str:
     return str(override.get_value_element_as_str())
 
 
-def _key_violations(key: str, override: Override, known: set[str]) -> Iterator[Violation]:
-    value = _value_text(override)
-    text = renamed(key)
-    if text is not None:
-        yield Violation(key, value, text)
-    elif key in known or key in OPTIONAL or is_free(key, known):
-        return
-    elif key in NO_READER:
-        logger.warning("%s=%s: accepted, but nothing reads it", key, value)
-    else:
-        similar = ", ".join(nearest(key, {*known, *OPTIONAL}))
-        yield Violation(key, value, f"there is no such key{f'; the nearest: {similar}' if similar else ''}")
+_ABSENT = object()
+_TREES = ("ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
+"""Files of CONFIG_DIR that commands take although they come with another one."""
+
+
+class _KeyChecker:
+    """Tells keys that nothing reads from others, in the overrides and files of one command line."""
+
+    def __init__(self, command: Command, tree: Mapping[str, Any], overrides: list[Override], is_of_user: bool) -> None:
+        self.tree = tree
+        self.is_own = command.is_own
+        known = _shipped_keys(command, tree) if is_of_user else set(dotted_keys(tree))
+        self.unknown = unknown_keys(tree, known)  # in the files
+        self.in_files = set(dotted_keys(tree))
+        self.known = known | {key for key in self.in_files if not is_under(key, self.unknown)}
+        self.own_nodes = nodes_of_user_code(_with_switches(tree, overrides))
+        self.read_by_user: list[str] = []
+
+    def of_override(self, key: str, override: Override) -> Iterator[Violation]:
+        """Yield the key of an override if nothing reads it."""
+        may_add = self.is_own and override.is_add()
+        yield from self._check(key, _value_text(override), may_add, may_delete=not override.is_delete())
+
+    def of_files(self) -> Iterator[Violation]:
+        """Yield each key of the files that nothing reads."""
+        for key in self.unknown:
+            yield from self._check(key, select(self.tree, key), self.is_own)
+
+    def _check(self, key: str, value: Any, may_add: bool, may_delete: bool = True) -> Iterator[Violation]:
+        text = renamed(key)
+        optional = optional_keys(self.known)
+        if text is not None and key not in self.known:
+            yield Violation(key, value, text)
+        elif key in self.known or key in optional or is_free(key, self.known):
+            return
+        elif key in NO_READER:
+            logger.warning("%s=%s: accepted, but nothing reads it", key, value)
+        elif may_delete and (may_add or "" in self.own_nodes or is_under(key, self.own_nodes)):
+            self.read_by_user.append(f"{key}={as_yaml(value)}")
+        else:
+            similar = ", ".join(nearest(key, {*self.known, *optional}))
+            hint = "; if your code reads it, write a + before it" if self.is_own and may_delete else ""
+            yield Violation(key, value, f"there is no such key{f'; the nearest: {similar}' if similar else ''}{hint}")
+
+    def give_notices(self) -> None:
+        """Name the keys that only code of the user may read."""
+        if self.read_by_user:
+            logger.warning(
+                "verl reads none of these keys, your code may: %s. A misspelled key has no effect",
+                ", ".join(dict.fromkeys(self.read_by_user)),
+            )
+
+
+def _with_switches(tree: Mapping[str, Any], overrides: list[Override]) -> DictConfig:
+    """Return a tree with the values of those overrides that name code of the user."""
+    config = OmegaConf.create(dict(tree))
+    for each in overrides:
+        names_code = any(is_under(switch, [each.key_or_group]) for switch in USER_CODE)
+        if names_code and not each.is_delete() and not each.is_sweep_override():
+            OmegaConf.update(config, each.key_or_group, each.value(), force_add=True)
+    return config
+
+
+def _shipped_keys(command: Command, tree: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the files that come with a command, for trees like ``tree`` and every strategy."""
+    files: list[tuple[str, str, list[str]]] = [(command.folder, command.config_name, [])]
+    if "actor_rollout_ref" in tree:
+        files.append((CONFIG_DIR, "ppo_megatron_trainer", []))
+    elif command.config_name.startswith("sft_trainer"):
+        megatron = ["engine=megatron", "optim=megatron"]
+        files = [(CONFIG_DIR, "sft_trainer_engine", groups) for groups in ([], megatron)]
+        files = files if "engine" in tree else [(CONFIG_DIR, "sft_trainer", [])]
+    known: set[str] = set()
+    for folder, name, groups in files:
+        with hydra.initialize_config_dir(folder, version_base=None):
+            composed: Any = OmegaConf.to_container(hydra.compose(name, groups), resolve=False)
+        known.update(dotted_keys(composed))
+    return known
 
 
 # ---- the text of ``--help``

@@ -1,10 +1,19 @@
 """Keys beyond the YAML files, and replacements of renamed keys."""
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
+import pkgutil
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.base_config import Violation
+from verl.utils import envs
 from verl.workers.config import RewardModelConfig
+from verl.workers.rewards.signature import SCORER_CALLS
 
 FREE_FORM = (
     ".mixed_precision",
@@ -46,6 +55,8 @@ OPTIONAL = (
 )
 """Keys that code reads and no YAML file holds; with or without a leading +. Their dataclasses say what they mean."""
 
+_OPTIONAL_IN_SFT = ("data.image_key", "data.video_key")
+
 NO_READER = ("trainer.log_freq", "trainer.rl_logging_board_dir", "trainer.tensorboard_dir")
 """Keys of published commands that nothing reads: accepted with a warning."""
 
@@ -58,6 +69,8 @@ RENAMED = {
     "global_profiler.tool_config": "was renamed: write global_profiler.global_tool_config",
     "trainer.controller_nsight_options": "moved: write global_profiler.global_tool_config.nsys."
     "controller_nsight_options",
+    "trainer.npu_profile": "was replaced: write global_profiler.tool=npu, actor_rollout_ref.actor.profiler.enable=true "
+    "and actor_rollout_ref.actor.profiler.tool_config.npu",
     "trainer.profile_continuous_steps": "moved: write global_profiler.profile_continuous_steps",
     "trainer.profile_steps": "moved: write global_profiler.steps, and global_profiler.tool",
     "trainer.worker_nsight_options": "moved: write global_profiler.global_tool_config.nsys.worker_nsight_options",
@@ -95,6 +108,105 @@ def is_free(key: str, known: Collection[str]) -> bool:
     names = key.split(".")
     nodes = [".".join(names[:end]) for end in range(1, len(names) + 1)]
     return any(f".{node}".endswith(FREE_FORM) and node.rpartition(".")[0] in known for node in nodes)
+
+
+def optional_keys(known: Collection[str]) -> tuple[str, ...]:
+    """Return those of OPTIONAL that the command whose keys are ``known`` reads."""
+    if "actor_rollout_ref" in known:
+        return tuple(key for key in OPTIONAL if not key.startswith("rollout."))
+    if "rollout" in known:
+        return tuple(key for key in OPTIONAL if key.startswith("rollout."))
+    return _OPTIONAL_IN_SFT if "data.train_files" in known else ()
+
+
+_ANY_NODE = (
+    *(f"{role}.external_lib" for role in ("model", "actor_rollout_ref.model", "critic.model", "reward_model.model")),
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "actor_rollout_ref.rollout.agent.custom_async_server.path",
+)
+_DATA = ("data.custom_cls.path", "data.sampler.class_path", "data.datagen.path")
+_MANAGER = "reward_model.reward_manager"
+USER_CODE = (*_ANY_NODE, *_DATA, _MANAGER)
+"""Keys that name code of the user which reads the configuration: all of it, its node ``data``, the reward model's."""
+
+
+def nodes_of_user_code(config: DictConfig) -> tuple[str, ...]:
+    """Return the nodes in which code of the user may read keys that we do not know; an empty name is the whole tree."""
+
+    def value(key: str) -> Any:
+        with suppress(OmegaConfBaseException):  # the checks of values name what cannot be resolved
+            return OmegaConf.select(config, key)
+        return None
+
+    if envs.read("VERL_USE_EXTERNAL_MODULES") or any(map(value, _ANY_NODE)):
+        return ("",)
+    nodes = ["data"] if any(map(value, _DATA)) else []
+    manager = value(_MANAGER)
+    return (*nodes, *(["reward_model"] if manager is not None and manager not in SCORER_CALLS else []))
+
+
+_REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:)?\s*(\.*)([A-Za-z_][\w.]*)")
+
+
+def referenced_keys(node: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """Return every key that an interpolation in a tree names."""
+    found = set()
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            found |= referenced_keys(value, f"{prefix}{name}.")
+            continue
+        for dots, key in _REFERENCE.findall(str(value)):
+            above = f"{prefix}{name}".split(".")[: -len(dots)] if dots else []
+            found.add(".".join([*above, key]))
+    return found
+
+
+def unknown_keys(tree: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    """Return the highest keys of a tree that are not ``known``, that its interpolations do not name either."""
+    references = referenced_keys(tree)
+    own = {key for key in references if key not in known}
+
+    def is_read(key: str) -> bool:
+        return any(is_under(each, [key]) for each in references) or is_under(key, own)
+
+    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        names = _field_names(node.get("_target_"))
+        for name, value in node.items():
+            key = f"{prefix}{name}"
+            if is_free(key, known) or name == "_target_" or (names is not None and not names):
+                continue
+            is_field = names is not None and name in names and renamed(key) is None
+            if key in known or key in optional or is_field or is_read(key):
+                if isinstance(value, Mapping):
+                    yield from walk(value, f"{key}.")
+            else:
+                yield key
+
+    optional = optional_keys(known)
+    return list(walk(tree, ""))
+
+
+def _field_names(target: Any) -> set[str] | None:
+    """Return the fields of the class of a node, none of a class of the user, which checks them; None without one."""
+    if target is None:
+        return None
+    if not str(target).startswith(("verl.", "recipe.")):
+        return set()
+    try:
+        found = pkgutil.resolve_name(str(target))
+    except (ImportError, AttributeError, ValueError):  # the check of the node names it
+        return set()
+    return {each.name for each in fields(found)} if is_dataclass(found) else set()
+
+
+def replaced_keys(tree: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield each older spelling in a tree, unless an interpolation reads it."""
+    references = referenced_keys(tree)
+    for key, text in RENAMED.items():
+        parent, _, name = key.rpartition(".")
+        node = select(tree, parent)
+        if isinstance(node, Mapping) and name in node and not any(is_under(each, [key]) for each in references):
+            yield Violation(key, node[name], text)
 
 
 def renamed(key: str) -> str | None:

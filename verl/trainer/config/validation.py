@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.algos.names import ADV_ESTIMATORS, POLICY_LOSSES
 from verl.base_config import Violation, as_yaml, config_error, nearest
-from verl.trainer.config.keys import dotted_keys, select
+from verl.trainer.config.keys import dotted_keys, replaced_keys, select
 from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules, may_register
 from verl.trainer.config.rules.fork_workers import fork_rules
@@ -82,6 +82,9 @@ def checked_config(
     Raises: as ``validate_config``.
     """
     tree, violations = _resolved(config)
+    if not of_fork:
+        raw: Any = OmegaConf.to_container(config, resolve=False)
+        violations += replaced_keys(raw)
     if tree is None:
         raise config_error(_once_per_key(violations))
     run, reader = parse_tree(tree, use_critic)
