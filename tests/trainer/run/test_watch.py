@@ -1,9 +1,11 @@
 """The launching process finds a trainer that is stopped or dead, and says where it was."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -85,6 +87,22 @@ def test_a_jump_of_the_wall_clock_moves_no_deadline(monkeypatch, jump_s):
             watching.run(jump)
         assert 5 <= time.monotonic() - started < 9
         trainer.kill()
+
+
+def test_the_folder_of_a_killed_run_is_removed_by_the_next_one(tmp_path, monkeypatch):
+    """The run is this process until its lock is closed, which the system does when a process is killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "verl-run-without-a-mark").mkdir()
+    first = Watch(math.inf, print)
+    alive = Watch(math.inf, print)
+    assert first.activity_path.exists()
+    os.close(first._lock)
+    second = Watch(math.inf, print)
+    assert not first.activity_path.parent.exists()
+    assert alive.activity_path.exists() and second.activity_path.exists()
+    for each in (alive, second):
+        each.run(lambda: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["verl-run-without-a-mark"]
 
 
 def test_a_cluster_that_does_not_answer_is_lost():
