@@ -77,15 +77,17 @@ def test_programs_have_the_names_of_their_starter(form):
 def test_a_name_of_the_starter_is_no_solution(cases):
     for code, passes in (
         ("", False),
-        ("x = gcd", True),
+        ("x = gcd", False),
+        ("gcd = gcd", True),
         ("from math import gcd", True),
         ("def gcd(a, b): return a if b == 0 else gcd(b, a % b)", True),
         ("def gcd(a, b): return 3", False),
     ):
         assert (prime_code.check_correctness(cases, code)[0] == [True]) == passes, code
     if "fn_name" in cases:
-        code = "class Solution:\n    def gcd(self, a, b):\n        return gcd(a, b)"
-        assert prime_code.check_correctness(cases, code)[0] == [True]
+        method = "class Solution:\n    def gcd(self, a, b):\n        return gcd(a, b)"
+        for before in ("", "assert gcd(2, 4) == 2\n", "from math import *\n"):
+            assert prime_code.check_correctness(cases, before + method)[0] == [True], before
 
 
 @pytest.fixture(params=["local", "service"])

@@ -355,6 +355,11 @@ def test_search(text, score):
         ("don’t", "don't", True),
         ("Beyonce\u0301", "Beyonc\u00e9", True),
         ("１２", "12", True),
+        (".5", "0.5", True),
+        (".5", "5", False),
+        ("3/4", "34", False),
+        ("1-2", "12", False),
+        ("1990\u20131995", "1990-1995", True),
     ],
 )
 def test_search_of_short_and_unusual_answers(answer, truth, is_right):

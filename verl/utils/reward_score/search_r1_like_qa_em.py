@@ -14,7 +14,8 @@ MOST_TAGS = 10  # a response with more tags is guessing
 _OPEN = "<answer>"
 _CLOSE = "</answer>"
 _ARTICLES = ("a", "an", "the")
-_NUMBER = re.compile(r"(?<![\w.,-])([-\u2212]?)(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)(?![\d]|[.,]\d)")
+_NUMBER = re.compile(r"(?<![\w.,-])([-\u2212]?)(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?![\d]|[.,]\d)")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)[^\w\s\0\1](?=\d)")
 _SIGNS = str.maketrans("\0\1", "-.")  # what is kept while punctuation goes
 
 
@@ -72,8 +73,10 @@ def normalize_answer(text: str) -> str:
     """Return a text in lower case without punctuation, articles and repeated spaces; a text of articles keeps them.
 
     Numbers keep sign and decimal point, and lose separators and trailing zeros: 12.0 is 12, and 1.5 is not 15.
+    Punctuation between digits is a space: 3/4 is not 34.
     """
     text = _NUMBER.sub(_plain_number, unicodedata.normalize("NFKC", text).lower())
+    text = _BETWEEN_DIGITS.sub(" ", text)
     kept = [each for each in text if each not in string.punctuation and unicodedata.category(each)[0] != "P"]
     words = "".join(kept).translate(_SIGNS).split()
     return " ".join([word for word in words if word not in _ARTICLES] or words)
@@ -81,5 +84,5 @@ def normalize_answer(text: str) -> str:
 
 def _plain_number(match: re.Match[str]) -> str:
     whole, _, decimals = match[2].replace(",", "").partition(".")
-    number = "\1".join(filter(None, (whole, decimals.rstrip("0"))))
+    number = "\1".join(filter(None, (whole or "0", decimals.rstrip("0"))))
     return "\0" + number if match[1] else number

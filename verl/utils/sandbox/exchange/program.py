@@ -1,6 +1,7 @@
 """The program's end: it runs the program, and answers the checker until the test has passed."""
 
 import copy
+import dis
 import json
 import linecache
 import os
@@ -24,7 +25,7 @@ _STARTER = compile(
 """What the established judges run before a program, whose starter may say ``List[int]`` without importing it."""
 RECURSION_LIMIT = 600_000
 _lent: set[str] = set()
-"""Names of the starter that the program does not mention at its top: it can use them, and does not define them."""
+"""Names of the starter that the program does not bind: it can use them, and does not define them."""
 
 
 class Program(Peer):
@@ -107,7 +108,8 @@ def run_program(
     exec(_STARTER, main.__dict__)
     sys.setrecursionlimit(RECURSION_LIMIT)
     starter = dict(main.__dict__)
-    _lent.update(name for name in starter if not name.startswith("__") and name not in code.co_names)
+    bound = _bound_names(code)
+    _lent.update(name for name in starter if not name.startswith("__") and name not in bound)
     try:
         exec(code, main.__dict__)
     except SystemExit as end:
@@ -122,11 +124,25 @@ def run_program(
     return json.dumps(_find_function(main, fn_name)(*arguments), default=plain)
 
 
+def _bound_names(code: CodeType) -> set[str]:
+    """Return the global names that a program binds: by a definition, an assignment, or an import of the name itself."""
+    bound = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_NAME", "STORE_GLOBAL")}
+    return bound.union(*(_stored_globals(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _stored_globals(code: CodeType) -> set[str]:
+    stored = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+    return stored.union(*(_stored_globals(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
 def _find_function(module: ModuleType, name: str) -> Callable[..., object]:
-    """Return the program's function, or the method of its class ``Solution``."""
-    function = None if name in _lent else getattr(module, name, None)
-    if function is None and hasattr(module, "Solution"):
-        function = getattr(module.Solution(), name, None)
+    """Return the method of the program's class ``Solution``, or its function.
+
+    The method comes first, as in the established judges: the program may use a function of that name in it.
+    """
+    function = getattr(module.Solution(), name, None) if hasattr(module, "Solution") else None
+    if function is None and name not in _lent:
+        function = getattr(module, name, None)
     if not callable(function):
         raise AttributeError(f"the program defines no function {name!r} and no method of that name in Solution")
     return function
