@@ -320,11 +320,12 @@ def _split(text: str, separators: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _same(one: Tree, other: Tree, judge: Judge) -> bool:
     if one.kind == "named" and other.kind == "named":
-        return one.text == other.text and _same(one.parts[0], other.parts[0], judge)
+        if one.text == other.text:
+            return _same(one.parts[0], other.parts[0], judge)
+        return _same_relations(_as_equation(one), _as_equation(other), judge)
     for named, plain in ((one, other), (other, one)):
         if named.kind == "named" and plain.kind == "relation":
-            named = Tree("relation", "=", (Tree("value", named.text), *named.parts))
-            return _same(named, plain, judge)
+            return _same(_as_equation(named), plain, judge)
         if named.kind == "named":
             return _same(named.parts[0], plain, judge)
     if one.kind in _INTERVALS and other.kind not in _INTERVALS:
@@ -351,6 +352,10 @@ def _are_alike(kind: str, other: str) -> bool:
 def _states(part: Tree) -> bool:
     """Whether a part of an answer is a statement, such as ``x = 2`` or ``x > 1``: these have no order."""
     return part.kind in ("named", "relation")
+
+
+def _as_equation(named: Tree) -> Tree:
+    return Tree("relation", "=", (Tree("value", named.text), *named.parts))
 
 
 def _as_interval(tree: Tree) -> Tree:
