@@ -216,7 +216,7 @@ def _recorded_routers(model: nn.Module) -> set[str]:
     if not returns_router_logits(getattr(model, "config", None)):
         return set()
     outputs = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
-    recorders = [each.get("router_logits") for each in outputs]
+    recorders: list[Any] = [each.get("router_logits") for each in outputs]
     return {each.layer_name for each in recorders if getattr(each, "target_class", None) is nn.Linear}
 
 
