@@ -461,3 +461,8 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
     code += "print([m for m in ('torch', 'sympy', 'mpmath', 'numpy', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_long_words_in_other_case_are_compared_at_once():
+    words = "the quick brown fox " * 15 + "5"
+    assert not math_reward.is_equiv(words.replace("q", "Q") + "x", words + "X")
