@@ -7,6 +7,7 @@ EQUAL = [
     (r"\varnothing", r"\{\}"),
     (r"\mathbb{R}", r"(-\infty,\infty)"),
     (r"\text{Yes}", "yes"),
+    ("No", "no"),
     ("AB=5", "5"),
     (r"\angle ABC = 50^\circ", "50"),
     ("a_{10}=5", "5"),

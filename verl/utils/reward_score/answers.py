@@ -81,7 +81,7 @@ _NO_UNIT = re.compile(
     r"|half|halves|thirds?|quarters?|is|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)(?![a-zA-Z])"
 )
 """Words that change a number."""
-_WORDS = re.compile(r"(?:[A-Z]?[a-z]{2,}+)++")
+_WORDS = re.compile(r"(?:[A-Z]?[a-z]{2,}+)++|No")
 _MATRIX = re.compile(r"^\\begin\{(\w*matrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}$", re.DOTALL)
 _ROW_BREAK = re.compile(r"\\\\(?:\[\w*\])?")
 _ARGUMENT = r"\s*(\{[^{}]*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
