@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -319,6 +320,16 @@ def test_other_data_parallel_ranks_resume_at_the_same_row(before, after, tmp_pat
     (tmp_path / "global_step_2" / "run_state.json").write_text("{}")  # as an older version wrote it
     with pytest.raises(ValueError, match=rf"{before} data-parallel ranks of an older version.*this run has {after}"):
         handler(tmp_path, 0, after).load_checkpoint()
+
+
+@pytest.mark.parametrize("name", ["data_0.pt", "run_state.json"])
+def test_the_data_of_another_step_is_refused(tmp_path, name):
+    for step in (1, 2):
+        handler(tmp_path, 0, 1).save_checkpoint(step)
+    assert handler(tmp_path, 0, 1).load_checkpoint() == 2
+    shutil.copy(tmp_path / "global_step_1" / name, tmp_path / "global_step_2")
+    with pytest.raises(ValueError, match=rf"{name} was saved at step 1: copy that of step 2 back"):
+        handler(tmp_path, 0, 1).load_checkpoint()
 
 
 def test_a_checkpoint_that_no_tracker_names_is_not_replaced(tmp_path, caplog):

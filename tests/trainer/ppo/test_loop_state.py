@@ -414,7 +414,7 @@ class WritingGroup:
                 shutil.rmtree(older)
 
 
-LOADER = SimpleNamespace(state_dict=dict, dataset=None)
+LOADER = SimpleNamespace(state_dict=dict, dataset=None, sampler=None)
 KL_CONTROLLER = SimpleNamespace(state_dict=dict, load_state_dict=dict)
 
 
@@ -428,7 +428,7 @@ def checkpoints_of(root, state, groups, in_background=False, save_freq=1):
 class Loader(list):
     """A loader of no batches."""
 
-    dataset = None
+    dataset = sampler = None
 
     def load_state_dict(self, state):
         pass
@@ -446,6 +446,38 @@ def test_another_batch_size_than_in_the_checkpoint_is_named(tmp_path, caplog):
         assert ("data.train_batch_size=1024, and was 8 in the checkpoint" in caplog.text) == warns
 
 
+def test_another_order_or_the_data_of_another_step_is_refused(tmp_path, caplog):
+    reader = SimpleNamespace(load_checkpoint=lambda path, del_local_after_load: None, save_checkpoint=lambda *a: None)
+    kl = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+
+    def checkpoints(shuffle, step, seed=5):
+        checkpoints = checkpoints_of(tmp_path, RunState(seed=1, total_steps=9), {})
+        checkpoints.state.step = step
+        checkpoints.groups, checkpoints.kl_ctrl = {"actor": reader}, kl
+        sampler = create_rl_sampler({"shuffle": shuffle, "seed": seed}, Numbers())
+        data = RunConfig.parse(OmegaConf.create({"data": {"train_batch_size": BATCH}})).data
+        checkpoints.loader = loaders.train_loader(data, 1, Numbers(), None, sampler)
+        return checkpoints
+
+    for step in (2, 3):
+        saved = checkpoints(True, step)
+        save_driver_state(saved.folder(step), saved.loader.state_dict(), {"step": step, "order": "data.shuffle=true"})
+    folder = saved.folder(3)
+    with pytest.raises(ValueError, match=r"data.shuffle=false, and data.shuffle=true in the checkpoint.*write"):
+        checkpoints(False, 3).load(folder)
+    checkpoints(True, 3).load(folder)
+    shutil.copy(saved.folder(2) / "data.pt", folder)
+    with pytest.raises(IncompleteCheckpointError, match=r"data\.pt was saved at step 2: copy that of step 3 back"):
+        checkpoints(True, 3).load(folder)
+
+
+def test_another_seed_of_the_order_is_named(caplog):
+    state = iter(create_rl_sampler({"shuffle": True, "seed": 5}, Numbers())).state_dict()
+    for seed, told in ((5, False), (None, False), (6, True)):
+        iter(create_rl_sampler({"shuffle": True, "seed": seed}, Numbers())).load_state_dict(state)
+        assert ("order of the rows is 6, and was 5 in the checkpoint" in caplog.text) == told
+
+
 def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     """Where the critic dies in a save, the actor's part of the checkpoint before is still there."""
     state = RunState(seed=1, total_steps=9)
@@ -460,7 +492,7 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
     assert load_driver_state(tmp_path / "remote" / "global_step_1") == (
         {},
         {"kl_ctrl_in_reward": {}, "seed": 1, "epoch": 0, "spares_drawn": 0}
-        | {"data_digest": None, "train_batch_size": 1024},
+        | {"data_digest": None, "train_batch_size": 1024, "step": 1, "order": None},
     )
     assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
 

@@ -1,6 +1,7 @@
 """What the FSDP engine does beyond a training step: checkpoints, bad input, schedules, skipped steps."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -106,6 +107,30 @@ def test_a_resumed_run_has_the_settings_of_its_configuration(
 
 def _as_text(value: Any) -> str:
     return str(list(value)).replace(" ", "") if isinstance(value, tuple) else str(value)
+
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "changed", "named"),
+    [
+        ({}, {"override_config": ROPE}, "rope_parameters.rope_theta=500000.0, and 10000.0 in the checkpoint"),
+        ({}, {"override_config": {"rms_norm_eps": 1e-3}}, "rms_norm_eps=0.001, and 1e-06 in the checkpoint"),
+        ({"lora_rank": 2}, {"lora_alpha": 4}, "lora_alpha=4, and 16 in the checkpoint"),
+        ({}, {"override_config": {"use_cache": False, "max_position_embeddings": 99}}, None),
+    ],
+)
+def test_other_values_of_the_forward_are_another_model(
+    folder: Path, tmp_path: Path, saved: Any, changed: Any, named: str | None
+) -> None:
+    cases.build(folder, saved).save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    resumed = cases.build(folder, saved | changed)
+    if named is None:
+        resumed.load_checkpoint(str(tmp_path / "actor"))
+        return
+    with pytest.raises(ValueError, match=re.escape(f"another model: this run's has {named}")):
+        resumed.load_checkpoint(str(tmp_path / "actor"))
 
 
 def test_a_buffer_that_the_file_lacks_starts_as_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

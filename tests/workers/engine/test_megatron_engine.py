@@ -1,5 +1,7 @@
 """What the Megatron-Core engine does beyond the contract: bad input, schedules, skipped steps, reward models."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -497,6 +499,18 @@ def test_what_several_buckets_hold_is_saved_from_where_it_stands(folder: Path, t
         assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.named_weights())
         for metrics in expected:
             assert step(resumed) == pytest.approx(metrics, rel=1e-6, abs=1e-6)
+
+
+def test_other_values_of_the_forward_are_another_model(folder: Path, tmp_path: Path) -> None:
+    megatron_cases.build(folder, {}).save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    changed = tmp_path / "changed"
+    shutil.copytree(folder, changed)
+    content = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(content | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(
+        ValueError, match="another model: this run's has rms_norm_eps=0.001, and 1e-06 in the checkpoint"
+    ):
+        megatron_cases.build(changed, {}).load_checkpoint(str(tmp_path / "actor"))
 
 
 @pytest.mark.parametrize(("from_checkpoint", "distributed"), [(False, True), (True, False)])

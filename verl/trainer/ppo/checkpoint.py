@@ -17,9 +17,11 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import (
+    ANOTHER,
     DATA_NAME,
     MISSING_DATA,
     IncompleteCheckpointError,
+    damaged_checkpoint,
     restoring,
     run_folder,
     step_of,
@@ -27,7 +29,14 @@ from verl.trainer.run.resume import (
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, step_folders, write_file
-from verl.utils.dataset.factory import digest_of, has_state, warn_of_other_batch_size, warn_of_other_data
+from verl.utils.dataset.factory import (
+    check_order,
+    digest_of,
+    has_state,
+    order_of,
+    warn_of_other_batch_size,
+    warn_of_other_data,
+)
 from verl.utils.loading import UntrustedClassError, load_state
 
 logger = logging.getLogger(__name__)
@@ -154,6 +163,8 @@ class Checkpoints:
         driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": position.epoch}
         driver["spares_drawn"] = state.spares_drawn
         driver["data_digest"] = digest_of(self.loader.dataset)
+        driver["step"] = state.step
+        driver["order"] = order_of(self.loader.sampler)
         driver["train_batch_size"] = self.run.data.train_batch_size
         learners = {name: each.state_dict() for name, each in self.learners.items() if has_state(each)}
         if learners:
@@ -191,11 +202,15 @@ class Checkpoints:
         """Restore workers and driver from the folder of a checkpoint."""
         state = self.state
         state.step = step_of(folder)
+        loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
+        if "step" in driver and driver["step"] != state.step:  # older checkpoints do not hold it
+            problem = f"its {DATA_NAME} was saved at step {driver['step']}: copy that of step {state.step} back"
+            raise damaged_checkpoint(folder, [problem], ANOTHER)
+        check_order(driver.get("order"), self.loader.sampler)
         with phase("load_checkpoint", step=state.step):
             for role, group in self.groups.items():
                 group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
         state.weights_version += 1
-        loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
         with restoring(folder / DATA_NAME):
             self._restore_driver(folder, loader_state, driver)
 

@@ -28,6 +28,8 @@ RUN_STATE_NAME = "run_state.json"
 _DIGEST_KEY = "data_digest"
 _BATCH_KEY = "train_batch_size"
 _RANKS_KEY = "data_parallel_size"
+_STEP_KEY = "step"
+_LOADER_KEY = "dataloader"
 
 
 @dataclass
@@ -78,11 +80,12 @@ class CheckpointHandler:
         folder = os.path.join(self.default_local_dir, f"{files.STEP_FOLDER}{step}")
         os.makedirs(folder, exist_ok=True)
         if self.engine.is_mp_src_rank_with_outputs():
-            state = self.train_dataloader.state_dict()
+            state = {_STEP_KEY: step, _LOADER_KEY: self.train_dataloader.state_dict()}
             files.write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
         if self.rank == 0:
             content = {
                 **(run_state or {}),
+                _STEP_KEY: step,
                 _DIGEST_KEY: digest_of(self.train_dataloader.dataset),
                 _BATCH_KEY: self._batch_size(),
                 _RANKS_KEY: self.engine.get_data_parallel_size(),
@@ -130,7 +133,8 @@ class CheckpointHandler:
         if counted.exists():
             with restoring(counted):
                 self.run_state = dict(json.loads(counted.read_text()))
-        position = self._position(Path(folder))
+            _check_step(counted, self.run_state, step)
+        position = self._position(Path(folder), step)
         self.engine.load_checkpoint(folder)
         self.restored_from = Path(folder, self._loader_file(self.run_state.get(_RANKS_KEY, 0)))
         with restoring(self.restored_from):
@@ -155,7 +159,7 @@ class CheckpointHandler:
             raise files.CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
         return folder
 
-    def _position(self, folder: Path) -> Any:
+    def _position(self, folder: Path, step: int) -> Any:
         """Return the state of the loader that this rank wrote, or a rank that this one takes over from."""
         ranks = self.engine.get_data_parallel_size()
         written = len(list(folder.glob(files.DATA_GLOB)))
@@ -168,9 +172,13 @@ class CheckpointHandler:
             )
         path = folder / self._loader_file(written)
         try:
-            return load_state(path, self.trusted_classes)
+            state = load_state(path, self.trusted_classes)
         except FileNotFoundError:
             raise files.CheckpointError(f"{path} {MISSING_DATA}, or set trainer.resume_mode=disable") from None
+        if not (isinstance(state, dict) and state.keys() == {_STEP_KEY, _LOADER_KEY}):
+            return state  # of an older version, or another tool
+        _check_step(path, state, step)
+        return state[_LOADER_KEY]
 
     def _batch_size(self) -> int:
         return (self.train_dataloader.batch_size or 0) * self.engine.get_data_parallel_size()
@@ -183,3 +191,10 @@ class CheckpointHandler:
     def _barrier() -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
+
+
+def _check_step(path: Path, content: Mapping[str, Any], step: int) -> None:
+    """Raise IncompleteCheckpointError for a file of another step; older versions do not write the step."""
+    if _STEP_KEY in content and content[_STEP_KEY] != step:
+        problem = f"its {path.name} was saved at step {content[_STEP_KEY]}: copy that of step {step} back"
+        raise damaged_checkpoint(path.parent, [problem], ANOTHER)

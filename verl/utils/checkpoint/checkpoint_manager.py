@@ -1,5 +1,6 @@
 """Base of the checkpoint managers: contents, random states, retention, and agreement of the ranks."""
 
+import json
 import logging
 import os
 import random
@@ -24,6 +25,7 @@ from verl.utils.checkpoint.files import find_latest_ckpt_path as find_latest_ckp
 from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_checkpoint_tracker_filename
 from verl.utils.checkpoint.files import should_save_ckpt_esi as should_save_ckpt_esi
 from verl.utils.checkpoint.hf_export import SourceFiles, other_dtypes, weights_mode
+from verl.utils.checkpoint.model_fields import FIELDS_KEY, fields_problem
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.fs import copy_to_local
 from verl.utils.loading import State
@@ -152,7 +154,7 @@ class BaseCheckpointManager(ABC):
         self.remove_previous_save_local_path([str(folder) for folder in older[: max(0, surplus)]])
 
     def layout_fields(self) -> State:
-        """Return the fields of every engine's layout file: the world size and the dtypes of the source model."""
+        """Return the fields of every engine's layout file: the world size, dtypes of the source model, its values."""
         fields: State = {"world_size": self.world_size}
         if (mode := self.weights_mode()) is not None:
             fields["weights_mode"] = mode
@@ -160,7 +162,17 @@ class BaseCheckpointManager(ABC):
             fields["source_dtype"] = str(self.source_dtype).removeprefix("torch.")
             others = other_dtypes(self.source_folder or "", fields["source_dtype"]) if self.source_folder else {}
             fields |= {"other_dtypes": others} if others else {}
-        return fields
+        return fields | {FIELDS_KEY: self.model_fields()}
+
+    @abstractmethod
+    def model_fields(self) -> dict[str, Any]:
+        """Return the values of the model's configuration that its forward reads, by dotted name."""
+
+    def other_model(self, folder: Path) -> str | None:
+        """Return how the model differs in such values from that of a checkpoint; None if it does not."""
+        layout = json.loads(files.layout_file(folder).read_text())
+        # Older checkpoints do not hold the values.
+        return fields_problem(layout[FIELDS_KEY], self.model_fields()) if FIELDS_KEY in layout else None
 
     def weights_mode(self) -> int | None:
         """Return the permissions of the source's weights; None if it has none on this machine."""

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
+from verl.utils.checkpoint.model_fields import forward_fields
 from verl.utils.checkpoint.optimizer_settings import (
     CONFIGURED_KEY,
     Settings,
@@ -50,6 +51,10 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
         super().__post_init__(checkpoint_config)
         self.settings = [] if self.optimizer is None else settings_of(self.optimizer.param_groups)
+
+    def model_fields(self) -> dict[str, Any]:
+        """Return the values of the model's configuration that its forward reads, by dotted name."""
+        return forward_fields(self.model, getattr(self.model, "config", None))
 
     # ---- saving
 
@@ -173,6 +178,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             return [f"the folder {folder} does not exist"]
         try:
             problem = files.backend_problem(folder, "fsdp") or files.world_size_problem(folder, self.world_size)
+            if problem is None and self.should_load_model:
+                problem = self.other_model(folder)
             if problem is not None:
                 return [problem]
             manifest = files.read_manifest(folder, self.world_size, self.rank)

@@ -22,6 +22,7 @@ from verl.base_config import as_yaml
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, way_out
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
+from verl.utils.checkpoint.model_fields import forward_fields
 from verl.utils.checkpoint.optimizer_settings import Settings, warn_of_changes
 from verl.utils.checkpoint.torch_dist import OPTIMIZER_KEYS, TENSORS_FOLDER, TorchDistReader, vocabulary_problem
 from verl.utils.faults import fault_point
@@ -70,6 +71,10 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         config = kwargs.get("checkpoint_config")
         self.is_async = bool(config is not None and config.async_save)
         self._running: _Save | None = None
+
+    def model_fields(self) -> dict[str, Any]:
+        """Return the values of the model's configuration that its forward reads, by dotted name."""
+        return forward_fields(None, self.hf_config)
 
     # ---- contents
 
@@ -234,6 +239,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             return [problem]
         if problems := files.verify_checkpoint(folder, checksums=False):
             return problems
+        if self.should_load_model and (problem := self.other_model(folder)) is not None:
+            return [problem]
         if self.should_load_optimizer and (problem := self._other_optimizer(folder)) is not None:
             return [problem]
         if self.should_load_extra and not (folder / _CONFIG_NAME).is_file():

@@ -156,6 +156,34 @@ def warn_of_other_batch_size(saved: int | None, batch_size: int) -> None:
         )
 
 
+def order_of(sampler: Sampler | None) -> str | None:
+    """Return the setting that chose the sampler of the training rows; None without a sampler."""
+    if sampler is None:
+        return None
+    if isinstance(sampler, SeededRandomSampler):
+        return "data.shuffle=true"
+    if isinstance(sampler, FileOrderSampler):
+        return "data.shuffle=false"
+    return f"data.sampler.class_name={type(sampler).__name__}"
+
+
+def check_order(saved: str | None, sampler: Sampler | None) -> None:
+    """Check that a sampler can go on from the state of the one that ``saved`` names; None if the checkpoint does not.
+
+    Two samplers of the user may read each other's state.
+
+    Raises: SamplerSettingError with both settings.
+    """
+    own = order_of(sampler)
+    if saved is None or own is None or saved == own:
+        return
+    if saved.startswith("data.shuffle") or own.startswith("data.shuffle"):
+        raise SamplerSettingError(
+            f"{own}, and {saved} in the checkpoint: its position belongs to another order of the rows; write {saved}, "
+            "or set trainer.resume_mode=disable"
+        )
+
+
 def stateful_loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:
     """Return a loader that can save and restore its position; ``options`` go to ``StatefulDataLoader``."""
     with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
@@ -205,6 +233,7 @@ class SeededRandomSampler(Sampler[int]):
         self.data_source = data_source
         self.rank = rank
         self.num_replicas = num_replicas
+        self.is_seeded = seed is not None
         self.seed = int(torch.seed() if seed is None else seed) % 2**63
         self.next_epoch = 0
 
@@ -269,5 +298,8 @@ class SeededRandomIterator(Iterator[int]):
                 f"the checkpoint was written after {rows} rows of an epoch, which {replicas} data-parallel ranks "
                 f"cannot share evenly: start {saved} data-parallel ranks, or set trainer.resume_mode=disable"
             )
+        if self.sampler.is_seeded and self.sampler.rank == 0 and self.sampler.seed != state["seed"]:
+            words = "the seed of the order of the rows is %d, and was %d in the checkpoint, whose order goes on"
+            logger.warning(words, self.sampler.seed, state["seed"])
         self.sampler.seed = state["seed"]
         self._start(state["epoch"], rows // replicas, num_rows)
