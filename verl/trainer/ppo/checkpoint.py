@@ -203,10 +203,13 @@ class Checkpoints:
         state = self.state
         state.step = step_of(folder)
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
-        if "step" in driver and driver["step"] != state.step:  # older checkpoints do not hold it
-            problem = f"its {DATA_NAME} was saved at step {driver['step']}: copy that of step {state.step} back"
+        with restoring(folder / DATA_NAME):  # older checkpoints hold neither of the two
+            saved_step = _count(driver, "step") if "step" in driver else state.step
+            order = None if driver.get("order") is None else str(driver["order"])
+        if saved_step != state.step:
+            problem = f"its {DATA_NAME} was saved at step {saved_step}: copy that of step {state.step} back"
             raise damaged_checkpoint(folder, [problem], ANOTHER)
-        check_order(driver.get("order"), self.loader.sampler)
+        check_order(order, self.loader.sampler)
         with phase("load_checkpoint", step=state.step):
             for role, group in self.groups.items():
                 group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
