@@ -260,7 +260,8 @@ def wait_for(pid: int, used: Any, request: Request) -> str | None:
                 return ended_by
             if time.monotonic() > sign_of_life + SIGN_OF_LIFE_EVERY_S:
                 sign_of_life = time.monotonic()
-                print(flush=True)  # an empty line
+                sys.stdout.write("\n")  # a sign of life
+                sys.stdout.flush()
     finally:
         os.close(handle)
 
