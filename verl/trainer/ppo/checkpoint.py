@@ -205,7 +205,9 @@ class Checkpoints:
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
         with restoring(folder / DATA_NAME):  # older checkpoints hold neither of the two
             saved_step = _count(driver, "step") if "step" in driver else state.step
-            order = None if driver.get("order") is None else str(driver["order"])
+            order = driver.get("order")
+            if order is not None and not str(order).startswith("data."):
+                raise ValueError(f"order={order!r} names no key of data")
         if saved_step != state.step:
             problem = f"its {DATA_NAME} was saved at step {saved_step}: copy that of step {state.step} back"
             raise damaged_checkpoint(folder, [problem], ANOTHER)

@@ -162,7 +162,8 @@ class BaseCheckpointManager(ABC):
             fields["source_dtype"] = str(self.source_dtype).removeprefix("torch.")
             others = other_dtypes(self.source_folder or "", fields["source_dtype"]) if self.source_folder else {}
             fields |= {"other_dtypes": others} if others else {}
-        return fields | {FIELDS_KEY: self.model_fields()}
+        own = self.model_fields()
+        return fields | ({FIELDS_KEY: own} if own else {})
 
     @abstractmethod
     def model_fields(self) -> dict[str, Any]:
