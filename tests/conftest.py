@@ -65,7 +65,7 @@ def preloaded_workers() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
-    """Start one local Ray with four CPUs for all tests that ask for it."""
+    """Start one local Ray for all tests that ask for it; actors that a test leaves must not keep others waiting."""
     ray = pytest.importorskip("ray")
     # Sockets live below this directory, and their paths may have about 100 characters: pytest's own are too long.
     directory = tempfile.mkdtemp(prefix="vray")
@@ -74,7 +74,7 @@ def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
     os.environ.update(preloaded_workers)  # for the processes of Ray, which start here
     ray.init(
         address="local",
-        num_cpus=4,
+        num_cpus=64,
         include_dashboard=False,
         object_store_memory=256 * 2**20,
         _temp_dir=directory,

@@ -54,6 +54,9 @@ def reward(data: DataProto, return_dict: bool = False) -> dict[str, Any]:
     return {"reward_tensor": scores, "reward_extra_info": {"reward_failure": reasons}}
 
 
+reward.lowest_score = 3.0  # type: ignore[attr-defined]  # of responses that are not scored
+
+
 def make_trainer(adv_estimator: str = "remax") -> RayPPOTrainer:
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
     algorithm = {"adv_estimator": adv_estimator, "gamma": 1.0, "lam": 1.0, "norm_adv_by_std_in_grpo": True}

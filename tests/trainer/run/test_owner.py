@@ -181,18 +181,6 @@ def test_a_folder_is_free_after_a_signal(tmp_path, how):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_child_of_a_fork_dies_of_a_signal_and_frees_nothing(tmp_path):
-    with Ownership() as mine:
-        mine.take_folders({KEY: str(tmp_path)})
-        child = os.fork()
-        if not child:
-            signal.pause()
-            os._exit(0)
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert (tmp_path / LOCK_NAME).exists()
-
-
 def test_what_cannot_be_a_lock_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     for name, make in {

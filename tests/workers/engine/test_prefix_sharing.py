@@ -330,7 +330,13 @@ def test_the_longest_row_must_fit() -> None:
         ({"override_config": {"attn_implementation": "sdpa"}}, "needs verl_varlen"),
         ({"override_config": {"attention_dropout": 0.1}}, "needs attention_dropout=0.0, it is 0.1"),
         (
-            {"override_config": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}},
+            {
+                "override_config": {
+                    "layer_types": ["full_attention", "sliding_attention"],
+                    "sliding_window": 4,
+                    "use_sliding_window": True,
+                }
+            },
             "layers of type sliding_attention",
         ),
     ],
