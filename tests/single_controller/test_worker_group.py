@@ -243,8 +243,9 @@ def test_nested_group(roles: dict[str, RayWorkerGroup]) -> None:
 
 
 def test_placement_that_cannot_be_met_is_refused(pool: RayResourcePool) -> None:
-    with pytest.raises(PlacementError, match=r"9 x .*the cluster has .*missing \{'CPU': 5"):
-        RayWorkerGroup(RayResourcePool([9]), _class(EchoWorker), device_name="cpu")
+    cores = int(ray.cluster_resources()["CPU"])
+    with pytest.raises(PlacementError, match=rf"{cores + 5} x .*the cluster has .*missing \{{'CPU': 5"):
+        RayWorkerGroup(RayResourcePool([cores + 5]), _class(EchoWorker), device_name="cpu")
     with pytest.raises(ValueError, match="'GPU': 1"):
         RayWorkerGroup(RayResourcePool([1], max_colocate_count=1), _class(EchoWorker), device_name="cuda")
     with pytest.raises(ValueError, match="RANK"):
