@@ -313,6 +313,44 @@ def test_a_bar_moves_below_the_lines(capsys, monkeypatch):
     assert "training  50% |" in last and "5/10" in last and "left, reward 0.500 | 1,500 tokens/s" in last
 
 
+WRITING = """
+import sys
+from verl.trainer.run.display import LocalDisplay
+from verl.utils.observe.console import get_console, write_line
+for mode in ("lines", "bar"):
+    display = LocalDisplay(mode)
+    for step in range(3):
+        display.progress(step, 2, 0, "x", 1.0)
+        display.write("a line")
+    get_console().info("a line of the console")
+    display.close()
+write_line("the last words", "stderr")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("streams", "place"),
+    [("1", "/dev/full"), ("2", "/dev/full"), ("12", "/dev/full"), ("1", "pipe:"), ("12", "closed")],
+)
+def test_a_line_that_cannot_be_written_does_not_end_a_run(streams, place):
+    """The process goes on and ends with its own code; a warning names the path, if any stream can show it."""
+    reader, broken = os.pipe()
+    os.close(reader)
+    words = {"/dev/full": ">/dev/full", "pipe:": f">&{broken}", "closed": ">&-"}
+    redirected = " ".join(f"{number}{words[place]}" for number in streams)
+    command = ["bash", "-c", f'exec "$@" {redirected}', "bash", sys.executable, "-c", WRITING]
+    done = subprocess.run(command, capture_output=True, text=True, pass_fds=[broken])
+    os.close(broken)
+    assert done.returncode == 7, done.stderr
+    if streams == "1":
+        assert "Traceback" not in done.stderr and "the last words" in done.stderr
+        warnings = [line for line in done.stderr.splitlines() if "some lines cannot be written to" in line]
+        assert len(warnings) == 2 and all(f"written to {place}" in line for line in warnings)  # one for each display
+    if streams == "2":
+        assert done.stdout.count("a line\n") == 6
+
+
 def test_a_note_of_the_phase_that_cannot_be_written_does_not_end_a_run(tmp_path, caplog):
     notes = ActivityFile(tmp_path / "activity.json")
     notes.write(Activity(1, "host", "in phase generate"))

@@ -181,6 +181,44 @@ def test_a_folder_is_free_after_a_signal(tmp_path, how):
     assert not [*tmp_path.iterdir()]
 
 
+FORKING = f"""
+import os, sys, time
+from verl.trainer.run.owner import Ownership
+with Ownership() as owner:
+    owner.take_folders({{"{KEY}": sys.argv[1]}})
+    is_up, tell_up = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tell_up, b"!")
+        while True:
+            time.sleep(1)
+    os.read(is_up, 1)
+    print("up", flush=True)
+    os.kill(child, int(sys.stdin.readline()))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_forked_child_that_dies_of_a_signal_frees_nothing(tmp_path, number):
+    """It runs no handler of its parent, which still owns the folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert answer(process) == "up"
+            tell(process, int(number))
+            assert answer(process) == str(-number)
+            assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == process.pid
+            assert f"alive, process {process.pid}" in (refusal(tmp_path) or "")
+            tell(process)
+            assert process.wait() == 0
+        finally:
+            process.kill()
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_cannot_be_a_lock_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     for name, make in {

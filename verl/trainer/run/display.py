@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from verl.trainer.run.clock import CLOCK
 from verl.utils import envs
 from verl.utils.observe.activity import report_activity_to
-from verl.utils.observe.console import send_console_to
+from verl.utils.observe.console import let_no_stream_fail, place_of, send_console_to, write_line
 from verl.utils.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class LocalDisplay:
 
     def __init__(self, mode: str = "auto", folder: str | Path | None = None) -> None:
         self.mode = envs.read("VERL_PROGRESS") or mode
+        let_no_stream_fail()
         if self.mode not in (*MODES, "auto"):
             raise ValueError(f"environment variable VERL_PROGRESS={self.mode!r} must be one of {(*MODES, 'auto')}")
         has_table = folder is not None and importlib.util.find_spec("rich") is not None
@@ -65,37 +66,36 @@ class LocalDisplay:
         self._has_told = False
 
     @contextmanager
-    def _showing(self) -> Iterator[None]:
-        """Let a failed write cost its line and not the run, with one note."""
+    def _drawing(self) -> Iterator[None]:
+        """Let a failed drawing cost its lines and not the run."""
         try:
             yield
         except OSError as error:
-            if not self._has_told:
-                self._has_told = True
-                with suppress(OSError):
-                    sys.stderr.write(f"WARNING: some lines cannot be written to the terminal or its log: {error}\n")
+            self._tell_once("stderr", error)
+
+    def _tell_once(self, stream: str, error: OSError) -> None:
+        if not self._has_told:
+            self._has_told = True
+            write_line(f"WARNING: some lines cannot be written to {place_of(stream)}: {error}", "stderr")
 
     def write(self, text: str) -> None:
         """Show a line, above the bar if one is shown."""
-        with self._showing():
-            self._write(text)
-
-    def _write(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        elif self._table is not None:
-            self._table.write(text)
-        else:
-            sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        with self._drawing():
+            if self._table is not None:
+                self._table.write(text)
+                return
+            with self._bar.external_write_mode(file=sys.stdout) if self._bar is not None else nullcontext():
+                error = write_line(text)
+            if error is not None:
+                self._tell_once("stdout", error)
 
     def progress(self, step: int, total: int, start: int, text: str, seconds: float) -> None:
         """Show that ``step`` of ``total`` took ``seconds``; with ``step == start`` training begins."""
         if self.mode == "bar":
-            with self._showing():
+            with self._drawing():
                 self._move_bar(step, total, start, text)
         elif self.mode == "table":
-            with self._showing():
+            with self._drawing():
                 self._draw_table(total)
         elif step == start:
             self._started = time.monotonic()
@@ -120,7 +120,7 @@ class LocalDisplay:
 
     def close(self) -> None:
         """Leave the bar or the table on the terminal; later lines follow below it."""
-        with self._showing():
+        with self._drawing():
             if self._bar is not None:
                 self._bar.close()
             if self._table is not None:

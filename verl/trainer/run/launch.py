@@ -33,6 +33,7 @@ from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer
 from verl.utils.interrupts import interrupt, keep_interrupts
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
+from verl.utils.observe.console import write_line
 from verl.utils.processes import descendants, end_all, end_with_this_process
 from verl.utils.ray_utils import LogForwarder, lean_cluster, loopback, serialize_without_arrow
 
@@ -121,10 +122,8 @@ def run_on_ray(
         time.sleep(_LOG_GRACE_S if owns_ray else 0)
         stop_forwarding()
     if failure is not None:
-        sys.stderr.write(f"\n{failure[0]}\n")
-        sys.stderr.flush()
+        write_line(f"\n{failure[0]}", "stderr")
     if owns_ray and not stop_ray_anyway(earlier, kill=watch is not None and watch.is_stuck):
-        sys.stdout.flush()
         free_folders()
         if fork_server is not None:
             fork_server.stop()
@@ -140,7 +139,7 @@ def run_offline(cluster: RayConfig, device: str, work: Callable[[], None]) -> No
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    sys.stderr.write(f"\n{masked_text(message)}\n")
+    write_line(f"\n{masked_text(message)}", "stderr")
     sys.exit(code)
 
 
