@@ -3,16 +3,20 @@
 Nothing here imports torch, so that a wrong key is answered in about a second.
 """
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import Violation
-from verl.trainer.config.run_config import RunConfig
+from verl.base_config import Violation, as_yaml
+from verl.trainer.config.run_config import RunConfig, TrainerConfig
 from verl.trainer.config.validation import checked_config
+from verl.trainer.config.written import is_written
 from verl.trainer.run.environment import check_environment
 from verl.trainer.run.inputs import (
     JSON_LINES,
@@ -34,11 +38,13 @@ from verl.trainer.run.inputs import (
 from verl.trainer.run.resume import find_resume_folder, run_folder, tell_replaced
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
-from verl.utils.observe.tracking import check_backends
+from verl.utils.observe.tracking import check_backends, wandb_obstacle
 from verl.utils.processes import passes_in_fork
 from verl.utils.value_heads import HEAD_NAME
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.signature import ONE_BY_ONE
+
+logger = logging.getLogger(__name__)
 
 
 def check_inputs(
@@ -54,6 +60,7 @@ def check_inputs(
 
     Raises: ValueError naming the dotted key or the file, the value, and what would be right.
     """
+    leave_out_wandb(config)
     run = checked_config(config, recipe_nodes=recipe_nodes, of_fork=of_fork, recipe_rules=recipe_rules)
     check_backends(run.trainer.logger)
     check_environment(run.ray_kwargs, run.trainer.logger)
@@ -73,6 +80,21 @@ def check_inputs(
         check_reward_model(run.reward_model)
     tell_replaced(run_folder(run), find_resume_folder(run))
     return run
+
+
+def leave_out_wandb(config: DictConfig) -> None:
+    """Take wandb out of the trackers if it cannot log here and the user has not chosen them, with a notice."""
+    key = "trainer.logger"
+    with suppress(OmegaConfBaseException):  # the checks of values name what cannot be read
+        trackers = OmegaConf.select(config, key)
+        if trackers != TrainerConfig().logger or is_written(key):
+            return
+        env_vars = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
+        obstacle = wandb_obstacle({**envs.mapping(), **env_vars})
+        if obstacle is not None:
+            rest = [name for name in trackers if name != "wandb"]
+            OmegaConf.update(config, key, rest)
+            logger.warning("%s=%s: wandb is left out, since %s. Set the key to choose", key, as_yaml(rest), obstacle)
 
 
 def check_run_machine(run: RunConfig) -> None:

@@ -43,9 +43,10 @@ class ExternalModuleError(WrongInput, ImportError):
 
 @cache
 def has_module(name: str) -> bool:
-    """Whether a module is installed."""
+    """Whether a module is installed; a folder without ``__init__.py``, such as the output of a tracker, is none."""
     try:
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
+        return spec is not None and spec.origin is not None
     except (ImportError, ValueError):  # the parent package of a dotted name is missing or broken
         return False
 

@@ -120,6 +120,11 @@ def test_a_group_of_the_user_is_a_file_too(tmp_path: Path) -> None:
     assert set(refused(["--config-dir", str(tmp_path), "critic@critic=mine"])) == {"critic.model.unread_key"}
 
 
+def test_a_whole_file_in_a_folder_of_the_user_is_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer: {unread_key: 1}\n")
+    assert set(refused(["--config-dir", str(tmp_path), "--config-name=mine"])) == {"trainer.unread_key"}
+
+
 def test_a_key_that_an_interpolation_names_is_read(tmp_path: Path) -> None:
     content = {
         "mine": {"lr": 1e-5, "unread_key": 1, "sizes": {"batch": 8}},

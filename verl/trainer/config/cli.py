@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -168,9 +168,8 @@ def prepare_arguments(arguments: list[str], config_name: str, folder: str, is_ow
             folder = os.path.abspath(parsed.config_path)
     if parsed.config_dir and not os.path.isdir(parsed.config_dir):
         raise ConfigError([Violation("--config-dir", parsed.config_dir, "no such folder: write one with YAML files")])
-    extra = [f"hydra.searchpath=[file://{os.path.abspath(parsed.config_dir)}]"] if parsed.config_dir else []
     name = parsed.config_name or config_name
-    overrides = fitted_overrides(parsed.overrides, name, folder, extra, bool(parsed.multirun), command)
+    overrides = fitted_overrides(parsed.overrides, name, folder, parsed.config_dir, bool(parsed.multirun), command)
     kept = [argument for argument in arguments if argument not in parsed.overrides]
     moved = ["--config-path", folder] if parsed.config_path is not None else []
     return kept + moved + overrides
@@ -180,13 +179,13 @@ def fitted_overrides(
     overrides: list[str],
     config_name: str,
     folder: str,
-    extra: Iterable[str] = (),
+    config_dir: str | None = None,
     multirun: bool = False,
     command: Command | None = None,
 ) -> list[str]:
     """Return the overrides in the spelling that Hydra takes, whether their key is in the YAML or not.
 
-    Without a ``command`` the file is that of one: all its keys exist.
+    Without a ``command`` the file is that of one: all its keys exist. ``config_dir`` is a further folder of files.
 
     Raises: ConfigError listing every key that does not exist and, without ``multirun``, those with several values.
     """
@@ -194,7 +193,10 @@ def fitted_overrides(
     short = [re.sub(r"^(\W?)(\w+)@\2=", r"\1\2=", override) for override in overrides]
     parsed = OverridesParser.create().parse_overrides(short)
     with hydra.initialize_config_dir(folder, version_base=None):
-        loader = GlobalHydra.instance().config_loader()
+        loader: Any = GlobalHydra.instance().config_loader()
+        if config_dir:  # as Hydra does for --config-dir
+            loader.get_search_path().prepend("command-line", f"file://{os.path.abspath(config_dir)}", "schema")
+            loader.repository.initialize_sources(loader.get_search_path())
         in_groups = [each for each in parsed if _is_group(each, loader)]
         plain = [each for each in in_groups if not each.is_delete() and not each.is_sweep_override()]
         broken = [each for each in plain if not isinstance(each.value(), str | list)]
@@ -202,11 +204,11 @@ def fitted_overrides(
             expected = "must be a mapping, or the name of a file: set keys below it"
             raise ConfigError([Violation(each.key_or_group, each.value(), expected) for each in broken])
         groups = [str(each.input_line) for each in in_groups]
-        base = hydra.compose(config_name, [*groups, *extra])
+        base = hydra.compose(config_name, groups)
     tree: Any = OmegaConf.to_container(base, resolve=False)
     command = command or Command(config_name, folder)
     is_shipped = (folder, config_name) in [command[:2][::-1], *((CONFIG_DIR, name) for name in _TREES)]
-    is_of_user = bool(groups or extra) or not is_shipped
+    is_of_user = bool(groups or config_dir) or not is_shipped
     checker = _KeyChecker(command, tree, [each for each in parsed if each not in in_groups], is_of_user)
     violations: list[Violation] = []
     fitted: list[str] = []

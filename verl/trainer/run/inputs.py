@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.base_config import WrongInput, one_line
 from verl.trainer.config.run_config import RayConfig
+from verl.trainer.config.written import overrides_given
 from verl.utils.hdfs_io import is_hdfs, missing_command
 from verl.utils.hub import hub_problems
 from verl.utils.value_heads import HEAD_FILE, stored_head
@@ -168,14 +169,6 @@ def check_written_columns(names: Mapping[str, tuple[str | None, str | None]], pa
                 f"{key}={name}: no data file has this column, they have {sorted(columns)}: write one of them, or leave "
                 f"out the key"
             )
-
-
-def overrides_given() -> set[str]:
-    """Return the keys that the command line of this process sets."""
-    from hydra.core.hydra_config import HydraConfig
-
-    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-    return {override.partition("=")[0].lstrip("+") for override in given}
 
 
 def schema_of(path: str) -> "pa.Schema":

@@ -3,19 +3,24 @@
 Each backend imports its library when it is constructed, so importing this module imports no tracker.
 """
 
+import configparser
 import json
 import logging
 import math
+import netrc
 import numbers
+import os
 import pkgutil
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from verl.base_config import WrongInput
 from verl.utils import envs
@@ -310,6 +315,42 @@ def check_backends(backends: str | Iterable[str]) -> list[str]:
             f"trainer.logger='[{','.join(rest)}]'"
         )
     return names
+
+
+_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
+"""Modes in which wandb sends nothing."""
+
+
+def wandb_obstacle(variables: Mapping[str, str]) -> str | None:
+    """Return why wandb cannot log with these environment variables; None if it can. Does not import wandb."""
+    if not has_module("wandb"):
+        return "the package wandb is not installed"
+    settings = _wandb_settings(variables)
+    if (variables.get("WANDB_MODE") or settings.get("mode")) in _WITHOUT_LOGIN:
+        return None
+    if variables.get("WANDB_API_KEY") or variables.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return None
+    url = variables.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai"
+    host = urlsplit(url).hostname or url
+    return None if _has_netrc_entry(host, variables) else f"it has no login for {host}"
+
+
+def _wandb_settings(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what ``wandb login``, ``wandb offline`` and ``wandb disabled`` have saved for this user and folder."""
+    folders = (variables.get("WANDB_CONFIG_DIR") or "~/.config/wandb", Path(variables.get("WANDB_DIR") or ".", "wandb"))
+    parser = configparser.ConfigParser(interpolation=None)
+    with suppress(configparser.Error, UnicodeError):
+        parser.read([Path(folder, "settings").expanduser() for folder in folders], encoding="utf-8")
+    return dict(parser["default"]) if parser.has_section("default") else {}
+
+
+def _has_netrc_entry(host: str, variables: Mapping[str, str]) -> bool:
+    given = variables.get("NETRC")
+    for file in [given] if given else ["~/.netrc", "~/_netrc"]:
+        with suppress(OSError, netrc.NetrcParseError, UnicodeError):
+            if netrc.netrc(os.path.expanduser(file)).authenticators(host):
+                return True
+    return False
 
 
 class Tracking:
