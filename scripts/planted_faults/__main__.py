@@ -1,7 +1,7 @@
 """Plant one fault after another in a copy of the code, and print which of them the tests catch.
 
     python -m scripts.planted_faults --list                # what each fault means, and the tests that should catch it
-    python -m scripts.planted_faults                       # all of them: about 50 minutes on one core
+    python -m scripts.planted_faults                       # all of them
     python -m scripts.planted_faults gae-counts-tool-tokens k3-reversed
     python -m scripts.planted_faults -n 2 --json after.json --compare before.json
 
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,15 +28,15 @@ from queue import SimpleQueue
 from scripts.planted_faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
+FORKS = Path(__file__).with_name("forks.py")
+PRELOADED = ("hypothesis", "ray", "tensordict", "torch.distributed.fsdp", "transformers.modeling_utils")
+"""What most tests import, and what starts no thread, which a fork would lack."""
 
 CAUGHT = "caught"
 MISSED = "missed"
 NO_IMPORT = "does not import"
 FAILS_ANYWAY = "fails without the fault too"
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", flags=re.MULTILINE)
-_IMPORT_AND_TEST = (
-    "import importlib, sys, pytest; importlib.import_module(sys.argv[1]); sys.exit(pytest.main(sys.argv[2:]))"
-)
 _PASSED, _FAILED, _INTERRUPTED, _NOTHING_RAN = 0, 1, 2, (4, 5)
 """Exit codes of pytest; 2 is an error while it imports test files."""
 
@@ -81,65 +82,90 @@ def copy_tree(root: Path, target: Path) -> Path:
     return target
 
 
-def run_tests(tree: Path, *arguments: str, module: str = "verl") -> subprocess.CompletedProcess[str]:
-    """Import a module in a copy, and run pytest there.
+class Copy:
+    """A copy of a checkout, and a process whose forks run its tests."""
 
-    Raises: FaultError if no test ran.
-    """
-    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH", "")]))
-    settings = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    options = ("-q", "-m", "not full", "--tb=no", "-rfE", "-p", "no:cacheprovider")
-    command = [sys.executable, "-c", _IMPORT_AND_TEST, module, *options, *arguments]
-    done = subprocess.run(command, cwd=tree, env=os.environ | settings, capture_output=True, text=True)
-    if done.returncode in _NOTHING_RAN:
-        raise FaultError(f"no test ran for {' '.join(arguments)}:\n{done.stdout}{done.stderr}")
-    return done
+    def __init__(self, root: Path, tree: Path) -> None:
+        self.root = root
+        self.tree = copy_tree(root, tree)
+        self._output = tree.with_suffix(".txt")
+        path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH", "")]))
+        settings = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._forks = subprocess.Popen(
+            [sys.executable, "-P", FORKS, *PRELOADED],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tree,
+            env=os.environ | settings | {"OMP_NUM_THREADS": "1"},
+        )
 
+    def run_tests(self, *arguments: str, module: str = "verl") -> tuple[int, str]:
+        """Import a module and run pytest; return the exit code and the output.
 
-def try_fault(fault: Fault, root: Path, tree: Path) -> Result:
-    """Plant a fault in a copy of ``root``, run its tests, and take it out again."""
-    started = time.monotonic()
-    (tree / fault.file).write_text(planted(fault, root))
-    try:
+        Raises: FaultError if no test ran.
+        """
+        options = ("-q", "-m", "not full", "--tb=no", "-rfE", "-p", "no:cacheprovider")
+        assert self._forks.stdin is not None and self._forks.stdout is not None
+        print(json.dumps([str(self._output), module, *options, *arguments]), file=self._forks.stdin, flush=True)
+        code = int(self._forks.stdout.readline())
+        output = self._output.read_text(errors="replace")
+        if code in _NOTHING_RAN:
+            raise FaultError(f"no test ran for {' '.join(arguments)}:\n{output}")
+        return code, output
+
+    def try_fault(self, fault: Fault) -> Result:
+        """Plant a fault, run its tests, and take it out again."""
+        started = time.monotonic()
         module = fault.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        done = run_tests(tree, "-x", *fault.tests, module=module)
-    finally:
-        shutil.copy2(root / fault.file, tree / fault.file)
-    outcome, by = outcome_of(done)
-    return Result(outcome, round(time.monotonic() - started, 1), by)
+        present = [name for name in fault.tests if (self.tree / name).exists()]  # an older checkout lacks some
+        (self.tree / fault.file).write_text(planted(fault, self.root))
+        try:
+            outcome, by = outcome_of(*self.run_tests("-x", *(present or fault.tests), module=module))
+        finally:
+            shutil.copy2(self.root / fault.file, self.tree / fault.file)
+        return Result(outcome, round(time.monotonic() - started, 1), by)
+
+    def close(self) -> None:
+        """End the process."""
+        self._forks.communicate()
 
 
-def outcome_of(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
-    """Return the outcome of the tests, and the one that failed first."""
-    failed = _FAILURE.search(done.stdout)
-    if done.returncode == _PASSED:
+def outcome_of(code: int, output: str) -> tuple[str, str]:
+    """Return what an exit code and the output of pytest say of a fault, and the test that failed first."""
+    failed = _FAILURE.search(output)
+    if code == _PASSED:
         return MISSED, ""
-    if done.returncode == _INTERRUPTED or (done.returncode == _FAILED and failed is None):
+    if code == _INTERRUPTED or (code == _FAILED and failed is None):
         return NO_IMPORT, ""
-    return CAUGHT, failed[1] if failed else f"the test process, which ended with code {done.returncode}"
+    return CAUGHT, failed[1] if failed else f"the test process, which ended with code {code}"
 
 
 def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str, Result]:
     """Try faults in as many copies as processes; then run the tests that failed on a copy without a fault."""
     for fault in faults:
         planted(fault, root)
-    with tempfile.TemporaryDirectory(prefix="faults") as folder, ThreadPoolExecutor(processes) as threads:
-        trees: SimpleQueue[Path] = SimpleQueue()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="faults"))
+        copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(processes):
-            trees.put(copy_tree(root, Path(folder, str(number))))
+            copy = Copy(root, Path(folder, str(number)))
+            stack.callback(copy.close)
+            copies.put(copy)
 
         def tried(fault: Fault) -> Result:
-            tree = trees.get()
+            copy = copies.get()
             try:
-                result = try_fault(fault, root, tree)
+                result = copy.try_fault(fault)
             finally:
-                trees.put(tree)
+                copies.put(copy)
             print(line_of(fault.name, result), flush=True)
             return result
 
-        results = dict(zip([fault.name for fault in faults], threads.map(tried, faults), strict=True))
+        with ThreadPoolExecutor(processes) as threads:
+            results = dict(zip([fault.name for fault in faults], threads.map(tried, faults), strict=True))
         tests = sorted({result.by for result in results.values() if "::" in result.by})
-        failing = set(_FAILURE.findall(run_tests(trees.get(), *tests).stdout)) if tests else set()
+        failing = set(_FAILURE.findall(copies.get().run_tests(*tests)[1])) if tests else set()
     return {
         name: replace(result, outcome=FAILS_ANYWAY) if result.by in failing else result
         for name, result in results.items()

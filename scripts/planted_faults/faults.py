@@ -391,10 +391,12 @@ AGENT_LOOPS = (
         "verl/experimental/agent_loop/attempts.py",
         "self.oldest_version = min(found + known, default=None)",
         "self.oldest_version = max(found + known, default=None)",
-        (f"{_AGENT_LOOP}/test_attempts.py", f"{_AGENT_LOOP}/test_worker.py"),
+        (f"{_AGENT_LOOP}/test_pending.py", f"{_AGENT_LOOP}/test_attempts.py"),
         "a row that old weights began counts as sampled by new ones",
     ),
 )
+
+_CHECKPOINT = "tests/utils/checkpoint"
 
 CHECKPOINT = (
     Fault(
@@ -402,7 +404,7 @@ CHECKPOINT = (
         "verl/utils/checkpoint/fsdp_checkpoint_manager.py",
         '            self.optimizer.load_state_dict(states["optimizer"])\n',
         "",
-        ("tests/utils/checkpoint/test_fsdp_checkpoint_manager.py",),
+        (f"{_CHECKPOINT}/test_fsdp_checkpoint_manager.py",),
         "a resumed run starts with fresh moments",
     ),
     Fault(
@@ -410,7 +412,7 @@ CHECKPOINT = (
         "verl/utils/checkpoint/checkpoint_manager.py",
         '        np.random.set_state(rng_state["numpy"])\n',
         "",
-        ("tests/utils/checkpoint/test_fsdp_checkpoint_manager.py",),
+        (f"{_CHECKPOINT}/test_fsdp_checkpoint_manager.py",),
         "a resumed run draws other numbers from numpy",
     ),
     Fault(
@@ -427,7 +429,10 @@ CHECKPOINT = (
         "verl/utils/checkpoint/megatron_checkpoint_manager.py",
         "            self.lr_scheduler.num_steps = 0  # load_state_dict adds the loaded steps\n",
         "",
-        ("tests/utils/checkpoint/test_megatron_checkpoint_manager.py",),
+        (
+            "tests/utils/checkpoint/test_megatron_loading.py",
+            "tests/utils/checkpoint/test_megatron_checkpoint_manager.py",
+        ),
         "loading into a running engine adds the steps of its schedule to those of the checkpoint",
     ),
     Fault(
@@ -435,7 +440,10 @@ CHECKPOINT = (
         "verl/utils/checkpoint/megatron_checkpoint_manager.py",
         "            self.optimizer.reload_model_params()\n",
         "            pass\n",
-        ("tests/utils/checkpoint/test_megatron_checkpoint_manager.py",),
+        (
+            "tests/utils/checkpoint/test_megatron_loading.py",
+            "tests/utils/checkpoint/test_megatron_checkpoint_manager.py",
+        ),
         "the first step after loading weights alone writes the old ones back",
     ),
     Fault(

@@ -219,7 +219,8 @@ def test_the_loop_of_rows_without_a_name() -> None:
 
 
 def test_the_first_calls_run_and_the_rest_do_not(tools_file: Path) -> None:
-    turn = call(say="1") + call(say="2") + call(say="3") + "<|end|>"
+    """Answers stand in the order of the calls, whichever tool ends first."""
+    turn = call(say="1", sleep=0.1) + call(say="2") + call(say="3") + "<|end|>"
     config = config_of(tools_file, **{"multi_turn.max_parallel_calls": 2})
     output = run(config, Scripted([turn, "<|end|>"]))
     assert "<|tool|>1<|end|><|tool|>2<|end|><|assistant|>" in text_of(output) and outcomes(output) == ["ok", "ok"]

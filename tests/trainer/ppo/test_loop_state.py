@@ -17,6 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.algos.kl import AdaptiveKLController
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
@@ -430,6 +431,9 @@ class Loader(list):
 
     dataset = sampler = None
 
+    def state_dict(self):
+        return {}
+
     def load_state_dict(self, state):
         pass
 
@@ -495,6 +499,23 @@ def test_a_checkpoint_is_removed_only_when_the_next_one_is_named(tmp_path):
         | {"data_digest": None, "train_batch_size": 1024, "step": 1, "order": None},
     )
     assert sorted(path.name for path in (tmp_path / "global_step_2").iterdir()) == ["actor", "critic", "data.pt"]
+
+
+def test_the_kl_coefficient_goes_on_where_it_was(tmp_path):
+    class Group(WritingGroup):
+        def load_checkpoint(self, path, del_local_after_load):
+            pass
+
+    def checkpoints(coefficient):
+        made = checkpoints_of(tmp_path, RunState(seed=1, total_steps=9, step=2), {"actor": Group(tmp_path)})
+        made.loader = Loader()
+        made.kl_ctrl = AdaptiveKLController(coefficient, target_kl=1.0, horizon=100.0)
+        return made
+
+    checkpoints(0.3).save()
+    resumed = checkpoints(0.1)
+    resumed.load(resumed.folder(2))
+    assert resumed.kl_ctrl.value == 0.3
 
 
 def test_a_checkpoint_in_the_background_is_named_when_all_workers_are_done(tmp_path):
