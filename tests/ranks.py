@@ -24,6 +24,9 @@ PRELOADED = ["torch.distributed.fsdp", "tensordict", "transformers.modeling_util
 its forks.
 """
 
+JOIN_TIMEOUT_S = 800.0
+"""Less than a test may take, so that ranks that hang are told from each other, however busy the machine is."""
+
 _record: TextIO | None = None
 """Record of this process, if it is a rank."""
 
@@ -49,7 +52,7 @@ class Ranks:
             start_method="spawn" if fresh else "forkserver",
         )
 
-    def join(self, timeout_s: float = 240.0) -> None:
+    def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Wait until all ranks have succeeded.
 
         Raises: RankError naming the rank that failed first, what it ran and where; or those that still run.
@@ -94,7 +97,7 @@ def spawn_ranks(
     fn: Callable[..., None],
     args: tuple[Any, ...] = (),
     nprocs: int = 2,
-    timeout_s: float = 240.0,
+    timeout_s: float = JOIN_TIMEOUT_S,
     fresh: bool = False,
 ) -> None:
     """Run ``fn(rank, *args)`` on ``nprocs`` ranks to the end; see ``Ranks.join`` for what it raises."""

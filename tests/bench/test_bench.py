@@ -96,11 +96,10 @@ def test_a_failed_command_is_an_error_with_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_costs_of_the_algorithms_are_within_their_limits() -> None:
     """A trial, not a test of every change: other work on the machine slows what is measured more than its yardstick."""
     command = [sys.executable, str(BENCH / "algos.py"), "--check", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -308,7 +307,7 @@ def test_each_size_has_a_driver_of_its_own(tmp_path: Path) -> None:
     runs = tmp_path / "runs.jsonl"
     command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--rounds", "1"]
     command += ["--steps", "2", "--columns", "driver", "--without-ray", "--cases", "16x16x2", "512x64x8"]
-    subprocess.run(command, check=True, timeout=200)
+    subprocess.run(command, check=True)
     found = [json.loads(line) for line in runs.read_text().splitlines()]
     assert sorted((line["kind"], line["rows"], line["workers"]) for line in found) == [
         ("fit", 512, 8), ("fit", 512, 8), ("predict", 16, 2), ("predict", 16, 2)

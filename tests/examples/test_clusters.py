@@ -26,7 +26,7 @@ def launched(command: list[str], folder: Path, **variables: str) -> list[list[st
         (folder / name).chmod(0o755)
     record = folder / "record"
     environment = os.environ | variables | {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(record)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [line.split("\0")[:-1] for line in record.read_text().splitlines()]
 

@@ -240,7 +240,6 @@ def run_rank(rank: int, folders: dict[str, str], results: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 def test_ranks_that_share_rows_compute_what_a_row_has_alone(folders: dict[str, str], tmp_path: Path) -> None:
     Ranks(run_rank, (folders, tmp_path), nprocs=2).join()
     rows = batch_of(LENGTHS).batch["input_ids"]

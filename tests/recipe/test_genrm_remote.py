@@ -87,24 +87,19 @@ def test_what_no_attempt_can_mend_is_not_tried_again():
             compute_score(*row("2"), base_url=judge.url, **FAST)
 
 
-@pytest.mark.parametrize("behaviour", ["hangs", "trickles"])
-def test_a_slow_server_costs_its_rows_and_no_more_than_the_deadline(behaviour):
+def test_a_slow_server_costs_its_rows_and_no_more_than_the_deadline():
+    """Whether it hangs, or sends a byte at a time for ever."""
+
     def answer(handler, text, times):
-        if "slow" not in text:
-            return TRUE
-        if behaviour == "hangs":
-            handler.judge.closing.wait(30)
+        if "hangs" in text:
+            handler.judge.closing.wait()
             return None
-        return handler.trickle(30)
+        return handler.trickle() if "trickles" in text else TRUE
 
     with Judge(answer) as judge:
-        started = time.monotonic()
-        scores = batch(["slow", "fast"], judge.url, timeout_s=0.4)
-        assert time.monotonic() - started < 3
-        assert scores[1] == 1.0 and isinstance(scores[0], JudgeError) and "0.4 s" in str(scores[0])
-        started = time.monotonic()
-        scores = batch(["slow", "fast"] * 3, judge.url, batch_timeout_s=0.5, max_concurrency=2, timeout_s=30)
-        assert time.monotonic() - started < 3
+        *slow, fast = batch(["hangs", "trickles", "fast"], judge.url, timeout_s=1.5)
+        assert fast == 1.0 and all(isinstance(score, JudgeError) and "1.5 s" in str(score) for score in slow)
+        scores = batch(["hangs", "fast"] * 3, judge.url, batch_timeout_s=1.5, max_concurrency=2, timeout_s=3600)
         assert isinstance(scores[0], JudgeError) and scores[1] == 1.0
 
 
@@ -198,14 +193,14 @@ def test_vllm_serves_a_judge(tmp_path):
             env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 240
+        url = f"http://127.0.0.1:{port}"
         while not _is_up(url):
-            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
+            assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
             time.sleep(1)
-        judge = reward_function.endpoint(base_url=url, max_tokens=16, timeout_s=60)
+        judge = reward_function.endpoint(base_url=url, max_tokens=16, timeout_s=600)
         (answer,) = judge.ask_all([[{"role": "user", "content": "1 + 1 ="}]])
         assert isinstance(answer, str) and answer
-        (score,) = batch(["2"], url, max_tokens=16, timeout_s=60)
+        (score,) = batch(["2"], url, max_tokens=16, timeout_s=600)
         assert "no verdict" in str(score)
         (refused,) = reward_function.endpoint(base_url=url, model="other").ask_all([[{"role": "user", "content": "x"}]])
         assert isinstance(refused, EndpointError) and "HTTP 404" in str(refused)

@@ -17,8 +17,6 @@ from verl.experimental.agent_loop.registry import read_agent_loops
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 
 pytest.importorskip("langgraph")
-pytestmark = pytest.mark.timeout(120)
-
 QUESTION = [{"role": "user", "content": "3 @ 4="}]
 PROMPT = "<|user|>3 @ 4=<|end|><|assistant|>"
 

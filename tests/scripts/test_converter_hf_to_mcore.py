@@ -92,7 +92,6 @@ def test_two_processes_write_what_one_writes(root: Path, tmp_path: Path, name: s
     done = subprocess.run(
         [*launch, *script, *folders],
         env=os.environ | {"PYTHONPATH": str(repository)},
-        timeout=200,
         capture_output=True,
         text=True,
     )

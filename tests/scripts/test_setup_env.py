@@ -49,9 +49,7 @@ def setup(tmp_path):
         notes.write_text("")
         env = {"PATH": os.environ["PATH"], "NOTES": str(notes), "BROKEN": broken, "HOME": "/nowhere"}
         env |= {"VERL_PYTHON": str(python), "VERL_VENV": str(venv), "VERL_SKIP_CHECKS": "1", **variables}
-        done = subprocess.run(
-            ["bash", "scripts/setup_env.sh"], cwd=clone, env=env, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(["bash", "scripts/setup_env.sh"], cwd=clone, env=env, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr, notes.read_text()
 
     run.clone, run.python = clone, python

@@ -18,6 +18,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from tests.single_controller.workers import BrokenWorker, FaultyWorker
+from tests.waiting import wait_until
 from verl import DataProto
 from verl.single_controller.base.errors import WorkerDiedError, WorkerTimeoutError, phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 def make_group() -> Iterator[Callable[..., RayWorkerGroup]]:
     pools: list[RayResourcePool] = []
 
-    def make(cls: type, call_timeout_s: float = 60, workers: int = 2) -> RayWorkerGroup:
+    def make(cls: type, call_timeout_s: float = 600, workers: int = 2) -> RayWorkerGroup:
         pool = RayResourcePool([workers], max_colocate_count=1, name_prefix="faulty_pool")
         pools.append(pool)
         cia = RayClassWithInitArgs(ray.remote(cls))
@@ -51,20 +52,11 @@ def _is_gone(pid: int) -> bool:
     return state in "ZX"
 
 
-def _assert_gone(pids: list[int], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not all(map(_is_gone, pids)):
-        time.sleep(0.05)
-    assert [pid for pid in pids if not _is_gone(pid)] == []
-
-
 def _strike(pid: int, number: int, marker: Path) -> threading.Thread:
     """Signal a process once both workers have written the marker."""
 
     def run() -> None:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not all(Path(f"{marker}.{rank}").exists() for rank in (0, 1)):
-            time.sleep(0.01)
+        wait_until(lambda: all(Path(f"{marker}.{rank}").exists() for rank in (0, 1)))
         os.kill(pid, number)
 
     thread = threading.Thread(target=run)
@@ -77,18 +69,16 @@ def test_killed_worker_ends_the_group(method: str, make_group: Callable[..., Ray
     group = make_group(FaultyWorker)
     pids = group.pid()
     marker = tmp_path / "entered"
-    started = time.monotonic()
     with phase("update_actor", step=3):
         if method == "sleep_later":
-            future = group.sleep_later(DataProto.from_dict({"x": torch.zeros(2)}), 50.0, str(marker))
+            future = group.sleep_later(DataProto.from_dict({"x": torch.zeros(2)}), 3600.0, str(marker))
             wait, thread = future.get, _strike(pids[1], signal.SIGKILL, marker)
         else:
             thread = _strike(pids[1], signal.SIGKILL, marker)
-            wait = partial(group.reduce_all, 100_000, 0.001, marker=str(marker))
+            wait = partial(group.reduce_all, 100_000_000, 0.001, marker=str(marker))
         later = phase("later", step=9) if method == "sleep_later" else contextlib.nullcontext()
         with later, pytest.raises(WorkerDiedError) as caught:
             wait()
-    assert time.monotonic() - started < 20
     thread.join()
     error = caught.value
     assert (error.rank, error.site.method, error.site.phase, error.site.step) == (1, method, "update_actor", 3)
@@ -101,12 +91,12 @@ def test_killed_worker_ends_the_group(method: str, make_group: Callable[..., Ray
     for part in ("rank 1", "faulty_pool", group.worker_names[1], method, "FaultyWorker", "update_actor", "step 3"):
         assert part in first_line
     assert "ActorDiedError" in error.last_error
-    _assert_gone(pids)
+    wait_until(lambda: all(map(_is_gone, pids)))
 
 
 @pytest.mark.parametrize("peers_wait", [False, True])
 def test_stopped_worker_meets_the_deadline(make_group: Callable[..., RayWorkerGroup], peers_wait: bool) -> None:
-    group = make_group(FaultyWorker, call_timeout_s=30)
+    group = make_group(FaultyWorker, call_timeout_s=600)
     pids = group.pid()
     group.call_timeout_s = 2.0
     started = time.monotonic()
@@ -114,8 +104,8 @@ def test_stopped_worker_meets_the_deadline(make_group: Callable[..., RayWorkerGr
         group.stop_one(1, peers_wait)
     assert caught.value.ranks == (1,)
     assert "no answer within 2 s; SIGSTOP holds its process" in str(caught.value)
-    assert 2 <= time.monotonic() - started < 20
-    _assert_gone(pids)
+    assert time.monotonic() - started >= 2
+    wait_until(lambda: all(map(_is_gone, pids)))
 
 
 def test_constructor_that_raises_is_named(make_group: Callable[..., RayWorkerGroup]) -> None:

@@ -72,7 +72,7 @@ def workers(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[RayWo
     world, sizes = request.param
     pool = RayResourcePool([world], max_colocate_count=1)
     group = RayWorkerGroup(
-        pool, RayClassWithInitArgs(ray.remote(LayoutWorker), sizes), device_name="cpu", call_timeout_s=180
+        pool, RayClassWithInitArgs(ray.remote(LayoutWorker), sizes), device_name="cpu", call_timeout_s=600
     )
     yield group
     group.kill()

@@ -110,7 +110,7 @@ class EchoWorker(Worker):
         """Raise on the rank whose output nobody takes, while its peer goes on."""
         if self.rank == 0:
             raise KeyError("no such image")
-        time.sleep(120)
+        time.sleep(3600)
         return data
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)

@@ -156,7 +156,7 @@ class Workspace:
         name: str,
         overrides: dict[str, object] | None = None,
         env: dict[str, str] | None = None,
-        timeout_s: float = 420,
+        timeout_s: float = 600,
         fails: bool = False,
         module: str = "verl.trainer.main_ppo",
     ) -> Run:
@@ -211,7 +211,6 @@ def call(command: list[str], **env: str | Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=800,
     )
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}"
 

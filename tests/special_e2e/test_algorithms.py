@@ -17,7 +17,7 @@ from .test_features import FIRST_STEP
 from .test_features import GAP as LARGEST_GAP
 from .verification import record
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.full
 
 RESPONSE_LENGTH, RESPONSES = 16, 32
 DR_GRPO = {

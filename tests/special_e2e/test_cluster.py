@@ -11,6 +11,7 @@ import yaml
 from ray.cluster_utils import Cluster
 
 from tests.special_e2e.conftest import REPOSITORY, Run
+from tests.waiting import wait_until
 from verl.utils.net_utils import get_free_port
 
 STEPS = {"trainer.total_training_steps": 2, "trainer.test_freq": -1}
@@ -50,9 +51,7 @@ def test_a_submitted_job_trains_as_a_run_of_its_own(workspace):
         _, *words = workspace.command("submitted", STEPS)
         environment["working_dir"] = str(REPOSITORY)
         job = submit(client, entrypoint=shlex.join([sys.executable, *words]), runtime_env=environment)
-        deadline = time.monotonic() + 300
-        while not client.get_job_status(job).is_terminal() and time.monotonic() < deadline:
-            time.sleep(1)
+        wait_until(lambda: client.get_job_status(job).is_terminal(), pause_s=1)
         assert client.get_job_status(job) == "SUCCEEDED", client.get_job_logs(job)[-4000:]
     finally:
         cluster.shutdown()
@@ -62,7 +61,7 @@ def test_a_submitted_job_trains_as_a_run_of_its_own(workspace):
         assert submitted.numbers(step) == launched.numbers(step)
 
 
-def submit(client: Any, timeout_s: float = 60.0, **job: Any) -> str:
+def submit(client: Any, timeout_s: float = 300.0, **job: Any) -> str:
     """Submit a job; where the node's agent, which starts after the dashboard, is not there yet, ask again."""
     deadline = time.monotonic() + timeout_s
     while True:

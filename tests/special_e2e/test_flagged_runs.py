@@ -11,7 +11,7 @@ from verl.utils.report.flags import find_flags
 from .conftest import REPOSITORY, call
 from .verification import record
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.full
 
 HERE = REPOSITORY / "tests/special_e2e"
 REWARDS = f"custom_reward_function.path={HERE / 'flagged_runs.py'}"

@@ -5,15 +5,16 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 import zipfile
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.waiting import wait_until
+
 from .conftest import REPOSITORY, Run, assert_bit_for_bit, is_of_session, leftovers
-from .test_signals import wait_for_worker
+from .test_signals import has_worker
 from .test_train import TWO_WORKERS, assert_names_the_death
 
 FULL = pytest.mark.full
@@ -28,11 +29,8 @@ def alone():
     """Variables of a run that has its own temporary folder, and whose workers are not forks of the tests' server."""
     folder = tempfile.mkdtemp(prefix="vf")  # Ray has sockets in it, whose paths may have about 100 characters
     yield {"PYTHONPATH": str(REPOSITORY), "TMPDIR": folder}
-    deadline = time.monotonic() + 60  # for the guard of a process that was killed
-    while (left := [path.name for path in Path(folder).glob("verl-fork-*")]) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not [*Path(folder).glob("verl-fork-*")])  # a guard removes those of a process that was killed
     shutil.rmtree(folder)
-    assert not left, "folders of fork servers of a run that has ended"
 
 
 class Forks(threading.Thread):
@@ -67,7 +65,7 @@ def train(workspace, name, overrides, env, module="verl.trainer.main_ppo") -> tu
     with workspace.start(name, SAVED | overrides, env, module) as process:
         forks = Forks(process.pid)
         try:
-            output = process.communicate(timeout=420)[0]
+            output = process.communicate()[0]
         finally:
             forks.is_over.set()
     assert process.returncode == 0, output
@@ -135,11 +133,11 @@ def name_of(chosen) -> str:
 def test_a_signal_ends_the_run(workspace, alone, chosen, number, code):
     overrides = chosen | {"trainer.total_training_steps": 10_000}
     with workspace.start(f"{name_of(chosen)}-signal-{number}", overrides, alone) as process:
-        wait_for_worker(process.pid)
+        wait_until(lambda: has_worker(process.pid), pause_s=0.2)
         process.send_signal(number)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate()[0]
     assert process.returncode == code, output
-    assert not leftovers(process.pid, patience_s=20)
+    assert not leftovers(process.pid)
 
 
 @FULL
@@ -176,7 +174,7 @@ def test_a_lost_process_is_named_and_ends_the_run(workspace, alone, tmp_path, ch
 def test_a_run_that_is_refused_leaves_no_server(workspace, alone):
     """The server starts before the checks."""
     with workspace.start("forked-refused", FORKS | {"data.train_batch_size": 0}, alone) as process:
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate()[0]
     assert process.returncode == 2 and "data.train_batch_size" in output
     assert not leftovers(process.pid)
 
@@ -184,6 +182,6 @@ def test_a_run_that_is_refused_leaves_no_server(workspace, alone):
 def test_a_run_that_cannot_be_composed_leaves_no_server(workspace, alone):
     """The server starts before that, too."""
     with workspace.start("forked-unknown", FORKS | {"trainer.nonsense": 1}, alone) as process:
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate()[0]
     assert process.returncode and "nonsense" in output
     assert not leftovers(process.pid)

@@ -9,7 +9,7 @@ from .conftest import Run, call
 from .features import GAP
 from .verification import record
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.full
 
 LAYOUTS = {"one worker": (1, 1), "two workers": (2, 1), "two workers, TP 2": (2, 2)}
 MEGATRON = {"Megatron-Core, TP 2": {"TP": "2", "PP": "1"}, "Megatron-Core, PP 2": {"TP": "1", "PP": "2"}}

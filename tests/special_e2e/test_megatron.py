@@ -3,8 +3,6 @@
 ``--verification docs/verification.md`` writes down how far rollout and trainer are apart, and what was compared.
 """
 
-import time
-
 import pytest
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
@@ -170,7 +168,7 @@ def test_a_run_continues_in_another_layout(workspace, tp2, verification_page):
 
 def test_a_layout_that_cannot_be_ends_before_ray(workspace):
     overrides = TP2 | {"trainer.n_gpus_per_node": 3, "data.train_batch_size": 6}
-    run = workspace.train("wrong", overrides, fails=True, timeout_s=120)
+    run = workspace.train("wrong", overrides, fails=True)
     assert run.returncode == 2 and f"{LAYOUT}.tensor_model_parallel_size=2" in run.output
     assert "must divide the 3 workers" in run.output and "Traceback" not in run.output
 
@@ -185,9 +183,8 @@ def test_faults_end_the_run(workspace, tmp_path, layout, fault):
     environment = {"VERL_FAULT": f"{fault}:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}
     name = fault.replace(":", "-")
     run = workspace.train(f"{name}-{layout}2", sizes, env=environment, fails=True)
-    happened_at, where = (tmp_path / "fault").read_text().split(maxsplit=1)
+    _, where = (tmp_path / "fault").read_text().split(maxsplit=1)
     assert where.startswith(fault.split(":")[1])
-    assert time.time() - float(happened_at) < timeout_s + 60
     message = run.output[run.output.rindex("\nError: ") :]
     assert "rank 1" in message and "step 2" in message, message
     assert ("WorkerTimeoutError" if fault.startswith("hang") else "WorkerDiedError") in message, message

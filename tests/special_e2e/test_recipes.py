@@ -166,7 +166,7 @@ def test_looking_is_learnt(tmp_path):
     assert steps[max(steps)]["tool_calls/count"] > steps[1]["tool_calls/count"]
 
 
-def scores_printed(script: str, folder: Path, timeout_s: float = 800) -> list[dict[str, float]]:
+def scores_printed(script: str, folder: Path) -> list[dict[str, float]]:
     """Run a script that ends with an evaluation, and return the scores that it prints."""
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
@@ -175,7 +175,6 @@ def scores_printed(script: str, folder: Path, timeout_s: float = 800) -> list[di
         env=environment | {"OUT_DIR": str(folder), "HF_HUB_OFFLINE": "1", "HOME": str(folder)},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"test_score/')]

@@ -193,7 +193,7 @@ class LateRuns:
         """Return the folder of a case."""
         return self._folders[case.id]
 
-    def answer(self, case: Case, timeout_s: float = 420) -> Answer:
+    def answer(self, case: Case, timeout_s: float = 800) -> Answer:
         """Return the answer to a case, when all have been tried."""
         if not self._answers:
             assert self._process.wait(timeout=timeout_s) == 0, (self._root / "output.txt").read_text()[-4000:]
@@ -249,7 +249,7 @@ class Launcher:
     def __exit__(self, *error: object) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.wait()
 
 
 def run_alone(command: str, line: Sequence[str], folder: Path, environment: Mapping[str, str]) -> Answer:
@@ -260,6 +260,5 @@ def run_alone(command: str, line: Sequence[str], folder: Path, environment: Mapp
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
     )
     return Answer(done.returncode, done.stdout + done.stderr, folder)

@@ -4,7 +4,6 @@ Tolerances are those of the contract on CPU: fp32 with sums of a few hundred ter
 """
 
 import os
-import time
 from contextlib import nullcontext
 from threading import Event
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.waiting import wait_until
 from tests.workers.engine import cases, megatron_cases, real_losses, sharing_cases
 from tests.workers.engine.test_engine_contract import assert_output, assert_step
 from verl.workers.engine.background_load import fill, load_in_background
@@ -110,10 +110,7 @@ def test_weights_arrive_after_the_start_of_another_engine(folder, engine):
 
 def assert_soon(event, is_set=True):
     """Wait for an event, or for its end."""
-    end = time.monotonic() + 60
-    while event.is_set() is not is_set and time.monotonic() < end:
-        time.sleep(0.01)
-    assert event.is_set() is is_set
+    wait_until(lambda: event.is_set() is is_set)
     return ()
 
 

@@ -103,7 +103,6 @@ def test_pages_build_without_a_warning(tmp_path: Path) -> None:
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},  # of the theme, about a version that is excluded
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     api = (tmp_path / "site" / "api" / "data" / "index.html").read_text()

@@ -138,7 +138,6 @@ def commands_of_script(script: Path, folder: Path, arguments: Sequence[str] | No
         env=environment,
         capture_output=True,
         text=True,
-        timeout=30,
     )
     assert done.returncode == 0, done.stderr
     return [line.split("\0")[:-1] for line in record.read_text().splitlines()]

@@ -47,7 +47,7 @@ def step(modules: str, *forbidden: set[str]) -> str:
     ids=["launching process", "scorer", "worker before its engine, then trainer"],
 )  # fmt: skip
 def test_a_process_imports_nothing_heavy_that_it_does_not_need(steps: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", CODE, *steps], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", CODE, *steps], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-1000:]
 
 
@@ -55,4 +55,4 @@ def test_a_process_imports_nothing_heavy_that_it_does_not_need(steps: list[str])
 def test_a_process_without_site_packages_needs_the_standard_library_only(file: str) -> None:
     """They start at once and stay small."""
     code = f"import sys; exec(open({file!r}).read(), {{'__name__': 'it'}}); sys.exit('typing' in sys.modules)"
-    subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, check=True)

@@ -84,7 +84,7 @@ def skeleton(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache", "--config", root / "pyproject.toml"]
     environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200"}
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
 
 def test_skeleton_without_violations_passes(skeleton: Path) -> None:
@@ -176,11 +176,11 @@ def test_every_module_imports_where_no_optional_backend_is_installed() -> None:
     )
     places = tuple(place.removesuffix(".py") for place in places)
     code = f"ABSENT = {set(OPTIONAL_BACKENDS)!r}\nBACKEND_PLACES = {places!r}\n{IMPORT_ALL}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_launching_process_checks_without_torch() -> None:
     """It would take seconds more before a wrong key is answered."""
     code = "import sys, verl.trainer.main_ppo, verl.trainer.config.validation; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)

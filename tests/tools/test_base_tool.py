@@ -175,7 +175,7 @@ class Waiting(BaseTool):
         do = parameters["do"]
         if do == "wait":
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             finally:
                 self.ended.append(instance_id)
         if do == "raise":

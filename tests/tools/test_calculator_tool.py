@@ -67,10 +67,10 @@ def test_random_integer_expressions_equal_fractions() -> None:
     ],
 )
 def test_refusals_are_quick(expression: str, problem: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(BadArguments, match=problem):
         evaluate(expression)
-    assert time.monotonic() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_the_tool_answers_a_call() -> None:

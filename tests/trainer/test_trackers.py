@@ -44,7 +44,6 @@ def used(folder: Path, words: list[str], name: str = "ppo_trainer", config_dir: 
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

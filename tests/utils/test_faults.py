@@ -62,7 +62,7 @@ def test_a_point_is_skipped_once(monkeypatch, tmp_path):
 def test_kill_ends_the_process_and_leaves_the_proof(tmp_path):
     code = "from verl.utils.faults import fault_point; fault_point('save_checkpoint', rank=0); print('alive')"
     env = os.environ | {"VERL_FAULT": "kill:save_checkpoint", "VERL_FAULT_FILE": str(tmp_path / "fault")}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
     assert "alive" not in done.stdout
     assert "save_checkpoint" in (tmp_path / "fault").read_text()
@@ -71,9 +71,9 @@ def test_kill_ends_the_process_and_leaves_the_proof(tmp_path):
 OWNER = """
 import subprocess, sys
 env = {} if sys.argv[1:] == ["overwritten"] else None  # by the title
-scheduler = subprocess.Popen(["sglang::scheduler_TP0", "60"], executable="sleep", env=env)
+scheduler = subprocess.Popen(["sglang::scheduler_TP0", "3600"], executable="sleep", env=env)
 print("started", flush=True)
-sys.exit(scheduler.wait(60) % 256)
+sys.exit(scheduler.wait() % 256)
 """
 
 
@@ -102,7 +102,7 @@ def test_a_process_of_an_engine_is_hit_and_the_caller_goes_on(monkeypatch, targe
         monkeypatch.setenv("RAY_RAYLET_PID", raylets[1])
         monkeypatch.setenv("VERL_FAULT", f"kill:generate:on={target}")
         faults.fault_point("generate", rank=0)
-        assert owners[1].wait(30) == code
+        assert owners[1].wait() == code
         assert owners[0].poll() is None
 
 

@@ -6,15 +6,14 @@ import os
 import resource
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from verl.utils.fork_server import client
 from verl.utils.fork_server.starter import ForkServer
 
-PATIENCE_S = 60
 REPORT = """
 import json, os, resource, signal, sys
 def inherits(handle):
@@ -59,17 +58,14 @@ def report_of(words, cwd, **variables):
     """Run a command whose output outlives it: the fork writes it, and the client ends before."""
     environment = {**os.environ, "RAY_JOB_ID": "1", **variables}
     with subprocess.Popen(words, env=environment, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        out, errors = process.communicate(timeout=PATIENCE_S)  # until the fork has closed the streams too
+        out, errors = process.communicate()  # until the fork has closed the streams too
     assert out, errors.decode()
     return json.loads(out)
 
 
 def wait_for_end(pid):
-    deadline = time.monotonic() + PATIENCE_S
     with contextlib.suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_fork_is_what_the_command_would_have_become(folder):
@@ -141,7 +137,7 @@ def test_a_process_starts_by_itself_where_the_system_refuses_a_fork(folder):
 
 def test_a_server_with_threads_ends(folder):
     with ForkServer(os.environ, ["threaded"], ["ray"], ["preloaded"]) as started:
-        started._process.wait(timeout=PATIENCE_S)
+        started._process.wait()
         got = report_of(command(started, folder), folder, WG_BACKEND="ray")
         assert not got["has"] and got["parent"] == os.getpid()
 
@@ -199,7 +195,7 @@ def test_a_server_for_the_first_process_becomes_it(folder):
         with ForkServer(environment, ["preloaded", "threaded"], ["ray"], **only_first) as started:
             words = command(started, folder)
             first, late = (report_of(words, folder, RANK=rank, **given) for rank in "01")
-            assert started._process.wait(timeout=PATIENCE_S) == 0
+            assert started._process.wait() == 0
         assert (
             first["has"]
             and first["read"] == read
@@ -214,7 +210,7 @@ def test_a_server_for_the_first_process_is_not_there_for_another(folder, variabl
     with ForkServer(os.environ, ["preloaded"], ["ray"], only_first=True) as started:
         words = command(started, folder)
         assert not report_of(words, folder, **variables)["has"]
-        assert started._process.wait(timeout=PATIENCE_S) == 0
+        assert started._process.wait() == 0
         assert not report_of(words, folder)["has"]
 
 
@@ -240,7 +236,7 @@ def test_the_servers_end_with_the_raylet_and_take_those_along_that_ask_for_it(fo
             fork, parent = map(int, fake.stdout.readline().split())
             assert parent == started._process.pid
             fake.kill()
-        started._process.wait(timeout=PATIENCE_S)
+        started._process.wait()
         wait_for_end(fork)
 
 
@@ -273,7 +269,4 @@ def test_the_folder_goes_when_the_launching_process_is_killed(folder):
         assert os.path.exists(place)
         process.kill()
     wait_for_end(int(server))
-    deadline = time.monotonic() + PATIENCE_S
-    while os.path.exists(place):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not os.path.exists(place))

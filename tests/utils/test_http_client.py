@@ -24,11 +24,9 @@ def test_a_reply_comes_back_whatever_its_status() -> None:
 
 def test_a_slow_service_and_a_missing_one() -> None:
     go_on = threading.Event()
-    with service(lambda request: (200, go_on.wait(10))) as served:
-        start = time.monotonic()
+    with service(lambda request: (200, go_on.wait())) as served:
         with pytest.raises(NoReplyInTime, match="within 0.2 s"):
             asyncio.run(post_json(served.url, {}, 0.2))
-        assert time.monotonic() - start < 5
         go_on.set()
     with pytest.raises(NoReply) as caught:
         asyncio.run(post_json(served.url, {}, 5.0))
@@ -80,7 +78,7 @@ def test_processes_share_a_limit_and_a_dead_one_gives_its_place_back() -> None:
     name = f"shared {os.getpid()}"
     holder = (
         "import sys, time; from verl.utils.sandbox.permits import FilePermits\n"
-        f"FilePermits({name!r}, 1).__enter__(); print('held', flush=True); time.sleep(60)"
+        f"FilePermits({name!r}, 1).__enter__(); print('held', flush=True); time.sleep(3600)"
     )
     process = subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -92,7 +90,7 @@ def test_processes_share_a_limit_and_a_dead_one_gives_its_place_back() -> None:
         assert busy.most == 0
         process.kill()
         process.wait()
-        await asyncio.wait_for(task, 5.0)
+        await task
 
     asyncio.run(run())
     assert busy.most == 1

@@ -41,5 +41,5 @@ run_and_leave(command)
 )
 def test_code_output_threads_and_handlers_are_kept(tmp_path: Path, end: str, code: int, message: str) -> None:
     words = [sys.executable, "-c", SCRIPT.replace("{end}", end), str(tmp_path / "store")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "command thread handler ", message)

@@ -25,7 +25,7 @@ def test_a_process_that_died_while_it_was_idle_is_replaced():
     assert pool.map([(-1,), (-2,)], 60, 60) == [1, 2]
     victim = next(each for each in pool._workers if not each.is_starting).process  # the other may still be starting
     victim.kill()
-    victim.wait(timeout=10)
+    victim.wait()
     assert pool.map([(-3,), (-4,), (-5,)], 60, 60) == [3, 4, 5]
     pool.close()
 
@@ -39,7 +39,7 @@ def f(what, more=0):
     if what == "swallow":
         while True:
             try:
-                time.sleep(60)
+                time.sleep(3600)
             except BaseException:
                 pass
     if what == "compiled":
@@ -64,7 +64,7 @@ def f(what, more=0):
         os.closerange(3, 1000)
     if what == "daemon":
         if os.fork() == 0:
-            time.sleep(60)
+            time.sleep(3600)
         os._exit(4)
     if what == "print":
         print("a line of the scorer")
@@ -112,13 +112,11 @@ def test_an_isolated_function_answers_from_one_process(tmp_path):
     assert second != first
     for what in ("swallow", "compiled"):
         function.start()
-        start = time.monotonic()
         with pytest.raises(TimeLimitExceeded), time_limit(0.2):
             function(what)
-        assert time.monotonic() - start < 5
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
-    with pytest.raises(KeyboardInterrupt), time_limit(30):
+    with pytest.raises(KeyboardInterrupt), time_limit(3600):
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
@@ -191,9 +189,8 @@ def f(what):
 def test_calls_that_wait_for_a_hanging_one_share_the_deadline_of_the_batch(tmp_path):
     function = isolated(tmp_path, WILD)
     function.start()
-    start = time.monotonic()
-    outcomes = dict(function.outcomes([{"what": what} for what in ("pid", "swallow", "pid")], 60.0, 0.5))
-    assert isinstance(outcomes[0], tuple) and time.monotonic() - start < 5
+    outcomes = dict(function.outcomes([{"what": what} for what in ("pid", "swallow", "pid")], 3600.0, 1.0))
+    assert isinstance(outcomes[0], tuple)
     assert outcomes[1] == outcomes[2] == DeadlineExceeded(of_batch=True)
     assert isinstance(function("pid"), tuple)
     function.close()
@@ -203,10 +200,9 @@ def test_large_arguments_do_not_wait_for_a_hanging_call(tmp_path):
     """Whoever writes to a process that does not read would wait without a limit."""
     function = isolated(tmp_path, WILD)
     function.start()
-    start = time.monotonic()
     calls = [{"what": "compiled"}, *({"what": "pid", "more": "x" * 10**6} for _ in range(20))]
-    outcomes = dict(function.outcomes(calls, 4.0, 60.0))
-    assert outcomes.pop(0) == DeadlineExceeded() and time.monotonic() - start < 30
+    outcomes = dict(function.outcomes(calls, 3.0, 3600.0))
+    assert outcomes.pop(0) == DeadlineExceeded()
     assert all(len(more) == 10**6 for _, more in outcomes.values()) and len(outcomes) == 20
     function.close()
 
@@ -233,7 +229,7 @@ def test_a_call_in_a_thread_can_be_interrupted_and_its_process_outlives_the_thre
             function("swallow")
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(TimeLimitExceeded):
-        pool.submit(limited).result(timeout=30)
+        pool.submit(limited).result()
     function.close()
 
 

@@ -62,9 +62,9 @@ def test_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("use_signals", [True, False])
 def test_timeout_limit(use_signals: bool) -> None:
-    limit = timeout_limit(0.05, use_signals)
+    limit = timeout_limit(0.3, use_signals)
     assert limit(lambda x: x + 1)(1) == 2
-    with pytest.raises(TimeoutError, match="longer than 0.05 s"):
+    with pytest.raises(TimeoutError, match="longer than 0.3 s"):
         limit(time.sleep)(1) if use_signals else limit(lambda: time.sleep(1))()
     with pytest.raises(ZeroDivisionError):
         limit(lambda: 1 / 0)()
@@ -122,5 +122,5 @@ def test_import_is_light_and_loads_external_modules(tmp_path: Path) -> None:
         "import sys, verl; print(verl.__version__, *(name in sys.modules for name in ('torch', 'ray', 'my_extension')))"
     )
     env = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}", "VERL_USE_EXTERNAL_MODULES": "my_extension"}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert out.stdout.split()[1:] == ["False", "False", "True"]

@@ -111,7 +111,7 @@ for name, module in list(sys.modules.items()):
         assert not any(each is original for each in held for original in originals), (name, attribute)
 import torch._inductor.lowering
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_vllm_starts_without_another_process_random_weights_and_long_collections(tmp_path):
@@ -147,5 +147,5 @@ DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
 assert model.weight.eq(0).all() and model.bias.eq(2).all()
 """
     env = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=env)
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
     assert list(tmp_path.rglob("*Qwen2ForCausalLM*"))

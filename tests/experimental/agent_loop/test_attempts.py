@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +46,7 @@ async def good(attempt: Attempt) -> AgentLoopOutput:
 
 
 async def hangs(attempt: Attempt) -> AgentLoopOutput:
-    await asyncio.sleep(30)
+    await asyncio.sleep(3600)
     raise AssertionError("nobody has ended this attempt")
 
 
@@ -125,7 +124,7 @@ def test_a_loop_that_cancels_itself_or_exits_has_failed() -> None:
     """Nobody has told these to end: they must neither hang the batch nor end the process."""
 
     async def cancels(attempt: Attempt) -> AgentLoopOutput:
-        inner = asyncio.ensure_future(asyncio.sleep(30))
+        inner = asyncio.ensure_future(asyncio.sleep(3600))
         inner.cancel()
         await inner
         raise AssertionError("the await above raises")
@@ -133,12 +132,12 @@ def test_a_loop_that_cancels_itself_or_exits_has_failed() -> None:
     async def exits(attempt: Attempt) -> AgentLoopOutput:
         raise SystemExit(3)
 
-    results, batch = run(Policy("drop", step_timeout_s=20), cancels, exits, good)
+    results, batch = run(Policy("drop", step_timeout_s=3000), cancels, exits, good)
     assert [result is None for result in results] == [True, True, False]
     assert [attempt.outcome for attempt in batch.attempts] == ["dropped", "dropped", "ok"]
     assert [attempt.reason for attempt in batch.attempts] == ["error: CancelledError: ", "error: SystemExit: 3", None]
     with pytest.raises(TrajectoryError, match=r"row 0 .* CancelledError"):
-        run(Policy("fail", step_timeout_s=20), cancels, hangs)
+        run(Policy("fail", step_timeout_s=3000), cancels, hangs)
 
 
 class Panic(BaseException):
@@ -164,10 +163,8 @@ def test_an_error_of_any_kind_ends_its_batch_by_name(error: BaseException, messa
     async def raises(attempt: Attempt) -> AgentLoopOutput:
         raise error
 
-    started = time.monotonic()
     with pytest.raises(TrajectoryError, match=rf"row 0 \(uid p0, sample 0\): agent loop loop .*{message}") as found:
-        run(Policy("fail", step_timeout_s=20), raises, hangs)
-    assert time.monotonic() - started < 10
+        run(Policy("fail", step_timeout_s=3000), raises, hangs)
     lines = {line["id"]: line["outcome"] for line in found.value.attempts}
     assert lines == {"3-train-p0-0-0": "error", "3-train-p0-1-0": "cancelled"}
 
@@ -179,7 +176,7 @@ def test_deadlines() -> None:
     lines = [attempt.line() for attempt in batch.attempts if attempt.sample == 1]
     assert [line["outcome"] for line in lines] == ["timeout", "dropped"]
     assert lines[1]["reason"] == "timeout: rollout.agent.trajectory_timeout_s=0.05 is over"
-    assert 0.04 < lines[0]["end"] - lines[0]["start"] < 5
+    assert lines[0]["end"] - lines[0]["start"] > 0.04
     outputs, batch = run(Policy("drop", 1, step_timeout_s=0.05), good, hangs)
     assert outputs[0] is not None and outputs[1] is None
     assert [attempt.outcome for attempt in batch.attempts] == ["ok", "dropped"]
@@ -199,17 +196,17 @@ def test_a_loop_that_swallows_its_cancellation_is_left_behind(monkeypatch: pytes
 
     async def stays(attempt: Attempt) -> AgentLoopOutput:
         try:
-            await asyncio.sleep(30)
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:
             with pytest.raises(AttemptOverError) as error:
                 attempt.next_turn({})
             refused.append(str(error.value))
-        await asyncio.sleep(30)  # until the end of the event loop, which cancels it again
+        await asyncio.sleep(3600)  # until the end of the event loop, which cancels it again
         raise AssertionError("nobody has ended this attempt")
 
     async def late(attempt: Attempt) -> AgentLoopOutput:
         try:
-            await asyncio.sleep(30)
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:
             await asyncio.sleep(0)
         return output_of(9)  # of which nobody knows whether it is whole
@@ -219,9 +216,7 @@ def test_a_loop_that_swallows_its_cancellation_is_left_behind(monkeypatch: pytes
         (Policy("drop", 0, step_timeout_s=0.05), "step"),
         (Policy("drop", 0, trajectory_timeout_s=0.05), "trajectory"),
     ):
-        started = time.monotonic()
         outputs, attempts = run(policy, good, stays, late)
-        assert time.monotonic() - started < 5
         assert [output is None for output in outputs] == [False, True, True]
         reason = f"timeout: rollout.agent.{key}_timeout_s=0.05 is over"
         assert [attempt.reason for attempt in attempts.attempts] == [None, f"{reason}; {left}", reason]

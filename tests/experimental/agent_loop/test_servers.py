@@ -36,7 +36,7 @@ class FakeServer:
         self.asked.append(request)
         if self.state == "dead":
             raise ServerError("the engine has ended")
-        await asyncio.sleep(60 if self.state in ("silent", "slow") else self.delay_s)
+        await asyncio.sleep(3600 if self.state in ("silent", "slow") else self.delay_s)
         return TokenOutput(request["prompt_ids"][::-1], finish_reason="abort" if self.state == "cuts" else "stop")
 
     async def _abort(self, request_id: str) -> bool:
@@ -45,7 +45,7 @@ class FakeServer:
 
     async def _health(self, timeout_s: float) -> dict[str, float]:
         if self.state == "silent":
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         if self.state == "dead":
             raise ServerError("the engine has ended")
         return {}
@@ -99,7 +99,7 @@ def test_a_server_that_is_gone_loses_its_requests_to_others(state: str, monkeypa
 
     async def run() -> None:
         bad, good = FakeServer(0.01, state), FakeServer(0.01)
-        manager = manager_of(bad, good, server_timeout_s=0.1)
+        manager = manager_of(bad, good, server_timeout_s=0.5)
         attempts = [Attempt(f"{i}", "u", i, "loop") for i in range(8)]
         outputs = await asyncio.gather(*(ask(manager.of(attempt), "chat", 4) for attempt in attempts))
         assert [output.token_ids for output in outputs] == [[3, 2, 1, 0]] * 8
@@ -152,7 +152,8 @@ def test_a_request_has_a_deadline_and_a_cancelled_one_is_aborted() -> None:
         assert slow.aborted == ["1/chat/0"]
         manager = manager_of(slow)
         waits = asyncio.create_task(ask(manager, "chat"))
-        await asyncio.sleep(0.01)
+        while len(slow.asked) < 2:
+            await asyncio.sleep(0)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits

@@ -218,9 +218,9 @@ def test_a_model_that_repeats_itself_is_read_quickly(name: str) -> None:
     parser = get_tool_parser(name, byte_tokenizer())
     for text in REPEATED:
         for opening in ("", "<tool_call><function=f>", "<tool_call>"):
-            started = time.perf_counter()
+            started = time.process_time()
             parser.parse(f"{opening}{text * 20_000}>", TOOLS)
-            assert time.perf_counter() - started < 2, (opening, text)
+            assert time.process_time() - started < 2, (opening, text)
 
 
 def test_names() -> None:

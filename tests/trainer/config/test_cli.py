@@ -137,7 +137,7 @@ def test_a_command_ends_with_a_message_and_code_2(tmp_path):
     def run(*arguments):
         command = [sys.executable, str(script), *arguments]
         environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
 
     refused = run("data.gen_batch_size=4", "data.truncation=cut", "hydra.run.dir=.")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
@@ -157,7 +157,7 @@ def test_secrets_are_masked_in_what_hydra_saves(tmp_path):
     secret = "hush, 'hush' \"now\""
     quoted = secret.replace("'", "\\'")
     words = [f"+ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN='{quoted}'", "trainer.project_name=plain"]
-    subprocess.run([sys.executable, "app.py", *words], cwd=tmp_path, check=True, timeout=60, env=ENVIRONMENT)
+    subprocess.run([sys.executable, "app.py", *words], cwd=tmp_path, check=True, env=ENVIRONMENT)
     saved = {path.name: path for path in tmp_path.glob("outputs/*/*/.hydra/*.yaml")}
     assert set(saved) == {"config.yaml", "hydra.yaml", "overrides.yaml"}
     for path in saved.values():
@@ -172,7 +172,7 @@ def test_a_deleted_working_folder_is_named(tmp_path):
     (tmp_path / "gone").mkdir()
     command = f"rmdir {tmp_path}/gone && exec {sys.executable} {tmp_path}/app.py"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+        ["bash", "-c", command], cwd=tmp_path / "gone", capture_output=True, text=True, env=ENVIRONMENT
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr == "error in the configuration: the working folder has been deleted: change to one that exists\n"

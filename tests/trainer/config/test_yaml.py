@@ -23,7 +23,7 @@ CONFIG_DIR = ROOT / "verl" / "trainer" / "config"
 
 def test_style():
     command = [sys.executable, "scripts/check_yaml_style.py"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
@@ -39,7 +39,7 @@ def test_style():
 def test_style_check_sees(tmp_path, text, problem):
     (tmp_path / "x.yaml").write_text(text)
     command = [sys.executable, str(ROOT / "scripts" / "check_yaml_style.py"), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and f"x.yaml:{problem}" in result.stdout
     assert len(result.stdout.splitlines()) == 1
 

@@ -39,7 +39,7 @@ def test_the_launching_process_needs_neither_torch_nor_transformers():
         "import sys, verl.trainer.main_ppo, verl.trainer.preflight, verl.trainer.run.launch\n"
         "print([name for name in ('torch', 'transformers', 'tensordict', 'vllm') if name in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
 
@@ -197,7 +197,7 @@ guards = [guard.poll() for guard in processes._guards]
 print([each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below], guards, own.poll())
 own.kill()
 """
-    done = subprocess.run([sys.executable, "-c", code, str(is_started)], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code, str(is_started)], capture_output=True, text=True)
     assert done.stdout == "[False] [None] None\n", done.stderr
 
 
@@ -226,7 +226,7 @@ def test_a_message_has_at_most_five_lines():
 def test_a_module_that_is_not_there_ends_a_command_with_one_line():
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "no_such_module"}
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "VERL_USE_EXTERNAL_MODULES=no_such_module" in done.stderr and "PYTHONPATH" in done.stderr
 
@@ -484,7 +484,7 @@ def test_a_local_cluster_uses_the_memory_of_a_freed_object_at_once():
         "ray.shutdown()\n"
         "assert len(set(used)) < 50, used\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -504,7 +504,7 @@ def test_a_local_cluster_is_closed_to_others_and_ends_with_its_launch():
         "told = lambda batch: 'a line of a worker' in batch['lines'] and seen.set()\n"
         "global_worker_stdstream_dispatcher.add_handler('test', told)\n"
         "ray.get(ray.remote(lambda: print('a line of a worker')).remote())\n"
-        "assert seen.wait(60)\n"
+        "assert seen.wait(300)\n"
         "family = [psutil.Process(), *psutil.Process().children(recursive=True)]\n"
         "ports = [(each.laddr.ip, process.name()) for process in family for each in process.net_connections()\n"
         "         if each.status == psutil.CONN_LISTEN]\n"
@@ -515,7 +515,7 @@ def test_a_local_cluster_is_closed_to_others_and_ends_with_its_launch():
     )
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, start_new_session=True) as run:
-        out, errors = run.communicate(timeout=120)
+        out, errors = run.communicate()
     assert run.returncode == -9, errors.decode()
     assert not leftovers(run.pid, patience_s=15)
     ports, commands, heavy = json.loads(out.splitlines()[-1])

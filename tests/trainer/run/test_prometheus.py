@@ -69,8 +69,8 @@ def test_what_ray_serves(tmp_path):
     try:
         gauges = PrometheusMetrics("p", "e")
         (endpoint,) = endpoints()
-        deadline, text = time.monotonic() + 90, ""
-        while "ray_verl_engine_tokens" not in text and time.monotonic() < deadline:
+        text = ""
+        while "ray_verl_engine_tokens" not in text:
             gauges.publish(METRICS, DETAILS)
             time.sleep(0.5)
             try:

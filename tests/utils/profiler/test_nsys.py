@@ -301,7 +301,7 @@ def test_ray_wraps_the_driver_and_the_profiled_ranks_and_nothing_else():
         search = os.pathsep.join([folder, str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = os.environ | {"PATH": search, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
         command = [sys.executable, "-c", DRIVER.format(folder=folder)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         assert json.loads(done.stdout.splitlines()[-1]) == ["1", [None, "1"], None]
         calls = [json.loads(line) for line in Path(folder, "calls").read_text().splitlines()]

@@ -197,7 +197,7 @@ def opened(page: Path) -> str:
     """Return the opening tag of a page after its scripts have run."""
     assert BROWSER is not None
     command = [BROWSER, *OPTIONS, f"--user-data-dir={page.parent}/browser", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"<html[^>]*>", done.stdout)
     assert found
     return found.group()

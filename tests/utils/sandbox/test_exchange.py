@@ -296,7 +296,7 @@ def test_a_remote_program_plants_no_module_for_its_test(tmp_path):
     for test, mark in (("assert f(1) == 1", "<>null<>"), ("assert f(1) == 2", "")):
         given = json.dumps(["<>", f"f(1)\nimport statistics\nassert statistics.mean([1]) == 1\n{test}"])
         command = [sys.executable, script.name]
-        result = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True)
         assert (tmp_path / "statistics.py").exists() and result.stdout == mark
 
 

@@ -40,7 +40,7 @@ def test_construction_loads_nothing():
         "assert config.tokenizer_path == config.hf_config_path == '/nowhere'; repr(config);"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_parts_are_loaded_on_first_use_and_can_be_given(model_folder):

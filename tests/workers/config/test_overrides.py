@@ -227,7 +227,6 @@ def test_what_is_written_is_what_the_language_model_has(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "changes", [{"rope_theta": 5.0}, {"rope_scaling": {"type": "yarn", **YARN}}, {"vocab_size": 90}]
 )

@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.build import checkpoint_names
 ROWS, PROMPT, RESPONSE, VOCAB = 8, 6, 9, 97
 TEMPERATURE = 0.7
 LR = 1e-2
-TIMEOUT_S = 280
+TIMEOUT_S = 777
 
 
 def tiny_config(**changes: Any) -> Qwen2Config:

@@ -29,7 +29,7 @@ from verl.workers.engine.background_load import (
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead, build
 from verl.workers.engine.weights import SINGLE_FILE, ModelWeightsError
 
-WAIT_S = 60
+WAIT_S = 300
 MODELS: dict[str, dict[str, Any]] = {
     "policy": {},
     "adapters": {"model": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}},

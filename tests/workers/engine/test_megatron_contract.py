@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankError, Ranks
+from tests.ranks import JOIN_TIMEOUT_S, RankError, Ranks
 from tests.special_e2e.verification import record
 from tests.workers.engine import cases, megatron_cases, real_losses
 from tests.workers.engine.test_engine_contract import assert_output, assert_step, assert_weights
@@ -19,7 +19,7 @@ from tests.workers.engine.test_engine_contract import assert_output, assert_step
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
 
-LONGEST_S = {2: 400.0, 4: 1500.0}
+LONGEST_S = {2: JOIN_TIMEOUT_S, 4: 1500.0}
 """A launch may take so long on two cores."""
 
 FOUR = [pytest.mark.full, pytest.mark.timeout(LONGEST_S[4] + 60)]

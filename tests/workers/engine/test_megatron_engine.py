@@ -247,7 +247,7 @@ def test_weights_arrive_in_a_thread(
     usual = torch.get_default_dtype()
     try:
         with load_in_background():
-            fill((), lambda: () if goes_on.wait(60) else None)
+            fill((), lambda: () if goes_on.wait(300) else None)
             engine: Any = megatron_cases.build(folder, settings, kind)
             if is_late:
                 for parameter in engine.models[0].parameters():

@@ -38,10 +38,8 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "tp 2 ep 2": (TP | EP | ETP1, {"cut": cases.dynamic(20), "uneven": True, "folder": "qwen3_moe"}),
     },
 }
-LONGEST_S = {2: 240.0, 4: 900.0}
-FOUR = [pytest.mark.full, pytest.mark.timeout(LONGEST_S[4] + 60)]
 EVERY = [
-    pytest.param(world, name, marks=FOUR if world == 4 else [])
+    pytest.param(world, name, marks=pytest.mark.full if world == 4 else [])
     for world, chosen in CASES.items()
     for name in chosen
 ]  # fmt: skip
@@ -135,7 +133,7 @@ def four(folder: Path) -> list[dict[str, Any]]:
 
 
 def launched(folder: Path, world: int) -> list[dict[str, Any]]:
-    spawn_ranks(run, (world, folder), nprocs=world, timeout_s=LONGEST_S[world])
+    spawn_ranks(run, (world, folder), nprocs=world)
     return [torch.load(folder / f"{world}_{rank}.pt") for rank in range(world)]
 
 

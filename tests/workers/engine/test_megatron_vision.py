@@ -19,14 +19,11 @@ from verl.utils.flops_counter import image_lengths
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
-LONGEST_S = 400.0
-FOUR = [pytest.mark.full, pytest.mark.timeout(LONGEST_S + 60)]
-
 
 def of_every_layout(names: Iterable[str]) -> list[Any]:
     """Parameters ``world, layout, name`` of the cases that run there."""
     return [
-        pytest.param(world, layout, name, marks=FOUR if world == 4 else [])
+        pytest.param(world, layout, name, marks=pytest.mark.full if world == 4 else [])
         for world, layouts in mcore.LAYOUTS.items()
         for layout in layouts
         for name in names
@@ -51,7 +48,7 @@ class Results:
     def __call__(self, world: int, layout: str) -> list[dict[str, Any]]:
         if world not in self._found:
             started = max(world, 2)
-            Ranks(mcore.run_layouts, (started, self.root), started).join(timeout_s=LONGEST_S)
+            Ranks(mcore.run_layouts, (started, self.root), started).join()
             for each in (1, 2) if started == 2 else (started,):
                 files = [self.root / f"world_{each}_rank_{rank}.pt" for rank in range(each)]
                 self._found[each] = [torch.load(file) for file in files]

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.waiting import PATIENCE_S
 from verl.protocol import DataProto
 from verl.workers.rewards import model_scores
 from verl.workers.rewards.model_scores import ScoresOfParts
-
-WAIT_S = 60.0
 
 
 class Part:
@@ -69,7 +68,7 @@ def test_a_part_is_scored_while_others_are_generated() -> None:
     group = Group()
     scores = ScoresOfParts(group, [slow, quick], asked)
     quick.ended.set()
-    assert group.called.wait(WAIT_S), "the reward model has not got the part that has ended"
+    assert group.called.wait(PATIENCE_S), "the reward model has not got the part that has ended"
     assert not slow.ended.is_set()
     slow.ended.set()
     metrics = scores.add_to([slow.batch, quick.batch])

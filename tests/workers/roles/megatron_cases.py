@@ -50,7 +50,7 @@ ACTORS = {
     "kl_cov": {"policy_loss": nodes.PolicyLossConfig(loss_mode="kl_cov", **COV)},
     "shuffled": ORDER,
 }
-TIMEOUT_S = 77
+TIMEOUT_S = 777
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 1.0}
 CRITIC: dict[str, Any] = {
     "ppo_micro_batch_size_per_gpu": 3,

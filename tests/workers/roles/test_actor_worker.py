@@ -47,7 +47,7 @@ def start(ray_cluster: None) -> Iterator[Any]:
     def start(num_workers: int, cls: type, config: Any) -> RayWorkerGroup:
         pools.append(RayResourcePool([num_workers], max_colocate_count=1))
         worker = RayClassWithInitArgs(ray.remote(cls), config=config)
-        groups.append(RayWorkerGroup(pools[-1], worker, device_name="cpu", call_timeout_s=90))
+        groups.append(RayWorkerGroup(pools[-1], worker, device_name="cpu", call_timeout_s=600))
         groups[-1].init_model()
         return groups[-1]
 

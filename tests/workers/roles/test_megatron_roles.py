@@ -11,12 +11,8 @@ from tests.workers.roles import megatron_cases as cases
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
-LONGEST_S = 800.0
-"""A launch of the full matrix may take so long on two cores."""
-
-FULL = [pytest.mark.full, pytest.mark.timeout(LONGEST_S + 60)]
 ALL = [
-    pytest.param(world, name, marks=[] if world == "two workers" else FULL)
+    pytest.param(world, name, marks=[] if world == "two workers" else pytest.mark.full)
     for world, layouts in cases.LAYOUTS.items()
     for name in layouts
 ]
@@ -38,7 +34,7 @@ def results(folder: Path) -> Any:
         if world not in found:
             size = cases.WORLDS[world]
             ranks = Ranks(cases.run_layouts, (world, folder, str(folder / f"store_{len(found)}")), size)
-            ranks.join(timeout_s=240.0 if world == "two workers" else LONGEST_S)
+            ranks.join()
             found[world] = [torch.load(folder / f"{world}, rank {rank}.pt") for rank in range(size)]
         return found[world][:1] if layout == "fsdp" else [rank[layout] for rank in found[world]]
 

@@ -113,7 +113,7 @@ def test_weights_arrive_while_the_rollout_starts(start: Any, folder: Path, monke
 
     def read_later(self: Any, *args: Any) -> torch.Tensor:
         if threading.current_thread() is not threading.main_thread():
-            assert started.wait(60), "the rollout starts after the weights have been read"
+            assert started.wait(300), "the rollout starts after the weights have been read"
             in_thread.append(args[0])
         return read(self, *args)
 

@@ -163,7 +163,7 @@ class StandaloneServer(EngineProcesses):
             raise
         self.handle = self.replica.server_handle
         self.trainer = tiny.TrainerStandIn(model)
-        self.sync = ServerSync(self.trainer, bucket_bytes=1 << 18, timeout_s=60, by_memory=by_memory)
+        self.sync = ServerSync(self.trainer, bucket_bytes=1 << 18, timeout_s=600, by_memory=by_memory)
 
     async def generate(self, ids: Sequence[int], params: dict[str, Any], request_id: str) -> TokenOutput:
         import ray

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE_S
 from verl.workers.rollout.server import ServerError
 from verl.workers.rollout.vllm_rollout import engine_loop
 from verl.workers.rollout.vllm_rollout.engine_loop import EngineLoop
@@ -33,7 +34,7 @@ def test_a_request_that_arrives_while_the_engine_fails_gets_an_error(monkeypatch
     answers: list[Any] = []
     answered = threading.Event()
     loop.submit("key", {"prompt_token_ids": [1]}, SimpleNamespace(), lambda it: (answers.append(it), answered.set()))
-    assert answered.wait(5)
+    assert answered.wait(PATIENCE_S)
     assert isinstance(answers[0], ServerError) and "no more memory" in str(answers[0])
     for call in (lambda: loop.submit("late", {}, SimpleNamespace(), answers.append), lambda: loop.ask(fail)):
         with pytest.raises(ServerError, match="no more memory"):

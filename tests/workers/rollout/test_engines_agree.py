@@ -15,7 +15,7 @@ from verl.workers.rollout.sglang_rollout import sglang_rollout
 from verl.workers.rollout.sglang_rollout.sglang_server import HybridSGLangServer
 from verl.workers.sharding_manager import build_sharding_manager
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.full
 
 CONTEXT, RESPONSE_LENGTH, ROWS = 64, 51, 100
 """200 responses of 51 tokens, half of them by each engine; with their prompts more than 10,000 tokens are scored."""

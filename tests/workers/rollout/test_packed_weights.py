@@ -12,7 +12,6 @@ from verl.utils.numerics.packed import PackedProduct
 
 pytest.importorskip("vllm")
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN"),
 ]
 

@@ -18,8 +18,6 @@ from tests.workers.rollout import tiny
 from verl.protocol import DataProto
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.timeout(600)
-
 CONTEXT = 120
 LENGTHS = (1, 2, 5, 31, 32, 33, 45, 63, 64, 65, 70)
 

@@ -17,8 +17,6 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.sharding_manager import complete
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module", params=["vllm", "sglang", "hf"])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:

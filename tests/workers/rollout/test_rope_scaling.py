@@ -152,7 +152,6 @@ def test_scalings_that_an_engine_computes_otherwise_are_refused() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("kind, family", [*((kind, "Llama") for kind in ROPES), ("longrope", "Phi3")])
 def test_an_engine_samples_from_the_model_of_the_actor(

@@ -27,8 +27,6 @@ from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
 from verl.workers.rollout.vllm_rollout.media import requests_of
 
 pytest.importorskip("torchvision")
-pytestmark = pytest.mark.timeout(280)
-
 CASES = [
     ("hf", "qwen2_vl"),
     ("hf", "qwen2_5_vl"),

@@ -22,8 +22,6 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager import HybridShardingManager, WeightSyncError, build_sharding_manager
 from verl.workers.sharding_manager.shared_weights import SharedWeights, flipped, probe_tokens
 
-pytestmark = pytest.mark.timeout(240)
-
 ATTENTION = "model.layers.0.self_attn"
 BF16 = {"model_dtype": "bf16", "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
 """One process is wrapped by FSDP2, which sums gradients in fp32."""

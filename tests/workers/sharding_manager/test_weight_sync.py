@@ -12,7 +12,6 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager import FSDPVLLMShardingManager, WeightSyncError, build_sharding_manager
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.workers.rollout import tiny
 
 for package in ("vllm", "megatron.core", "transformers"):
     pytest.importorskip(package)
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def _run(rank: int, folder: Path) -> None:
 
 
 def test_everything_lives_in_one_process(tmp_path: Path) -> None:
-    spawn_ranks(_run, (tmp_path,), nprocs=1, timeout_s=280)
+    spawn_ranks(_run, (tmp_path,), nprocs=1)
     result = json.loads((tmp_path / "result.json").read_text())
     assert max(result["errors"]) < 1e-4
     assert result["moved"] and result["bytes"] > 0

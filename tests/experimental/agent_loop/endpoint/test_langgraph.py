@@ -10,8 +10,6 @@ from .agents import SAMPLING, build, ids
 
 pytest.importorskip("langgraph")
 pytest.importorskip("langchain_openai")
-pytestmark = pytest.mark.timeout(120)
-
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6,  "b": 7}}\n</tool_call>'
 
 

@@ -20,8 +20,6 @@ from verl.workers.rollout.server import ServerError, TokenOutput
 
 from .agents import SAMPLING, TOKENIZER, Agent, ThreadAgent, build, ids
 
-pytestmark = pytest.mark.timeout(60)
-
 DOCS = Path(__file__).parents[4] / "docs"
 Message = dict[str, Any]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
