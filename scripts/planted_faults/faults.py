@@ -126,7 +126,7 @@ PROTOCOL = (
         "verl/protocol/data_proto.py",
         "rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)",
         "rows.repeat(repeat_times) if interleave else rows.repeat_interleave(repeat_times)",
-        ("tests/test_protocol.py",),
+        ("tests/test_protocol_properties.py", "tests/test_protocol.py"),
         "repeated prompts meet the responses of other prompts",
     ),
     Fault(
@@ -135,7 +135,7 @@ PROTOCOL = (
         "        self.batch = other.batch\n        self.non_tensor_batch = other.non_tensor_batch\n",
         "        self.batch = other.batch\n        if len(other) != len(self):\n"
         "            self.non_tensor_batch = other.non_tensor_batch\n",
-        ("tests/test_protocol.py",),
+        ("tests/test_protocol_properties.py", "tests/test_protocol.py"),
         "reordering leaves the arrays: a response is scored by the ground truth of another row",
     ),
     Fault(
@@ -143,7 +143,7 @@ PROTOCOL = (
         "verl/protocol/data_proto.py",
         "data.slice(0, len(data) - pad_size)",
         "data.slice(pad_size, len(data))",
-        ("tests/test_protocol.py",),
+        ("tests/test_protocol_properties.py", "tests/test_protocol.py"),
         "unpadding drops rows of the batch and keeps copies",
     ),
     Fault(
@@ -151,7 +151,7 @@ PROTOCOL = (
         "verl/protocol/data_proto.py",
         "bounds = [part * base + min(part, larger) for part in range(chunks + 1)]",
         "bounds = [part * base for part in range(chunks + 1)]",
-        ("tests/test_protocol.py",),
+        ("tests/test_protocol_properties.py", "tests/test_protocol.py"),
         "chunks of a batch that does not divide evenly lack its last rows",
     ),
     Fault(
@@ -159,7 +159,7 @@ PROTOCOL = (
         "verl/utils/tensordict_utils.py",
         "generator = torch.Generator().manual_seed(seed)",
         "generator = torch.Generator()",
-        ("tests/test_protocol.py", "tests/utils/test_tensordict_utils.py"),
+        ("tests/test_protocol_properties.py", "tests/utils/test_tensordict_utils.py"),
         "mini-batches have one order, whatever the seed",
     ),
     Fault(
@@ -186,7 +186,7 @@ ENGINE = (
         "verl/workers/engine/passes.py",
         "reader = _shift_right(place, lead)[:, -width:]",
         "reader = _shift_right(place, lead + 1)[:, -width:]",
-        ("tests/workers/engine/test_engine_contract.py",),
+        ("tests/workers/roles/test_dp_actor.py", "tests/workers/engine/test_engine_contract.py"),
         "the log-probability of a token is read one position too early",
     ),
     Fault(
@@ -194,7 +194,7 @@ ENGINE = (
         "verl/workers/engine/passes.py",
         "total = rows.sum(0) / shares.copies",
         "total = row",
-        ("tests/workers/engine/test_engine_contract.py", "tests/workers/engine/test_loss_invariance.py"),
+        ("tests/workers/roles/test_dp_actor.py", "tests/workers/engine/test_engine_contract.py"),
         "a rank divides its loss by its own tokens in place of those of the mini-batch",
     ),
     Fault(
@@ -202,7 +202,7 @@ ENGINE = (
         "verl/workers/engine/fsdp/forward.py",
         "                    labels,\n                    spec.temperature,\n",
         "                    labels,\n                    1.0,\n",
-        ("tests/workers/engine/test_engine_contract.py",),
+        ("tests/workers/roles/test_dp_actor.py", "tests/workers/engine/test_engine_contract.py"),
         "old log-probabilities are at temperature 1, whatever that of the rollout",
     ),
     Fault(
@@ -210,7 +210,7 @@ ENGINE = (
         "verl/workers/engine/base.py",
         "order = torch.tensor(index).argsort()",
         "order = torch.tensor(index)",
-        ("tests/workers/engine/test_engine_contract.py",),
+        ("tests/workers/roles/test_dp_actor.py", "tests/workers/engine/test_engine_contract.py"),
         "with dynamic batch sizes rows get the log-probabilities of other rows",
     ),
     Fault(
@@ -258,7 +258,7 @@ ENGINE = (
         "verl/workers/engine/megatron/engine.py",
         "        self._weights_are_shards = True\n",
         "        self._weights_are_shards = False\n",
-        ("tests/workers/engine/test_megatron_engine.py", "tests/workers/sharding_manager/test_megatron_vllm.py"),
+        ("tests/workers/engine/test_megatron_contract.py",),
         "with overlap_param_gather, exported shards of other ranks are those of the step before",
     ),
 )
@@ -330,7 +330,7 @@ ROLLOUT = (
         "verl/workers/engine/base.py",
         "            self._apply_gradients()\n            self.weights_version += 1\n",
         "            self._apply_gradients()\n",
-        ("tests/workers/sharding_manager/test_weight_sync.py", "tests/workers/engine/test_fsdp_engine.py"),
+        ("tests/workers/engine/test_fsdp_engine.py", "tests/workers/sharding_manager/test_weight_sync.py"),
         "the rollout is taken for up to date, and samples with stale weights",
     ),
 )
