@@ -2,12 +2,13 @@
 # The whole recipe on CPU: data, a tiny Qwen2 with random weights, a short supervised warm-up, GRPO.
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 OUT_DIR="${OUT_DIR:-outputs/char_count}"
 WORKERS="${WORKERS:-1}"
 SFT_STEPS="${SFT_STEPS:-200}"
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
-    python3 recipe/char_count/create_dataset.py --data_path "$OUT_DIR/data" --min_length 3 --max_length 8 --seed 1
+    python3 "$HERE/create_dataset.py" --data_path "$OUT_DIR/data" --min_length 3 --max_length 8 --seed 1
     python3 examples/tiny_model.py --save-dir "$OUT_DIR/base" --seed 1
     python3 -m verl.trainer.fsdp_sft_trainer \
         data.train_files="$OUT_DIR/data/sft/train.parquet" \
@@ -56,7 +57,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.enforce_eager=true \
     actor_rollout_ref.rollout.calculate_log_probs=true \
-    custom_reward_function.path=recipe/char_count/reward_function.py \
+    custom_reward_function.path="$HERE/reward_function.py" \
     custom_reward_function.name=char_count_reward_function \
     trainer.device=cpu \
     trainer.n_gpus_per_node="$WORKERS" \

@@ -3,6 +3,7 @@
 # Data first: python3 recipe/char_count/create_dataset.py
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data/char_count}"
 MODEL_PATH="${MODEL_PATH:-models/sft/global_step_105/huggingface}"
 
@@ -31,7 +32,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
-    custom_reward_function.path=recipe/char_count/reward_function.py \
+    custom_reward_function.path="$HERE/reward_function.py" \
     custom_reward_function.name=char_count_reward_function \
     trainer.critic_warmup=0 \
     trainer.logger='[console]' \

@@ -6,8 +6,9 @@ Its import registers the reward manager ``collabllm``.
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from recipe.collabllm.reward_manager import measure
 from verl.interactions.base import Message
+
+from .reward_manager import measure
 
 
 def conversation_level_reward_func(

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-import recipe.collabllm.metrics
-from recipe.collabllm.collabllm_agent_loop import CONVERSATIONS, NUM_PROMPT_MESSAGES
-from recipe.collabllm.judge import Judge, JudgeConfig
 from verl.base_config import WrongInput, config_error, nearest, parse_node
 from verl.interactions.base import Message
 from verl.utils.unavailable import is_unavailable
@@ -20,6 +17,10 @@ from verl.workers.rewards import scoring
 from verl.workers.rewards.managers import AbstractRewardManager, register
 from verl.workers.rewards.scoring import RawScorer, RewardOutput, Sample, Score
 from verl.workers.rewards.signature import ScorerCall
+
+from . import metrics as metrics_package
+from .collabllm_agent_loop import CONVERSATIONS, NUM_PROMPT_MESSAGES
+from .judge import Judge, JudgeConfig
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -34,7 +35,7 @@ class CollabLLMRewardManager(AbstractRewardManager):
     Args:
         compute_score: returns the metrics of one conversation; ``conversation_level_reward_func`` of
             ``reward_function.py``.
-        metric_weights: metric, a module of ``recipe.collabllm.metrics`` -> its weight.
+        metric_weights: metric, a module of ``metrics`` -> its weight.
         llm_judge_kwargs: the judge; see ``JudgeConfig``.
         unfinished_score: score of a turn that had no room to end.
 
@@ -56,7 +57,7 @@ class CollabLLMRewardManager(AbstractRewardManager):
         unfinished_score: float = -1.0,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
-        known = [module.name for module in pkgutil.iter_modules(recipe.collabllm.metrics.__path__)]
+        known = [module.name for module in pkgutil.iter_modules(metrics_package.__path__)]
         if not metric_weights:
             raise WrongInput(f"{KWARGS}.metric_weights is empty: give a weight to one of {', '.join(known)}")
         for name in metric_weights:
@@ -140,7 +141,7 @@ async def measure(
     **kwargs: Any,
 ) -> dict[str, float]:
     """Return the metrics of one conversation by their names, all measured at the same time."""
-    modules = [importlib.import_module(f"{recipe.collabllm.metrics.__name__}.{name}") for name in metrics]
+    modules = [importlib.import_module(f"{metrics_package.__name__}.{name}") for name in metrics]
     values = await asyncio.gather(
         *(module.compute_score(data_source, messages, ground_truth, extra_info, **kwargs) for module in modules)
     )

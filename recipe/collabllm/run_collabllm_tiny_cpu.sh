@@ -7,10 +7,10 @@ OUT_DIR="${OUT_DIR:-outputs/collabllm}"
 STEPS="${STEPS:-10}"
 SFT_STEPS="${SFT_STEPS:-200}"
 PORT="${PORT:-8018}"
-RECIPE=recipe/collabllm
+HERE="$(dirname "$0")"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" USER_BASE_URL="http://127.0.0.1:$PORT"
 
-python3 -m recipe.collabllm.tiny.make_task --save-dir "$OUT_DIR"
+python3 -m "recipe.$(basename "$HERE").tiny.make_task" --save-dir "$OUT_DIR"
 
 python3 -m verl.trainer.sft_trainer \
     "data.train_files='$OUT_DIR/data/sft.parquet'" \
@@ -36,7 +36,7 @@ python3 -m verl.trainer.sft_trainer \
     trainer.save_freq=1000 \
     trainer.max_ckpt_to_keep=1
 
-python3 -m recipe.collabllm.tiny.people --port "$PORT" &
+python3 -m "recipe.$(basename "$HERE").tiny.people" --port "$PORT" &
 PEOPLE=$!
 trap 'kill "$PEOPLE" || true' EXIT
 
@@ -65,18 +65,18 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.enforce_eager=true \
     actor_rollout_ref.rollout.calculate_log_probs=true \
     actor_rollout_ref.rollout.agent.num_workers=1 \
-    actor_rollout_ref.rollout.agent.agent_loop_config_path="$RECIPE/config/agent.yaml" \
+    actor_rollout_ref.rollout.agent.agent_loop_config_path="$HERE/config/agent.yaml" \
     actor_rollout_ref.rollout.agent.default_agent_loop=collabllm_agent \
     actor_rollout_ref.rollout.multi_turn.enable=true \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \
     actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=2 \
     actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=disable \
-    actor_rollout_ref.rollout.multi_turn.interaction_config_path="$RECIPE/config/collabllm_interaction_config.yaml" \
+    actor_rollout_ref.rollout.multi_turn.interaction_config_path="$HERE/config/collabllm_interaction_config.yaml" \
     reward_model.reward_manager=collabllm \
     +reward_model.reward_kwargs.metric_weights.accuracy=1 \
     +reward_model.reward_kwargs.metric_weights.token_amount=-0.01 \
     +reward_model.reward_kwargs.llm_judge_kwargs.base_url="http://127.0.0.1:$PORT" \
-    custom_reward_function.path="$RECIPE/reward_function.py" \
+    custom_reward_function.path="$HERE/reward_function.py" \
     custom_reward_function.name=conversation_level_reward_func \
     trainer.device=cpu \
     trainer.n_gpus_per_node=1 \

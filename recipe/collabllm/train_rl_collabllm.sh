@@ -8,7 +8,7 @@ MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}"
 JUDGE_MODEL="${JUDGE_MODEL:-gpt-4o-mini}"
 JUDGE_BASE_URL="${JUDGE_BASE_URL:-https://api.openai.com/v1}"
 export USER_BASE_URL="${USER_BASE_URL:-https://api.openai.com/v1}"
-RECIPE=recipe/collabllm
+HERE="$(dirname "$0")"
 
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
@@ -44,8 +44,8 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.multi_turn.max_user_turns=5 \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=6 \
     actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=3 \
-    actor_rollout_ref.rollout.multi_turn.interaction_config_path="$RECIPE/config/collabllm_interaction_config.yaml" \
-    actor_rollout_ref.rollout.agent.agent_loop_config_path="$RECIPE/config/agent.yaml" \
+    actor_rollout_ref.rollout.multi_turn.interaction_config_path="$HERE/config/collabllm_interaction_config.yaml" \
+    actor_rollout_ref.rollout.agent.agent_loop_config_path="$HERE/config/agent.yaml" \
     actor_rollout_ref.rollout.agent.default_agent_loop=collabllm_agent \
     reward_model.reward_manager=collabllm \
     +reward_model.reward_kwargs.metric_weights.accuracy=1 \
@@ -55,7 +55,7 @@ python3 -m verl.trainer.main_ppo \
     +reward_model.reward_kwargs.llm_judge_kwargs.base_url="$JUDGE_BASE_URL" \
     +reward_model.reward_kwargs.llm_judge_kwargs.max_tokens=2048 \
     +reward_model.reward_kwargs.llm_judge_kwargs.temperature=0 \
-    custom_reward_function.path="$RECIPE/reward_function.py" \
+    custom_reward_function.path="$HERE/reward_function.py" \
     custom_reward_function.name=conversation_level_reward_func \
     trainer.critic_warmup=0 \
     trainer.logger='[console,wandb]' \

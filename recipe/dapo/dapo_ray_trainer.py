@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from recipe.dapo.dynamic_sampling import Draws, metric_values, varied_groups
 from verl.protocol import DataProto
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
 from verl.workers.rollout.base import DROPPED_COLUMN
+
+from .dynamic_sampling import Draws, metric_values, varied_groups
 
 
 class RayDAPOTrainer(RayPPOTrainer):

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.utils.import_utils import dotted_name
 
 
 class DAPOTaskRunner(TaskRunner):
@@ -18,7 +19,7 @@ class DAPOTaskRunner(TaskRunner):
 
     def trainer_class(self) -> type:
         """Choose the trainer with dynamic sampling."""
-        from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
+        from .dapo_ray_trainer import RayDAPOTrainer
 
         return RayDAPOTrainer
 
@@ -31,4 +32,4 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that Ray imports DAPOTaskRunner in the actor instead of copying it there by value.
-    importlib.import_module("recipe.dapo.main_dapo").main()
+    importlib.import_module(dotted_name(__file__)).main()

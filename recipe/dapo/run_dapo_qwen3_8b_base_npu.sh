@@ -3,6 +3,7 @@
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-8B-Base}"
 CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DAPO-Qwen3-8B-Base-npu}"
@@ -13,7 +14,7 @@ NNODES="${NNODES:-1}"
 max_prompt_length=2048
 max_response_length=8192
 
-python3 -m recipe.dapo.main_dapo \
+python3 -m "recipe.$(basename "$HERE").main_dapo" \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=false \
     algorithm.filter_groups.enable=true \

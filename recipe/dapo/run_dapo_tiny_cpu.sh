@@ -2,12 +2,13 @@
 # DAPO on CPU: model and data are those of scripts/quickstart.sh, which has to be run first (or others: DATA_DIR, MODEL_PATH).
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
 MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingface)}"
 OUT_DIR="${OUT_DIR:-outputs/dapo_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
 
-python3 -m recipe.dapo.main_dapo \
+python3 -m "recipe.$(basename "$HERE").main_dapo" \
     algorithm.adv_estimator=grpo \
     algorithm.filter_groups.enable=true \
     algorithm.filter_groups.metric=acc \

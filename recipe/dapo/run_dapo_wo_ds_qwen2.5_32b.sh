@@ -3,6 +3,7 @@
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-32B}"
 CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DAPO-wo-DS-Qwen2.5-32B}"
@@ -18,7 +19,7 @@ max_prompt_length=2048
 max_response_length=20480
 
 ray job submit --no-wait --runtime-env="$RUNTIME_ENV" --working-dir "$WORKING_DIR" -- \
-    python3 -m recipe.dapo.main_dapo \
+    python3 -m "recipe.$(basename "$HERE").main_dapo" \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=false \
     algorithm.filter_groups.enable=false \

@@ -3,13 +3,14 @@
 # The judge first: README.md
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data/DeepEyes-Datasets-47k}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-VL-7B-Instruct}"
 NNODES="${NNODES:-1}"
 export LLM_AS_A_JUDGE_BASE="${LLM_AS_A_JUDGE_BASE:-http://localhost:18901/v1}"
 
 python3 -m verl.trainer.main_ppo \
-    --config-path="$PWD/recipe/deepeyes/configs" \
+    --config-path="$(realpath "$HERE")/configs" \
     --config-name=deepeyes_multiturn_grpo \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=false \

@@ -3,13 +3,14 @@
 # The judge compares letters (exact_judge.py); LLM_AS_A_JUDGE_BASE names another one. Arguments: overrides of GRPO.
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 OUT_DIR="${OUT_DIR:-outputs/deepeyes}"
 STEPS="${STEPS:-20}"
 SFT_STEPS="${SFT_STEPS:-400}"
 JUDGE_PORT="${JUDGE_PORT:-18901}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-python3 -m recipe.deepeyes.textures --save-dir "$OUT_DIR"
+python3 -m "recipe.$(basename "$HERE").textures" --save-dir "$OUT_DIR"
 
 python3 -m verl.trainer.sft_trainer \
     "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
@@ -39,12 +40,12 @@ python3 -m verl.trainer.sft_trainer \
 
 if [ -z "${LLM_AS_A_JUDGE_BASE:-}" ]; then
     export LLM_AS_A_JUDGE_BASE="http://127.0.0.1:$JUDGE_PORT/v1"
-    python3 -m recipe.deepeyes.exact_judge --port "$JUDGE_PORT" &
+    python3 -m "recipe.$(basename "$HERE").exact_judge" --port "$JUDGE_PORT" &
     trap "kill $! || true" EXIT
 fi
 
 python3 -m verl.trainer.main_ppo \
-    --config-path="$PWD/recipe/deepeyes/configs" \
+    --config-path="$(realpath "$HERE")/configs" \
     --config-name=deepeyes_multiturn_grpo \
     algorithm.adv_estimator=grpo \
     "data.train_files='$OUT_DIR/data/train.parquet'" \
@@ -53,7 +54,7 @@ python3 -m verl.trainer.main_ppo \
     data.max_prompt_length=32 \
     data.max_response_length=128 \
     data.dataloader_num_workers=0 \
-    data.custom_cls.path=recipe/deepeyes/textures.py \
+    data.custom_cls.path="$HERE/textures.py" \
     data.custom_cls.name=TextureDataset \
     "actor_rollout_ref.model.path='$(echo "$OUT_DIR"/sft/global_step_*/huggingface)'" \
     actor_rollout_ref.model.custom_chat_template=null \

@@ -23,7 +23,8 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
-from recipe.deepeyes.deepeyes import CustomRLHFDataset
+
+from .deepeyes import CustomRLHFDataset
 
 DATA_SOURCE = "textures"
 KIND = "qwen2_5_vl"

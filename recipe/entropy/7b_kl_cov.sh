@@ -3,6 +3,7 @@
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-7B}"
 CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/entropy/klcov-qwen2.5-7b}"
@@ -19,7 +20,7 @@ max_response_length=8192
 max_token_len_per_gpu=30720
 
 ray job submit --no-wait --runtime-env="$RUNTIME_ENV" --working-dir "$WORKING_DIR" -- \
-    python3 -m recipe.entropy.main_entropy \
+    python3 -m "recipe.$(basename "$HERE").main_entropy" \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=false \
     algorithm.filter_groups.enable=true \

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.utils.import_utils import lazy_exports
+from verl.utils.import_utils import dotted_name, lazy_exports
 
 _FACTORY = "verl.utils.dataset.factory"
 __getattr__ = lazy_exports(__name__, {"create_rl_dataset": _FACTORY, "create_rl_sampler": _FACTORY})  # they need torch
@@ -22,7 +22,7 @@ class EntropyTaskRunner(TaskRunner):
 
     def trainer_class(self) -> type:
         """Choose the trainer with dynamic sampling and covariances."""
-        from recipe.entropy.entropy_ray_trainer import RayEntropyTrainer
+        from .entropy_ray_trainer import RayEntropyTrainer
 
         return RayEntropyTrainer
 
@@ -35,4 +35,4 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that Ray imports EntropyTaskRunner in the actor instead of copying it there by value.
-    importlib.import_module("recipe.entropy.main_entropy").main()
+    importlib.import_module(dotted_name(__file__)).main()

@@ -3,6 +3,7 @@
 # which has to be run first (or others: DATA_DIR, MODEL_PATH).
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
 MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingface)}"
 OUT_DIR="${OUT_DIR:-outputs/entropy_tiny_cpu}"
@@ -14,7 +15,7 @@ case "$LOSS" in # a mini-batch here has some thousand tokens, so that the shares
     *) OPTIONS=() ;;
 esac
 
-python3 -m recipe.entropy.main_entropy \
+python3 -m "recipe.$(basename "$HERE").main_entropy" \
     algorithm.adv_estimator=grpo \
     algorithm.filter_groups.enable=true \
     algorithm.filter_groups.metric=acc \

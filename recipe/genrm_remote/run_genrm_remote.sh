@@ -3,6 +3,7 @@
 # Data first: examples/data_preprocess/gsm8k.py, into ~/data/gsm8k. The server first: README.md
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data/gsm8k}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-3B-Instruct}"
 JUDGE_URL="${JUDGE_URL:-http://localhost:30000}"
@@ -36,7 +37,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
     reward_model.reward_manager=batch \
     reward_model.launch_reward_fn_async=true \
-    custom_reward_function.path=recipe/genrm_remote/reward_function.py \
+    custom_reward_function.path="$HERE/reward_function.py" \
     custom_reward_function.name=compute_score_batch \
     +custom_reward_function.reward_kwargs.base_url="$JUDGE_URL" \
     +custom_reward_function.reward_kwargs.model="$JUDGE_MODEL" \

@@ -3,6 +3,7 @@
 # Data first: the parquet files of InfiX-ai/omniact_grounding_filtered, in ~/data/omniact_grounding_filtered
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data/omniact_grounding_filtered}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-VL-7B-Instruct}"
 NNODES="${NNODES:-2}"
@@ -39,7 +40,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.enforce_eager=false \
     actor_rollout_ref.rollout.free_cache_engine=true \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 \
-    custom_reward_function.path=recipe/infigui-g1/reward_fn.py \
+    custom_reward_function.path="$HERE/reward_fn.py" \
     custom_reward_function.name=aer_gui_reward_function \
     trainer.critic_warmup=0 \
     trainer.logger='[console,wandb]' \

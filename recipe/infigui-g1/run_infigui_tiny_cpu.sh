@@ -2,12 +2,13 @@
 # The whole recipe on CPU: drawn screens of two buttons, a tiny Qwen2.5-VL with random weights, a warm-up, RLOO.
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 OUT_DIR="${OUT_DIR:-outputs/infigui_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
 SFT_STEPS="${SFT_STEPS:-150}"
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
-    python3 recipe/infigui-g1/create_dataset.py --local_save_dir "$OUT_DIR/data"
+    python3 "$HERE/create_dataset.py" --local_save_dir "$OUT_DIR/data"
     python3 examples/tiny_model.py --kind qwen2_5_vl --hidden-size 64 --save-dir "$OUT_DIR/base"
     python3 -m verl.trainer.sft_trainer \
         data.train_files="$OUT_DIR/data/sft_train.parquet" \
@@ -55,7 +56,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.enforce_eager=true \
     actor_rollout_ref.rollout.calculate_log_probs=true \
-    custom_reward_function.path=recipe/infigui-g1/reward_fn.py \
+    custom_reward_function.path="$HERE/reward_fn.py" \
     custom_reward_function.name=aer_gui_reward_function \
     trainer.device=cpu \
     trainer.n_gpus_per_node="$WORKERS" \

@@ -11,9 +11,10 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.prebuilt import ToolNode
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.langgraph_agent.chat_model import ChatModel, TrajectoryFullError, segments_of
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
+
+from .chat_model import ChatModel, TrajectoryFullError, segments_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

@@ -3,6 +3,7 @@
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-Math-7B}"
 CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DAPO-Qwen2.5-7b-MATH-fsdp2-sglang-one-step-off-4-12}"
@@ -13,7 +14,7 @@ NNODES="${NNODES:-2}"
 max_prompt_length=2048
 max_response_length=8192
 
-python3 -m recipe.one_step_off_policy.main_ppo \
+python3 -m "recipe.$(basename "$HERE").main_ppo" \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=false \
     data.train_files="$TRAIN_FILE" \

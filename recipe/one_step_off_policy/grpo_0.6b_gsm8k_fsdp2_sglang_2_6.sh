@@ -3,10 +3,11 @@
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-0.6B}"
 
-python3 -m recipe.one_step_off_policy.main_ppo \
+python3 -m "recipe.$(basename "$HERE").main_ppo" \
     algorithm.adv_estimator=grpo \
     algorithm.use_kl_in_reward=false \
     data.train_files="$DATA_DIR/gsm8k/train.parquet" \

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from verl.base_config import Violation
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.utils.import_utils import dotted_name
 
 if TYPE_CHECKING:
     from verl.trainer.config.run_config import RunConfig
@@ -47,7 +48,7 @@ class OneStepOffTaskRunner(TaskRunner):
 
     def trainer_class(self) -> type:
         """Choose the trainer that is one step off policy."""
-        from recipe.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
+        from .ray_trainer import OneStepOffRayTrainer
 
         return OneStepOffRayTrainer
 
@@ -60,4 +61,4 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that Ray imports OneStepOffTaskRunner in the actor instead of copying it there by value.
-    importlib.import_module("recipe.one_step_off_policy.main_ppo").main()
+    importlib.import_module(dotted_name(__file__)).main()

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from recipe.one_step_off_policy.generation import FILE_NAME, GenerationBatchFuture, load_generation
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import phase
@@ -17,6 +16,8 @@ from verl.utils.dataset.factory import has_state
 from verl.utils.numerics.seeding import ProcessRandomState
 from verl.utils.observe.timeline import RECORDED, Part
 from verl.utils.profiler import marked_timer
+
+from .generation import FILE_NAME, GenerationBatchFuture, load_generation
 
 
 class OneStepOffRayTrainer(RayPPOTrainer):

@@ -2,13 +2,14 @@
 # One step off policy on CPU: model and data are those of scripts/quickstart.sh, which has to be run first (or others: DATA_DIR, MODEL_PATH).
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
 MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingface)}"
 OUT_DIR="${OUT_DIR:-outputs/one_step_off_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
 SERVERS="${SERVERS:-1}"
 
-python3 -m recipe.one_step_off_policy.main_ppo \
+python3 -m "recipe.$(basename "$HERE").main_ppo" \
     algorithm.adv_estimator=grpo \
     "data.train_files='$DATA_DIR/train.parquet'" \
     "data.val_files='$DATA_DIR/test.parquet'" \

@@ -8,16 +8,22 @@ Read the hub, or a folder that holds ``aime24`` and ``aime25``; without a networ
 """
 
 import argparse
+import os
 import random
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from recipe.open_math_reasoning.problems import made_up_sum, prompt_of
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet, build_parser, rows_of, write_tables
+from verl.utils.import_utils import dotted_name
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
+
+if not __package__:  # started by its path
+    __package__ = dotted_name(os.path.dirname(__file__))
+
+from .problems import made_up_sum, prompt_of
 
 SPLIT = "test"
 FILE = "eval_dataset"

@@ -9,12 +9,18 @@ Read the hub, or a folder with the same files; without a network, make up sums:
     python -m recipe.open_math_reasoning.prepare_nvidia-OpenMathReasoning_sft --source synthetic
 """
 
+import os
 import random
 import sys
 
-from recipe.open_math_reasoning.problems import made_up_sum, prompt_of
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet, build_parser, rows_of, write_tables
+from verl.utils.import_utils import dotted_name
+
+if not __package__:  # started by its path
+    __package__ = dotted_name(os.path.dirname(__file__))
+
+from .problems import made_up_sum, prompt_of
 
 SPLIT = "cot"
 HAS_ANSWER = "has_answer_extracted"

@@ -2,11 +2,12 @@
 # The whole recipe on CPU without a network: a few sums, a tiny Qwen2 with random weights, supervised training, scores before and after.
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 OUT_DIR="${OUT_DIR:-outputs/open_math_tiny_cpu}"
 SFT_STEPS="${SFT_STEPS:-100}"
 
-python3 -m recipe.open_math_reasoning.prepare_nvidia-OpenMathReasoning_sft --source synthetic --local_save_dir "$OUT_DIR/data"
-python3 -m recipe.open_math_reasoning.prepare_eval_dataset --source synthetic --seed 1 --local_save_dir "$OUT_DIR/data"
+python3 -m "recipe.$(basename "$HERE").prepare_nvidia-OpenMathReasoning_sft" --source synthetic --local_save_dir "$OUT_DIR/data"
+python3 -m "recipe.$(basename "$HERE").prepare_eval_dataset" --source synthetic --seed 1 --local_save_dir "$OUT_DIR/data"
 python3 examples/tiny_model.py --save-dir "$OUT_DIR/base"
 
 python3 -m verl.trainer.sft_trainer \
@@ -35,7 +36,7 @@ python3 -m verl.trainer.sft_trainer \
 for model in base "sft/global_step_$SFT_STEPS/huggingface"; do
     responses="$OUT_DIR/responses_${model%%/*}.parquet"
     DATA_FILE="$OUT_DIR/data/eval_dataset.parquet" OUTPUT_PATH="$responses" MODEL_PATH="$OUT_DIR/$model" GPUS_PER_NODE=1 N=1 \
-        bash recipe/open_math_reasoning/run_generation.sh \
+        bash "$HERE/run_generation.sh" \
         trainer.device=cpu \
         actor_rollout_ref.rollout.temperature=0 \
         actor_rollout_ref.rollout.top_p=1.0 \
@@ -43,5 +44,5 @@ for model in base "sft/global_step_$SFT_STEPS/huggingface"; do
         actor_rollout_ref.rollout.response_length=32 \
         actor_rollout_ref.rollout.dtype=float32 \
         actor_rollout_ref.rollout.enforce_eager=true
-    OUTPUT="$responses" bash recipe/open_math_reasoning/run_eval.sh
+    OUTPUT="$responses" bash "$HERE/run_eval.sh"
 done

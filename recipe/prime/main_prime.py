@@ -14,6 +14,7 @@ from verl.base_config import WrongInput
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.utils import Role
+from verl.utils.import_utils import dotted_name
 
 
 class PRIMETaskRunner(TaskRunner):
@@ -23,14 +24,14 @@ class PRIMETaskRunner(TaskRunner):
         """Choose the reward model that learns, if one is enabled."""
         reward = config.reward_model
         if reward.enable:
-            from recipe.prime.prime_fsdp_workers import PRIMERewardModelWorker
+            from .prime_fsdp_workers import PRIMERewardModelWorker
 
             pool = "reward_pool" if reward.enable_resource_pool else "global_pool"
             self._add(Role.RewardModel, PRIMERewardModelWorker, pool)
 
     def trainer_class(self) -> type:
         """Choose the trainer that trains the reward model and filters prompts."""
-        from recipe.prime.prime_ray_trainer import RayPRIMETrainer
+        from .prime_ray_trainer import RayPRIMETrainer
 
         return RayPRIMETrainer
 
@@ -64,4 +65,4 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that Ray imports PRIMETaskRunner in the actor instead of copying it there by value.
-    importlib.import_module("recipe.prime.main_prime").main()
+    importlib.import_module(dotted_name(__file__)).main()

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recipe.prime import prime_core_algos as algos
-from recipe.prime.config import PRIMERewardModelConfig
 from verl.algos.aggregate import Metric, Sum
 from verl.base_config import WrongInput, build_node
 from verl.protocol import DataProto, tensors_of
@@ -19,6 +17,9 @@ from verl.workers.engine import BaseEngine
 from verl.workers.engine.passes import PassSpec, gather_rows, response_mask_of, temperature_of
 from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import per_rank_mini_batch, training_spec
+
+from . import prime_core_algos as algos
+from .config import PRIMERewardModelConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

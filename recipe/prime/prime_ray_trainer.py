@@ -7,9 +7,6 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from recipe.prime import prime_core_algos as algos
-from recipe.prime.config import PRIMEAlgoConfig, PRIMEDataConfig, PRIMERewardModelConfig
-from recipe.prime.prime_fsdp_workers import REFERENCE, RIVALS
 from verl.base_config import WrongInput, build_node
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
@@ -17,6 +14,10 @@ from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
 from verl.trainer.ppo.segments import without_segments
 from verl.utils.metric import reduce_metrics
+
+from . import prime_core_algos as algos
+from .config import PRIMEAlgoConfig, PRIMEDataConfig, PRIMERewardModelConfig
+from .prime_fsdp_workers import REFERENCE, RIVALS
 
 
 class RayPRIMETrainer(RayPPOTrainer):

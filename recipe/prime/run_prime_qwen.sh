@@ -3,10 +3,11 @@
 # Data first: python3 examples/data_preprocess/gsm8k.py, and python3 examples/data_preprocess/math_dataset.py
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-PRIME-RL/Eurus-2-7B-SFT}"
 
-python3 -m recipe.prime.main_prime \
+python3 -m "recipe.$(basename "$HERE").main_prime" \
     data.train_files="['$DATA_DIR/gsm8k/train.parquet','$DATA_DIR/math/train.parquet']" \
     data.val_files="['$DATA_DIR/gsm8k/test.parquet','$DATA_DIR/math/test.parquet']" \
     data.train_batch_size=64 \

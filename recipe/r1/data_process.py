@@ -8,14 +8,20 @@ Read the hub, or a folder that holds a folder for each task; without a network, 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from recipe.r1.tasks import TASKS, Task
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import build_parser, rows_of, write_tables
+from verl.utils.import_utils import dotted_name
+
+if not __package__:  # started by its path
+    __package__ = dotted_name(os.path.dirname(__file__))
+
+from .tasks import TASKS, Task
 
 SPLIT = "test"
 

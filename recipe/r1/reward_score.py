@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from recipe.r1.tasks import TASKS
+from .tasks import TASKS
 
 SCORERS = {part.data_source: task.compute_score for task in TASKS.values() for part in task.parts}
 

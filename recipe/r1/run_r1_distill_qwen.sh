@@ -2,12 +2,13 @@
 # Evaluate DeepSeek-R1-Distill-Qwen-1.5B on AIME 2024, GPQA diamond, CNMO 2024 and LiveCodeBench, one node of 8 GPUs.
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 MODEL_PATH="${MODEL_PATH:-deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B}"
 DATA_DIR="${DATA_DIR:-$HOME/data/r1}"
 N_SAMPLES="${N_SAMPLES:-8}"
 OUTPUT="${OUTPUT:-$DATA_DIR/test-output-$N_SAMPLES.parquet}"
 
-python3 -m recipe.r1.data_process \
+python3 -m "recipe.$(basename "$HERE").data_process" \
     --tasks all \
     --local_dir "$DATA_DIR"
 
@@ -31,7 +32,7 @@ python3 -m verl.trainer.main_generation \
     rollout.enforce_eager=false \
     "$@"
 
-python3 -m recipe.r1.main_eval \
+python3 -m "recipe.$(basename "$HERE").main_eval" \
     data.path="$OUTPUT" \
     data.prompt_key=prompt \
     data.response_key=responses

@@ -2,9 +2,10 @@
 # The whole evaluation on CPU without a network: made-up problems, a tiny Qwen2 with random weights (or MODEL_PATH).
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 OUT_DIR="${OUT_DIR:-outputs/r1_tiny_cpu}"
 
-python3 -m recipe.r1.data_process \
+python3 -m "recipe.$(basename "$HERE").data_process" \
     --source synthetic \
     --local_dir "$OUT_DIR"
 
@@ -28,5 +29,5 @@ python3 -m verl.trainer.main_generation \
     rollout.dtype=float32 \
     "$@"
 
-python3 -m recipe.r1.main_eval \
+python3 -m "recipe.$(basename "$HERE").main_eval" \
     data.path="$OUT_DIR/responses.parquet"

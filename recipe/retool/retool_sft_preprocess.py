@@ -11,6 +11,7 @@ Read the hub, or a folder with the same files; without a network, make up sums:
 """
 
 import json
+import os
 import random
 import re
 import sys
@@ -19,9 +20,14 @@ from typing import Any
 
 import yaml
 
-from recipe.retool.retool import INSTRUCTION, without_fence
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet, build_parser, prepare
+from verl.utils.import_utils import dotted_name
+
+if not __package__:  # started by its path
+    __package__ = dotted_name(os.path.dirname(__file__))
+
+from .retool import INSTRUCTION, without_fence
 
 TOOL_CONFIG = Path(__file__).parent / "sandbox_fusion_tool_config.yaml"
 QUESTION = "*user question:*"

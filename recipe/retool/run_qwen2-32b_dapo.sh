@@ -3,6 +3,7 @@
 # Data first: hf download BytedTsinghua-SIA/DAPO-Math-17k --repo-type dataset --local-dir ~/data/DAPO-Math-17k, and yentinglin/aime_2025 to ~/data/aime_2025
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-checkpoints/retool/qwen2.5-32b-sft/global_step_372/huggingface}"
 NNODES="${NNODES:-8}"
@@ -14,7 +15,7 @@ python3 -m verl.trainer.main_ppo \
     algorithm.use_kl_in_reward=false \
     data.train_files="$DATA_DIR/DAPO-Math-17k" \
     data.val_files="$DATA_DIR/aime_2025" \
-    data.custom_cls.path=recipe/retool/retool.py \
+    data.custom_cls.path="$HERE/retool.py" \
     data.custom_cls.name=CustomRLHFDataset \
     data.return_raw_chat=true \
     data.train_batch_size=512 \
@@ -22,7 +23,7 @@ python3 -m verl.trainer.main_ppo \
     data.max_response_length=20480 \
     data.filter_overlong_prompts=true \
     data.truncation=error \
-    custom_reward_function.path=recipe/retool/retool.py \
+    custom_reward_function.path="$HERE/retool.py" \
     custom_reward_function.name=compute_score \
     actor_rollout_ref.model.path="$MODEL_PATH" \
     actor_rollout_ref.model.use_remove_padding=true \
@@ -48,7 +49,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.multi_turn.max_user_turns=8 \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8 \
     actor_rollout_ref.rollout.multi_turn.max_tool_response_length=1024 \
-    actor_rollout_ref.rollout.multi_turn.tool_config_path=recipe/retool/sandbox_fusion_tool_config.yaml \
+    actor_rollout_ref.rollout.multi_turn.tool_config_path="$HERE/sandbox_fusion_tool_config.yaml" \
     actor_rollout_ref.rollout.multi_turn.format=hermes \
     actor_rollout_ref.rollout.val_kwargs.do_sample=true \
     actor_rollout_ref.rollout.val_kwargs.top_p=0.6 \

@@ -3,13 +3,14 @@
 # Validates before, during and after GRPO, and at last without the tool. Arguments: overrides of GRPO.
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 OUT_DIR="${OUT_DIR:-outputs/retool}"
 STEPS="${STEPS:-20}"
 SFT_STEPS="${SFT_STEPS:-300}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
-    python3 -m recipe.retool.powers.make_task --save-dir "$OUT_DIR"
+    python3 -m "recipe.$(basename "$HERE").powers.make_task" --save-dir "$OUT_DIR"
     python3 -m verl.trainer.sft_trainer \
         "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
         "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
@@ -41,7 +42,7 @@ COMMON=(
     algorithm.adv_estimator=grpo
     "data.train_files='$OUT_DIR/data/train.parquet'"
     "data.val_files='$OUT_DIR/data/test.parquet'"
-    data.custom_cls.path=recipe/retool/retool.py
+    data.custom_cls.path="$HERE/retool.py"
     data.custom_cls.name=CustomRLHFDataset
     data.train_batch_size=16
     data.max_prompt_length=48
@@ -66,7 +67,7 @@ COMMON=(
     actor_rollout_ref.rollout.multi_turn.enable=true
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3
     actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=disable
-    custom_reward_function.path=recipe/retool/retool.py
+    custom_reward_function.path="$HERE/retool.py"
     trainer.device=cpu
     trainer.n_gpus_per_node=1
     trainer.logger='[]'
@@ -76,7 +77,7 @@ COMMON=(
 
 python3 -m verl.trainer.main_ppo "${COMMON[@]}" \
     "actor_rollout_ref.model.path='$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface'" \
-    actor_rollout_ref.rollout.multi_turn.tool_config_path=recipe/retool/powers/tools.yaml \
+    actor_rollout_ref.rollout.multi_turn.tool_config_path="$HERE/powers/tools.yaml" \
     actor_rollout_ref.actor.checkpoint.save_contents='[model,optimizer,extra,hf_model]' \
     trainer.experiment_name=grpo \
     "trainer.default_local_dir='$OUT_DIR/grpo'" \

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from recipe.spin import core_algos as algos
-from recipe.spin.config import SPINActorConfig
 from verl.algos.aggregate import Metric, Sum
 from verl.protocol import DataProto, tensors_of
 from verl.workers.actor import DataParallelPPOActor
@@ -15,6 +13,9 @@ from verl.workers.engine import BaseEngine
 from verl.workers.engine.passes import PassSpec, temperature_of
 from verl.workers.roles.base import list_metrics
 from verl.workers.roles.batching import BatchInfo, mini_batches_of, training_spec
+
+from . import core_algos as algos
+from .config import SPINActorConfig
 
 CHOSEN = "is_chosen"
 """The batch key that says which response of a pair is the better one, (B,)."""

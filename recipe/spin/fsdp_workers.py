@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from recipe.spin.config import SPINActorConfig
-from recipe.spin.dp_actor import add_pairs, preference_loss
 from verl.base_config import WrongInput
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -17,6 +15,9 @@ from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config import CheckpointConfig
 from verl.workers.roles import ActorRolloutRefWorker
 from verl.workers.roles.accounting import memory_metrics
+
+from .config import SPINActorConfig
+from .dp_actor import add_pairs, preference_loss
 
 REFERENCE = "reference"
 """The folder of the reference in a checkpoint of the actor."""

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.utils import Role
+from verl.utils.import_utils import dotted_name
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayWorkerGroup
@@ -21,8 +22,9 @@ class SPINTaskRunner(TaskRunner):
 
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, type["RayWorkerGroup"]]:
         """Choose the worker that learns from pairs and holds the reference."""
-        from recipe.spin.fsdp_workers import SPINRolloutRefWorker
         from verl.single_controller.ray import RayWorkerGroup
+
+        from .fsdp_workers import SPINRolloutRefWorker
 
         self._add(Role.ActorRollout, SPINRolloutRefWorker)
         return SPINRolloutRefWorker, RayWorkerGroup
@@ -33,7 +35,7 @@ class SPINTaskRunner(TaskRunner):
 
     def trainer_class(self) -> type:
         """Choose the trainer with preferences."""
-        from recipe.spin.spin_trainer import RaySPINTrainer
+        from .spin_trainer import RaySPINTrainer
 
         return RaySPINTrainer
 
@@ -46,4 +48,4 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that Ray imports SPINTaskRunner in the actor instead of copying it there by value.
-    importlib.import_module("recipe.spin.main_spin").main()
+    importlib.import_module(dotted_name(__file__)).main()

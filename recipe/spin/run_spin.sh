@@ -3,10 +3,11 @@
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-3B-Instruct}"
 
-python3 -m recipe.spin.main_spin \
+python3 -m "recipe.$(basename "$HERE").main_spin" \
     data.train_files="$DATA_DIR/gsm8k/train.parquet" \
     data.val_files="$DATA_DIR/gsm8k/test.parquet" \
     data.train_batch_size=1024 \

@@ -2,12 +2,13 @@
 # SPIN on CPU: model and data are those of scripts/quickstart.sh, which has to be run first (or others: DATA_DIR, MODEL_PATH).
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
 MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingface)}"
 OUT_DIR="${OUT_DIR:-outputs/spin_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
 
-python3 -m recipe.spin.main_spin \
+python3 -m "recipe.$(basename "$HERE").main_spin" \
     data.train_files="$DATA_DIR/train.parquet" \
     data.val_files="$DATA_DIR/test.parquet" \
     data.train_batch_size=64 \

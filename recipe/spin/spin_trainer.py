@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from recipe.spin.config import SPINTrainerConfig
-from recipe.spin.core_algos import compute_onlineDPO_pref, of_whole_pairs
-from recipe.spin.dp_actor import CHOSEN
 from verl.base_config import WrongInput, build_node
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing, for_model, without_metrics
 from verl.trainer.ppo.segments import without_segments
+
+from .config import SPINTrainerConfig
+from .core_algos import compute_onlineDPO_pref, of_whole_pairs
+from .dp_actor import CHOSEN
 
 
 class RaySPINTrainer(RayPPOTrainer):

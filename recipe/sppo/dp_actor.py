@@ -11,7 +11,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.workers.actor import DataParallelPPOActor
 
 if TYPE_CHECKING:
-    from recipe.sppo.config import SPPOActorConfig
+    from .config import SPPOActorConfig
 
 SEQ_REWARDS = "seq_level_rewards"
 """The batch key of what takes the place of an advantage, (B,)."""

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.utils import Role
+from verl.utils.import_utils import dotted_name
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayWorkerGroup
@@ -21,15 +22,16 @@ class SPPOTaskRunner(TaskRunner):
 
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, type["RayWorkerGroup"]]:
         """Choose the worker that knows the loss."""
-        from recipe.sppo.sppo_worker import SPPOActorRolloutRefWorker
         from verl.single_controller.ray import RayWorkerGroup
+
+        from .sppo_worker import SPPOActorRolloutRefWorker
 
         self._add(Role.ActorRollout, SPPOActorRolloutRefWorker)
         return SPPOActorRolloutRefWorker, RayWorkerGroup
 
     def trainer_class(self) -> type:
         """Choose the trainer with the soft mean."""
-        from recipe.sppo.sppo_ray_trainer import RaySPPOTrainer
+        from .sppo_ray_trainer import RaySPPOTrainer
 
         return RaySPPOTrainer
 
@@ -42,4 +44,4 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     # Under its own name, so that Ray imports SPPOTaskRunner in the actor instead of copying it there by value.
-    importlib.import_module("recipe.sppo.main_sppo").main()
+    importlib.import_module(dotted_name(__file__)).main()

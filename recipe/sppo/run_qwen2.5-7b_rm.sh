@@ -3,10 +3,11 @@
 # Data first: python3 examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
 set -euxo pipefail
 
+HERE="$(dirname "$0")"
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}"
 
-python3 -m recipe.sppo.main_sppo \
+python3 -m "recipe.$(basename "$HERE").main_sppo" \
     data.train_files="$DATA_DIR/math/train.parquet" \
     data.val_files="$DATA_DIR/math/test.parquet" \
     data.train_batch_size=1024 \

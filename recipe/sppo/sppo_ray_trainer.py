@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipe.sppo.config import SPPOAlgoConfig
-from recipe.sppo.dp_actor import SEQ_REWARDS, at_each_token
 from verl.base_config import build_node
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
 from verl.trainer.ppo.segments import without_segments
+
+from .config import SPPOAlgoConfig
+from .dp_actor import SEQ_REWARDS, at_each_token
 
 
 class RaySPPOTrainer(RayPPOTrainer):

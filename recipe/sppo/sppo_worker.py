@@ -1,7 +1,8 @@
 """The worker of SPPO."""
 
-from recipe.sppo import dp_actor  # noqa: F401  (registers the loss)
 from verl.workers.roles import ActorRolloutRefWorker
+
+from . import dp_actor  # noqa: F401  (registers the loss)
 
 
 class SPPOActorRolloutRefWorker(ActorRolloutRefWorker):

@@ -1,6 +1,8 @@
 """The DAPO recipe: dynamic sampling, overlong penalty and clip-higher in a run by its own entry."""
 
 import json
+import os
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -114,3 +116,21 @@ def test_the_run_ends_with_advice_or_with_its_data(workspace):
     assert f"the run ends after step {last} of at most 10" in run.output
     assert (run.folder / f"global_step_{last}").exists()
     assert "val-core/letters/acc/mean@1" in run.steps[last] and last < 10
+
+
+@pytest.mark.full
+def test_a_copied_recipe_trains_with_its_own_code(workspace, tmp_path):
+    copy = tmp_path / "recipe/mine"
+    shutil.copytree(REPOSITORY / "recipe/dapo", copy)
+    trainer = copy / "dapo_ray_trainer.py"
+    head = "        groups = self.run_config.algorithm.filter_groups\n"
+    changed = trainer.read_text().replace(head, f'{head}        metrics["mine/changed"] = 1\n')
+    trainer.write_text(changed)
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
+    run = workspace.train(
+        "dapo-copy",
+        DAPO | {"trainer.total_training_steps": 1},
+        env={"PYTHONPATH": path},
+        module="recipe.mine.main_dapo",
+    )
+    assert run.steps[1]["mine/changed"] == 1

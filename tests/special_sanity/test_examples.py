@@ -19,6 +19,7 @@ from recipe.entropy.main_entropy import EntropyTaskRunner
 from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner
 from tests.special_sanity.test_docs import PAGES
 from verl.base_config import ConfigError
+from verl.trainer.config.cli import make_names_absolute
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.generation_server import parse_generation_server
 from verl.trainer.config.keys import OPTIONAL, RENAMED, dotted_keys, is_free
@@ -114,12 +115,14 @@ def composed(module: str, overrides: list[str], name: str | None = None, path: s
     if not folder.is_dir():
         folder = ROOT / (path or "config")
     with initialize_config_dir(str(folder), version_base=None):
-        return compose(name or CONFIG_OF_MODULE[module], overrides=overrides)
+        config = compose(name or CONFIG_OF_MODULE[module], overrides=overrides)
+    make_names_absolute(config, folder)
+    return config
 
 
 def override_for(script: Path) -> tuple[str, str]:
     """Return a key that the command of a script has, and a value that it does not write itself."""
-    text = script.read_text()
+    text = script.read_text().replace('$(basename "$HERE")', script.parent.name)
     trains = any(module in text for module in CONFIG_OF_MODULE if module not in OVERRIDE_OF_OTHERS)
     others = [override for module, override in OVERRIDE_OF_OTHERS.items() if module in text]
     return others[0] if others and not trains else ("trainer.total_training_steps", "7")

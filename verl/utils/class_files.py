@@ -3,7 +3,7 @@
 import importlib
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import BaseConfig, WrongInput, config_error, nearest, one_line, parse_node
-from verl.utils.import_utils import is_own
+from verl.utils.import_utils import absolute_name, is_own
 from verl.utils.time_limit import error_text, import_within_limit
 
 T = TypeVar("T")
@@ -51,7 +51,9 @@ def read_class_items(path: str, key: str, example: str, keys: Collection[str]) -
     items = content.get(key) if isinstance(content, dict) else None
     if not isinstance(items, list) or not items:
         raise WrongInput(f"{path}: has no list under {key!r}: {wanted}")
-    return [_item(f"{path}, {key}[{number}]", item, example, keys) for number, item in enumerate(items)]
+    made = [_item(f"{path}, {key}[{number}]", item, example, keys) for number, item in enumerate(items)]
+    folder = os.path.dirname(os.path.expanduser(path))
+    return [replace(item, class_name=absolute_name(item.class_name, folder)) for item in made]
 
 
 def _item(where: str, item: Any, example: str, keys: Collection[str]) -> ClassItem:

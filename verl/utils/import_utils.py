@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,9 @@ from verl.utils.time_limit import import_within_limit
 _HOW_TO_IMPORT = "correct it, or install what it imports"
 _EXTERNAL = "verl_external_"
 """Begins the name of a module that is loaded from a user's file, which other processes cannot import."""
+
+PACKAGE = "pkg://"
+"""Begins the name of an installed module where a path may stand."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,7 +118,35 @@ def import_external_libs(external_libs: str | list[str] | None = None) -> None:
 
 def python_file(path: str) -> Path | None:
     """Return the file of a plain path, ``~/...`` or ``file://``; None for an installed module (``pkg://``)."""
-    return None if path.startswith("pkg://") else Path(path.removeprefix("file://")).expanduser()
+    return None if path.startswith(PACKAGE) else Path(path.removeprefix("file://")).expanduser()
+
+
+def dotted_name(path: str | Path) -> str:
+    """Return the name under which Python imports a file or a folder; empty if no folder of ``sys.path`` leads there."""
+    whole = os.path.splitext(os.path.abspath(path))[0]
+    for entry in sorted({os.path.abspath(each) for each in sys.path}, key=len):  # the shortest gives the whole name
+        parts = os.path.relpath(whole, entry).split(os.sep)
+        if all(part.isidentifier() for part in parts):
+            return ".".join(parts)
+    return ""
+
+
+def absolute_name(name: str, folder: str | Path) -> str:
+    """Return a dotted name of a file in ``folder``, where leading dots mean what they mean in an import.
+
+    A recipe names its own classes so, and a copy of it those of the copy: ``..config.MyConfig`` in
+    ``recipe/mine/config/mine.yaml`` is ``recipe.mine.config.MyConfig``.
+
+    Raises: WrongInput for a relative name in a folder that Python cannot import from.
+    """
+    if not name.startswith("."):
+        return name
+    package = dotted_name(folder)
+    try:
+        return importlib.util.resolve_name(name, package)
+    except ImportError:
+        where = f"{folder}, which is {package}" if package else f"{folder}, which no folder of PYTHONPATH contains"
+        raise WrongInput(f"{name}: is relative to {where}: write the whole name") from None
 
 
 def is_own(cls: type) -> bool:
@@ -140,6 +172,7 @@ def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserImportError(f"{str(path)!r} is not a Python module: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    module.__package__ = dotted_name(path).rpartition(".")[0]  # so that its relative imports work
     sys.modules[name] = module
     run: Callable[[], None] = partial(spec.loader.exec_module, module)
     if source is not None:
@@ -172,7 +205,7 @@ def load_extern_type(file_path: str | None, type_name: str | None, source: bytes
     file = python_file(file_path)
     if file is None:
         try:
-            name = file_path.removeprefix("pkg://").replace("/", ".")
+            name = file_path.removeprefix(PACKAGE).replace("/", ".")
             module = import_within_limit(partial(importlib.import_module, name))
         except RuntimeError as error:
             raise UserImportError(f"cannot import {file_path!r}: {error}: {_HOW_TO_IMPORT}") from error.__cause__

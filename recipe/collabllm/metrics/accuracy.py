@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe.collabllm.judge import Judge, shown, task_of
 from verl.interactions.base import Message
+
+from ..judge import Judge, shown, task_of
 
 PROMPT = """Below are a task, its right answer, and a conversation of a user with an assistant about the task.
 

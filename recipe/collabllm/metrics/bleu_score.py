@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe.collabllm.judge import Judge, shown
 from verl.interactions.base import Message
+
+from ..judge import Judge, shown
 
 MOST_WORDS = 4
 PROMPT = """Below is a conversation of a user with an assistant, which writes a document.

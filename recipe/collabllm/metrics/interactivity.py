@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipe.collabllm.judge import Judge, shown
 from verl.interactions.base import Message
+
+from ..judge import Judge, shown
 
 LEAST, MOST = 1, 3
 PROMPT = """Below is a conversation of a user with an assistant.

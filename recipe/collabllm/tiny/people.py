@@ -14,8 +14,9 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from recipe.collabllm.tiny.make_task import ASKS
 from verl.interactions.simulated_user_interaction import END_OF_CHAT
+
+from .make_task import ASKS
 
 Messages = list[dict[str, str]]
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from recipe.entropy.reward_score import entropy_math
 from verl.utils.reward_score import GroundTruth, default_compute_score, scorer_module
+
+from . import entropy_math
 
 MATH_MODULES = ("math_dapo", "math_reward", "prime_math")
 """Scorers of verl for mathematics, which this recipe replaces by one."""

@@ -5,13 +5,19 @@ python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir ~/data
 
 import argparse
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from recipe.langgraph_agent.example.math_expression import calculate
+from verl.utils.import_utils import dotted_name
+
+if not __package__:  # started by its path
+    __package__ = dotted_name(os.path.dirname(__file__))
+
+from .math_expression import calculate
 
 QUESTION = "We define a @ b, which calculate knows. What is {expression}? Put the answer into \\boxed{{}}."
 SHORT_QUESTION = "{expression}="

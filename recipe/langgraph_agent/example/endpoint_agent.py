@@ -9,8 +9,9 @@ from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.prebuilt import ToolNode, create_react_agent
 
-from recipe.langgraph_agent.example.math_expression import calculate
 from verl.experimental.agent_loop.endpoint import EndpointAgentLoop
+
+from .math_expression import calculate
 
 
 class MathExpressionEndpointAgentLoop(EndpointAgentLoop):

@@ -2,7 +2,7 @@
 
 from langchain_core.tools import tool
 
-from recipe.langgraph_agent.react_agent_loop import ReactAgentLoop
+from ..react_agent_loop import ReactAgentLoop
 
 
 @tool

@@ -2,11 +2,12 @@
 # GRPO of gpt-oss-20b in bf16 on expressions that need the tool, two nodes of 8 GPUs; not run so far.
 set -euxo pipefail
 
+HERE="$(dirname "$(dirname "$0")")"
 DATA_DIR="${DATA_DIR:-$HOME/data/math_expression_tool}"
 MODEL_PATH="${MODEL_PATH:-lmsys/gpt-oss-20b-bf16}"
 NNODES="${NNODES:-2}"
 
-python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir "$DATA_DIR"
+python3 -m "recipe.$(basename "$HERE").example.create_dataset" --local_save_dir "$DATA_DIR"
 
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo \
@@ -41,7 +42,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.multi_turn.format=gpt-oss \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8 \
     actor_rollout_ref.rollout.agent.num_workers=8 \
-    actor_rollout_ref.rollout.agent.agent_loop_config_path=recipe/langgraph_agent/example/agent.yaml \
+    actor_rollout_ref.rollout.agent.agent_loop_config_path="$HERE/example/agent.yaml" \
     actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true \
     trainer.logger='["console","tensorboard"]' \
     trainer.project_name=langgraph_agent \

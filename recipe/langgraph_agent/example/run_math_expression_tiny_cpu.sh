@@ -2,6 +2,7 @@
 # The whole example on CPU: expressions, a tiny Qwen2 with random weights, supervised conversations that show the call, GRPO.
 set -euxo pipefail
 
+HERE="$(dirname "$(dirname "$0")")"
 OUT_DIR="${OUT_DIR:-outputs/langgraph_agent}"
 WORKERS="${WORKERS:-1}"
 SFT_STEPS="${SFT_STEPS:-400}"
@@ -9,7 +10,7 @@ AGENT="${AGENT:-math_expression}"  # or math_expression_endpoint: an agent that 
 WORDS=($'<tool_call>\n{"name": "calculate", "arguments": {"a": ' ', "b": ' ', "operand": "' $'"}}\n</tool_call>' '\boxed{')  # a token each
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
-    python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir "$OUT_DIR/data" --largest 99 --short --agent "$AGENT" --direct 0.6 --sft_size 4096 --test_size 128
+    python3 -m "recipe.$(basename "$HERE").example.create_dataset" --local_save_dir "$OUT_DIR/data" --largest 99 --short --agent "$AGENT" --direct 0.6 --sft_size 4096 --test_size 128
     python3 examples/tiny_model.py --save-dir "$OUT_DIR/base" --seed 1 --words "${WORDS[@]}"
     python3 -m verl.trainer.sft_trainer \
         data.train_files="$OUT_DIR/data/sft.parquet" \
@@ -60,7 +61,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.calculate_log_probs=true \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \
     actor_rollout_ref.rollout.agent.num_workers=1 \
-    actor_rollout_ref.rollout.agent.agent_loop_config_path=recipe/langgraph_agent/example/agent.yaml \
+    actor_rollout_ref.rollout.agent.agent_loop_config_path="$HERE/example/agent.yaml" \
     trainer.device=cpu \
     trainer.n_gpus_per_node="$WORKERS" \
     trainer.logger='[]' \

@@ -1,7 +1,7 @@
 """The tasks of the evaluation, each with its data, its prompt and its scorer."""
 
-from recipe.r1.tasks import gpqa, livecodebench, math_reward
-from recipe.r1.tasks.task import Task as Task
+from . import gpqa, livecodebench, math_reward
+from .task import Task as Task
 
 TASKS: dict[str, Task] = {
     "aime2024": math_reward.AIME_2024,

@@ -3,9 +3,10 @@
 import random
 import re
 
-from recipe.r1.tasks.task import Part, Task
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet
+
+from .task import Part, Task
 
 LETTERS = "ABCD"
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")

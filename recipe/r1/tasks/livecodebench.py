@@ -7,11 +7,12 @@ import random
 import zlib
 from typing import Any
 
-from recipe.r1.tasks.task import Part, Task
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet
 from verl.utils.loading import unpickle_text
 from verl.utils.reward_score import prime_code
+
+from .task import Part, Task
 
 WITH_STARTER = "Complete this code, and give the whole of it in one block:"
 WITHOUT_STARTER = (

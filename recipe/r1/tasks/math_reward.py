@@ -3,10 +3,11 @@ r"""AIME 2024 and CNMO 2024: competition mathematics with one answer, which the 
 import random
 from collections.abc import Callable
 
-from recipe.r1.tasks.task import Part, Task
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet
 from verl.utils.reward_score import prime_math
+
+from .task import Part, Task
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 

@@ -17,7 +17,8 @@ import pandas as pd
 
 from examples.sglang_multiturn.calculator.make_task import Pair, tables
 from examples.tiny_model import make_tiny_model
-from recipe.retool.retool import INSTRUCTION
+
+from ..retool import INSTRUCTION
 
 HEAD, TAIL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(', ')"}}</tool_call>'
 MODULUS = 97

@@ -8,6 +8,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from verl.trainer.config.cli import make_names_absolute
+
 CONFIG_DIR = str(Path(__file__).resolve().parents[3] / "verl" / "trainer" / "config")
 
 
@@ -50,6 +52,8 @@ def composed(small_run: list[str]) -> Callable[..., DictConfig]:
         *overrides: str, name: str = "ppo_trainer", base: bool = True, folder: str | Path = CONFIG_DIR
     ) -> DictConfig:
         with initialize_config_dir(str(folder), version_base=None):
-            return compose(name, [*(small_run if base else []), *overrides])
+            config = compose(name, [*(small_run if base else []), *overrides])
+        make_names_absolute(config, folder)
+        return config
 
     return make

@@ -1,5 +1,6 @@
 """The names of agent loops. Nothing here imports torch, so that the checks before the start can read them."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -8,6 +9,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import WrongInput, nearest, one_line
+from verl.utils.import_utils import absolute_name
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop.base import AgentLoopBase
@@ -58,6 +60,7 @@ def read_agent_loops(path: str) -> dict[str, DictConfig]:
             raise WrongInput(f"{path}, item {number}: has no name or no _target_: {wanted}")
         if entry["name"] in loops:
             raise WrongInput(f"{path}, item {number}: a loop is already named {entry['name']!r}: rename one of them")
+        entry["_target_"] = absolute_name(entry["_target_"], os.path.dirname(path))
         loops[entry["name"]] = OmegaConf.create({key: value for key, value in entry.items() if key != "name"})
     return loops
 

@@ -36,6 +36,7 @@ from verl.trainer.config.keys import (
     select,
     unknown_keys,
 )
+from verl.utils.import_utils import PACKAGE, absolute_name
 from verl.utils.masking import MASK, masked, masked_text, secrets_in
 
 logger = logging.getLogger(__name__)
@@ -205,13 +206,14 @@ def fitted_overrides(
             raise ConfigError([Violation(each.key_or_group, each.value(), expected) for each in broken])
         groups = [str(each.input_line) for each in in_groups]
         base = hydra.compose(config_name, groups)
+    names = make_names_absolute(base, folder)
     tree: Any = OmegaConf.to_container(base, resolve=False)
     command = command or Command(config_name, folder)
     is_shipped = (folder, config_name) in [command[:2][::-1], *((CONFIG_DIR, name) for name in _TREES)]
     is_of_user = bool(groups or config_dir) or not is_shipped
     checker = _KeyChecker(command, tree, [each for each in parsed if each not in in_groups], is_of_user)
     violations: list[Violation] = []
-    fitted: list[str] = []
+    fitted = [f"++{key}={name}" for key, name in names.items()]
     for override in parsed:
         line = str(override.input_line)
         if line in groups or override.key_or_group.startswith("hydra"):
@@ -234,6 +236,23 @@ def fitted_overrides(
         raise ConfigError(violations)
     checker.give_notices()
     return fitted
+
+
+def make_names_absolute(config: DictConfig, folder: str | Path) -> dict[str, str]:
+    """Replace the relative names of classes and modules in a tree of ``folder``; see ``absolute_name``.
+
+    They are values of ``_target_``, and values that begin with ``pkg://``.
+    Returns: key -> new value.
+    """
+    tree: Any = OmegaConf.to_container(config, resolve=False)
+    replaced = {}
+    for key in dotted_keys(tree):
+        value = str(select(tree, key))
+        name = value.removeprefix(PACKAGE)
+        if name.startswith(".") and (name != value or key.endswith("._target_")):
+            replaced[key] = value.removesuffix(name) + absolute_name(name, folder)
+            OmegaConf.update(config, key, replaced[key])
+    return replaced
 
 
 def _is_group(override: Override, loader: Any) -> bool:
