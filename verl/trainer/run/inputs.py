@@ -206,7 +206,15 @@ def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from verl.utils.dataset.files import AGAIN, ColumnCheck, DataError, read_parquet, refuse_repeated
+    from verl.utils.dataset.files import (
+        AGAIN,
+        ColumnCheck,
+        DataError,
+        as_plain,
+        plain_schema,
+        read_parquet,
+        refuse_repeated,
+    )
 
     if path.endswith(JSON_LINES):
         yield from ColumnCheck.over(path, read_parquet(path))
@@ -216,9 +224,10 @@ def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             refuse_repeated(path, names)
+            plain_schema(path, file.schema_arrow)
             present = [name for name in columns if name in names]
             for batch in file.iter_batches(ColumnCheck.CHUNK_ROWS, columns=present):
-                yield ColumnCheck(path, pa.Table.from_batches([batch]), first_row, names)
+                yield ColumnCheck(path, as_plain(path, pa.Table.from_batches([batch])), first_row, names)
                 first_row += batch.num_rows
                 if first_row >= _CHECKED_ROWS:
                     return

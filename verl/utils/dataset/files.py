@@ -33,6 +33,7 @@ UNREAD_PARTS = ("image_url", "input_image", "video_url", "audio", "audio_url", "
 """Types that other programs give to parts of a message with media."""
 REWARD_MODEL_FORM = 'must be a dict such as {"style": "rule", "ground_truth": "42"}'
 
+_VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 _DIGEST_ROWS = 8192
 _OPTIONS = "data.apply_chat_template_kwargs"
 _CONTINUES = f"{_OPTIONS}.continue_final_message"
@@ -95,7 +96,74 @@ def read_parquet(path: str) -> pa.Table:
     if table.num_rows == 0:
         raise DataError(f"{path}: has no row: {AGAIN}")
     refuse_repeated(path, table.column_names)
-    return table
+    return as_plain(path, table)
+
+
+def as_plain(path: str, table: pa.Table) -> pa.Table:
+    """Return a table with the plain types of its columns: the texts of a categorical column, for instance.
+
+    Raises: DataError naming the file and the column of a type that other programs cannot read.
+    """
+    plain = plain_schema(path, table.schema)
+    return table if plain.equals(table.schema) else table.cast(plain)
+
+
+def plain_schema(path: str, schema: pa.Schema) -> pa.Schema:
+    """Return a schema with plain types.
+
+    Raises: as ``as_plain``.
+    """
+    plain = []
+    for field in schema:
+        try:
+            plain.append(_plain(field))
+        except ValueError as error:
+            hint = "write it as text, as numbers, as lists or as dicts, or leave it out"
+            raise DataError(f"{path}, column {field.name!r}: holds values of type {error}: {hint}") from None
+    return pa.schema(plain, schema.metadata)
+
+
+def _plain(field: pa.Field) -> pa.Field:
+    """Return a field with its plain type. Raises: ValueError naming a type without one.
+
+    A type of pandas, such as a period, is one of Arrow's only in a process that has imported pandas; elsewhere it is a
+    number whose field names it.
+    """
+    kind = field.type
+    if b"ARROW:extension:name" in (field.metadata or {}):
+        raise ValueError(field.metadata[b"ARROW:extension:name"].decode())
+    if pa.types.is_dictionary(kind):
+        kind = _plain(pa.field("", kind.value_type)).type
+    elif kind in _VIEWS:
+        kind = _VIEWS[kind]
+    elif pa.types.is_struct(kind):
+        kind = pa.struct([_plain(each) for each in kind])
+    elif pa.types.is_fixed_size_list(kind):
+        kind = pa.list_(_plain(kind.value_field), kind.list_size)
+    elif pa.types.is_large_list(kind):
+        kind = pa.large_list(_plain(kind.value_field))
+    elif pa.types.is_list(kind):
+        kind = pa.list_(_plain(kind.value_field))
+    elif pa.types.is_map(kind):
+        kind = pa.map_(_plain(kind.key_field), _plain(kind.item_field))
+    elif isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.JsonType):
+        raise ValueError(kind.extension_name)
+    elif pa.types.is_nested(kind):  # views of lists, unions
+        raise ValueError(str(kind))
+    return field.with_type(kind)
+
+
+def refuse_maps(path: str, schema: pa.Schema) -> None:
+    """Raise DataError if a column holds maps, which the library ``datasets`` does not read."""
+    for field in schema:
+        if _holds_map(field.type):
+            raise DataError(f"{path}, column {field.name!r}: holds maps, of type {field.type}: write dicts or lists")
+
+
+def _holds_map(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(_holds_map(field.type) for field in kind)
+    return pa.types.is_map(kind) or (is_list(kind) and _holds_map(kind.value_type))
 
 
 def _read_json_lines(path: str) -> pa.Table:
@@ -181,15 +249,17 @@ def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
 
 
 def check_schemas(paths: list[str]) -> None:
-    """Check that the columns of parquet files can be joined.
+    """Check that the columns of parquet files can be joined, and read by the library ``datasets``.
 
-    Raises: DataError naming the first file with two columns of one name, or whose columns conflict with those of the
-        files before it.
+    Raises: DataError naming the first file with two columns of one name, with a column of a type that cannot be read,
+        or whose columns conflict with those of the files before it.
     """
     joined = pa.schema([])
     for path in paths:
         schema = pq.read_schema(path)
         refuse_repeated(path, schema.names)
+        schema = plain_schema(path, schema)
+        refuse_maps(path, schema)
         try:
             joined = pa.unify_schemas([joined, schema], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -366,9 +436,7 @@ def _is_valid(values: pa.Array) -> bool:
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether values of this type are strings."""
-    if pa.types.is_dictionary(kind):
-        return is_text(kind.value_type)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -432,7 +500,7 @@ def check_prompt_rows(
         lacking = pc.is_null(pc.struct_field(values, "ground_truth"))
     if "extra_info" in check.table.column_names:
         kind = check.column("extra_info").type
-        if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or pa.types.is_null(kind)):
+        if not (pa.types.is_struct(kind) or pa.types.is_null(kind)):
             check.fail("extra_info", 0, f"must be a dict, got {kind}")
     check.refuse("reward_model.ground_truth", pc.and_not(lacking, by_model), "is missing: a rule scorer needs it")
 

@@ -143,6 +143,7 @@ class RLHFDataset(Dataset):
         tables = [self.read_table(path) for path in self.data_files]
         tables = files.with_columns(tables, self.settings.media_columns().values())
         for path, table in zip(self.data_files, tables, strict=True):
+            files.refuse_maps(path, table.schema)
             for check in ColumnCheck.over(path, table):
                 self.check_rows(check)
         self._file_ends = np.cumsum([table.num_rows for table in tables])
