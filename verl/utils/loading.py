@@ -16,6 +16,7 @@ import types
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from verl.utils.checkpoint.files import CheckpointError, StrPath
@@ -164,13 +165,28 @@ def untrusted_classes(path: StrPath, trusted_classes: Iterable[str]) -> list[str
     Raises: CheckpointError when the file is compressed, too large, or not a file of ``torch.save``.
     """
     with _named(path), _state_archive(path) as archive:
-        pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         found = set()
-        for code, argument, _ in pickletools.genops(archive.read(pickled)):
+        for code, argument, _ in _codes(archive):
             if code.name == "GLOBAL":  # torch.save names nothing in another way
                 module, name = str(argument).split(" ", 1)
                 found.add(f"{_RENAMED.get(module, module)}.{name}")
     return sorted(found - LISTED - _STORAGES - set(trusted_classes))
+
+
+def texts_in_state(path: StrPath, name: str) -> list[str]:
+    """Return the texts that the dicts of a state hold under a name, without loading it and without torch.
+
+    Raises: as ``untrusted_classes``.
+    """
+    with _named(path), _state_archive(path) as archive:
+        arguments = [argument for code, argument, _ in _codes(archive) if "PUT" not in code.name]
+    return [text for key, text in pairwise(arguments) if key == name and isinstance(text, str)]
+
+
+def _codes(archive: zipfile.ZipFile) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+    """Yield the instructions of the pickle in a file of ``torch.save``."""
+    pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+    return pickletools.genops(archive.read(pickled))
 
 
 def _state_archive(path: StrPath) -> zipfile.ZipFile:

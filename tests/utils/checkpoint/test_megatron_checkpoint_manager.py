@@ -15,7 +15,7 @@ from tests.utils.checkpoint.megatron_ranks import RESUMED, SAVED, build, checkpo
 from tests.utils.checkpoint.test_torch_dist import prepare_index
 from tests.workers.engine import cases, megatron_cases
 from verl.utils.checkpoint import verify_checkpoint
-from verl.workers.config import CheckpointConfig
+from verl.workers.config import CheckpointConfig, HFModelConfig
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 pytestmark = pytest.mark.slow
@@ -159,7 +159,7 @@ def test_a_checkpoint_of_another_model_is_refused(root: Path, model: str, messag
 
 
 def test_another_backend_is_refused_on_both_sides(root: Path, tmp_path: Path) -> None:
-    from verl.trainer.run.resume import find_misfits
+    from verl.trainer.run.resume import misfit
 
     sharded: Any = cases.build(root / "plain")
     sharded.checkpoint_config = CheckpointConfig()
@@ -171,17 +171,16 @@ def test_another_backend_is_refused_on_both_sides(root: Path, tmp_path: Path) ->
     # the same by the driver, before any worker starts, which also knows that the number of workers may change
     shutil.copytree(checkpoint_of(root, "tp 2"), tmp_path / "megatron" / "actor")
 
-    class Node(dict):  # type: ignore[type-arg]
-        __getattr__ = dict.__getitem__
+    def problem(folder: Path, strategy: str, **changes: Any) -> str | None:
+        model = HFModelConfig(path=str(root / "plain"), override_config=changes)
+        return misfit(folder / "actor", strategy, 1, model, CheckpointConfig())
 
-    def misfits(folder: Path, strategy: str) -> list[str]:
-        actor = Node(actor=Node(strategy=strategy))
-        config = Node(trainer=Node(world_size=1), actor_rollout_ref=actor, critic=None)
-        return find_misfits(folder, config)
-
-    assert misfits(tmp_path, "fsdp2") == misfits(tmp_path / "megatron", "megatron") == []
-    assert "strategy=fsdp wrote it" in misfits(tmp_path, "megatron")[0]
-    assert "strategy=megatron wrote it" in misfits(tmp_path / "megatron", "fsdp")[0]
+    assert problem(tmp_path, "fsdp2") is problem(tmp_path / "megatron", "megatron") is None
+    assert "strategy=fsdp wrote it" in str(problem(tmp_path, "megatron"))
+    assert "strategy=megatron wrote it" in str(problem(tmp_path / "megatron", "fsdp"))
+    for folder, strategy in ((tmp_path, "fsdp"), (tmp_path / "megatron", "megatron")):
+        other = problem(folder, strategy, rope_theta=5e5)
+        assert "another model: this run's has rope_parameters.rope_theta=500000.0, and 10000" in str(other)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,13 @@ from verl.utils.checkpoint import (
     get_checkpoint_tracker_filename,
     verify_checkpoint,
 )
-from verl.utils.loading import UntrustedClassError, untrusted_classes
+from verl.utils.checkpoint.model_fields import start_problem
+from verl.utils.dataset.config import order_problem
+from verl.utils.loading import UntrustedClassError, texts_in_state, untrusted_classes
+from verl.workers.config import HFModelConfig
+from verl.workers.config.actor_critic import CheckpointConfig
+from verl.workers.config.model import read_config_json
+from verl.workers.config.overrides import overridden
 
 T = TypeVar("T")
 
@@ -211,15 +217,31 @@ def find_untrusted(folder: Path, run: RunConfig) -> list[str]:
 
 
 def find_misfits(folder: Path, run: RunConfig) -> list[str]:
-    """Return one sentence for each role whose workers cannot read a checkpoint that is whole."""
+    """Return one sentence for each part of a checkpoint that is whole and that this run cannot read."""
     problems = []
     for role, node in (("actor", run.actor_rollout_ref.actor), ("critic", run.critic)):
         if node is not None:
-            problem = files.backend_problem(folder / role, node.strategy)
-            problem = problem or files.world_size_problem(folder / role, run.trainer.world_size)
+            model = run.actor_rollout_ref.model if role == "actor" else run.critic.model.as_model_config()
+            problem = misfit(folder / role, node.strategy, run.trainer.world_size, model, node.checkpoint)
             if problem is not None:
                 problems.append(f"{role}: {problem}")
+    saved = next(
+        (text for text in texts_in_state(folder / DATA_NAME, "order") if text.startswith("data.shuffle=")), None
+    )
+    if (problem := order_problem(saved, run.data.order)) is not None:
+        problems.append(f"{DATA_NAME}: {problem}")
     return problems
+
+
+def misfit(
+    folder: Path, strategy: str, world_size: int, model: HFModelConfig, checkpoint: CheckpointConfig
+) -> str | None:
+    """Return why the workers of a role cannot read its checkpoint, as far as files on this machine tell."""
+    problem = files.backend_problem(folder, strategy) or files.world_size_problem(folder, world_size)
+    if problem is not None or "model" not in checkpoint.load_contents:
+        return problem
+    content = overridden(read_config_json(model.path), model.override_config)
+    return start_problem(folder, content, model.lora_alpha if model.lora_rank else None)
 
 
 def _offer(root: Path, run: RunConfig) -> str:

@@ -17,7 +17,7 @@ from verl.trainer.run.inputs import (
     column_checks,
     local_files,
 )
-from verl.trainer.run.resume import ANOTHER, damaged_checkpoint, refuse_unnamed, tell_replaced
+from verl.trainer.run.resume import ANOTHER, damaged_checkpoint, misfit, refuse_unnamed, tell_replaced
 from verl.utils import envs
 from verl.utils.checkpoint.files import find_latest_ckpt_path, verify_checkpoint
 from verl.utils.dataset.config import DataConfig
@@ -53,9 +53,11 @@ def check_sft_inputs(config: DictConfig) -> None:
         check_rows(tree.data)
     check_model(model_key, run.model.path)
     if processes == of_node:  # other nodes may have other disks
-        check_checkpoint(
-            run.trainer.resume_mode, run.trainer.resume_from_path, run.trainer.default_local_dir, rank == 0
-        )
+        trainer = run.trainer
+        folder = check_checkpoint(trainer.resume_mode, trainer.resume_from_path, trainer.default_local_dir, rank == 0)
+        problem = folder and misfit(folder, run.engine.strategy, processes, run.model, run.checkpoint)
+        if problem:
+            raise damaged_checkpoint(folder, [problem], ANOTHER)
 
 
 def idle_sharing(run: SFTConfig, node: str) -> str | None:
@@ -93,8 +95,10 @@ def check_rows(data: DictConfig) -> None:
                 check_conversations(check, columns.messages_key)
 
 
-def check_checkpoint(resume_mode: str, resume_from_path: str | None, run_folder: str, tells: bool = True) -> None:
-    """Check that the checkpoint that the run resumes from is whole; with ``tells``, name those that the run replaces.
+def check_checkpoint(
+    resume_mode: str, resume_from_path: str | None, run_folder: str, tells: bool = True
+) -> Path | None:
+    """Return the checkpoint that the run resumes from, if it is whole; with ``tells``, name those that it replaces.
 
     Raises: IncompleteCheckpointError naming the folder, CheckpointError naming the tracker file, or ResumeError when
         ``auto`` finds complete checkpoints and none that the tracker names.
@@ -103,13 +107,15 @@ def check_checkpoint(resume_mode: str, resume_from_path: str | None, run_folder:
     if resume_mode == "disable":
         if tells:
             tell_replaced(root, None)
-        return
+        return None
     folder = resume_from_path or find_latest_ckpt_path(root)
     if folder is None:
         refuse_unnamed(root)
-        return
-    problems = verify_checkpoint(Path(folder).expanduser())
+        return None
+    found = Path(folder).expanduser()
+    problems = verify_checkpoint(found)
     if problems:
         raise damaged_checkpoint(folder, problems, ANOTHER)
     if tells:
-        tell_replaced(root, Path(folder))
+        tell_replaced(root, found)
+    return found

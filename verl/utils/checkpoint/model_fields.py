@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from verl.utils.checkpoint.files import layout_file
 
 FIELDS_KEY = "model_fields"
 """Entry of a layout file: the values that the model was trained with."""
@@ -32,6 +35,9 @@ _UNREAD = frozenset(
     }
 )
 """Fields that no forward of the engines reads, or that other keys decide."""
+_ROPE = "rope_parameters"
+_ROPE_FIELDS = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor", "type": "rope_type"}
+"""Older names of the parameters of RoPE, and those under ``rope_parameters``."""
 _POSITIONS = "max_position_embeddings"
 _PLAIN_ROPES = ("default", None)
 
@@ -75,3 +81,34 @@ def fields_problem(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | No
         f"it belongs to another model: this run's has {'; '.join(shown)}: give the values of the checkpoint in the "
         "config.json of model.path, in model.override_config, or as model.lora_alpha"
     )
+
+
+def start_problem(folder: Path, content: Mapping[str, Any], lora_alpha: float | None = None) -> str | None:
+    """Return, before a model is built, how it differs from that of a checkpoint; None if its files do not tell.
+
+    transformers may change a field that it reads, so one counts only if the file in the checkpoint has another value
+    too. The engine compares all fields when it loads.
+
+    Args: ``content`` is that of ``config.json`` with the changes of the run; ``lora_alpha`` is None without adapters.
+    """
+    saved = json.loads(layout_file(folder).read_text(encoding="utf-8")).get(FIELDS_KEY, {})
+    copied = Path(folder, "huggingface", "config.json")
+    if not copied.is_file():
+        return None
+    written = _of_file(json.loads(copied.read_text(encoding="utf-8")))
+    own = {name: value for name, value in _of_file(content).items() if written.get(name, value) != value}
+    if lora_alpha is not None:
+        own["lora_alpha"] = lora_alpha
+    return fields_problem(saved, own)
+
+
+def _of_file(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a ``config.json`` under the names that transformers gives them."""
+    found = {}
+    for name, value in _leaves(content):
+        node, _, field = name.replace("rope_scaling", _ROPE).rpartition(".")
+        if field in _ROPE_FIELDS and (field != "type" or node.endswith(_ROPE)):
+            node = node if node.endswith(_ROPE) else f"{node}.{_ROPE}".lstrip(".")
+            field = _ROPE_FIELDS[field]
+        found[f"{node}.{field}".lstrip(".")] = value
+    return found

@@ -128,6 +128,12 @@ class DataConfig(BaseConfig):
         return {kind: name for kind, name in columns.items() if name is not None}
 
     @property
+    def order(self) -> str:
+        """The setting that chooses the order of the training rows."""
+        name = self.sampler["class_name"]
+        return f"data.shuffle={str(self.shuffle).lower()}" if name is None else f"data.sampler.class_name={name}"
+
+    @property
     def loader_batch_size(self) -> int:
         """The prompts of one batch of the training loader."""
         return self.gen_batch_size or self.train_batch_size
@@ -150,3 +156,16 @@ class DataConfig(BaseConfig):
 
 def _as_list(files: str | list[str] | None) -> list[str]:
     return [files] if isinstance(files, str) else list(files or ())
+
+
+def order_problem(saved: str | None, own: str) -> str | None:
+    """Return why a run cannot go on in the order of rows that ``saved`` names; None if it can, or saved none.
+
+    Two samplers of the user may read each other's state.
+    """
+    if saved is None or saved == own or not any(each.startswith("data.shuffle") for each in (saved, own)):
+        return None
+    return (
+        f"{own}, and {saved} in the checkpoint: its position belongs to another order of the rows; write {saved}, or "
+        "set trainer.resume_mode=disable"
+    )

@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.base_config import WrongInput
-from verl.utils.dataset.config import DataConfig, Node
+from verl.utils.dataset.config import DataConfig, Node, order_problem
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import UserFileError, UserImportError, UserNameError, load_extern_type
 
@@ -170,18 +170,12 @@ def order_of(sampler: Sampler | None) -> str | None:
 def check_order(saved: str | None, sampler: Sampler | None) -> None:
     """Check that a sampler can go on from the state of the one that ``saved`` names; None if the checkpoint does not.
 
-    Two samplers of the user may read each other's state.
-
     Raises: SamplerSettingError with both settings.
     """
     own = order_of(sampler)
-    if saved is None or own is None or saved == own:
-        return
-    if saved.startswith("data.shuffle") or own.startswith("data.shuffle"):
-        raise SamplerSettingError(
-            f"{own}, and {saved} in the checkpoint: its position belongs to another order of the rows; write {saved}, "
-            "or set trainer.resume_mode=disable"
-        )
+    problem = None if own is None else order_problem(saved, own)
+    if problem is not None:
+        raise SamplerSettingError(problem)
 
 
 def stateful_loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:
