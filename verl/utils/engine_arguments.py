@@ -37,14 +37,41 @@ def sglang_arguments() -> frozenset[str]:
 
     Since 0.5.21 they are the annotated names of the classes in ``srt/arg_groups/fields``.
     """
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        return frozenset()
-    folder = Path(spec.submodule_search_locations[0]) / "srt" / "arg_groups" / "fields"
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")]
-    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-    fields = [each for node in classes for each in node.body if isinstance(each, ast.AnnAssign)]
-    return frozenset(field.target.id for field in fields if isinstance(field.target, ast.Name))
+    found = [node for path in _sources("sglang", "srt/arg_groups/fields/*.py") for node in _classes(path)]
+    return frozenset(name for node in found for name in _fields(node))
+
+
+@cache
+def vllm_arguments() -> frozenset[str]:
+    """Return the names of the arguments of ``vllm.LLM``; none if vLLM is not installed."""
+    engine = [node for path in _sources("vllm", "engine/arg_utils.py") for node in _classes(path)]
+    names = {name for node in engine if node.name == "EngineArgs" for name in _fields(node)}
+    for node in (node for path in _sources("vllm", "entrypoints/llm.py") for node in _classes(path)):
+        methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        names |= {each.arg for method in methods if node.name == "LLM" for each in _parameters(method) if names}
+    return frozenset(names)
+
+
+def _sources(package: str, pattern: str) -> list[Path]:
+    """Return files of a package; none if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    return [path for folder in folders for path in Path(folder).glob(pattern)]
+
+
+def _classes(path: Path) -> list[ast.ClassDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+def _fields(node: ast.ClassDef) -> list[str]:
+    """Return the annotated names of a class."""
+    fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+    return [each.id for each in fields if isinstance(each, ast.Name)]
+
+
+def _parameters(method: ast.FunctionDef) -> list[ast.arg]:
+    return [*method.args.args[1:], *method.args.kwonlyargs]
 
 
 def wrong_sglang_arguments(given: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -58,3 +85,11 @@ def wrong_sglang_arguments(given: Collection[str]) -> Iterator[tuple[str, str]]:
             yield name, _DECIDED[name]
         elif known and name not in known:
             yield name, f"is no argument of SGLang; the nearest: {', '.join(nearest(name, known))}"
+
+
+def wrong_vllm_arguments(given: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield each name that is no argument of vLLM, and what is wrong; without vLLM, its arguments are not known."""
+    known = vllm_arguments()
+    for name in given:
+        if known and name not in known:
+            yield name, f"is no argument of vLLM; the nearest: {', '.join(nearest(name, known))}"

@@ -17,7 +17,7 @@ from verl.workers.config.rollout import (
     SERVED_ROLLOUTS,
     RolloutConfig,
     SamplingConfig,
-    sglang_argument_rules,
+    engine_argument_rules,
 )
 
 WITHOUT_MODEL = (
@@ -236,8 +236,7 @@ class RewardModelConfig(BaseConfig):
         elif self.name in SERVED_ROLLOUTS and not self.enable_resource_pool:
             expected = "needs separate workers: set reward_model.enable_resource_pool=true, or write hf"
             yield Violation("name", self.name, expected)
-        if self.name == "sglang":
-            yield from sglang_argument_rules(self.engine_kwargs)
+        yield from engine_argument_rules(self.name, self.engine_kwargs)
         if self.response_length < 1:
             yield Violation("response_length", self.response_length, "must be 1 or more")
         if self.model["input_tokenizer"] is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import BaseConfig, Violation, setting
-from verl.utils.engine_arguments import wrong_sglang_arguments
+from verl.utils.engine_arguments import wrong_sglang_arguments, wrong_vllm_arguments
 from verl.utils.observe.rollout_trace import BACKENDS
 from verl.utils.profiler.config import ProfilerConfig
 
@@ -29,11 +29,19 @@ def cold_rules(temperature: float) -> Iterator[Violation]:
         yield Violation("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
 
 
-def sglang_argument_rules(engine_kwargs: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield arguments of SGLang that it does not have, or that other keys decide."""
-    own = engine_kwargs.get("sglang") or {}
-    for name, expected in wrong_sglang_arguments([name for name in own if own[name] is not None]):
-        yield Violation(f"engine_kwargs.sglang.{name}", own[name], expected)
+_WRONG_ARGUMENTS = {"vllm": wrong_vllm_arguments, "sglang": wrong_sglang_arguments}
+
+
+def engine_argument_rules(engine: str, engine_kwargs: Mapping[str, Any]) -> Iterator[Violation]:
+    """Yield arguments that an engine does not have, or that other keys decide; and what no engine reads."""
+    for name, given in engine_kwargs.items():
+        if name not in _WRONG_ARGUMENTS and given:
+            expected = "is no engine with arguments: write vllm or sglang, and the arguments below it"
+            yield Violation(f"engine_kwargs.{name}", given, expected)
+    if engine in _WRONG_ARGUMENTS:
+        own = engine_kwargs.get(engine) or {}
+        for name, expected in _WRONG_ARGUMENTS[engine]([name for name in own if own[name] is not None]):
+            yield Violation(f"engine_kwargs.{engine}.{name}", own[name], expected)
 
 
 def serves(rollout: Mapping[str, Any]) -> bool:
@@ -247,11 +255,11 @@ class RolloutConfig(LogProbConfig):
         elif self.name == "sglang" and self.expert_parallel_size not in (1, self.tensor_model_parallel_size):
             expected = f"must be 1 or tensor_model_parallel_size={self.tensor_model_parallel_size} with name=sglang"
             yield Violation("expert_parallel_size", self.expert_parallel_size, expected)
+        yield from engine_argument_rules(self.name, self.engine_kwargs)
         if self.name == "sglang":
             if self.repetition_penalty > MAX_PENALTY_SGLANG:
                 expected = f"must be at most {MAX_PENALTY_SGLANG} with sglang"
                 yield Violation("repetition_penalty", self.repetition_penalty, expected)
-            yield from sglang_argument_rules(self.engine_kwargs)
             port = (self.engine_kwargs.get("sglang") or {}).get("nccl_port")
             if port is not None and self.data_parallel_size > 1:
                 expected = f"must be null with data_parallel_size={self.data_parallel_size}: each group takes its own"
