@@ -67,7 +67,7 @@ class Source:
 def sources_of(root: Path) -> list[Source]:
     """Read all Python files of the package."""
     return [
-        Source(path.relative_to(root).as_posix(), text := path.read_text(), ast.parse(text))
+        Source(path.relative_to(root).as_posix(), text := path.read_text(encoding="utf-8"), ast.parse(text))
         for path in sorted((root / "verl").rglob("*.py"))
     ]
 
@@ -141,7 +141,9 @@ def imports_of(root: Path) -> dict[str, set[str]]:
     Raises: RuntimeError with the message of grimp, if it cannot read the package.
     """
     environment = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", IMPORTS_OF], cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_OF], cwd=root, env=environment, capture_output=True, encoding="utf-8"
+    )
     if done.returncode != 0:
         raise RuntimeError(f"grimp cannot read the imports of {root}/verl:\n{done.stderr[-2000:]}")
     return {module: set(imported) for module, imported in json.loads(done.stdout).items()}
@@ -197,7 +199,7 @@ def count(root: Path) -> dict[str, float]:
     from scripts.import_circles import circles
 
     sources = sources_of(root)
-    project = tomllib.loads((root / "pyproject.toml").read_text())
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     found = circles(imports_of(root))
     where = places(sources)
     text = "\n".join(source.text for source in sources)

@@ -39,7 +39,7 @@ def read_changes(path: str) -> dict[str, Any]:
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
     try:
-        changes = json.loads(file.read_text())
+        changes = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise WrongInput(f"--new_config_path={path}: cannot be read: {one_line(str(error))}: write JSON") from error
     if not isinstance(changes, dict):

@@ -50,7 +50,10 @@ def functions_at(revision: str) -> set[str]:
     Raises: ValueError for a revision that git does not know.
     """
     done = subprocess.run(
-        ["git", "grep", "-hoE", r"def test_\w+", revision, "--", "tests"], cwd=ROOT, capture_output=True, text=True
+        ["git", "grep", "-hoE", r"def test_\w+", revision, "--", "tests"],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
     )
     if done.returncode not in (0, 1):
         raise ValueError(f"--since {revision}: {done.stderr.strip()}")

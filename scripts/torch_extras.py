@@ -65,7 +65,11 @@ def import_error(package: str, broken: list[str] | None = None) -> str | None:
     if broken is not None:
         lines = [f"import {Path(__file__).stem} as extras", f"extras.activate({broken!r})", *lines]
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", "\n".join(lines)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        timeout=300,
+        encoding="utf-8",
     )
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no output"])[-1]
 
@@ -99,8 +103,8 @@ def mend(site_packages: Path) -> list[str]:
             f"torchvision does not import, even with its schemas defined: {error}\n"
             "Install the torchvision build for this torch (docs/install.md)."
         )
-    module.write_text(Path(__file__).read_text())
-    pth.write_text(f"import {MODULE_NAME}; {MODULE_NAME}.activate({broken!r})\n")
+    module.write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    pth.write_text(f"import {MODULE_NAME}; {MODULE_NAME}.activate({broken!r})\n", encoding="utf-8")
     return broken
 
 

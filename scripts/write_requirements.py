@@ -55,11 +55,11 @@ def described(name: str) -> str:
 
 def outdated(root: Path) -> list[str]:
     """Return the names of the files that differ from what ``pyproject.toml`` says."""
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return [
         name
         for name in EXTRAS_OF_FILE
-        if not (root / name).is_file() or (root / name).read_text() != contents(name, project)
+        if not (root / name).is_file() or (root / name).read_text(encoding="utf-8") != contents(name, project)
     ]
 
 
@@ -73,9 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
         for name in names:
             print(f"{name} is out of date: run python scripts/write_requirements.py", file=sys.stderr)
         return 1 if names else 0
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for name in names:
-        (ROOT / name).write_text(contents(name, project))
+        (ROOT / name).write_text(contents(name, project), encoding="utf-8")
         print(f"wrote {name}")
     return 0
 

@@ -85,7 +85,7 @@ def train(run: Path, settings: dict[str, Any], overrides: list[str], steps: int)
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = f"{ROOT}:{HERE}"
     measured = run_measured(command, env, run / "metrics.jsonl", run / "output.log", RUN_TIMEOUT_S)
-    lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     if len(measured["marks"]) != steps:
         raise RuntimeError(f"{len(measured['marks'])} steps were seen, not {steps}; see {run}/output.log")
     return measured | {"lines": lines}
@@ -174,7 +174,7 @@ def concurrent(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tools = inputs / "tools.yaml"
     least_s, most_s = args.tool_s
     config = f"{{type: native, least_s: {least_s}, most_s: {most_s}}}"
-    tools.write_text(f"tools:\n  - class_name: sleepers.SleepTool\n    config: {config}\n")
+    tools.write_text(f"tools:\n  - class_name: sleepers.SleepTool\n    config: {config}\n", encoding="utf-8")
     settings = {
         "data.train_files": inputs / "prompts.parquet",
         "data.train_batch_size": args.trajectories,
@@ -197,7 +197,7 @@ def concurrent(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     run = folder / "run"
     measured = train(run, settings, args.overrides, args.steps)
-    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+    attempts = [json.loads(line) for line in (run / "attempts.jsonl").read_text(encoding="utf-8").splitlines()]
     outcomes = Counter(line["outcome"] for line in attempts)
     counted = measured["lines"][WARMUP_STEPS:]
     seconds = statistics.median(line["timing_s/step"] for line in counted)

@@ -105,7 +105,7 @@ def write_prompts(folder: Path, sizes: Any, count: int) -> None:
         "".join([*(f"<w{rng.randrange(3, sizes.vocab)}>" for _ in range(sizes.prompt_length - 1)), "<start>"])
         for _ in range(count)
     ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows), encoding="utf-8")
     pandas.DataFrame(
         {
             "data_source": "countdown",

@@ -288,7 +288,7 @@ def run_in(checkout: Path, part: str, only: str, repeats: int, new_memory: bool)
     command = [sys.executable, __file__, "--json", "--parts", part, "--only", only, "--repeats", str(repeats)]
     command += ["--new-memory"] if new_memory else []
     env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env=env, cwd=checkout, stdout=subprocess.PIPE, check=True, encoding="utf-8")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

@@ -299,7 +299,10 @@ class Account:
 def ready_s() -> float:
     """Return how long this thread has been ready to run and had no processor; 0 where the system does not tell."""
     try:
-        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+        return (
+            int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text(encoding="utf-8").split()[1])
+            / 1e9
+        )
     except OSError:
         return 0.0
 
@@ -969,7 +972,7 @@ def queue(sends_s: float, answers_s: float, work_s: float, workers: int) -> floa
 
 def phases(arguments: argparse.Namespace) -> None:
     """Print the seconds and bytes of each phase."""
-    read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
+    read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text(encoding="utf-8").splitlines()]
     sys.stdout.write("| responses | tokens | workers | columns | phase | CPU s | MB to workers | MB from workers |\n")
     sys.stdout.write("| --- " * 8 + "|\n")
     for line in summaries([line for line in read if not worked(line)]):
@@ -1009,7 +1012,7 @@ def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say
 
 def model(arguments: argparse.Namespace) -> None:
     """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
-    read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text().splitlines()]
+    read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text(encoding="utf-8").splitlines()]
     lines = summaries([line for line in read if not worked(line)])
     if len({line.get("keeps_memory", False) for line in lines if not line["by_reference"]}) > 1:
         raise SystemExit("runs with and without --keep-memory: give those of one kind")

@@ -99,7 +99,7 @@ def run_worker(args: argparse.Namespace) -> None:
         seconds = {"sync_s": manager.last_sync["seconds"], "generation_s": rollout.last_generation["seconds"]}
         lines.append(seconds | {"sync_cpu_s": synced - before, "generation_cpu_s": generated - synced})
     dist.barrier()
-    (args.out / f"{args.rank}.json").write_text(json.dumps(lines))
+    (args.out / f"{args.rank}.json").write_text(json.dumps(lines), encoding="utf-8")
     if args.engine == "sglang":
         rollout.shutdown()
         if args.rank == 0:
@@ -184,7 +184,7 @@ def measure(engine: str, size: int, args: argparse.Namespace, folder: Path) -> d
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{HERE}"}
     deadline = time.monotonic() + RUN_TIMEOUT_S
     tree = ProcessTree(os.getpid())
-    with (folder / "output.log").open("w") as log:
+    with (folder / "output.log").open("w", encoding="utf-8") as log:
         workers = [
             subprocess.Popen([*words, "--rank", str(rank)], env=env, stdout=log, stderr=log) for rank in range(size)
         ]
@@ -200,7 +200,7 @@ def measure(engine: str, size: int, args: argparse.Namespace, folder: Path) -> d
                 worker.wait()
     if any(worker.returncode for worker in workers):
         raise RuntimeError(f"a worker has failed; see {folder}/output.log")
-    of_workers = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    of_workers = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
     starts, repeats = [lines[0] for lines in of_workers], [lines[1:] for lines in of_workers]
     row: dict[str, Any] = {name: max(start[name] for start in starts) for name in starts[0]}
     for name in ("sync_s", "generation_s"):

@@ -58,7 +58,7 @@ def loss(output: Any, data: Any) -> Any:
 
 def status(name: str) -> int:
     """Return a line of this process's status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
@@ -106,7 +106,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         else:
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         for _ in range(options.steps):
             start = time.perf_counter()
             metrics = engine.train_batch(data, loss)
@@ -143,7 +143,7 @@ def main() -> None:
             several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp}"]
             start = several if options.tp > 1 else []
             command = [sys.executable, *start, __file__, *sys.argv[1:], "--head", head, "--folder", folder]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+            done = subprocess.run(command, capture_output=True, timeout=900, check=False, encoding="utf-8")
             if done.returncode:
                 print(done.stderr[-2000:], flush=True)
                 continue

@@ -152,7 +152,7 @@ def measure(tree: Path, args: argparse.Namespace, folder: Path, name: str) -> li
     result = folder / f"{name}.pt"
     words = [sys.executable, __file__, "--worker", str(result), "--out", str(folder), *sys.argv[1:]]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{tree.resolve()}:{HERE}"}
-    with (folder / f"{name}.log").open("w") as log:
+    with (folder / f"{name}.log").open("w", encoding="utf-8") as log:
         done = subprocess.run(words, env=env, stdout=log, stderr=log, timeout=RUN_TIMEOUT_S, check=False, cwd=tree)
     if not result.exists():
         raise RuntimeError(f"{tree}: exit status {done.returncode}, see {folder}/{name}.log")

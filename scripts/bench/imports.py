@@ -28,7 +28,11 @@ CPU = "\nimport time\nprint(time.process_time())"
 def seconds_by_package(code: str) -> tuple[collections.Counter[str], float]:
     """Return the CPU seconds in the modules of each package, without what these import, and those of the process."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", code + CPU], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-X", "importtime", "-c", code + CPU],
+        capture_output=True,
+        check=True,
+        timeout=300,
+        encoding="utf-8",
     )
     seconds: collections.Counter[str] = collections.Counter()
     for line in done.stderr.splitlines():

@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace, out: Path, overrides: list[str]) -> dict[s
     progress = folder / "metrics.jsonl"
     result = run_measured(["bash", str(args.script), *given], env, progress, out.parent / "output.log", TIMEOUT_S)
     marks = result["marks"][: args.steps]
-    counted = [json.loads(line)["data"] for line in progress.read_text().splitlines()][1 : args.steps]
+    counted = [json.loads(line)["data"] for line in progress.read_text(encoding="utf-8").splitlines()][1 : args.steps]
     if len(marks) < args.steps:
         raise RuntimeError(f"{len(marks)} steps were seen, not {args.steps}; see {out.parent}/output.log")
     (start, before), (end, after) = marks[0], marks[-1]

@@ -89,7 +89,7 @@ def loss(output: Any, data: Any) -> Any:
 
 def status(name: str) -> int:
     """Return a line of this process's status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
@@ -135,7 +135,7 @@ def child(given: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
         for at in range(args.updates + 1):
             if at == 0:
                 before = status("VmRSS")
-                Path("/proc/self/clear_refs").write_text("5")
+                Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
             started = time.process_time()
             engine.train_batch(data, loss)
             seconds.append(time.process_time() - started)
@@ -188,7 +188,7 @@ def needed(prompt: int, samples: int, args: argparse.Namespace, shares: bool, fo
 def run(given: dict[str, Any]) -> dict[str, float]:
     """Measure in a process of its own."""
     command = [sys.executable, __file__, *sys.argv[1:], "--child", json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, check=False, encoding="utf-8")
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return dict(json.loads(done.stdout.splitlines()[-1]))

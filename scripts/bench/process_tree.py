@@ -68,7 +68,7 @@ class ProcessTree:
 
 def _proportional(pid: int) -> list[int]:
     """Return the parts of the PSS of a process in bytes: its own memory, shared memory, and mapped files."""
-    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
     sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, text.splitlines()[1:])}
     return [sizes[f"Pss_{kind}:"] for kind in ("Anon", "Shmem", "File")]
 
@@ -93,7 +93,7 @@ def run_measured(
     Raises: RuntimeError with the end of the log when the command fails or takes longer than ``timeout_s``.
     """
     started = time.monotonic()
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         child = subprocess.Popen(command, env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
         tree, marks, pss, memory_at = ProcessTree(child.pid), [], [], 0.0
         try:
@@ -118,4 +118,4 @@ def run_measured(
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+    return "\n".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-30:])

@@ -92,7 +92,7 @@ def main() -> None:
     lines = ["| scorer | characters | in the trainer | in a process | throughput |", "|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "scorers.py")
-        path.write_text(SCORERS)
+        path.write_text(SCORERS, encoding="utf-8")
         for name in ("gsm8k", "math", "one_ms"):
             lines += [measure(path, name, given.rows, num_chars, given.rounds) for num_chars in (400, 8000)]
     get_console().info("%s", "\n".join(lines))

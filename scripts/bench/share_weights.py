@@ -105,7 +105,7 @@ def run_process(folder: Path, shares: bool, syncs: int) -> None:
         sync()
     found["trained"] = own_memory()
     found["bytes"] = manager.last_sync["bytes"]
-    (folder / "found.json").write_text(json.dumps(found))
+    (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def main() -> None:
@@ -128,7 +128,7 @@ def main() -> None:
         for at in range(options.rounds):
             for copies in (2, 1):
                 subprocess.run([*words, "--copies", str(copies)], check=True, stdout=sys.stderr)
-                found = json.loads((Path(name) / "found.json").read_text())
+                found = json.loads((Path(name) / "found.json").read_text(encoding="utf-8"))
                 first, *later = found["cpu"]
                 print(
                     f"round {at + 1}, copies {copies}: PSS {found['start']:.0f} MiB, {found['trained']:.0f} MiB after "

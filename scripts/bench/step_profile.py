@@ -76,7 +76,7 @@ def counters(processes: list[psutil.Process]) -> dict[tuple[int, int], tuple[str
     for process in processes:
         for folder in Path(f"/proc/{process.pid}/task").glob("*"):
             with suppress(OSError, IndexError):
-                text = (folder / "stat").read_text()
+                text = (folder / "stat").read_text(encoding="utf-8")
                 name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
                 found[process.pid, int(folder.name)] = (name, (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
     return found
@@ -90,7 +90,7 @@ def subject_of(stack: str) -> str:
 def samples_of(path: Path) -> dict[int, Counter[str]]:
     """Return the samples by thread and subject."""
     found: dict[int, Counter[str]] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         stack, _, count = line.rpartition(" ")
         if match := re.match(r"thread \((\d+)\)", stack):
             found.setdefault(int(match[1]), Counter())[subject_of(stack)] += int(count)
@@ -170,7 +170,7 @@ def record(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     progress = run / "metrics.jsonl"
     env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    with (run / "output.log").open("w") as log:
+    with (run / "output.log").open("w", encoding="utf-8") as log:
         command = verl_command(sizes, folder / args.case, run)
         child = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         tree = ProcessTree(child.pid)

@@ -153,7 +153,7 @@ def measure(name: str, args: SimpleNamespace, inputs: Path, run: Path) -> dict[s
     (start, cpu_start), (end, cpu_end) = marks[WARMUP_STEPS - 1], marks[-1]
     counted = args.steps - WARMUP_STEPS
     by_process = {name: (value - cpu_start.get(name, 0.0)) / counted for name, value in cpu_end.items()}
-    lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     mean, low, high = ([line[key] for line in lines[WARMUP_STEPS:]] for key in LENGTH_KEYS[framework])
     return {
         "framework": name,
@@ -187,7 +187,7 @@ def compare(case: str, args: argparse.Namespace, folder: Path) -> list[dict[str,
                 name, sizes, inputs, folder / f"{case}_{name.replace(' ', '_')}_{number}"
             )
             results.append(row)
-            with (folder / "results.jsonl").open("a") as file:
+            with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             say(f"{case} {number} {name}: {row['cpu_s']:.2f} CPU s, {row['wall_s']:.2f} s per step")
     return results

@@ -29,7 +29,7 @@ class StepLines(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Write a line once the figures of a step are complete."""
         if logs and "reward" in logs:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "time": time.time(), "data": logs}) + "\n")
 
 

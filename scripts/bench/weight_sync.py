@@ -46,7 +46,7 @@ def model_config(name: str) -> Any:
 
 def resident() -> dict[str, int]:
     """Return this process's memory by kind, in bytes, and the highest sum since the last reset."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return {
         words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words and words[0][:3] in ("VmR", "VmH", "Rss")
     }
@@ -54,7 +54,7 @@ def resident() -> dict[str, int]:
 
 def reset_peak() -> None:
     """Let the kernel count the highest resident memory from here."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def run_rank(rank: int, world: int, tensor_parallel: int, folder: Path, bucket_m
     with allocations() as found, manager:
         pass
     lines.append(found)
-    (folder / f"{rank}.json").write_text(json.dumps(lines))
+    (folder / f"{rank}.json").write_text(json.dumps(lines), encoding="utf-8")
 
 
 def measure(model: str, world: int, tensor_parallel: int, bucket_mib: int, syncs: int) -> list[list[dict[str, Any]]]:
@@ -156,7 +156,7 @@ def measure(model: str, world: int, tensor_parallel: int, bucket_mib: int, syncs
         ranks = [subprocess.Popen([*words, "--rank", str(rank)], stdout=sys.stderr) for rank in range(world)]
         if any(process.wait(600) for process in ranks):
             raise SystemExit("a rank has failed, see above")
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+        return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)]
 
 
 def main() -> None:

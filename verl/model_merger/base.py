@@ -51,7 +51,7 @@ class BaseMerger(ABC):
         self.world_size = self._check_files()
         self.config = self._load_config()
         # the dtypes of the model that training started from, if the checkpoint records them
-        layout = json.loads((self.folder / self.layout_name).read_text())
+        layout = json.loads((self.folder / self.layout_name).read_text(encoding="utf-8"))
         self.source_dtype: torch.dtype | None = DTYPES.get(layout.get("source_dtype"))
         self.weights_mode: int | None = layout.get("weights_mode")
         self.other_dtypes = {name: DTYPES[dtype] for name, dtype in layout.get("other_dtypes", {}).items()}

@@ -49,7 +49,7 @@ class FSDPMerger(BaseMerger):
     def _adapter_config(self) -> dict[str, Any]:
         path = self.folder / ADAPTER_FOLDER / "adapter_config.json"
         try:
-            content: dict[str, Any] = json.loads(path.read_text())
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             content["lora_alpha"], content["r"]
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path}, which holds the scale of the adapters, cannot be read: {error}") from error

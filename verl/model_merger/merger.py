@@ -97,7 +97,9 @@ def _write_adapter(folder: Path, merger: BaseMerger) -> None:
     folder.mkdir()
     tensors = {name: tensor.contiguous() for name, tensor in merger.adapter()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(merger.adapter_config, indent=2, sort_keys=True) + "\n")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(merger.adapter_config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def compare(options: MergeOptions, reference_dir: str) -> list[str]:

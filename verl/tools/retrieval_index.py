@@ -188,13 +188,13 @@ class DenseIndex:
         key = {"model": model, "texts": len(texts), "digest": _digest(texts)}
         description = Path(f"{cache}.json")
         if Path(cache).is_file():
-            if not description.is_file() or json.loads(description.read_text()) != key:
+            if not description.is_file() or json.loads(description.read_text(encoding="utf-8")) != key:
                 raise WrongInput(f"--cache {cache}: holds embeddings of another corpus or model: give another file")
             return np.load(cache)
         embeddings = self.embed(texts)
         with open(cache, "wb") as file:
             np.save(file, embeddings)
-        description.write_text(json.dumps(key))
+        description.write_text(json.dumps(key), encoding="utf-8")
         return embeddings
 
 

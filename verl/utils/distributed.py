@@ -136,7 +136,7 @@ def _gpu_numa_node(device_index: int) -> int:
         return -1
     address = f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
     file = Path("/sys/bus/pci/devices") / address / "numa_node"
-    return int(file.read_text()) if file.is_file() else -1
+    return int(file.read_text(encoding="utf-8")) if file.is_file() else -1
 
 
 def _parse_cpu_list(text: str) -> set[int]:
@@ -156,7 +156,7 @@ def set_numa_affinity() -> None:
     cpu_list = Path(f"/sys/devices/system/node/node{node}/cpulist")
     if node < 0 or not cpu_list.is_file():
         return
-    cpus = _parse_cpu_list(cpu_list.read_text()) & os.sched_getaffinity(0)
+    cpus = _parse_cpu_list(cpu_list.read_text(encoding="utf-8")) & os.sched_getaffinity(0)
     if not cpus:
         logger.warning("this process may use no core of NUMA node %d: its affinity is unchanged", node)
         return

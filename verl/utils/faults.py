@@ -158,5 +158,5 @@ def _take(point: str, rank: int, step: int | None, skip: bool) -> Fault | None:
         envs.remove("VERL_FAULT")
     record = envs.read("VERL_FAULT_FILE")
     if record:
-        Path(record).write_text(f"{time.time()} {point} rank={rank} step={step}")
+        Path(record).write_text(f"{time.time()} {point} rank={rank} step={step}", encoding="utf-8")
     return fault

@@ -144,7 +144,7 @@ def _renewed(src: str, target: str, record: Path) -> str | None:
         _readers[target] = os.open(f"{target}.readers", os.O_CREAT | os.O_RDWR, 0o600)
     reader = _readers[target]
     state = _state_of(src)
-    if record.is_file() and record.read_text() == state and verify_copy(src, target):
+    if record.is_file() and record.read_text(encoding="utf-8") == state and verify_copy(src, target):
         fcntl.flock(reader, fcntl.LOCK_SH)
         return None
     try:
@@ -162,7 +162,7 @@ def _renewed(src: str, target: str, record: Path) -> str | None:
         copy_tree(src, target)
         if _state_of(src) != state:
             return "it changed while it was copied"
-        record.write_text(state)
+        record.write_text(state, encoding="utf-8")
         return None
     finally:
         fcntl.flock(reader, fcntl.LOCK_SH if record.is_file() else fcntl.LOCK_UN)
@@ -283,14 +283,14 @@ def _record_of(folder: str) -> str:
 def _record_directory_structure(folder_path: str | os.PathLike[str]) -> str:
     """Write names and sizes of the files in a folder into it, and return the path of this record."""
     record = Path(folder_path, RECORD_FILE)
-    record.write_text(_record_of(str(folder_path)))
+    record.write_text(_record_of(str(folder_path)), encoding="utf-8")
     return str(record)
 
 
 def _check_directory_structure(folder_path: str | os.PathLike[str], record_file: str | os.PathLike[str]) -> bool:
     """Whether a folder holds the files of its record, and no others."""
     record = Path(record_file)
-    return record.is_file() and record.read_text() == _record_of(str(folder_path))
+    return record.is_file() and record.read_text(encoding="utf-8") == _record_of(str(folder_path))
 
 
 def _is_complete(local: str) -> bool:

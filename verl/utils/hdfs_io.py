@@ -116,7 +116,7 @@ def missing_command() -> str | None:
 def _run(arguments: list[str], timeout: float = COMMAND_TIMEOUT_S, check: bool = True) -> _Done:
     command = [shutil.which("hdfs") or "hdfs", "dfs", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(command, capture_output=True, timeout=timeout, encoding="utf-8")
     except FileNotFoundError:
         raise HdfsError(f"{next(filter(is_hdfs, arguments))}: {_MISSING}") from None
     except subprocess.TimeoutExpired:

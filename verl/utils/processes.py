@@ -133,7 +133,7 @@ def end_with_this_process(processes: Iterable[psutil.Process], folders: Iterable
 def oom_kills() -> int | None:
     """Return how many processes of this machine the kernel has killed for lack of memory; None if it does not tell."""
     with suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
+        for line in Path("/proc/vmstat").read_text(encoding="utf-8").splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None

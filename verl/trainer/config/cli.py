@@ -38,6 +38,7 @@ from verl.trainer.config.keys import (
 )
 from verl.utils.import_utils import PACKAGE, absolute_name
 from verl.utils.masking import MASK, masked, masked_text, secrets_in
+from verl.utils.terminal_text import as_typed, escape_in_terminal, locale_problem
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +65,16 @@ def hydra_main(
 
         @functools.wraps(function)
         def task(config: Any) -> None:
-            _hide_secrets(config)
             try:
+                _hide_secrets(config)
+                _refuse_unreadable(config)
                 function(config)
             except WrongInput as error:
                 _exit(str(error))
 
         @functools.wraps(function)
         def command() -> None:
+            escape_in_terminal()
             if not _has_working_folder():
                 _exit("the working folder has been deleted: change to one that exists")
             flags = get_args_parser().parse_args(sys.argv[1:])
@@ -93,6 +96,23 @@ def hydra_main(
         return command
 
     return decorate
+
+
+def _refuse_unreadable(config: Any) -> None:
+    """Refuse values that the locale cannot read.
+
+    Raises: ConfigError naming their keys.
+    """
+    tree: Any = OmegaConf.to_container(config, resolve=False)
+    values = {key: select(tree, key) for key in dotted_keys(tree)} | {"the working folder": os.getcwd()}
+    texts = {key: " ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in values.items()}
+    problems = [
+        Violation(key, as_typed(text), problem)
+        for key, text in texts.items()
+        if not isinstance(values[key], Mapping) and (problem := locale_problem(text))
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _is_of_user(function: Callable[..., Any]) -> bool:

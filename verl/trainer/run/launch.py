@@ -219,7 +219,7 @@ def protect_token() -> None:
         file.parent.mkdir(exist_ok=True)
         if not file.exists():
             new.touch(mode=0o600)
-            new.write_text(secrets.token_hex(32))
+            new.write_text(secrets.token_hex(32), encoding="utf-8")
             with suppress(FileExistsError):  # another run was faster
                 os.link(new, file)
             new.unlink()

@@ -37,7 +37,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 def _line_of(path: str) -> str:
     """Return the text of a small file of the system; empty if there is none."""
     with suppress(OSError):
-        return Path(path).read_text().strip()
+        return Path(path).read_text(encoding="utf-8").strip()
     return ""
 
 

@@ -132,7 +132,7 @@ class CheckpointHandler:
         counted = Path(folder, RUN_STATE_NAME)
         if counted.exists():
             with restoring(counted):
-                self.run_state = dict(json.loads(counted.read_text()))
+                self.run_state = dict(json.loads(counted.read_text(encoding="utf-8")))
             _check_step(counted, self.run_state, step)
         position = self._position(Path(folder), step)
         self.engine.load_checkpoint(folder)

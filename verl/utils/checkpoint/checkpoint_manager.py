@@ -171,7 +171,7 @@ class BaseCheckpointManager(ABC):
 
     def other_model(self, folder: Path) -> str | None:
         """Return how the model differs in such values from that of a checkpoint; None if it does not."""
-        layout = json.loads(files.layout_file(folder).read_text())
+        layout = json.loads(files.layout_file(folder).read_text(encoding="utf-8"))
         # Older checkpoints do not hold the values.
         return fields_problem(layout[FIELDS_KEY], self.model_fields()) if FIELDS_KEY in layout else None
 

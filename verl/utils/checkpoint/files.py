@@ -188,7 +188,7 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
     """
     name = manifest_name(world_size, rank)
     with reading(name, f": rank {rank} did not finish writing"):
-        content = json.loads(Path(readable_file(Path(folder, name))).read_text())
+        content = json.loads(Path(readable_file(Path(folder, name))).read_text(encoding="utf-8"))
         files = [FileRecord(**entry) for entry in content["files"]]
         return Manifest(content["world_size"], content["rank"], content["global_step"], files)
 
@@ -217,7 +217,7 @@ def read_world_size(folder: StrPath) -> int:
     """
     path = layout_file(folder)
     with reading(path.name):
-        world_size = json.loads(Path(readable_file(path)).read_text())["world_size"]
+        world_size = json.loads(Path(readable_file(path)).read_text(encoding="utf-8"))["world_size"]
         if not isinstance(world_size, int) or not 0 < world_size <= _MOST_RANKS:
             raise ValueError(f"world_size={world_size!r} must be an integer of 1 or more")
         return world_size
@@ -358,7 +358,7 @@ def tracker_text(tracker: Path) -> str:
     Raises: CheckpointError when the file cannot be read.
     """
     try:
-        return Path(readable_file(tracker)).read_text(errors="replace").strip()
+        return Path(readable_file(tracker)).read_text(errors="replace", encoding="utf-8").strip()
     except OSError as error:
         raise CheckpointError(f"{tracker} cannot be read ({error}): write a checkpoint's number into it") from error
 

@@ -273,7 +273,9 @@ def export_weights(folder: Path | None, weights: Iterator[tuple[str, Tensor]], m
         (folder / f"shard-{number}").rename(folder / file_name)
         weight_map |= dict.fromkeys(names, file_name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def _shards_of(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -248,7 +248,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         return []
 
     def _other_optimizer(self, folder: Path) -> str | None:
-        written = json.loads((folder / files.MEGATRON_LAYOUT_NAME).read_text())
+        written = json.loads((folder / files.MEGATRON_LAYOUT_NAME).read_text(encoding="utf-8"))
         if written[_OPTIMIZER_KEY] != self._is_sharded():
             return f"it was written with megatron.{_OPTIMIZER_KEY}={as_yaml(written[_OPTIMIZER_KEY])}: set the same"
         cut = [sizes["ep"] > 1 or sizes.get("etp", sizes["tp"]) != sizes["tp"] for sizes in (written, self._sizes())]
@@ -287,7 +287,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             return [f"it belongs to another model: it lacks {lacking[0]}"]
         if self.should_load_model and (other := sorted(weights - needed)):
             return [f"it belongs to another model: it holds {other[0]}"]
-        padding = json.loads((folder / files.MEGATRON_LAYOUT_NAME).read_text())["tp"]
+        padding = json.loads((folder / files.MEGATRON_LAYOUT_NAME).read_text(encoding="utf-8"))["tp"]
         problem = vocabulary_problem(reader, self.hf_config.get_text_config().vocab_size, multiple=padding)
         return [] if problem is None else [problem]
 

@@ -38,7 +38,7 @@ class TorchDistReader:
         self.folder = Path(folder)
         path = self.folder / BACKEND_FILE
         with reading(path, ": the folder is not a complete distributed checkpoint"):
-            backend = json.loads(path.read_text())["sharded_backend"]
+            backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
         if backend != "torch_dist":
             raise CheckpointError(f"{path} says sharded_backend={backend!r}: only torch_dist is supported")
         path = self.folder / INDEX_FILE

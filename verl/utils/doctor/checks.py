@@ -125,7 +125,11 @@ def run_python(code: str) -> tuple[str, str | None]:
     """Run code in a subprocess; return its last line of output and, if it fails, the reason in one line."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+            [sys.executable, "-c", code],
+            capture_output=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
+            encoding="utf-8",
         )
     except subprocess.TimeoutExpired:
         return "", f"no answer within {IMPORT_TIMEOUT_S} s"
@@ -179,7 +183,7 @@ def _memory() -> int:
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            limits.append(int(Path(path).read_text()))
+            limits.append(int(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError):  # no such file, or "max" for no limit
             continue
     return min(limits)
@@ -226,7 +230,7 @@ def _driver() -> str | None:
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(query, capture_output=True, timeout=20, check=False, encoding="utf-8")
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"nvidia-smi fails: {error}"
     return (done.stdout.split("\n")[0] if done.returncode == 0 else done.stderr or done.stdout).strip()

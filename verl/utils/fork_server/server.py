@@ -94,7 +94,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def has_threads() -> bool:
     """Whether this process has a thread, of Python or of a library, that a fork would lose."""
     for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+        with suppress(OSError), open(f"/proc/self/task/{thread}/comm", encoding="utf-8") as file:
             if int(thread) != os.getpid() and file.read().strip() not in _SAFE_THREADS:
                 return True
     return False
@@ -309,7 +309,7 @@ def become(request: Mapping[str, Any], handles: Sequence[int], path: Sequence[st
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write(_WORKER_OOM_SCORE)
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))

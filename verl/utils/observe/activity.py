@@ -47,7 +47,7 @@ class ActivityFile:
         """
         new = self._path.with_suffix(".new")
         try:
-            new.write_text(json.dumps(asdict(activity)))
+            new.write_text(json.dumps(asdict(activity)), encoding="utf-8")
             os.replace(new, self._path)
         except FileNotFoundError:
             pass
@@ -57,7 +57,7 @@ class ActivityFile:
     def read(self) -> Activity | None:
         """Return the activity; None before the process has written one, or when somebody has removed the file."""
         with suppress(FileNotFoundError):
-            text = self._path.read_text()
+            text = self._path.read_text(encoding="utf-8")
             return Activity(**json.loads(text)) if text else None
         return None
 

@@ -57,7 +57,7 @@ class Clock(NamedTuple):
 @cache
 def _host() -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         boot = ""
     return boot or socket.gethostname()

@@ -29,7 +29,7 @@ def usable_cores() -> list[int]:
 def _quotas(groups: Path, mount: Path) -> Iterator[float]:
     """Yield the cores that each control group of this process, and each above it, may use. Both versions are read."""
     try:
-        lines = groups.read_text().splitlines()
+        lines = groups.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -51,7 +51,7 @@ def _quota(folder: Path) -> Iterator[float]:
     """Yield the cores that one control group may use, if it has a limit."""
     for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
         try:
-            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            quota, period = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
         except (OSError, ValueError):
             continue
         if quota not in ("max", "-1"):

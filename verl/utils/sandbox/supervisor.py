@@ -150,8 +150,8 @@ def enter_checker(request: Request, index: int, pipes: tuple[int, int]) -> NoRet
     try:
         null = os.open(os.devnull, os.O_RDWR)
         confine(request, [null, null, null, request["tests_fd"], *pipes, request["reports_fd"]])
-        sys.stdin = open(0, closefd=False)
-        sys.stdout = sys.stderr = open(1, "w", closefd=False)
+        sys.stdin = open(0, closefd=False, encoding="utf-8")
+        sys.stdout = sys.stderr = open(1, "w", closefd=False, encoding="utf-8")
         offset, length = request["tests"][index]["test_code"] or (0, 0)
         test_code = os.pread(RESULT_FD, length, offset).decode("utf-8", errors="surrogatepass")
         os.close(RESULT_FD)

@@ -107,7 +107,7 @@ def run_apart(
     here = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
     sys.path[:] = [path for path in sys.path if path not in here]  # where the program may put modules for the test
     mark, test_code = json.loads(sys.stdin.buffer.read())
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         verdict, reason = exchange.check(test_code, (answers[0], requests[1]))
     if verdict != exchange.PASSED:
         os.write(2, reason.encode(errors="replace"))

@@ -483,7 +483,7 @@ def _mapped_files() -> str:
     texts = []
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            texts.append(path.read_text())
+            texts.append(path.read_text(encoding="utf-8"))
     return "\n".join(texts)
 
 

@@ -45,7 +45,7 @@ class SocketFolder:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         self.instance: str | None = None
         self.opened: list[Socket[Any]] = []
-        self._lock = (self.path / "lock").open("w")
+        self._lock = (self.path / "lock").open("w", encoding="utf-8")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         nothing = subprocess.DEVNULL
         command = ["sh", "-c", _GUARD, "sh", str(self.path)]
@@ -55,7 +55,7 @@ class SocketFolder:
     def note(self, instance: str) -> None:
         """Note SGLang's id of the engine, whose counters in shared memory are removed with the folder."""
         self.instance = instance
-        (self.path / "instance").write_text(f"{instance}\n")
+        (self.path / "instance").write_text(f"{instance}\n", encoding="utf-8")
 
     def close(self) -> None:
         """Close the sockets, and remove the folder and what is left of the engine's counters."""
@@ -74,7 +74,7 @@ def _remove_stale() -> None:
         with contextlib.suppress(OSError):  # of another user, or gone already
             if now - folder.stat().st_mtime < _START_LIMIT_S:
                 continue
-            with (folder / "lock").open("a") as lock:
+            with (folder / "lock").open("a", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
 

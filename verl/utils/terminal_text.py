@@ -1,0 +1,26 @@
+"""Texts that are not ASCII, under a locale that lacks them: LC_ALL=C with PYTHONUTF8=0, for instance."""
+
+import io
+import os
+import sys
+
+
+def escape_in_terminal() -> None:
+    """Let the standard streams of this process and its children escape what their encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="backslashreplace")
+            os.environ["PYTHONIOENCODING"] = f"{stream.encoding}:backslashreplace"
+
+
+def locale_problem(text: str) -> str | None:
+    """Say what is wrong with a text which Python reads otherwise than the libraries that open files by UTF-8 names."""
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8" or text.isascii():
+        return None
+    return f"is not ASCII, and this Python reads names of files as {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+
+
+def as_typed(text: str) -> str:
+    """Return a text of the command line with the characters that the locale lacks."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
