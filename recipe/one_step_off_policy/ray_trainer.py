@@ -190,7 +190,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
             return
         with phase("generate", step=coming.step):
             self._finished(coming)
-        coming.save(self.checkpoints.folder(self.state.step))
+        coming.save(self.checkpoints.begin())
         self.checkpoints.save(position, [FILE_NAME])
 
     def _load_checkpoint(self) -> int | None:

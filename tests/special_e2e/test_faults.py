@@ -10,7 +10,7 @@ import pytest
 
 from tests.waiting import wait_until
 
-from .conftest import leftovers
+from .conftest import assert_bit_for_bit, leftovers
 from .test_train import TWO_WORKERS, assert_names_the_death
 
 POINTS = ("generate", pytest.param("weight_sync", marks=pytest.mark.full))
@@ -114,3 +114,20 @@ def test_a_stopped_process_does_not_outlive_its_parent():
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     child.wait()
+
+
+@pytest.mark.full
+def test_the_next_complete_save_removes_the_checkpoint_of_a_killed_one(workspace, tmp_path):
+    """The run dies while it saves step 3; the resumed one saves other steps, and has the numbers of a whole run."""
+    often = {"trainer.save_freq": 1, "trainer.record_digests": True}
+    whole = workspace.train("whole-saves", often)
+    fault = {"VERL_FAULT": "kill:save_checkpoint:rank=0:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    killed = workspace.train("killed-save", often, env=fault, fails=True)
+    (killed.folder / "global_step_9" / "actor").mkdir(parents=True)  # of somebody else
+    assert (killed.folder / "global_step_3" / "actor").exists()
+    resumed = workspace.train("killed-save", often | {"trainer.save_freq": 4})
+    assert resumed.output.count(f"what a killed run had left of checkpoints: {killed.folder}/global_step_3") == 1
+    assert sorted(path.name for path in killed.folder.glob("global_step_*")) == [
+        f"global_step_{step}" for step in (1, 2, 4, 9)
+    ]
+    assert_bit_for_bit(resumed, whole, (1, 2, 3, 4))

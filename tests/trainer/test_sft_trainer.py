@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.data_preprocess.gsm8k import solve, synthetic_tables
 from examples.tiny_model import make_tiny_model
+from tests.utils.checkpoint.killed import SAVE, kill_in
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.run.resume import batches_after
 from verl.trainer.sft import trainer as sft
@@ -357,6 +358,24 @@ def test_a_checkpoint_that_no_tracker_names_is_not_replaced(tmp_path, caplog):
             tracker.touch()
 
 
+def test_the_next_complete_checkpoint_removes_those_of_killed_saves_and_names_them(tmp_path, caplog):
+    for step in (2, 4):
+        kill_in(SAVE, tmp_path / f"global_step_{step}")
+    (tmp_path / "global_step_6" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_x").mkdir()
+    (tmp_path / "global_step_8.tar.gz").touch()
+    (tmp_path / "global_step_7").touch()  # in the place of a checkpoint
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.mkdir()
+    handler(tmp_path, 0, 1).save_checkpoint(7)
+    left = {path.name for path in tmp_path.glob("global_step_*")}
+    assert left == {f"global_step_{name}" for name in ("6", "7", "7.aside.1", "8.tar.gz", "x")}
+    assert tracker.read_text() == "7"
+    (told,) = [record.getMessage() for record in caplog.records if "what a killed run had left" in record.getMessage()]
+    assert told.endswith(f": {tmp_path}/global_step_2, {tmp_path}/global_step_4")
+    assert {path.name for path in (tmp_path / "global_step_7").iterdir()} == {"data_0.pt", "run_state.json"}
+
+
 def test_a_state_of_the_loader_with_a_wrong_value_is_refused_by_the_name_of_its_file(tmp_path):
     saver = handler(tmp_path, 0, 1)
     next(iter(saver.train_dataloader))
@@ -481,10 +500,12 @@ def test_a_death_while_a_checkpoint_is_written_beside_training_leaves_the_one_be
     overrides = [*options, *MEGATRON, *more, f"hydra.run.dir={tmp_path}/hydra"]
     command = [sys.executable, "-m", "verl.trainer.sft_trainer", *overrides]
     root, runs = tmp_path / "checkpoints", []
+    (root / "global_step_5").mkdir(parents=True)  # not of the run
     for name, fault in (("killed", "kill:save_checkpoint:step=4"), ("resumed", "")):
         log = tmp_path / f"{name}.jsonl"
         environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": os.getcwd(), "VERL_FAULT": fault}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        words = command if fault else [*command, "trainer.save_freq=3"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
         runs.append(read(log))
         if fault:
             assert done.returncode == -signal.SIGKILL
@@ -492,12 +513,14 @@ def test_a_death_while_a_checkpoint_is_written_beside_training_leaves_the_one_be
             assert verify_checkpoint(root / "global_step_2") == [] != verify_checkpoint(root / "global_step_4")
         else:
             assert done.returncode == 0, done.stderr[-3000:]
+            assert done.stderr.count(f"what a killed run had left of checkpoints: {root}/global_step_4") == 1
     killed, resumed = runs
     assert list(resumed) == [3, 4, 5, 6]
     for step in (3, 4):
         assert all(killed[step][key] == resumed[step][key] for key in ("train/loss", "train/grad_norm", "train/lr"))
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "6"
-    assert all(verify_checkpoint(root / f"global_step_{step}") == [] for step in (2, 4, 6))
+    assert all(verify_checkpoint(root / f"global_step_{step}") == [] for step in (2, 3, 6))
+    assert (root / "global_step_5").exists() and not (root / "global_step_4").exists()
 
 
 def start_two(arguments, log):

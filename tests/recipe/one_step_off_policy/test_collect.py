@@ -98,6 +98,9 @@ class Checkpoints:
     def folder(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
 
+    def begin(self) -> Path:
+        return self.folder(self.trainer.global_steps)
+
     def position(self) -> DataPosition:
         return DataPosition(self.trainer.train_dataloader.state_dict(), self.trainer.state.epoch)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.utils.checkpoint.killed import SAVE, kill_in
 from verl.algos.kl import AdaptiveKLController
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
@@ -516,6 +517,53 @@ def test_the_kl_coefficient_goes_on_where_it_was(tmp_path):
     resumed = checkpoints(0.1)
     resumed.load(resumed.folder(2))
     assert resumed.kl_ctrl.value == 0.3
+
+
+def test_the_next_complete_checkpoint_removes_those_of_killed_saves_and_names_them(tmp_path, caplog):
+    """Also one whose actor's part is complete; the folder of a user stays, and so does the save that is under way."""
+    for step in (2, 4):
+        kill_in(SAVE, tmp_path / f"global_step_{step}")
+    (tmp_path / "global_step_6" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_x").mkdir()
+    (tmp_path / "global_step_7").touch()
+    (tmp_path / "global_step_8.tar.gz").touch()
+    state = RunState(seed=1, total_steps=9)
+    groups = {"actor": WritingGroup(tmp_path), "critic": WritingGroup(tmp_path, dies_at=3)}
+    kept = {"global_step_6", "global_step_7", "global_step_8.tar.gz", "global_step_x"}
+    state.step = 3
+    with pytest.raises(RuntimeError, match="killed"):  # not complete: removes nothing
+        checkpoints_of(tmp_path, state, groups).save()
+    assert {path.name for path in tmp_path.glob("global_step_*")} == kept | {f"global_step_{n}" for n in (2, 3, 4)}
+    state.step = 5
+    checkpoints_of(tmp_path, state, groups).save()
+    assert {path.name for path in tmp_path.glob("global_step_*")} == kept | {"global_step_3", "global_step_5"}
+    (told,) = [record.getMessage() for record in caplog.records if "what a killed run had left" in record.getMessage()]
+    assert told.endswith(f": {tmp_path}/global_step_2, {tmp_path}/global_step_4")
+    assert sorted(path.name for path in (tmp_path / "global_step_5").iterdir()) == ["actor", "critic", "data.pt"]
+
+
+def test_what_stands_in_the_place_of_a_checkpoint_or_of_the_tracker_does_not_end_a_run(tmp_path):
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    (tmp_path / "global_step_1").touch()
+    (tmp_path / "global_step_2").symlink_to("nowhere")
+    tracker.mkdir()
+    state = RunState(seed=1, total_steps=9)
+    for state.step in (1, 2):
+        checkpoints_of(tmp_path, state, {"actor": WritingGroup(tmp_path)}).save()
+        assert read_tracker(tmp_path, None) == state.step
+
+
+def test_a_checkpoint_on_another_disk_is_removed_through_its_link(tmp_path):
+    state = RunState(seed=1, total_steps=9)
+    groups = {"actor": WritingGroup(tmp_path)}
+    for state.step in (1, 2):
+        checkpoints_of(tmp_path, state, groups).save()
+        if state.step == 1:
+            (tmp_path / "disk").mkdir()
+            moved = (tmp_path / "global_step_1").rename(tmp_path / "disk" / "global_step_1")
+            (tmp_path / "global_step_1").symlink_to(moved)
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+    assert not moved.exists()
 
 
 def test_a_checkpoint_in_the_background_is_named_when_all_workers_are_done(tmp_path):

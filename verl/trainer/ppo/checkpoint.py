@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +24,12 @@ from verl.trainer.run.resume import (
     restoring,
     run_folder,
     step_of,
+    tell_removed,
 )
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, step_folders, write_file
+from verl.utils.checkpoint.removal import SaveMark, remove_checkpoint, remove_leftovers
 from verl.utils.dataset.factory import (
     check_order,
     digest_of,
@@ -75,10 +76,10 @@ def load_driver_state(folder: str | Path, trusted_classes: Iterable[str] = ()) -
 
 def remove_emptied_folders(root: str | Path) -> None:
     """Remove checkpoint folders whose parts the workers have deleted."""
-    for _, folder in step_folders(root):  # a file may have such a name too
+    for _, folder in step_folders(root):
         has_part = any(child.is_dir() and any(child.iterdir()) for child in folder.iterdir())
         if not has_part and (folder / DATA_NAME).exists():
-            shutil.rmtree(folder)
+            remove_checkpoint(folder)
 
 
 # ---- a whole checkpoint
@@ -104,7 +105,8 @@ class Checkpoints:
         are kept, None for all; a role that a recipe trains has the number of the actor. With ``in_background`` workers
         write while training continues. ``extra_files`` are those that a recipe has written to the
         loaded checkpoint. ``learners`` are further objects by name; those with a state are saved with the driver.
-        ``goes_on_at`` is the place in the data for the next checkpoint, if it is not the present one.
+        ``goes_on_at`` is the place in the data for the next checkpoint, if it is not the present one. ``newest_step``
+        is that of the last checkpoint that this run has written or resumed from.
     """
 
     run: RunConfig
@@ -115,7 +117,9 @@ class Checkpoints:
     learners: Mapping[str, Any] = field(default_factory=dict)
     extra_files: Sequence[Path] = field(init=False, default=())
     goes_on_at: DataPosition | None = field(init=False, default=None)
+    newest_step: int | None = field(init=False, default=None)
     _later: dict[str, Any] = field(init=False, default_factory=dict)
+    _mark: SaveMark | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         options = self.run.trainer
@@ -144,6 +148,17 @@ class Checkpoints:
         # A sampler may return a list that goes on changing.
         return DataPosition(copy.deepcopy(self.loader.state_dict()), self.state.epoch)
 
+    def begin(self) -> Path:
+        """Finish the checkpoint before, and return the folder of the current step, marked as one that is being written.
+
+        A recipe calls this before it writes ``extra_files``; ``save`` does so too.
+        """
+        self.finish()
+        folder = self.folder(self.state.step)
+        if self._mark is None or self._mark.folder != folder:
+            self._mark = SaveMark(folder)
+        return folder
+
     def save(self, position: DataPosition | None = None, extra_files: Sequence[str] = ()) -> None:
         """Write the parts of the workers, the state of the driver, and last the tracker; then remove older checkpoints.
 
@@ -153,9 +168,8 @@ class Checkpoints:
             names of files that a recipe has written to the folder.
         """
         position = position or self.goes_on_at or self.position()
-        self.finish()
         state = self.state
-        folder = self.folder(state.step)
+        folder = self.begin()
         remote = self.run.trainer.default_hdfs_dir
         remote = None if remote is None else f"{remote}/{folder.name}"
         for role, group in self.groups.items():
@@ -178,7 +192,7 @@ class Checkpoints:
             hdfs_io.makedirs(remote, exist_ok=True)
             for name in (*extra_files, DATA_NAME):
                 hdfs_io.copy(f"{folder}/{name}", f"{remote}/{name}")
-        state.unfinished_checkpoint = state.step
+        state.unfinished_checkpoint = self.newest_step = state.step
         self.finish(wait=not self.in_background or state.is_last_step)
 
     def finish(self, wait: bool = True) -> None:
@@ -191,17 +205,21 @@ class Checkpoints:
             if not all(done):
                 return
         self.state.unfinished_checkpoint = None
+        if self._mark is not None:
+            self._mark.remove()
+            self._mark = None
         write_tracker_atomically(self.root, step)
         for role, group in self.groups.items():
             keep = self.keep.get(role, self.keep["actor"])
             if keep:
                 group.keep_latest_checkpoints(f"{self.folder(step)}/{role}", keep)
+        tell_removed(remove_leftovers(self.root))
         remove_emptied_folders(self.root)
 
     def load(self, folder: Path, delete_after_load: bool = False) -> None:
         """Restore workers and driver from the folder of a checkpoint."""
         state = self.state
-        state.step = step_of(folder)
+        state.step = self.newest_step = step_of(folder)
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
         with restoring(folder / DATA_NAME):  # older checkpoints hold neither of the two
             saved_step = _count(driver, "step") if "step" in driver else state.step

@@ -973,7 +973,7 @@ class RayPPOTrainer:
         state = self.state
         if self.run_config.trainer.save_freq <= 0 or not state.step:
             return
-        if not self.checkpoints.folder(state.step).exists():
+        if self.checkpoints.newest_step != state.step:
             self.checkpoints.goes_on_at = self._step_position
             with self._timed("save_checkpoint", timing):
                 self._save_checkpoint()

@@ -115,6 +115,12 @@ def tell_replaced(root: Path, folder: Path | None) -> None:
         )
 
 
+def tell_removed(folders: Sequence[Path]) -> None:
+    """Name, in one line, the partial checkpoints that a save has removed after it was complete."""
+    if folders:
+        logger.warning("removed what a killed run had left of checkpoints: %s", ", ".join(map(str, folders)))
+
+
 def step_of(folder: str | Path | None) -> int:
     """Return the step in the name of the checkpoint folder that a run resumes from.
 

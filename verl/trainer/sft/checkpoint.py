@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl.trainer.run.resume import ANOTHER, MISSING_DATA, damaged_checkpoint, refuse_unnamed, restoring, step_of
+from verl.trainer.run.resume import (
+    ANOTHER,
+    MISSING_DATA,
+    damaged_checkpoint,
+    refuse_unnamed,
+    restoring,
+    step_of,
+    tell_removed,
+)
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import files
+from verl.utils.checkpoint.removal import SaveMark, remove_leftovers
 from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
 from verl.utils.loading import load_state
 
@@ -63,6 +72,7 @@ class CheckpointHandler:
     run_state: dict[str, Any] = field(default_factory=dict, init=False)
     restored_from: Path | None = field(default=None, init=False)
     _unfinished: int | None = field(default=None, init=False)
+    _mark: SaveMark | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.resume_from_path is not None:
@@ -78,7 +88,9 @@ class CheckpointHandler:
         """
         self.finish_checkpoint()
         folder = os.path.join(self.default_local_dir, f"{files.STEP_FOLDER}{step}")
-        os.makedirs(folder, exist_ok=True)
+        if self.rank == 0:
+            self._mark = SaveMark(folder)
+        self._barrier()
         if self.engine.is_mp_src_rank_with_outputs():
             state = {_STEP_KEY: step, _LOADER_KEY: self.train_dataloader.state_dict()}
             files.write_file(folder, self._loader_file(), lambda file: torch.save(state, file))
@@ -105,7 +117,8 @@ class CheckpointHandler:
         self._unfinished = None
         folder = os.path.join(self.default_local_dir, f"{files.STEP_FOLDER}{step}")
         self._barrier()
-        if self.rank == 0:
+        if self._mark is not None:
+            self._mark.remove()
             files.write_tracker_atomically(self.default_local_dir, step)
             if self.default_hdfs_dir is not None:
                 hdfs_io.put_folder(folder, os.path.join(self.default_hdfs_dir, os.path.basename(folder)))
@@ -113,6 +126,8 @@ class CheckpointHandler:
                 hdfs_io.copy(tracker, files.get_checkpoint_tracker_filename(self.default_hdfs_dir))
         self._barrier()
         self.engine.keep_latest_checkpoints(folder, self.max_ckpt_to_keep)
+        if self.rank == 0:
+            tell_removed(remove_leftovers(self.default_local_dir))
 
     def load_checkpoint(self) -> int:
         """Restore engine and loader, and return the step to continue from, 0 without a checkpoint; collective.

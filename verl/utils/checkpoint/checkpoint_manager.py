@@ -26,6 +26,7 @@ from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_c
 from verl.utils.checkpoint.files import should_save_ckpt_esi as should_save_ckpt_esi
 from verl.utils.checkpoint.hf_export import SourceFiles, other_dtypes, weights_mode
 from verl.utils.checkpoint.model_fields import FIELDS_KEY, fields_problem
+from verl.utils.checkpoint.removal import remove_checkpoint
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.fs import copy_to_local
 from verl.utils.loading import State
@@ -94,7 +95,7 @@ class BaseCheckpointManager(ABC):
         self._load(folder, local_path)
         self.barrier()
         if del_local_after_load and self.is_node_leader():
-            files.remove_checkpoint(folder)
+            remove_checkpoint(folder)
 
     @abstractmethod
     def _load(self, folder: Path, local_path: str) -> None:
@@ -139,7 +140,7 @@ class BaseCheckpointManager(ABC):
         for folder in [path] if isinstance(path, str) else path:
             if os.path.isdir(folder):
                 logger.info("removing checkpoint %s", folder)
-                files.remove_checkpoint(folder)
+                remove_checkpoint(folder)
 
     def keep_latest(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
         """Remove the oldest complete checkpoints until ``max_ckpt_to_keep`` remain, including the one just written.

@@ -7,7 +7,9 @@ when the manifests of all ranks and their files are there. The tracker, which na
 after every manifest. A save into an existing folder, and a removal, delete manifests first.
 """
 
+import fcntl
 import functools
+import itertools
 import json
 import logging
 import os
@@ -18,7 +20,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -38,6 +40,8 @@ MEGATRON_LAYOUT_NAME = "megatron_config.json"
 LAYOUT_NAMES = (LAYOUT_NAME, MEGATRON_LAYOUT_NAME)
 STEP_FOLDER = "global_step_"
 """Name of the folder of a checkpoint, before its step."""
+UNFINISHED = ".verl.tmp"
+"""End of the name of a file that is being written; its process holds a lock on it."""
 DATA_GLOB = "data*.pt"
 _ESI_VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
@@ -106,9 +110,11 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
     """
     path = Path(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         with unfinished.open("wb") as file:
+            with suppress(OSError):  # no locks there
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             summing = _Summing(file)
             write(summing)  # type: ignore[arg-type]
             file.flush()
@@ -338,7 +344,23 @@ def get_checkpoint_tracker_filename(root_path: StrPath) -> str:
 
 def write_tracker_atomically(root_path: StrPath, global_step: int) -> None:
     """Name a step as the latest checkpoint; a save does this last."""
+    if (tracker := Path(root_path, TRACKER_NAME)).is_dir():
+        _set_aside(tracker)
     write_text(root_path, TRACKER_NAME, str(global_step))
+
+
+def make_folder(folder: StrPath) -> None:
+    """Make a folder; what has its name and is none, such as a file or a link to nowhere, is renamed."""
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        _set_aside(Path(folder))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+
+
+def _set_aside(path: Path) -> None:
+    names = (path.with_name(f"{path.name}.aside.{number}") for number in itertools.count(1))
+    free = next(name for name in names if not os.path.lexists(name))
+    path.rename(free)
+    logger.warning("%s is not what a checkpoint has there: it was renamed to %s", path, free.name)
 
 
 def step_in_name(folder: StrPath) -> int | None:
@@ -401,21 +423,15 @@ def find_complete_checkpoints(
     writes after them, must be there too.
     """
     folders = step_folders(root, directory_format)
-    return [str(folder) for step, folder in folders if step > after_step and _is_complete(folder)]
+    return [str(folder) for step, folder in folders if step > after_step and is_complete(folder)]
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
+    """Whether every role of a checkpoint is complete, and the state of the driver is there."""
     if layout_file(folder).exists():
         return not verify_checkpoint(folder)
     roles = [child for child in folder.iterdir() if child.is_dir()]
     return bool(roles) and any(folder.glob(DATA_GLOB)) and not any(verify_checkpoint(role) for role in roles)
-
-
-def remove_checkpoint(path: StrPath) -> None:
-    """Remove a folder, manifests first, so that no half-removed folder looks complete."""
-    for manifest in Path(path).glob("manifest_world_size_*.json"):
-        manifest.unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)  # ranks of one node may do this at once
 
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
