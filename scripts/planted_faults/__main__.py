@@ -36,18 +36,19 @@ CAUGHT = "caught"
 MISSED = "missed"
 NO_IMPORT = "does not import"
 FAILS_ANYWAY = "fails without the fault too"
-_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", flags=re.MULTILINE)
+_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", flags=re.MULTILINE)
 _PASSED, _FAILED, _INTERRUPTED, _NOTHING_RAN = 0, 1, 2, (4, 5)
 """Exit codes of pytest; 2 is an error while it imports test files."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests of a fault made of it, and the test that failed first."""
+    """What the tests of a fault made of it, and the test that failed first with its message."""
 
     outcome: str
     seconds: float
     by: str = ""
+    why: str = ""
 
 
 class FaultError(ValueError):
@@ -90,7 +91,7 @@ class Copy:
         self.tree = copy_tree(root, tree)
         self._output = tree.with_suffix(".txt")
         path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH", "")]))
-        settings = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        settings = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
         self._forks = subprocess.Popen(
             [sys.executable, "-P", FORKS, *PRELOADED],
             stdin=subprocess.PIPE,
@@ -121,24 +122,26 @@ class Copy:
         present = [name for name in fault.tests if (self.tree / name).exists()]  # an older checkout lacks some
         (self.tree / fault.file).write_text(planted(fault, self.root))
         try:
-            outcome, by = outcome_of(*self.run_tests("-x", *(present or fault.tests), module=module))
+            code, output = self.run_tests("-x", *(present or fault.tests), module=module)
         finally:
             shutil.copy2(self.root / fault.file, self.tree / fault.file)
-        return Result(outcome, round(time.monotonic() - started, 1), by)
+        return result_of(code, output, round(time.monotonic() - started, 1))
 
     def close(self) -> None:
         """End the process."""
         self._forks.communicate()
 
 
-def outcome_of(code: int, output: str) -> tuple[str, str]:
-    """Return what an exit code and the output of pytest say of a fault, and the test that failed first."""
+def result_of(code: int, output: str, seconds: float) -> Result:
+    """Return what the exit code and the output of pytest say of a fault."""
     failed = _FAILURE.search(output)
     if code == _PASSED:
-        return MISSED, ""
+        return Result(MISSED, seconds)
     if code == _INTERRUPTED or (code == _FAILED and failed is None):
-        return NO_IMPORT, ""
-    return CAUGHT, failed[1] if failed else f"the test process, which ended with code {code}"
+        return Result(NO_IMPORT, seconds)
+    if failed is None:
+        return Result(CAUGHT, seconds, f"the test process, which ended with code {code}")
+    return Result(CAUGHT, seconds, failed[1], failed[2] or "")
 
 
 def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str, Result]:
@@ -165,7 +168,8 @@ def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str,
         with ThreadPoolExecutor(processes) as threads:
             results = dict(zip([fault.name for fault in faults], threads.map(tried, faults), strict=True))
         tests = sorted({result.by for result in results.values() if "::" in result.by})
-        failing = set(_FAILURE.findall(copies.get().run_tests(*tests)[1])) if tests else set()
+        output = copies.get().run_tests(*tests)[1] if tests else ""
+        failing = {test for test, _ in _FAILURE.findall(output)}
     return {
         name: replace(result, outcome=FAILS_ANYWAY) if result.by in failing else result
         for name, result in results.items()
@@ -174,7 +178,7 @@ def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str,
 
 def line_of(name: str, result: Result) -> str:
     """Return a row of the table."""
-    return f"{name:<36} {result.outcome:<8} {result.seconds:6.1f} s  {result.by}".rstrip()
+    return f"{name:<36} {result.outcome:<8} {result.seconds:6.1f} s  {result.by}  {result.why}".rstrip()
 
 
 def read_results(file: Path) -> dict[str, Result]:

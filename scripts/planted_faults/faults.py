@@ -214,14 +214,6 @@ ENGINE = (
         "with dynamic batch sizes rows get the log-probabilities of other rows",
     ),
     Fault(
-        "ulysses-loses-first-token",
-        "verl/workers/engine/fsdp/forward.py",
-        "mine = (packed.keep >= start) & (packed.keep < start + width)",
-        "mine = (packed.keep > start) & (packed.keep < start + width)",
-        ("tests/workers/engine/test_engine_contract.py", "tests/workers/engine/test_loss_invariance.py"),
-        "with sequence parallelism the token at the start of each slice is not trained",
-    ),
-    Fault(
         "norm-of-one-shard",
         "verl/utils/fsdp_utils.py",
         "dist.all_reduce(squared, group=shard_group)",
@@ -254,6 +246,14 @@ ENGINE = (
         "ranks that do not hold a label add the logit of another token",
     ),
     Fault(
+        "ulysses-loses-first-token",
+        "verl/workers/engine/fsdp/forward.py",
+        "mine = (packed.keep >= start) & (packed.keep < start + width)",
+        "mine = (packed.keep > start) & (packed.keep < start + width)",
+        ("tests/workers/engine/test_engine_contract.py", "tests/workers/engine/test_loss_invariance.py"),
+        "with sequence parallelism the token at the start of each slice is not trained",
+    ),
+    Fault(
         "stale-weights-of-other-ranks",
         "verl/workers/engine/megatron/engine.py",
         "        self._weights_are_shards = True\n",
@@ -264,6 +264,22 @@ ENGINE = (
 )
 
 ROLLOUT = (
+    Fault(
+        "same-seeds-each-step",
+        "verl/utils/numerics/seeding.py",
+        'derive_seed(run_seed, "validate" if validate else "sample", step)',
+        'derive_seed(run_seed, "validate" if validate else "sample")',
+        ("tests/utils/numerics/test_seeding.py",),
+        "the requests of every step are sampled with the same seeds",
+    ),
+    Fault(
+        "step-keeps-version",
+        "verl/workers/engine/base.py",
+        "            self._apply_gradients()\n            self.weights_version += 1\n",
+        "            self._apply_gradients()\n",
+        ("tests/workers/engine/test_fsdp_engine.py", "tests/workers/sharding_manager/test_weight_sync.py"),
+        "the rollout is taken for up to date, and samples with stale weights",
+    ),
     Fault(
         "end-token-not-trained",
         "verl/workers/rollout/hf_rollout.py",
@@ -283,14 +299,6 @@ ROLLOUT = (
         "        token = logits.argmax(dim=-1) if self._is_greedy else self._draw(logits.log_softmax(dim=-1))\n",
         ("tests/workers/rollout/test_hf_rollout.py", "tests/workers/rollout/test_rollout_contract.py"),
         "rollout log-probabilities are those before temperature, top_k and top_p",
-    ),
-    Fault(
-        "same-seeds-each-step",
-        "verl/utils/numerics/seeding.py",
-        'derive_seed(run_seed, "validate" if validate else "sample", step)',
-        'derive_seed(run_seed, "validate" if validate else "sample")',
-        ("tests/utils/numerics/test_seeding.py",),
-        "the requests of every step are sampled with the same seeds",
     ),
     Fault(
         "outputs-sorted-as-text",
@@ -324,14 +332,6 @@ ROLLOUT = (
         "        await self._ask(self._engine.begin_update()",
         ("tests/workers/rollout/test_server_contract.py",),
         "requests go on while new weights are half loaded",
-    ),
-    Fault(
-        "step-keeps-version",
-        "verl/workers/engine/base.py",
-        "            self._apply_gradients()\n            self.weights_version += 1\n",
-        "            self._apply_gradients()\n",
-        ("tests/workers/engine/test_fsdp_engine.py", "tests/workers/sharding_manager/test_weight_sync.py"),
-        "the rollout is taken for up to date, and samples with stale weights",
     ),
 )
 
