@@ -2,7 +2,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+import traceback
 
 import psutil
 import pytest
@@ -93,19 +93,26 @@ def test_a_pool_outlives_the_thread_that_started_it():
 
 
 def test_an_interrupted_start_leaves_no_process(monkeypatch):
-    made = []
+    made, is_interrupted = [], threading.Event()
+
+    def waits_for_the_start():
+        stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])
+        return "result" in [frame.f_code.co_name for frame, _ in stack]
 
     def slow_start(command, options):
-        time.sleep(0.3)
+        while not is_interrupted.wait(0.05):
+            if waits_for_the_start():  # or is about to, and then the signal may come too early to end its wait
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
         made.append(subprocess.Popen(command, **options))
         return made[0]
 
     def interrupt(*_):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        is_interrupted.set()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(processes, "_popen", slow_start)
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         with pytest.raises(KeyboardInterrupt):
             start_process(["sleep", "3600"])

@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.endpoint.server import Access, Limits
 from .agents import SAMPLING, build, ids
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-LIMITS = Limits(body_bytes=20_000, body_s=0.5, answer_s=1.0)
+LIMITS = Limits(body_bytes=20_000, body_s=1.0, answer_s=2.0)
 DEEP = b'{"messages": ' + b"[" * 9000 + b"]" * 9000 + b"}"
 
 Steps = Callable[[aiohttp.ClientSession, Access, Session, TokenServer], Awaitable[None]]
@@ -138,7 +138,7 @@ def test_a_request_that_does_not_arrive_ends() -> None:
 
         headers = {"Authorization": f"Bearer {access.api_key}"}
         async with client.post(f"{access.base_url}/chat/completions", data=slowly(), headers=headers) as response:
-            assert response.status == 408 and "within 0.5 s" in (await response.json())["error"]["message"]
+            assert response.status == 408 and "within 1 s" in (await response.json())["error"]["message"]
 
     serve(steps)
 
@@ -150,9 +150,10 @@ def test_a_client_that_goes_away_cancels_its_request() -> None:
     async def steps(client: aiohttp.ClientSession, access: Access, session: Session, server: TokenServer) -> None:
         assert (await post(client, access, HELLO))[0] == 200
         later = {"messages": [*HELLO["messages"], {"role": "assistant", "content": "first"}, *HELLO["messages"]]}
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await post(client, access, later)
+        given_up = asyncio.create_task(post(client, access, later))
+        while len(server.asked) < 2:
+            await asyncio.sleep(0.01)
+        given_up.cancel()
         while not server.cancelled:
             await asyncio.sleep(0.01)
         status, answer = await post(client, access, later)
@@ -162,7 +163,7 @@ def test_a_client_that_goes_away_cancels_its_request() -> None:
         again = await post(client, access, later, headers={"x-stainless-retry-count": "1"})
         assert again == (200, answer) and len(server.asked) == 3  # the client had not seen the answer
         status, answer = await post(client, access, HELLO)  # the server does not answer
-        assert status == 504 and "no answer within 1 s" in answer["error"]["message"] and len(server.cancelled) == 2
+        assert status == 504 and "no answer within 2 s" in answer["error"]["message"] and len(server.cancelled) == 2
 
     serve(steps, lambda prompt: next(answers))
 
@@ -201,14 +202,16 @@ def test_the_end_of_a_trajectory_ends_a_request_that_still_arrives() -> None:
             await goes_on.wait()
             yield json.dumps(HELLO["messages"]).encode() + b"}"
 
+        session = Session(policy, SAMPLING)
         async with aiohttp.ClientSession() as client:
-            with endpoint.opened(Session(policy, SAMPLING)) as access:
+            with endpoint.opened(session) as access:
                 headers = {"Authorization": f"Bearer {access.api_key}"}
                 waiting = asyncio.create_task(
                     client.post(f"{access.base_url}/chat/completions", data=slowly(), headers=headers)
                 )
                 await began.wait()
-                await asyncio.sleep(0.05)  # the request has reached its handler
+                while not endpoint._sessions[session.name][2]:  # the request has not reached its handler
+                    await asyncio.sleep(0.01)
             goes_on.set()
             with pytest.raises(aiohttp.ClientError):
                 await waiting
