@@ -19,7 +19,10 @@ from verl.utils.distributed import leave_process
 LINES = 60
 """Lines of a stack that a report shows."""
 
-PRELOADED = ["torch.distributed.fsdp", "tensordict", "transformers.modeling_utils", "ray", "megatron.core"]
+PRELOADED = [
+    "torch.distributed.fsdp", "tensordict", "transformers.modeling_utils", "ray", "megatron.core",
+    "verl.workers.engine.megatron", "tests.workers.engine.megatron_cases",
+]  # fmt: skip
 """Modules that most ranks need and that take seconds to import. A server imports them once per test process; ranks are
 its forks.
 """

@@ -13,10 +13,9 @@ from tests.waiting import wait_until
 from .conftest import assert_bit_for_bit, leftovers
 from .test_train import TWO_WORKERS, assert_names_the_death
 
-POINTS = ("generate", pytest.param("weight_sync", marks=pytest.mark.full))
 
-
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.full  # test_train.py has one in the update
+@pytest.mark.parametrize("point", ["generate", "weight_sync"])
 def test_a_death_ends_the_run_at_once(workspace, tmp_path, point):
     """The peer of the worker that dies waits in a collective."""
     fault = {"VERL_FAULT": f"kill:{point}:rank=1:step=2", "VERL_FAULT_FILE": str(tmp_path / "fault")}

@@ -119,7 +119,7 @@ def test_what_a_trainer_of_a_fork_writes_to_the_configuration_reaches_the_worker
     assert again not in grpo.output and again not in ppo.output
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+@pytest.mark.parametrize("kind", [pytest.param("grpo", marks=pytest.mark.full), "ppo"])
 def test_a_killed_run_resumes_bit_for_bit(workspace, request, kind, tmp_path):
     """SIGKILL of a worker in the update of step 3; the message, and then steps 3 and 4, in which the worker is slow."""
     whole = request.getfixturevalue(kind)

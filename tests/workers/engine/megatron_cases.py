@@ -114,6 +114,14 @@ WITH_EXPERTS = (
 SHORT = ("pp 2, uneven",)
 """Layouts that only the cases run which name them."""
 
+UNCUT = (
+    "one, offloaded", "tp 2, plain optimizer, offloaded", "dp 2, offloaded", "dp 2, plain optimizer",
+    "dp 2, overlapped, offloaded",
+)  # fmt: skip
+"""Layouts that cut a model as another one does, or not at all: whatever the family, they need few cases."""
+
+OF_UNCUT = ("dynamic, uneven shards", "tied", "qwen3 moe")
+
 
 def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
     """Return the cases that run on a layout: models with experts where it can cut them, and only them with EP."""
@@ -124,7 +132,8 @@ def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
     for name, case in CASES.items():
         fits = whole if case.get("folder") in WITH_EXPERTS else not cuts_experts
         named = world == 2 or case.get("only", ())[: len(SOME)] == SOME
-        here = layout in case.get("only", () if layout in SHORT else (layout,)) or not named
+        everywhere = layout not in SHORT and (layout not in UNCUT or name in OF_UNCUT)
+        here = layout in case.get("only", (layout,) if everywhere else ()) or (everywhere and not named)
         if fits and here and world in case.get("worlds", LAYOUTS):
             found[name] = case
     return found

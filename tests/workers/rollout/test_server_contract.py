@@ -24,7 +24,7 @@ def model() -> Any:
     return tiny.build_model()
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="session", params=["vllm", "sglang"])  # else pytest would start each engine once for each server
 def engine(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(request.param)
     return request.param

@@ -1,15 +1,18 @@
 """What SGLang's engine leaves behind on a machine."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.ranks import PRELOADED
 from tests.special_e2e.conftest import leftovers
 from tests.waiting import wait_until
 from tests.workers.rollout.tiny import build_model
@@ -24,38 +27,35 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-MAKE = """
-import os, sys
-from pathlib import Path
-from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder
-folder = SocketFolder()
-(folder.path / "socket").touch()
-folder.note(f"test{os.getpid()}")
-Path(f"/dev/shm/sglang_loads_test{os.getpid()}_1.shm").touch()
-print(folder.path, flush=True)
-if sys.stdin.read():
-    folder.close()
-"""
+def own(temporary: Path, end: str, pipe: Any) -> None:
+    """Own a folder of sockets, and counters of a start that was not finished, until the test says to go on."""
+    os.setsid()
+    tempfile.tempdir = str(temporary)
+    folder = SocketFolder()
+    (folder.path / "socket").touch()
+    folder.note(f"test{os.getpid()}")
+    Path(f"/dev/shm/sglang_loads_test{os.getpid()}_1.shm").touch()
+    pipe.send(folder.path)
+    pipe.recv()
+    if end == "closed":
+        folder.close()
 
 
 @pytest.mark.parametrize("end", ["killed", "ended", "closed"])
-def test_the_folder_goes_with_its_owner(temporary: Path, end: str) -> None:
-    """However the owner ends, and without the next engine; with the counters of a start that was not finished."""
-    env = {**os.environ, "TMPDIR": str(temporary)}
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", MAKE]
-    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as owner:
-        assert owner.stdout is not None and owner.stdin is not None
-        folder = Path(owner.stdout.readline().strip())
-        counters = Path(f"/dev/shm/sglang_loads_test{owner.pid}_1.shm")
-        assert (folder / "socket").exists() and counters.exists()
-        if end == "killed":
-            owner.send_signal(signal.SIGKILL)
-        elif end == "closed":
-            owner.stdin.write("close")
+def test_the_folder_goes_with_its_owner(tmp_path: Path, end: str) -> None:
+    """However the owner ends, and without the next engine."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe()
+    owner = context.Process(target=own, args=(tmp_path, end, theirs))
+    owner.start()
+    folder, counters = ours.recv(), Path(f"/dev/shm/sglang_loads_test{owner.pid}_1.shm")
+    assert (folder / "socket").exists() and counters.exists()
+    owner.kill() if end == "killed" else ours.send("go on")
+    owner.join()
     wait_until(lambda: not folder.exists())
     assert not counters.exists()
-    assert not leftovers(owner.pid)
+    assert owner.pid is not None and not leftovers(owner.pid)
 
 
 def test_folders_of_owners_without_a_guard_are_removed(temporary: Path) -> None:
