@@ -4,8 +4,8 @@
     python scripts/suite_times.py --depth 3 --slowest 20  # by file, with the slowest tests
     python scripts/suite_times.py --since v0.3.0          # how much of it is tests that the revision does not have
 
-Name the commit before an issue to get the issue's share. Times are those of the tests: two processes share them, so a
-run takes about half of their sum.
+Name the commit before an issue to get the issue's share. Times are those of the tests: three processes share them, so
+a run takes about a third of their sum.
 """
 
 import argparse

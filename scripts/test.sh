@@ -7,7 +7,7 @@
 #   bash scripts/test.sh --checks   no tests
 #   bash scripts/test.sh [--fast|--full] -- tests/algos -k grpo    the rest goes to pytest
 #
-# Tests run in two processes; `-- -n 0` runs them in one, which --pdb and -s need. `python scripts/suite_times.py` prints
+# Tests run in three processes; `-- -n 0` runs them in one, which --pdb and -s need. `python scripts/suite_times.py` prints
 # the times of the last run by folder.
 #
 # Exit code 0 only when every stage passed. A stage that fails does not keep the next one from running.
@@ -54,8 +54,9 @@ run_pytest() {
     [ "$MODE" = fast ] && select=(-m "not full and not slow")
     [ "$MODE" = full ] && select=(-m "full or not full")
     # A file stays in one process, because its tests share fixtures (an engine, ranks, a run). In the order of
-    # tests/conftest.py, slowest first, so that both processes end at about the same time.
-    local -a processes=(-n 2 --dist loadfile --no-loadscope-reorder)
+    # tests/conftest.py, slowest first, so that all processes end at about the same time. Three, also on two cores: a
+    # test often waits for a process to start or to end.
+    local -a processes=(-n 3 --dist loadfile --no-loadscope-reorder)
     stage tests "$BIN/python" -m pytest -ra --durations=20 --junit-xml="$TIMES" -o junit_family=xunit1 \
         --session-timeout="$SESSION_TIMEOUT_S" "${processes[@]}" "${select[@]}" "$@"
 }

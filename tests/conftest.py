@@ -90,11 +90,11 @@ def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
 
 
 SLOWEST_FIRST = ("special_e2e", "workers", "scripts", "trainer", "single_controller", "model_merger", "recipe")
-"""Folders in the order in which their tests start; the others follow, and fill what the two processes have left."""
+"""Folders in the order in which their tests start; the others follow, and fill what the processes have left."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the slow tests, and order them for two test processes, which take whole files from the first to the last."""
+    """Mark the slow tests, and order them for processes that take whole files from the first to the last."""
     for item in items:
         uses_ray = "ray_cluster" in getattr(item, "fixturenames", ())
         if uses_ray or _folders(item) & {"special_e2e", "special_distributed"}:
