@@ -1,8 +1,9 @@
 """Texts that are not ASCII, under a locale that lacks them: LC_ALL=C with PYTHONUTF8=0, for instance."""
 
 import io
-import os
 import sys
+
+from verl.utils import envs
 
 
 def escape_in_terminal() -> None:
@@ -10,7 +11,7 @@ def escape_in_terminal() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
-            os.environ["PYTHONIOENCODING"] = f"{stream.encoding}:backslashreplace"
+            envs.write({"PYTHONIOENCODING": f"{stream.encoding}:backslashreplace"})
 
 
 def locale_problem(text: str) -> str | None:
