@@ -242,7 +242,7 @@ ENGINE = (
         "verl/utils/megatron/tensor_parallel.py",
         ".squeeze(-1) * mine[chunk]",
         ".squeeze(-1)",
-        ("tests/utils/megatron/test_tensor_parallel.py",),
+        ("tests/utils/megatron/test_tensor_parallel.py", "tests/workers/engine/test_megatron_contract.py"),
         "ranks that do not hold a label add the logit of another token",
     ),
     Fault(

@@ -1,11 +1,16 @@
 """Log-probabilities and entropies of a sharded vocabulary against torch on the whole one.
 
-Several ranks are covered by the engine's contract suite; here one rank holds all columns, with padding behind them.
+One rank holds all columns, with padding behind them, or two ranks hold half of them each.
 """
+
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.ranks import spawn_ranks
+from verl.utils.device.gloo import use_one_thread
 from verl.utils.megatron import tensor_parallel
 from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_and_entropy
 from verl.utils.numerics.log_probs import log_probs_and_entropy
@@ -48,6 +53,28 @@ def _ours(leaf: torch.Tensor, temperature: float, inplace: bool) -> tuple[torch.
     return vocab_parallel_log_probs_and_entropy(
         leaf * 1.0, LABELS, temperature, entropy="grad", inplace_backward=inplace
     )
+
+
+def _half(rank: int, store: str) -> None:
+    """Hold six columns, of which the last one of rank 1 is padding."""
+    use_one_thread()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    mine = slice(6 * rank, 6 * rank + 6)
+    whole = torch.nn.functional.pad(logits(), (0, 1), value=9.0)
+    part = whole[:, mine].clone().requires_grad_()
+    whole.requires_grad_()
+    expected = _plain(whole[:, :VOCAB], 0.7, False)
+    options = {"entropy": "grad", "vocab_size": VOCAB, "group": dist.group.WORLD, "inplace_backward": False}
+    found = vocab_parallel_log_probs_and_entropy(part, LABELS, 0.7, **options)
+    for log_probs, entropy in (expected, found):
+        (2 * log_probs + entropy * torch.arange(ROWS)).sum().backward()
+    pairs = [*zip(found, expected, strict=True), (part.grad, whole.grad[:, mine])]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-10)
+
+
+def test_each_rank_holds_half_of_the_columns(tmp_path: Path) -> None:
+    spawn_ranks(_half, (f"file://{tmp_path}/store",))
 
 
 def test_half_precision_and_infinite_logits() -> None:
