@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from verl.utils import envs
+from verl.starting import leave_at_once_while_importing
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto as DataProto
@@ -22,6 +22,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _import_external_modules() -> None:
+    from verl.utils import envs
     from verl.utils.import_utils import import_external_libs
 
     names = envs.read("VERL_USE_EXTERNAL_MODULES")
@@ -37,4 +38,5 @@ def _import_external_modules() -> None:
         sys.exit(2)
 
 
+leave_at_once_while_importing()
 _import_external_modules()

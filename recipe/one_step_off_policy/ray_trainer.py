@@ -30,6 +30,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
     the last step has none; a longer run draws the same prompts, and samples them by the weights of the checkpoint.
     """
 
+    _may_end_before = ()  # a checkpoint of the last step would need the responses of this one and not of the next
     _next: GenerationBatchFuture | None = None
     _now: GenerationBatchFuture | None = None
     _kept: DataProto | None = None
@@ -60,7 +61,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         if not self.state.is_last_step:
             with suppress(EndOfDataError):  # the next step raises it
                 self._next = self._launch(rows, self.state.step + 1, timing)
-        elif self.run_config.trainer.save_freq > 0:
+        elif self._may_save:
             self._undrawn = self.checkpoints.position()
         now.random_state.restore()  # that of the next step is there after its draw
         return self._checked("score", batch, self.score, metrics, timing)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .test_signals import assert_saves_and_goes_on
+
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS, SAMPLES, LENGTH, BUFFER, FACTOR = 4, 4, 16, 8, 0.5
 DAPO = {
@@ -87,6 +89,12 @@ def test_a_killed_run_says_so_and_resumes_bit_for_bit(workspace, dapo, tmp_path)
     for step in resumed.steps:
         assert resumed.numbers(step) == dapo.numbers(step)
         assert groups_of(resumed, step) == groups_of(dapo, step)
+
+
+@pytest.mark.full
+def test_a_run_saves_after_sigterm(workspace, dapo):
+    """In a step that has drawn one of its batches."""
+    assert_saves_and_goes_on(workspace, DAPO, dapo, module="recipe.dapo.main_dapo")
 
 
 @pytest.mark.full

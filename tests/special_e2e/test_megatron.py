@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
 from tests.special_e2e.features import GAP
+from tests.special_e2e.test_signals import assert_saves_and_goes_on
 from tests.special_e2e.test_train import PPO, assert_names_the_death
 from tests.special_e2e.verification import record
 from verl.utils.checkpoint import verify_checkpoint
@@ -131,6 +132,13 @@ def test_a_killed_run_resumes(workspace, tp2, verification_page, layout, tmp_pat
     write_down(verification_page, f"{name}, killed in step 3 and resumed", resumed, whole, name)
     for step in (3, 4):
         assert resumed.numbers(step) == whole.numbers(step)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("saves_beside", [False, True])
+def test_a_run_saves_after_sigterm(workspace, tp2, saves_beside):
+    beside = {"actor_rollout_ref.actor.checkpoint.async_save": saves_beside}
+    assert_saves_and_goes_on(workspace, TP2 | beside, tp2, name=f"tp2-{saves_beside}")
 
 
 @pytest.mark.full

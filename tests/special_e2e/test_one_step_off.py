@@ -11,6 +11,7 @@ from verl.utils.report.flags import find_flags
 
 from .conftest import assert_bit_for_bit
 from .features import GAP
+from .test_signals import assert_saves_and_goes_on
 
 MODULE = "recipe.one_step_off_policy.main_ppo"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -130,6 +131,14 @@ def test_a_killed_run_resumes_bit_for_bit(workspace, tmp_path, step):
     assert_bit_for_bit(resumed, whole, range(1, 7))
     assert behind_of(resumed) == behind_of(whole)
     assert all(rows_of(resumed, step) == rows_of(whole, step) for step in range(1, 7))
+
+
+@pytest.mark.full
+def test_a_run_saves_after_sigterm(workspace):
+    """A step that has begun is finished, since the servers already generate the next one."""
+    overrides = RESUMED | {"trainer.test_freq": -1}
+    whole = train(workspace, "one_step_for_sigterm", overrides)
+    assert_saves_and_goes_on(workspace, RECIPE | overrides, whole, saved=3, module=MODULE)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from verl.utils.report.panels import expected_panels
 
 from .changing_trainer import LEARNING_RATE
 from .conftest import assert_bit_for_bit
+from .test_signals import assert_saves_and_goes_on
 
 TWO_WORKERS = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
 PPO = {
@@ -135,6 +136,13 @@ def test_a_killed_run_resumes_bit_for_bit(workspace, request, kind, tmp_path):
     resumed = workspace.train(name, overrides, env=slow)
     assert (tmp_path / "slow").exists()
     assert_bit_for_bit(resumed, whole, (3, 4))
+
+
+@pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.full)])
+def test_a_run_saves_after_sigterm(workspace, request, kind):
+    """The step in which the signal comes is left, and the resumed run draws its batch again."""
+    overrides = {} if kind == "grpo" else ppo_overrides(workspace)
+    assert_saves_and_goes_on(workspace, overrides, request.getfixturevalue(kind))
 
 
 def assert_names_the_death(output: str, rank: int, phase: str, step: int) -> None:

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, sys
@@ -58,3 +61,54 @@ def test_python_itself_loses_them() -> None:
     with ThreadPoolExecutor() as threads:
         found = dict(zip(WITHOUT, threads.map(lambda moment: end_of(moment, "plain")[0], WITHOUT), strict=True))
     assert found == WITHOUT
+
+
+SEVERAL = """
+import os, signal, time
+from verl.utils import interrupts
+from verl.utils.interrupts import catch_signals, count_of_signals, signal_of_the_end
+interrupts._QUICK_S = 1e9  # as on a machine that is not busy
+catch_signals()
+seen = 0
+try:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(100_000)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):  # clean-up goes on
+            os.kill(os.getpid(), number)
+            seen += 1
+except KeyboardInterrupt:
+    print(seen, count_of_signals(), signal_of_the_end() == signal.SIGTERM)
+interrupts._QUICK_S = 0.0
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(100_000)
+except KeyboardInterrupt:
+    print("again")
+"""
+
+
+def test_several_quick_signals_interrupt_once() -> None:
+    done = subprocess.run([sys.executable, "-c", SEVERAL], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "2 3 True\nagain\n", done.stderr
+
+
+STARTING = """
+import signal, sys
+if sys.argv[1] == "command":
+    sys.orig_argv = ["python", "-m", "verl.trainer.main_ppo", "a=b"]
+import verl
+signal.raise_signal(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("number, code, name", [(2, 130, "interrupted"), (15, 143, "terminated")])
+def test_a_signal_ends_a_command_that_still_imports(number: int, code: int, name: str) -> None:
+    """With a line in place of a trace, from the first module of this package on; a program that imports it is not."""
+    command = [sys.executable, "-c", STARTING]
+    done = subprocess.run([*command, "command", str(number)], capture_output=True, text=True, cwd=REPOSITORY)
+    line = f"{name} before the run began: nothing is lost, and the same command starts it"
+    assert (done.returncode, done.stderr.strip()) == (code, line)
+    done = subprocess.run([*command, "other", str(number)], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == -number

@@ -1,3 +1,5 @@
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -147,6 +149,51 @@ def test_processes_end_with_one_that_is_killed(number):
     parent.communicate()
     assert len(guarded) == 3
     psutil.wait_procs(guarded)
+
+
+GROUP = """
+import os, subprocess, sys
+from verl.utils.processes import guarded_group
+hands_over = "import subprocess, sys; print(subprocess.Popen(['sleep', '100000']).pid, flush=True); sys.stdin.read()"
+def start(group):
+    command = [sys.executable, "-I", "-S", "-c", hands_over]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=group)
+    print(first.pid, first.stdout.readline().strip(), flush=True)
+    first.kill()  # its child has no parent then, and stands in no list of descendants
+    first.wait()
+try:
+    with guarded_group() as group:
+        start(group)
+        how = sys.stdin.readline().strip()
+        if how == "fails":
+            raise KeyboardInterrupt
+        if how == "dies":
+            os.kill(os.getpid(), 9)
+except KeyboardInterrupt:
+    pass
+print("goes on", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(("how", "ends"), [("fails", True), ("dies", True), ("succeeds", False)])
+def test_a_group_ends_with_a_block_that_fails(how, ends):
+    """Also a process that lost its parent before anybody could list it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", GROUP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        child = int(process.stdout.readline().split()[1])
+        assert os.getpgid(child) != process.pid and os.getsid(child) == process.pid
+        end = select.poll()
+        end.register(os.pidfd_open(child), select.POLLIN)
+        process.stdin.write(f"{how}\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == ("" if how == "dies" else "goes on\n")
+        if not ends:
+            assert not end.poll(0)
+            os.kill(child, signal.SIGKILL)
+        assert end.poll()
+        process.kill()
 
 
 CHECKS = """

@@ -24,7 +24,6 @@ from verl.trainer.run import prestart
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
 from verl.utils.import_utils import import_external_libs, lazy_exports
-from verl.utils.interrupts import keep_interrupts
 from verl.utils.masking import masked
 from verl.workers.config.rollout import serves
 
@@ -60,6 +59,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         had started, the whole trace is in ``error.log`` of ``trainer.default_local_dir``.
     """
     from verl.trainer.preflight import check_inputs
+    from verl.trainer.run.ending import Ending
     from verl.trainer.run.launch import checked, run_on_ray
     from verl.trainer.run.owner import Ownership
     from verl.trainer.run.resume import run_folder
@@ -68,18 +68,28 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     CLOCK.mark("launch", at=float(psutil.Process().create_time()))
     CLOCK.mark("imports")
 
-    def check() -> tuple[RunConfig, LocalDisplay]:
+    def check() -> tuple[RunConfig, LocalDisplay, Ending]:
         recipe_nodes = getattr(task_runner_class, "recipe_nodes", None)  # None: a Ray actor class
         recipe_rules = getattr(task_runner_class, "recipe_rules", None)
         of_fork = task_runner_class is not None and not recipe_nodes and not recipe_rules
         run_config = check_inputs(config, recipe_nodes or (), of_fork, recipe_rules)
         folders = {f"trainer.{name}": run_config.trainer[name] for name in RUN_FOLDERS}
         owner.take_folders(folders, is_elsewhere=not run_config.ray_kwargs.is_local)
-        return run_config, LocalDisplay(run_config.trainer.live_view, run_folder(config))
+        options = run_config.trainer
+        path = options.resume_from_path if options.resume_mode == "resume_path" else None
+        ending = Ending(
+            run_folder(config),
+            options.resume_mode,
+            path,
+            options.report,
+            options.save_on_sigterm_s,
+            is_here=run_config.ray_kwargs.is_local,
+        )
+        return run_config, LocalDisplay(run_config.trainer.live_view, run_folder(config)), ending
 
     forks = prestart.fork_server_of(config, has_own_runner=task_runner_class is not None)
     with Ownership() as owner, forks or nullcontext() as fork_server:
-        run_config, display = checked(check)
+        run_config, display, ending = checked(check)
         CLOCK.mark("checks")
         runner_class = task_runner_class or TaskRunner
         run_on_ray(
@@ -91,6 +101,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
             run_config.trainer.worker_call_timeout_s,
             run_config.trainer.prometheus,
             fork_server,
+            ending,
         )
 
 
@@ -268,7 +279,6 @@ def _workers_of(strategy: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    keep_interrupts()
     prestart.start_early(sys.argv[1:])
     # Imported under its name, so that Ray imports TaskRunner in the actor instead of copying it there by value.
     importlib.import_module("verl.trainer.main_ppo").main()

@@ -1,14 +1,17 @@
 """Kill processes and remove folders when another process has ended, however it ended.
 
 ``python -I -S guard.py HANDLE... FOLDER...``: inherited handles (``os.pidfd_open``) of the process whose end counts and
-of those to kill, and the paths of folders that hold only files. It imports little, so that it starts at once and stays
-small. See ``processes.end_with_this_process``.
+of those to kill, and the paths of folders that hold only files. With ``group`` in place of folders it kills all
+processes of its own group, itself too. It imports little, so that it starts at once and stays small. See
+``processes.end_with_this_process`` and ``processes.guarded_group``.
 """
 
 import os
 import select
 import signal
 import sys
+
+GROUP = "group"
 
 
 def main(handles: list[int], folders: list[str]) -> None:
@@ -21,6 +24,8 @@ def main(handles: list[int], folders: list[str]) -> None:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
         except OSError:  # it has ended, or belongs to another user by now
             continue
+    if folders == [GROUP]:
+        os.killpg(0, signal.SIGKILL)
     for folder in folders:
         try:
             for name in os.listdir(folder):

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -105,25 +105,41 @@ _guards: list["subprocess.Popen[bytes]"] = []
 
 def end_with_this_process(processes: Iterable[psutil.Process], folders: Iterable[Path] = ()) -> None:
     """Let a small process kill others as soon as this one has ended, even by SIGKILL, and remove folders of files."""
-    handles = [os.pidfd_open(os.getpid())]
     guards = {each.pid for each in _guards}  # which end by themselves, when they have done their work
+    others = [process.pid for process in processes if process.pid not in guards]
+    _guards.append(_start_guard(others, [str(folder.absolute()) for folder in folders]))
+
+
+@contextmanager
+def guarded_group() -> Iterator[int]:
+    """Kill the processes that the block starts in the group that it yields if it fails, or if this process ends in it.
+
+    They may start others meanwhile, which nobody could list. In a group of their own they get no signal of the
+    terminal, nor one that a scheduler sends to the group of this process.
+    """
+    leader = _start_guard([], [guard.GROUP], process_group=0)
+    _guards.append(leader)
+    try:
+        yield leader.pid
+    except BaseException:
+        os.killpg(leader.pid, signal.SIGKILL)
+        raise
+    finally:
+        leader.kill()
+        leader.wait()
+        _guards.remove(leader)
+
+
+def _start_guard(processes: Iterable[int], words: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+    handles = [os.pidfd_open(os.getpid())]
     for process in processes:
-        if process.pid in guards:
-            continue
         with suppress(ProcessLookupError):
-            handles.append(os.pidfd_open(process.pid))
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        guard.__file__,
-        *map(str, handles),
-        *(str(folder.absolute()) for folder in folders),
-    ]
+            handles.append(os.pidfd_open(process))
+    command = [sys.executable, "-I", "-S", guard.__file__, *map(str, handles), *words]
     # The guard keeps this mask, since it must not end before this process does.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
-        _guards.append(_popen(command, {"pass_fds": handles} | _QUIET))
+        return _popen(command, {"pass_fds": handles} | _QUIET | options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for handle in handles:

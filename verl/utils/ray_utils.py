@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.utils import envs
@@ -119,6 +120,38 @@ def _lean(word: str, command: Sequence[str], keep_agent: bool, worker_command: S
     if word.startswith(_WORKER + python) and worker_command is not None:
         return _WORKER + subprocess.list2cmdline(worker_command) + word.removeprefix(_WORKER + python)
     return word
+
+
+@contextmanager
+def started_in_group(group: int) -> Iterator[None]:
+    """Let ``ray.init`` in the block start its processes in a process group.
+
+    Versions: Ray 2.60. Remove when ``ray.init`` can do that.
+    """
+    from ray._private import services
+
+    name, start = "ConsolePopen", services.ConsolePopen
+    setattr(services, name, partial(start, process_group=group))
+    try:
+        yield
+    finally:
+        setattr(services, name, start)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Let ``ray.init`` in the block set no handler of SIGTERM: this process ends Ray in its own way.
+
+    Versions: Ray 2.60. Remove when ``ray.init`` leaves the handlers of a driver alone.
+    """
+    from ray._private import utils
+
+    set_handler = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
 
 
 class LogForwarder:

@@ -21,10 +21,11 @@ from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import loaders
+from verl.trainer.ppo import loaders, ray_trainer
 from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
+from verl.trainer.run.ending import EndRequested
 from verl.utils.dataset.factory import FileOrderSampler, SeededRandomSampler, warn_of_lost_state
 from verl.utils.dataset.rl_dataset import collate_fn
 
@@ -170,9 +171,9 @@ SAMPLERS: dict[str, Callable[[Any], Any]] = {
 
 
 @cache
-def run_of(total: int | None, epochs: int = 1) -> RunConfig:
+def run_of(total: int | None, epochs: int = 1, **changes: float) -> RunConfig:
     data = {"train_batch_size": BATCH, "dataloader_num_workers": 0, "shuffle": True, "seed": 5}
-    options = {"total_training_steps": total, "total_epochs": epochs, "save_freq": 1}
+    options = {"total_training_steps": total, "total_epochs": epochs, "save_freq": 1} | changes
     return RunConfig.parse(OmegaConf.create({"data": data, "trainer": options}))
 
 
@@ -180,7 +181,7 @@ class Writes:
     """Workers that write a file."""
 
     def save_checkpoint(self, folder: str, remote: None, step: int) -> None:
-        Path(folder).mkdir(parents=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, "weights").touch()
 
     def load_checkpoint(self, folder: str, **options: Any) -> None:
@@ -414,6 +415,69 @@ def test_a_longer_run_draws_again_what_a_step_that_was_not_full_had_drawn(tmp_pa
     second = make(3)
     second.checkpoints.load(tmp_path / "global_step_2")
     assert seen | run(second) == whole
+
+
+class Scorer:
+    """A reward function that remembers how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("asked_before", ["score", "infer", "shape", "the step"])
+def test_a_step_that_sigterm_leaves_is_made_again(tmp_path: Path, monkeypatch: Any, asked_before: str) -> None:
+    """With the rows, the spare prompts and the scorer that it had when it began."""
+    asked: list[str] = []
+    monkeypatch.setattr(ray_trainer, "is_end_requested", lambda: bool(asked))
+
+    def make() -> Any:
+        trainer = trainer_of(tmp_path, "shuffled")
+        trainer.run_config = trainer.checkpoints.run = run_of(99, save_freq=-1, save_on_sigterm_s=60)
+        trainer.reward_fn = trainer.checkpoints.learners["reward_fn"] = Scorer()
+        trainer.step_record = SimpleNamespace(phase=lambda *arguments: None)
+        return trainer
+
+    def ask(at: str) -> None:
+        if asked_before == at:
+            asked.append(at)
+
+    def run(trainer: Any, until: int, asked_in: int = 0) -> dict[int, Any]:
+        rows = trainer._training_rows()
+        state, scorer = trainer.state, trainer.reward_fn
+        seen = {}
+        while state.step < until:
+            if state.step + 1 == asked_in:
+                ask("the step")
+            try:
+                trainer._begin_step()
+                drawn = next(rows)["x"].tolist(), state.spares_drawn, scorer.calls
+                for name in ("generate", "score", "infer", "shape", "update"):
+                    if state.step == asked_in:
+                        ask(name)
+                    trainer._checked(name, None, DataProto)
+                    state.spares_drawn += name == "generate"
+                    scorer.calls += name == "score"
+            except EndRequested:
+                state.step -= 1
+                trainer._save_last_full_step({})
+                break
+            seen[state.step] = drawn
+            trainer._learn(Batch(drawn[0]))
+        return seen
+
+    whole = run(make(), 6)
+    seen = run(make(), 6, asked_in=3)
+    assert sorted(seen) == [1, 2] and (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    asked.clear()
+    second = make()
+    second.checkpoints.load(tmp_path / "global_step_2")
+    assert seen | run(second, 6) == whole
 
 
 # ---- notices

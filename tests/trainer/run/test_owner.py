@@ -184,6 +184,9 @@ def test_a_folder_is_free_after_a_signal(tmp_path, how):
 FORKING = f"""
 import os, sys, time
 from verl.trainer.run.owner import Ownership
+from verl.utils.interrupts import catch_signals
+if sys.argv[2] == "command":
+    catch_signals()
 with Ownership() as owner:
     owner.take_folders({{"{KEY}": sys.argv[1]}})
     is_up, tell_up = os.pipe()
@@ -200,11 +203,14 @@ with Ownership() as owner:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_forked_child_that_dies_of_a_signal_frees_nothing(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "parent"),
+    [(signal.SIGTERM, "command"), (signal.SIGTERM, "program"), (signal.SIGHUP, "command"), (signal.SIGKILL, "command")],
+)
+def test_a_forked_child_that_dies_of_a_signal_frees_nothing(tmp_path, number, parent):
     """It runs no handler of its parent, which still owns the folder."""
     with subprocess.Popen(
-        [sys.executable, "-c", FORKING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", FORKING, str(tmp_path), parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert answer(process) == "up"

@@ -37,6 +37,7 @@ from verl.trainer.config.keys import (
     unknown_keys,
 )
 from verl.utils.import_utils import PACKAGE, absolute_name
+from verl.utils.interrupts import caught_signals, leave_before_the_run
 from verl.utils.masking import MASK, masked, masked_text, secrets_in
 from verl.utils.terminal_text import as_typed, escape_in_terminal, locale_problem
 
@@ -68,9 +69,14 @@ def hydra_main(
             try:
                 _hide_secrets(config)
                 _refuse_unreadable(config)
-                function(config)
+                with caught_signals():
+                    function(config)
             except WrongInput as error:
                 _exit(str(error))
+            except KeyboardInterrupt:
+                if _is_of_user(function):
+                    raise
+                leave_before_the_run()  # a run that has begun ends by itself
 
         @functools.wraps(function)
         def command() -> None:

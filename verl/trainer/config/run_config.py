@@ -54,6 +54,9 @@ class TrainerConfig(BaseConfig):
     n_gpus_per_node: int = setting(8, "workers of each node", at_least=1)
     save_freq: int = setting(-1, "steps between checkpoints; 0 or less: none")
     esi_redundant_time: int = setting(0, "seconds of safety before rented capacity expires", at_least=0)
+    save_on_sigterm_s: float | None = setting(
+        None, "seconds after SIGTERM to save the last full step", above=0, at_most=MOST_SECONDS
+    )
     resume_mode: str = setting("auto", "where to continue", one_of=RESUME_MODES)
     resume_from_path: str | None = setting(None, "global_step_<N> folder, with resume_mode=resume_path")
     trusted_classes: list[str] = setting([], "classes of yours that the loader state of a checkpoint may hold")

@@ -7,7 +7,17 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import MOST_SEED, BaseConfig, ConfigError, Violation, as_yaml, matches, parse_node, setting
+from verl.base_config import (
+    MOST_SECONDS,
+    MOST_SEED,
+    BaseConfig,
+    ConfigError,
+    Violation,
+    as_yaml,
+    matches,
+    parse_node,
+    setting,
+)
 from verl.trainer.config.keys import dotted_keys, select
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.files import (
@@ -129,6 +139,9 @@ class TrainerOptions(BaseConfig):
     save_freq: int | str = setting(-1, "steps between checkpoints; 0 or less: none", hint=_PERIOD)
     test_freq: int | str = setting(-1, "steps between validations; 0 or less: none", hint=_PERIOD)
     max_ckpt_to_keep: int | None = setting(None, "checkpoints kept; null: all", at_least=1)
+    save_on_sigterm_s: float | None = setting(
+        None, "seconds after SIGTERM to save the last full step", above=0, at_most=MOST_SECONDS
+    )
     resume_mode: str = setting("auto", "where to continue", one_of=RESUME_MODES)
     resume_from_path: str | None = setting(None, "global_step_<N> folder, with resume_mode=resume_path")
     trusted_classes: list[str] = setting([], "classes of yours that the loader state of a checkpoint may hold")

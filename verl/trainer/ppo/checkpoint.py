@@ -89,12 +89,15 @@ def remove_emptied_folders(root: str | Path) -> None:
 class DataPosition:
     """A place in the training data: the state of the loader, and the number of finished passes.
 
-    ``learned`` is the state that the sampler has once the next batch is drawn, if it has learned since.
+    ``learned`` is the state that the sampler has once the next batch is drawn, if it has learned since. ``learners``
+    and ``spares_drawn`` are what the driver knew there, if a checkpoint of that moment may still be written.
     """
 
     loader_state: Mapping[str, Any]
     epoch: int
     learned: Any = None
+    learners: Mapping[str, Any] | None = None
+    spares_drawn: int | None = None
 
 
 @dataclass
@@ -148,6 +151,16 @@ class Checkpoints:
         # A sampler may return a list that goes on changing.
         return DataPosition(copy.deepcopy(self.loader.state_dict()), self.state.epoch)
 
+    def start_of_step(self) -> DataPosition:
+        """Return where a step begins, with what the driver knows then."""
+        position = self.position()
+        position.learners = copy.deepcopy(self._learned())
+        position.spares_drawn = self.state.spares_drawn
+        return position
+
+    def _learned(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self.learners.items() if has_state(each)}
+
     def begin(self) -> Path:
         """Finish the checkpoint before, and return the folder of the current step, marked as one that is being written.
 
@@ -175,12 +188,12 @@ class Checkpoints:
         for role, group in self.groups.items():
             group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
         driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": position.epoch}
-        driver["spares_drawn"] = state.spares_drawn
+        driver["spares_drawn"] = state.spares_drawn if position.spares_drawn is None else position.spares_drawn
         driver["data_digest"] = digest_of(self.loader.dataset)
         driver["step"] = state.step
         driver["order"] = order_of(self.loader.sampler)
         driver["train_batch_size"] = self.run.data.train_batch_size
-        learners = {name: each.state_dict() for name, each in self.learners.items() if has_state(each)}
+        learners = self._learned() if position.learners is None else position.learners
         if learners:
             driver["learners"] = learners
         if position.learned is not None:

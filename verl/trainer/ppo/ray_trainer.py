@@ -65,6 +65,8 @@ from verl.trainer.ppo.utils import Role as Role  # forks import it from here
 from verl.trainer.ppo.utils import need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import choose_samples, collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
+from verl.trainer.run.display import is_end_requested
+from verl.trainer.run.ending import EndRequested
 from verl.trainer.run.output import RunOutput, log_generations
 from verl.trainer.run.resume import find_resume_folder
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler, warn_of_lost_state
@@ -157,6 +159,8 @@ class RayPPOTrainer:
     """Where the data of the current step begin, if they may end before it is full."""
     _catches_up: bool = False
     """Whether a checkpoint was loaded and nothing was drawn since: ``Checkpoints.after_draw`` is still to come."""
+    _may_end_before: tuple[str, ...] = ("score", "infer", "shape")
+    """Phases before which a step may end: it has not yet changed what a checkpoint of the last step holds."""
     async_rollout_mode = False
     async_rollout_manager: "AgentLoopManager | None" = None
 
@@ -380,9 +384,9 @@ class RayPPOTrainer:
         if rollout.skip_rollout:
             RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
-        if options.save_freq > 0:
+        if self._may_save:
             warn_of_lost_state(self.train_dataloader.sampler, getattr(self, "train_dataset", None))
-        finished = False
+        finished = is_asked = False
         try:
             yield
             finished = True
@@ -391,16 +395,18 @@ class RayPPOTrainer:
             finished = True
         except Exception as error:  # whatever ends the run, its message names the step
             error.add_note(f"in training step {self.state.step} of {self.state.total_steps}")
-            if isinstance(error, NothingScoredError):
+            is_asked = isinstance(error, EndRequested)
+            if is_asked or isinstance(error, NothingScoredError):
                 self.state.step -= 1
-                self._save_last_full_step({})
+                if is_asked or options.save_freq > 0:
+                    self._save_last_full_step({})
             raise
         finally:
             profiling.end_profiling(self.state)
             flush_traces = getattr(self.async_rollout_manager, "flush_traces", None)
             if flush_traces is not None:  # a manager of a fork need not have it
                 flush_traces()
-            self.output.close(finished)
+            self.output.close(finished, report=not is_asked)  # else the launching process writes it
 
     def _training_rows(self) -> Iterator[Rows]:
         options = self.run_config.trainer
@@ -409,11 +415,30 @@ class RayPPOTrainer:
 
     def _begin_step(self) -> None:
         """Move to the next step; keep where its data begin, for a checkpoint of the last full step."""
-        if self.run_config.trainer.save_freq > 0:
-            self._step_position = self.checkpoints.position()
+        if self._may_save:
+            self._step_position = self.checkpoints.start_of_step()
         self.state.begin_step()
+        self._end_if_requested()
+
+    @property
+    def _may_save(self) -> bool:
+        options = self.run_config.trainer
+        return options.save_freq > 0 or options.save_on_sigterm_s is not None
+
+    def _end_if_requested(self) -> None:
+        """End the run after the last full step if SIGTERM has asked for that.
+
+        Raises: EndRequested.
+        """
+        if self._is_end_requested():
+            raise EndRequested(f"SIGTERM: the run ends after step {self.state.step - 1} of {self.state.total_steps}")
+
+    def _is_end_requested(self) -> bool:
+        return self.run_config.trainer.save_on_sigterm_s is not None and is_end_requested()
 
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
+        if name in self._may_end_before:
+            self._end_if_requested()
         with checked_phase(name, batch) as result:
             result.append(method(*args) if batch is None else method(batch, *args))
         self.step_record.phase(name, result[0], None if name == "prepare" else self.state.row_order)
@@ -964,14 +989,15 @@ class RayPPOTrainer:
         timing: Timing = {}
         if options.test_freq > 0 and state.step % options.test_freq:
             self._validate_after_step(metrics, timing)
-        self._save_last_full_step(timing)
+        if options.save_freq > 0:
+            self._save_last_full_step(timing)
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
         self.output.log(metrics, state.step)
 
     def _save_last_full_step(self, timing: Timing) -> None:
         """Save the step before one that has not become full, which a resumed run draws again."""
         state = self.state
-        if self.run_config.trainer.save_freq <= 0 or not state.step:
+        if not state.step:
             return
         if self.checkpoints.newest_step != state.step:
             self.checkpoints.goes_on_at = self._step_position
@@ -997,6 +1023,9 @@ class RayPPOTrainer:
         """Validate every ``trainer.test_freq`` steps and after the last one."""
         frequency = self.run_config.trainer.test_freq
         if frequency > 0 and (self.state.is_last_step or self.state.step % frequency == 0):
+            if self._is_end_requested():
+                logger.warning("step %d is not validated: the run saves it and ends", self.state.step)
+                return
             with self._timed("testing", timing):
                 metrics.update(self._validate())
 

@@ -157,6 +157,17 @@ class RemoteDisplay:
         """End the progress display; lines may still follow."""
         self._send("close")
 
+    def is_end_requested(self) -> bool:
+        """Whether the launching process has asked the trainer to save and end."""
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        return _internal_kv_get(_request_of(self._name), namespace=_NAMESPACE) is not None
+
+
+def _request_of(name: str) -> bytes:
+    """Return the key of the request to end."""
+    return f"{name}:end".encode()
+
 
 class Terminal:
     """Shows the trainer's display in the launching process."""
@@ -165,9 +176,10 @@ class Terminal:
         self.name = secrets.token_hex(8)
         self._display = display
         self._count = 0
+        self._has_asked = False
 
     def watch(self, result: "ray.ObjectRef[T]", watch: "Watch") -> T:
-        """Show the trainer's display until its result arrives, and return the result.
+        """Show the trainer's display until its result arrives, and return the result; ask it to end after SIGTERM.
 
         Raises: InterruptedError when the watch is over, because nobody waits for the result any more.
         """
@@ -176,9 +188,19 @@ class Terminal:
         while not watch.is_over.is_set():
             done, _ = ray.wait([result], timeout=_POLL_S)
             self.show(watch.question)
+            if watch.grace.has_begun and not self._has_asked:
+                self._ask_to_end(watch)
             if done:
                 return ray.get(result)
         raise InterruptedError("the run is over")
+
+    def _ask_to_end(self, watch: "Watch") -> None:
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        self._has_asked = True
+        self._display.write("SIGTERM: the run saves its last full step and ends; another SIGTERM ends it at once")
+        with watch.question():
+            _internal_kv_put(_request_of(self.name), b"", namespace=_NAMESPACE)
 
     def show(self, question: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Show the messages that have arrived; every call that the GCS answers is a ``question``."""
@@ -224,6 +246,11 @@ def attach_to_launch(actor: T, name: str, moments: list[tuple[str, float]], acti
     _display = RemoteDisplay(name)
     send_console_to(_display.write)
     logging.getLogger("verl").addHandler(_Warnings(_display))
+
+
+def is_end_requested() -> bool:
+    """Whether the launching process asks this trainer to save its last full step and to end."""
+    return isinstance(_display, RemoteDisplay) and _display.is_end_requested()
 
 
 class Progress:

@@ -5,16 +5,13 @@ import logging
 import math
 import os
 import secrets
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Set
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import psutil
@@ -26,16 +23,24 @@ from verl.base_config import WrongInput
 from verl.trainer.config.cli import MOST_LINES, USAGE_ERROR, brief
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import LocalDisplay
+from verl.trainer.run.ending import Ending, EndRequested, Grace, tell_end, written_outputs
 from verl.trainer.run.owner import free_folders
 from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer
-from verl.utils.interrupts import interrupt, keep_interrupts
+from verl.utils.interrupts import catch_signals, count_of_signals, going_on, ignore_signals, leave_before_the_run
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
 from verl.utils.observe.console import write_line
-from verl.utils.processes import descendants, end_all, end_with_this_process
-from verl.utils.ray_utils import LogForwarder, lean_cluster, loopback, serialize_without_arrow
+from verl.utils.processes import descendants, end_all, end_with_this_process, guarded_group
+from verl.utils.ray_utils import (
+    LogForwarder,
+    handlers_kept,
+    lean_cluster,
+    loopback,
+    serialize_without_arrow,
+    started_in_group,
+)
 
 T = TypeVar("T")
 
@@ -67,7 +72,7 @@ def checked(check: Callable[[], T]) -> T:
     try:
         return check()
     except KeyboardInterrupt:
-        _leave(*interruption())
+        leave_before_the_run()
     except _INPUT_ERRORS as error:
         _leave(brief(f"error in the configuration: {error}"), USAGE_ERROR)
     except Exception as error:  # a bug of ours: the trace is what its report needs
@@ -84,20 +89,25 @@ def run_on_ray(
     timeout_s: float = math.inf,
     serves_metrics: bool = False,
     fork_server: ForkServer | None = None,
+    ending: Ending | None = None,
 ) -> None:
     """Let ``talk``, in a thread, use Ray, which is started or joined before and left afterwards; report a failure.
 
     ``timeout_s`` is that of the trainer; see ``Watch``. For ``serves_metrics`` and ``fork_server`` see ``start_ray``.
-    The report comes before the end of Ray, which may take a while.
+    The report of a failure comes before the end of Ray, which may take a while. A signal is told in the last line,
+    which is that of ``ending`` if the run trains.
 
     Raises: SystemExit after a short message on standard error, with the whole trace in ``error.log`` of ``folder``:
         its code is 2 for a wrong input, that of the signal for an interruption, and else 1.
     """
-    failure: tuple[str, int] | None = None
+    code = 0
     watch: Watch | None = None
+    is_interrupted = False
+    has_left = False
     earlier = descendants()
     catch_signals()
     owns_ray = True  # until start_ray answers: the start itself may be interrupted
+    grace = Grace() if ending is None else Grace(ending.save_s, ending.has_unsaved_step)
 
     def talk_and_trace(watch: Watch) -> None:
         try:
@@ -108,28 +118,38 @@ def run_on_ray(
 
     try:
         owns_ray = start_ray(device, cluster, serves_metrics, fork_server)
-        catch_signals()  # Ray has set another handler
-        watch = Watch(timeout_s, display.write)
-        watch.run(partial(talk_and_trace, watch))
+        catch_signals()  # Ray has set a handler that ends this process
+        watch = Watch(timeout_s, display.write, grace)
+        with going_on(grace.begin):
+            watch.run(partial(talk_and_trace, watch))
     except KeyboardInterrupt:
-        failure = interruption()
+        is_interrupted = True
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
-        failure = report_failure(error, folder), USAGE_ERROR if isinstance(root_cause(error), WrongInput) else 1
+        root = root_cause(error)
+        is_interrupted = grace.has_begun
+        if not isinstance(root, EndRequested):  # a scheduler may have told Ray's processes too, so nothing was saved
+            message, code = report_failure(error, folder), USAGE_ERROR if isinstance(root, WrongInput) else 1
     else:
         set_error_log_aside(folder)
+    grace.close()
     with suppress(KeyboardInterrupt):  # a second one: the message and the end of Ray come anyway
         display.close()
-        time.sleep(_LOG_GRACE_S if owns_ray else 0)
+        time.sleep(_LOG_GRACE_S if owns_ray and not is_interrupted else 0)
         stop_forwarding()
-    if failure is not None:
-        write_line(f"\n{failure[0]}", "stderr")
-    if owns_ray and not stop_ray_anyway(earlier, kill=watch is not None and watch.is_stuck):
+    if code:
+        write_line(f"\n{message}", "stderr")
+    is_stuck = watch is not None and watch.is_stuck
+    with written_outputs(ending if is_interrupted else None):
+        has_left = not owns_ray or stop_ray_anyway(earlier, kill=is_stuck or count_of_signals() > 1)
+    if is_interrupted:
+        code = tell_end(ending)
+    if not has_left:
         free_folders()
         if fork_server is not None:
             fork_server.stop()
-        os._exit(0 if failure is None else failure[1])  # Ray would hang again at the end of the interpreter
-    if failure is not None:
-        sys.exit(failure[1])
+        os._exit(code)  # Ray would hang again at the end of the interpreter
+    if code:
+        sys.exit(code)
 
 
 def run_offline(cluster: RayConfig, device: str, work: Callable[[], None]) -> None:
@@ -185,16 +205,21 @@ def start_ray(
     keeps_agent = serves_metrics or options.get("_metrics_export_port") is not None
     worker_command = fork_server.worker_command() if fork_server is not None else None
     lean = lean_cluster(keeps_agent, worker_command) if is_lean else nullcontext()
-    with loopback() if on_loopback else nullcontext(), lean:
+    with ExitStack() as ways:
+        ways.enter_context(handlers_kept())
+        if cluster.is_local:
+            ways.enter_context(started_in_group(ways.enter_context(guarded_group())))
+        ways.enter_context(loopback() if on_loopback else nullcontext())
+        ways.enter_context(lean)
         ray.init(**options)
+        if cluster.is_local:
+            # Of a dead GCS, Ray's agents take a minute to notice that nobody hears their last words.
+            _ray_processes[:] = psutil.Process().children(recursive=True)
+            end_with_this_process(_ray_processes)
     if cluster.is_local:
         serialize_without_arrow()
     if is_lean and options.get("log_to_driver") is not False:
         _log_forwarder = LogForwarder()
-    if cluster.is_local:
-        # Of a dead GCS, Ray's agents take a minute to notice that nobody hears their last words.
-        _ray_processes[:] = psutil.Process().children(recursive=True)
-        end_with_this_process(_ray_processes)
     return True
 
 
@@ -251,27 +276,6 @@ def runtime_env(device: str, chosen: Mapping[str, Any], network: Mapping[str, st
     return merged
 
 
-_terminated = threading.Event()
-
-
-def catch_signals() -> None:
-    """Raise KeyboardInterrupt at SIGTERM too, and lose none; Python allows this in the main thread only."""
-    _terminated.clear()
-    keep_interrupts()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    _terminated.set()  # Ray turns any exception of a handler into a KeyboardInterrupt
-    interrupt(signum)
-
-
-def interruption() -> tuple[str, int]:
-    """Return message and exit code of a run that a signal ended."""
-    return ("terminated", 143) if _terminated.is_set() else ("interrupted", 130)
-
-
 def stop_ray(earlier: Set[psutil.Process], kill: bool = False) -> bool:
     """Leave Ray, and end its processes if this process has started them; return whether Ray lets go of this process.
 
@@ -292,8 +296,7 @@ def stop_ray_anyway(earlier: Set[psutil.Process], kill: bool) -> bool:
     try:
         return stop_ray(earlier, kill)
     except KeyboardInterrupt:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         stop_ray(earlier, kill=True)
         return False
 

@@ -84,8 +84,8 @@ class RunOutput:
         if self.prometheus is not None:
             self.prometheus.publish(metrics, details)
 
-    def close(self, curves: bool = False) -> None:
-        """Close the outputs and write the report; draw the ``curves`` of a policy that has finished training."""
+    def close(self, curves: bool = False, report: bool = True) -> None:
+        """Close the outputs; draw the ``curves`` of a policy that has finished training, and write the ``report``."""
         self.progress.close()
         try:
             RolloutTraceConfig.finish()
@@ -99,7 +99,7 @@ class RunOutput:
         try:
             if curves:
                 get_console().info("curves: %s", draw_curves(self.folder))
-            if self.makes_report:
+            if self.makes_report and report:
                 get_console().info("report: %s", write_report(self.folder))
         except ImportError as error:
             logger.warning("no curves and no report: %s; pip install matplotlib", error)

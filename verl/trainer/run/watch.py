@@ -17,6 +17,7 @@ from typing import TypeVar
 import psutil
 import ray
 
+from verl.trainer.run.ending import Grace
 from verl.utils.observe.activity import ActivityFile
 from verl.utils.processes import WatchedProcess
 
@@ -56,10 +57,11 @@ class Watch:
     The trainer writes its activity to ``activity_path``.
 
     The thread that talks to Ray stops when ``is_over`` is set; ``is_stuck`` tells afterwards that it did not,
-    or that Ray cannot end by itself.
+    or that Ray cannot end by itself. ``grace`` is the time in which the trainer may save after SIGTERM.
     """
 
-    def __init__(self, timeout_s: float, warn: Callable[[str], None]) -> None:
+    def __init__(self, timeout_s: float, warn: Callable[[str], None], grace: Grace | None = None) -> None:
+        self.grace = grace or Grace()
         self.is_over = threading.Event()
         self.is_stuck = False
         self._timeout_s = timeout_s

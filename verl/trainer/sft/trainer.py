@@ -5,9 +5,11 @@ import inspect
 import itertools
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from verl.base_config import ConfigError, Violation, WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.sft import EACH_EPOCH, TrainerOptions, as_engine_tree, parse_sft_config
+from verl.trainer.run.ending import Ending, EndRequested, Grace, end_interrupted, exit_code
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
 from verl.trainer.run.owner import Ownership
 from verl.trainer.run.resume import batches_after
@@ -32,8 +35,10 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter, image_lengths
 from verl.utils.import_utils import import_external_libs
+from verl.utils.interrupts import going_on, is_of_torchrun
 from verl.utils.memory_utils import keep_freed_host_memory
 from verl.utils.numerics.seeding import seed_process
+from verl.utils.observe.console import get_console
 from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
 from verl.utils.observe.record import Details
 from verl.utils.observe.tracking import check_backends
@@ -148,10 +153,10 @@ class SupervisedOutput:
         if self._output is not None:
             self._output.record.log({f"timing_s/{name}": seconds for name, seconds in timing.items()}, step)
 
-    def close(self) -> None:
-        """Close the outputs and write the report, also if the run has failed."""
+    def close(self, report: bool = True) -> None:
+        """Close the outputs and write the ``report``, also if the run has failed."""
         if self._output is not None:
-            self._output.close()
+            self._output.close(report=report)
 
     def _report(self, seconds: float, batch: DataProto) -> RankReport:
         """Return this rank's part of the record of a step."""
@@ -292,14 +297,34 @@ class SFTTrainer:
         first = self.train_loader if restored_from is None else batches_after(restored_from, self.train_loader)
         epochs = itertools.chain([first], itertools.repeat(self.train_loader))
         batches = (self._padded(rows) for epoch in epochs for rows in epoch)
+        is_interrupted = False
         try:
             while step < self.total_steps:
                 step += 1
                 self._step(next(batches), step, output)
-                self._save(step, output)
+                is_last = step == self.total_steps
+                ends = not is_last and self._is_to_end()
+                self._save(step, output, ends)
+                if ends:
+                    raise EndRequested(f"SIGTERM: the run ends after step {step} of {self.total_steps}")
             self.checkpoints.finish_checkpoint()
+        except (KeyboardInterrupt, EndRequested):
+            is_interrupted = True
+            raise
         finally:
-            output.close()
+            output.close(report=not is_interrupted)
+
+    grace: Grace | None = None
+    """The time after SIGTERM in which the run saves, if it has some."""
+
+    def _is_to_end(self) -> bool:
+        """Whether SIGTERM has asked a rank to end the run after this step; collective if the run saves then."""
+        if self.grace is None or self.config.trainer.save_on_sigterm_s is None:
+            return False
+        asked = torch.tensor(float(self.grace.has_begun), device=get_device_name())
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+        return bool(asked)
 
     def _step(self, batch: DataProto, step: int, output: SupervisedOutput) -> None:
         """Train on a batch, validate if it is due, and publish the metrics."""
@@ -313,13 +338,18 @@ class SFTTrainer:
                 metrics["val/loss"] = self.validate()
         output.step(metrics, timing, batch, step)
 
-    def _save(self, step: int, output: SupervisedOutput) -> None:
+    def _save(self, step: int, output: SupervisedOutput, ends: bool) -> None:
+        """Save if it is due, or if the run ``ends`` before its last step."""
         self.checkpoints.finish_checkpoint(wait=False)
-        if self._due(self.config.trainer.save_freq, step):
+        if ends and self.rank == 0:
+            get_console().info("SIGTERM: the run saves step %d and ends", step)
+        if ends or self._due(self.config.trainer.save_freq, step):
             timing: dict[str, float] = {}
             with marked_timer("save_checkpoint", timing):
                 self.checkpoints.save_checkpoint(step, {"total_tokens": self.total_tokens})
             output.add(timing, step)
+        if ends:
+            self.checkpoints.finish_checkpoint()
 
     def _padded(self, rows: Mapping[str, Any]) -> DataProto:
         return padded_batch(rows, self.tokenizer.pad_token_id, self.marks_predictors)
@@ -416,18 +446,38 @@ class SFTTrainer:
 
 
 def run_sft(config: DictConfig) -> None:
-    """Train by a composed configuration, alone or as one of the processes of torchrun; rank 0 owns the folder."""
+    """Train by a composed configuration, alone or as one of the processes of torchrun; rank 0 owns the folder.
+
+    Raises: SystemExit after a line on standard error if a signal ends the run.
+    """
     world_size = envs.integer("WORLD_SIZE", 1)
-    trainer = parse_sft_config(config, world_size).trainer
+    rank = envs.integer("RANK", 0)
+    options = parse_sft_config(config, world_size).trainer
     with Ownership() as owner:
-        if envs.integer("RANK", 0) == 0:
-            owner.take_folders({"trainer.default_local_dir": trainer.default_local_dir})
+        if rank == 0:
+            owner.take_folders({"trainer.default_local_dir": options.default_local_dir})
+        folder = Path(options.default_local_dir).expanduser().absolute()
+        ending = Ending(
+            folder, options.resume_mode, options.resume_from_path, options.report, options.save_on_sigterm_s
+        )
+        grace = Grace(options.save_on_sigterm_s, takes_all=is_of_torchrun())
         if get_device_name() == "cpu":
             keep_freed_host_memory()  # each step takes its activations and gradients again
         if world_size > 1:
             initialize_global_process_group()
         try:
-            SFTTrainer(config).fit()
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
+            trainer = SFTTrainer(config)
+            trainer.grace = grace
+            with going_on(grace.begin):
+                trainer.fit()
+        except (KeyboardInterrupt, EndRequested):  # other ranks may have left: this one does not wait for them
+            sys.exit(end_interrupted(ending, grace) if rank == 0 else exit_code())
+        except BaseException:
+            _leave_group()
+            raise
+        _leave_group()
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

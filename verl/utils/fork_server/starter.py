@@ -57,7 +57,8 @@ class ForkServer:
         settings |= {"only_first": only_first, "assumed": dict(assumed), "absent": absent}
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         command = [sys.executable, server.__file__, json.dumps(settings)]
-        self._process = start_process(command, env=dict(environment), pass_fds=handles, **quiet)
+        # In a group of its own, its forks get no signal of the terminal, nor one that a scheduler sends to the launch.
+        self._process = start_process(command, env=dict(environment), pass_fds=handles, process_group=0, **quiet)
         for listener in listeners:
             listener.close()
 

@@ -69,7 +69,7 @@ def let_no_stream_fail() -> None:
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell (>&-)
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     atexit.register(_drop_unwritten)
 
 
@@ -78,4 +78,4 @@ def _drop_unwritten() -> None:
         try:
             getattr(sys, name).flush()
         except (OSError, ValueError):  # ValueError: closed
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))

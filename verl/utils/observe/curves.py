@@ -44,8 +44,10 @@ def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
             else:
                 missing = f"the run logged no data for {panel.name}"
                 ax.text(0.5, 0.5, missing, ha="center", va="center", transform=ax.transAxes, color="gray")
+        unfinished = target.with_name(f".{target.name}")  # the suffix names the format
         try:
-            figure.savefig(target, dpi=110)
+            figure.savefig(unfinished, dpi=110)
+            unfinished.replace(target)
         except (OSError, ValueError) as error:
             raise ValueError(f"{target}: {error}: write the picture to a .png file in a folder that exists") from error
     return target

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -130,6 +131,15 @@ def read_entries(path: str | Path, strict: bool = True) -> dict[int, Entry]:
             continue
         merge_entry(entries, step, data, details)
     return entries
+
+
+def last_step(path: Path) -> int | None:
+    """Return the last step of a record; None if it holds none that can be read."""
+    with suppress(OSError):
+        for line in reversed(path.read_bytes().splitlines()):
+            with suppress(ValueError):
+                return parse_line(line)[0]
+    return None
 
 
 def parse_line(line: bytes) -> tuple[int, dict[str, Any], Details]:
