@@ -416,11 +416,11 @@ def test_an_endless_import_of_a_scorer_is_named(tokenizer, scorer_file):
 
 
 def test_the_whole_batch_has_a_deadline(tokenizer, batch, caplog):
-    rewards = limited(manager("naive", tokenizer, spin), batch_timeout_s=0.2)
+    rewards = limited(manager("naive", tokenizer, spin), batch_timeout_s=0.5)
     failures = rewards(batch, return_dict=True)["reward_extra_info"]["reward_failure"]
     assert failures == [None, "timed out", "timed out"]
-    assert "batch_timeout_s=0.2" in caplog.text
-    slow = limited(manager("batch", tokenizer, lambda **_: time.sleep(3600)), batch_timeout_s=0.2)
+    assert "batch_timeout_s=0.5" in caplog.text
+    slow = limited(manager("batch", tokenizer, lambda **_: time.sleep(3600)), batch_timeout_s=0.5)
     assert slow(batch, return_dict=True)["reward_extra_info"]["reward_failure"] == ["timed out"] * 3
 
 
