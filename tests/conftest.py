@@ -89,7 +89,10 @@ def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-SLOWEST_FIRST = ("special_e2e", "workers", "scripts", "trainer", "single_controller", "model_merger", "recipe")
+SLOWEST_FIRST = (
+    "special_e2e", "workers", "scripts", "checkpoint", "sandbox",
+    "trainer", "single_controller", "model_merger", "recipe",
+)  # fmt: skip
 """Folders in the order in which their tests start; the others follow, and fill what the processes have left."""
 
 
