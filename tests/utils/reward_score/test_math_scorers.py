@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.utils.reward_score.answer_pairs import DIFFERENT as DIFFERENT_PAIRS
 from tests.utils.reward_score.answer_pairs import EQUAL as EQUAL_PAIRS
+from tests.utils.reward_score.answer_pairs import EQUAL_BY_ALGEBRA
 from verl.utils import reward_score
 from verl.utils.reward_score import (
     SCORERS,
@@ -248,19 +249,20 @@ JUDGES = {
 }
 
 
-@pytest.mark.parametrize("scorer", JUDGES)
-def test_no_scorer_takes_different_answers_for_equal(scorer):
-    if scorer == "prime_math" and not reward_score.MATH.is_installed():
+@pytest.fixture(params=JUDGES)
+def judge(request):
+    if request.param == "prime_math" and not reward_score.MATH.is_installed():
         pytest.skip(reward_score.MATH.problem())
-    judge = JUDGES[scorer]
+    return JUDGES[request.param]
+
+
+def test_no_scorer_takes_different_answers_for_equal(judge):
     assert [pair for pair in DIFFERENT_PAIRS if judge(*pair) or judge(*pair[::-1])] == []
 
 
-def test_prime_math_finds_all_equal_answers():
-    if not reward_score.MATH.is_installed():
-        pytest.skip(reward_score.MATH.problem())
-    judge = JUDGES["prime_math"]
-    assert [pair for pair in EQUAL_PAIRS if not (judge(*pair) and judge(*pair[::-1]))] == []
+def test_every_scorer_finds_equal_answers(judge):
+    pairs = EQUAL_PAIRS + EQUAL_BY_ALGEBRA if judge is JUDGES["prime_math"] else EQUAL_PAIRS
+    assert [pair for pair in pairs if not (judge(*pair) and judge(*pair[::-1]))] == []
 
 
 ENTRIES = st.integers(-99, 99)

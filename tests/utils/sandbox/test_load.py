@@ -312,6 +312,7 @@ def test_a_supervisor_is_left_when_it_gives_no_sign_of_life(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_five_hundred_right_programs_on_a_busy_machine():
     """Each uses 0.1 to 0.9 of its CPU time, with eight busy processes on two cores."""
     allowed = os.sched_getaffinity(0)

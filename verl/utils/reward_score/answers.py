@@ -9,109 +9,45 @@ must write the same.
 """
 
 import re
-import unicodedata
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from verl.utils.reward_score.latex_tokens import (
+    CONNECTIVES,
+    ROW_BREAK,
+    content,
+    is_text,
+    normal_form,
+    stripped,
+    tokenize,
+)
+from verl.utils.reward_score.quantities import Unit, rational, split_unit
+
 LONGEST_CHARS = 2000
-MOST_DIGITS = 1000
 DEEPEST = 50  # brackets inside brackets
 MOST_PARTS = 200  # of a set, whose parts are compared with each other
 
-_UNICODE = {
-    **{"\u2212": "-", "\u2013": "-", "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "√": r"\sqrt "},
-    **{"π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "∞": r"\infty ", "°": r"^\circ ", "²": "^2"},
-    **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "³": "^3"},
-    **{
-        "ℝ": r"\mathbb{R}",
-        "½": r"\frac{1}{2}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-    },
-}
-_TRANSLATION = str.maketrans(_UNICODE)
-_COMMANDS = {
-    **dict.fromkeys(("tfrac", "dfrac", "cfrac"), r"\frac"),
-    **dict.fromkeys(("left", "right", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr", "Biggl"), ""),
-    **dict.fromkeys(("bigg", "Bigg", "Biggr", "displaystyle", "textstyle", "limits", "degree"), ""),
-    **{"quad": " ", "qquad": " ", "geq": r"\ge ", "leq": r"\le ", "neq": r"\ne ", "lt": "<", "gt": ">"},
-    **{"lbrace": r"\{", "rbrace": r"\}", "lvert": "|", "rvert": "|", "vert": "|"},
-}
-_COMMAND = re.compile(r"(?<!\\)\\(" + "|".join(_COMMANDS) + r")(?![a-zA-Z])\s*")
-_TEXT_COMMAND = r"\\(?:text|mbox|textrm|mathrm)\s*\{"
-_WRITTEN_TWICE = re.compile(r"\\\\(?=[a-zA-Z{}$%!,;:])")  # escaped again, as in JSON
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?(?:\s*[CF](?![a-zA-Z]))?")
-_CURRENCY = re.compile(r"\\text\{\\\$\}|\\?\$|[€£]")
-_MEASURES = {
-    "dollar": re.compile(r"\\\$|(?<![a-zA-Z])dollars?(?![a-zA-Z])"),
-    "cent": re.compile(r"(?<![a-zA-Z])cents?(?![a-zA-Z])"),
-    "euro": re.compile("€"),
-    "pound": re.compile("£"),
-    "percent": re.compile(r"%|(?<![a-zA-Z])percent(?![a-zA-Z])"),
-    "fahrenheit": re.compile(r"(?:\\circ\s*\}?|°)\s*(?:\\(?:text|mathrm)\s*\{\s*)?F(?![a-zA-Z])"),
-    "degree": re.compile(r"(?:\\circ\s*\}?|°|\\degree|℃)(?!\s*(?:\\(?:text|mathrm)\s*\{\s*)?F(?![a-zA-Z]))"),
-}
-"""Signs of what a number measures, which do not count if only one of two answers has them."""
-_LONG_ROOT = re.compile(r"√\s*(\d+(?:\.\d+)?)")  # the sign has no braces, and means the whole number
-_EMPTY_SET = re.compile(r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}")
-_ALL_REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\\R")
-_SPACE = re.compile(r"(?<!\\)\\[!,;: ]|~|\s+")
-_GROUP = r"(?:\{,\}|,\\!|(?<!\\)\\[,! ]|~| )"  # between the digits of a large number
-_GROUPED = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_GROUP}\d{{3}})+(?!\d)")
-_BETWEEN = re.compile(_GROUP)
-_OR, _AND = "\\or ", "\\and "
-_CONNECTIVE = re.compile(rf",?\s*(?:{_TEXT_COMMAND}\s*(and|or)\s*\}}|(?<=[\s\d}})])(and|or)(?=[\s\\\d({{]))\s*")
-_WRAPPED = re.compile(r"\\(?:text|mbox|textrm|mathrm|textbf|mathbf|mathit|textit|operatorname)\s*\{([^{}]*)\}")
-_UNIT = re.compile(rf"^(.*[\w}}).!])\s*{_TEXT_COMMAND}([^{{}}]*)\}}(\^\{{?\d\}}?)?$", re.DOTALL)
-_SHORT_UNITS = (
-    "cm mm km nm dm kg mg lb lbs oz mi ft yd yds hr hrs min mins sec secs ms ml mL cc gal pt qt sq cu cubic square mph "
-    "kph rpm Hz kHz kW kJ in inch feet foot day days year years unit units hour hours mile miles edge edges cent cents"
-).split()
-_PLAIN_UNIT = re.compile(
-    rf"^([+-]?[\d.,/]+)(?:\s*((?:{'|'.join(_SHORT_UNITS)})\.?(?:\s+[a-zA-Z]+\.?)*)|\s+((?!sqrt)[a-zA-Z]{{3,}}\.?(?:\s+"
-    rf"[a-zA-Z]+\.?)*)|\s*([a-zA-Z]{{5,}}\.?))(\^\{{?\d\}}?)?$"
-)
-"""A unit without a text command; letters after a number without a blank may be a product."""
-_NO_UNIT = re.compile(
-    r"(?<![a-zA-Z])(?:tens?|dozens?|scores?|pairs?|hundreds?|thousands?|millions?|billions?|trillions?|or|and|more|less"
-    r"|fewer|plus|minus|times|over|mod|modulo|choose|to|than|not|least|most|about|remainder|squared|cubed|factorial|root"
-    r"|half|halves|thirds?|quarters?|is|sin|cos|tan|cot|sec|csc|log|ln|exp|pi)(?![a-zA-Z])"
-)
-"""Words that change a number."""
 _WORDS = re.compile(r"(?:[A-Z]?[a-z]{2,}+)++|No")
-_MATRIX = re.compile(r"^\\begin\{(\w*matrix|array)\}(?:\{[lcr|\s]*\})?(.*)\\end\{\1\}$", re.DOTALL)
-_ROW_BREAK = re.compile(r"\\\\(?:\[\w*\])?")
-_ARGUMENT = r"\s*(\{[^{}]*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
-_FRACTION_ARGUMENTS = re.compile(r"(\\frac|\\binom)" + _ARGUMENT + _ARGUMENT)
-_BARE_ARGUMENT = re.compile(r"(\\sqrt|[\^_])\s*([0-9a-zA-Z])")
 _NAME = re.compile(
-    r"^([a-zA-Z](?:_\{?\w{1,3}\}?)?(?:\(\w{1,3}\))?|[A-Z]{2,3}|m?\s*\\angle\s*[A-Z]{1,3}|\\[a-z]*(?:alpha|beta|gamma|theta|phi))\s*(?:=|\\in(?![a-zA-Z]))(.*)$",
-    re.DOTALL,
+    r"[a-zA-Z](?:_\{\w{1,3}\}|\^\{-1\}|')*(?:\(\w{1,3}\))?|[A-Z]{2,3}|m?\\angle ?[A-Z]{1,3}"
+    r"|\\(?:alpha|beta|gamma|theta|phi)|\([a-z](?:,[a-z])+\)"
 )
-_SIGNED = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
-_INVERSE = re.compile(r"\\(sin|cos|tan)\s*\^\s*\{?\s*-\s*1\s*\}?")
-_RELATIONS = (r"\le", r"\ge", r"\ne", "<", ">", "=")
-_VARIABLE = re.compile(r"\s*(?:[a-zA-Z]|\\(?:theta|alpha|beta))\s*$")
-_TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
-_GROUP_OF_ZEROS = re.compile(r"\d,0\d\d(?!\d)")
-_CLOSING = {"(": ")", "[": "]", r"\{": r"\}"}
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]|\\(?:alpha|beta|gamma|theta|phi)")
+_LISTED = (",", ";")
+_RELATIONS = (r"\le", r"\ge", r"\ne", "<", ">", "=", r"\in", r"\approx")
+_TURNED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+_CLOSING = {"(": ")", "[": "]", r"\{": r"\}", "{": "}"}
 _SET = r"\{ \}"
 _INTERVALS = ("( )", "( ]", "[ )", "[ ]", "union")
-_UNORDERED = (_SET, "or", "and", "union")
+_UNORDERED = (_SET, *CONNECTIVES, "union")
 
-_DECIMAL = r"(?:\d+\.?\d*|\.\d+)"
-_NUMBER = re.compile(rf"^[+-]?{_DECIMAL}(?:[eE][+-]?\d{{1,3}})?$")
-_LATEX_RATIO = re.compile(r"^([+-]?)\\frac\{([+-]?\d+)\}\{([+-]?\d+)\}$")
-_MIXED = re.compile(r"^([+-]?)(\d+)(?:\\frac\{(\d+)\}\{(\d+)\}|\s(\d+)/(\d+))$")
-_REPEATING = re.compile(r"^([+-]?)(\d*)\.(\d*)\\overline\{(\d+)\}$")
-_PLAIN_RATIO = re.compile(r"^([+-]?\d+)/([+-]?\d+)$")
-THOUSANDS = re.compile(r"^[+-]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?$")
 
-Judge = Callable[[str, str], bool]
-"""Decides whether two values are equal."""
+class Judge(NamedTuple):
+    """Decides whether texts in normal form, without units, are equal."""
+
+    values: Callable[[str, str], bool]
+    equations: Callable[[str, str], bool] = lambda one, other: False
+    """Whether ``one = 0`` and ``other = 0`` are the same equation."""
 
 
 class Tree(NamedTuple):
@@ -120,145 +56,85 @@ class Tree(NamedTuple):
     kind: str
     text: str = ""  # the value, the name, or the relations between the parts
     parts: "tuple[Tree, ...]" = ()
+    unit: Unit = Unit()
 
 
-def same(one: str, other: str, judge: "Judge | None" = None) -> bool:
-    """Return whether two answers have the same parts, whose values ``judge`` compares; by default ``same_values``.
+def same(one: str, other: str, judge: Judge | None = None) -> bool:
+    """Return whether two answers have the same parts, which ``judge`` compares; by default by ``same_values``.
 
     Longer answers than ``LONGEST_CHARS`` are compared as texts.
     """
     if max(len(one), len(other)) > LONGEST_CHARS:
         return one.strip() == other.strip()
-    if measure_differently(one, other):
-        return False
-    return _same(_read(cleaned(one)), _read(cleaned(other)), judge or same_values)
-
-
-def measure_differently(one: str, other: str) -> bool:
-    """Return whether both answers have signs such as those of dollars, percent or degrees, and others."""
-    signs = [{name for name, sign in _MEASURES.items() if sign.search(text)} for text in (one, other)]
-    return bool(signs[0] and signs[1] and signs[0] != signs[1])
-
-
-def cleaned(text: str) -> str:
-    """Return an answer in plain LaTeX, without sizes, currency, percent, degrees and LaTeX's thousands separators."""
-    text = _LONG_ROOT.sub(r"\\sqrt{\1}", text).replace("℃", "")
-    text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).replace("\u2044", "/").strip()
-    if r"\\begin{" in text:
-        text = text.replace("\\\\", "\\")
-    elif r"\begin{" not in text:
-        text = _WRITTEN_TWICE.sub(lambda match: "\\", text)
-    text = _COMMAND.sub(lambda match: _COMMANDS[match[1]], text)
-    text = _DEGREES.sub("", text)
-    text = _INVERSE.sub(r"\\arc\1 ", text)
-    text = _EMPTY_SET.sub(r"\\emptyset ", text)
-    text = _CURRENCY.sub("", text).replace(r"\%", "").replace("%", "")
-    text = _GROUPED.sub(lambda match: _BETWEEN.sub("", match[0]), text)
-    text = _CONNECTIVE.sub(lambda match: _AND if "and" in match.groups() else _OR, text)
-    text = _SPACE.sub(" ", text).strip()
-    return re.sub(r"(?<!\\)[.,;:]+$", "", text.rstrip("\\ ")).strip()
+    return _same(_read(tokenize(one)), _read(tokenize(other)), judge or Judge(same_values))
 
 
 def same_values(one: str, other: str) -> bool:
-    """Return whether two values are the same text or the same rational number."""
-    (value, unit), (other_value, other_unit) = with_unit(one), with_unit(other)
-    if unit and other_unit and unit != other_unit:
-        return False
-    if value == other_value or _terms(value) == _terms(other_value):
-        return bool(value)
-    if value.lower() == other_value.lower() and _WORDS.fullmatch(value) and _WORDS.fullmatch(other_value):
+    """Return whether two values in normal form are the same text or the same rational number."""
+    if one == other or _terms(one) == _terms(other):
+        return bool(one)
+    if one.lower() == other.lower() and _WORDS.fullmatch(one) and _WORDS.fullmatch(other):
         return True
-    number = rational(value)
-    return number is not None and number == rational(other_value)
+    number = rational(one)
+    return number is not None and number == rational(other)
 
 
 def _terms(value: str) -> list[str]:
     """Return the terms of a sum with their signs, sorted."""
-    terms, signs = _split(value, ("+", "-"))
-    return sorted(sign + term for sign, term in zip(["+", *signs], terms, strict=True) if term)
-
-
-def with_unit(text: str) -> tuple[str, str]:
-    """Return a value in normal form, and its unit or an empty text."""
-    text, unit = _split_unit(text)
-    text = _WRAPPED.sub(lambda match: match[1], text)
-    text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", "\\1\0", text)  # the space that ends a command
-    text = re.sub(r"(?<=\d)\s+(?=\d)", "\1", text)  # between two numbers
-    text = re.sub(r"\s+", "", text).replace("\0", " ").replace("\1", " ").removeprefix("+")
-    before = ""
-    while text != before:  # until nested fractions all have braces
-        before = text
-        text = _FRACTION_ARGUMENTS.sub(lambda match: f"{match[1]}{_braced(match[2])}{_braced(match[3])}", text)
-    text = _BARE_ARGUMENT.sub(r"\1{\2}", text)
-    return (text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text), unit
-
-
-def _split_unit(text: str) -> tuple[str, str]:
-    match = _UNIT.match(text) or _PLAIN_UNIT.match(text)
-    if match is None or _NO_UNIT.search(text, match.end(1)):
-        return text, ""
-    unit = "".join(filter(None, match.groups()[1:]))
-    return match[1], re.sub(r"[\s.{}]", "", unit).lower().removesuffix("s")
-
-
-def rational(text: str) -> Fraction | None:
-    """Return a number in normal form exactly; None for anything else or too many digits."""
-    if len(text) > MOST_DIGITS:
-        return None
-    if THOUSANDS.match(text):
-        text = text.replace(",", "")
-    try:
-        if _NUMBER.match(text):
-            return Fraction(text.replace(".e", "e").replace(".E", "E").rstrip("."))
-        if ratio := _PLAIN_RATIO.match(text):
-            return Fraction(int(ratio[1]), int(ratio[2]))
-        if ratio := _LATEX_RATIO.match(text):
-            return Fraction(int(ratio[2]), int(ratio[3])) * (-1 if ratio[1] == "-" else 1)
-        if mixed := _MIXED.match(text):
-            part = Fraction(int(mixed[3] or mixed[5]), int(mixed[4] or mixed[6]))
-            return (int(mixed[2]) + part) * (-1 if mixed[1] == "-" else 1)
-        if digits := _REPEATING.match(text):
-            before = Fraction(f"{digits[2] or 0}.{digits[3] or 0}")
-            period = Fraction(int(digits[4]), (10 ** len(digits[4]) - 1) * 10 ** len(digits[3]))
-            return (before + period) * (-1 if digits[1] == "-" else 1)
-    except ZeroDivisionError:
-        pass
-    return None
+    terms, signs = _split(tokenize(value), ("+", "-"))
+    signed = [sign + "".join(term) for sign, term in zip(["+", *signs], terms, strict=True)]
+    return sorted(signed[not terms[0] :])
 
 
 # ---- reading
 
 
-def _read(text: str, depth: int = 0) -> Tree:
-    text = text.strip()
+def _read(tokens: Sequence[str], depth: int = 0) -> Tree:
+    tokens = stripped(tokens)
     if depth > DEEPEST:
-        return Tree("value", text)
-    if whole := _WRAPPED.fullmatch(text):
-        return _read(whole[1], depth + 1)
-    if matrix := _MATRIX.match(text):
-        rows = [row for row in _ROW_BREAK.split(matrix[2].strip()) if row.strip()]
-        cells = tuple(Tree("row", "", tuple(_read(cell, depth + 1) for cell in row.split("&"))) for row in rows)
-        return Tree("determinant" if matrix[1] in ("vmatrix", "Vmatrix") else "matrix", "", cells)
-    if _ALL_REALS.fullmatch(text):
-        text = r"(-\infty,\infty)"
-    if text.startswith("{") and text.endswith("}") and _closes_at_end(text):
-        return _read(text[1:-1], depth + 1)
-    for kind, separators in (("or", (_OR.strip(),)), ("and", (_AND.strip(),)), ("list", (",", ";"))):
-        pieces, _ = _split(text, separators)
-        if len(pieces) > 1 and not THOUSANDS.match(_split_unit(text)[0].strip()):
-            return _list(kind, tuple(_read(piece, depth + 1) for piece in pieces))
-    if name := _NAME.match(text):
-        return Tree("named", with_unit(name[1])[0], (_read(name[2], depth + 1),))
-    pieces, relations = _split(text, _RELATIONS)
-    if len(pieces) > 1:
-        return Tree("relation", " ".join(relations), tuple(_read(piece, depth + 1) for piece in pieces))
-    pieces, _ = _split(text, (r"\cup",))
-    if len(pieces) > 1:
-        return Tree("union", "", tuple(_read(piece, depth + 1) for piece in pieces))
-    if _SIGNED.search(text):
-        upper, lower = (text.replace(r"\pm", one).replace(r"\mp", other) for one, other in ("+-", "-+"))
-        return Tree("or", "", (_read(upper, depth + 1), _read(lower, depth + 1)))
-    return _read_brackets(text, depth) or Tree("value", text)
+        return Tree("value", normal_form(tokens))
+    if len(tokens) == 1 and is_text(tokens[0]):
+        return _read(tokenize(content(tokens[0])), depth + 1)
+
+    def read_all(pieces: Sequence[Sequence[str]]) -> tuple[Tree, ...]:
+        return tuple(_read(piece, depth + 1) for piece in pieces)
+
+    for separators in _lists(tokens):
+        pieces, found = _split(tokens, separators)
+        if found:
+            kind = found[-1] if found[-1] in CONNECTIVES else "list"
+            return _list(kind, read_all([piece for piece in pieces if piece or kind == "list"]))
+    sides, relations = _split(tokens, _RELATIONS)
+    if relations:
+        return _read_named(sides, relations, depth) or Tree("relation", " ".join(relations), read_all(sides))
+    intervals, cups = _split(tokens, (r"\cup",))
+    if cups:
+        return Tree("union", "", read_all(intervals))
+    if r"\pm" in tokens or r"\mp" in tokens:
+        signs = [{r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"}]
+        return Tree("or", "", read_all([[sign.get(token, token) for token in tokens] for sign in signs]))
+    return _read_enclosed(tokens, depth) or _read_value(tokens)
+
+
+def _lists(tokens: Sequence[str]) -> list[Collection[str]]:
+    """Return the separators of lists, the loosest first; in ``1, 2 or 3`` all are alike."""
+    _, found = _split(tokens, (*_LISTED, *CONNECTIVES))
+    if found and found[-1] in CONNECTIVES and not set(CONNECTIVES) & set(found[:-1]):
+        return [(*_LISTED, *CONNECTIVES)]
+    return [("or",), ("and",), _LISTED]
+
+
+def _read_named(sides: Sequence[Sequence[str]], relations: Sequence[str], depth: int) -> Tree | None:
+    """Return the value of equations that name or compute it, such as ``A = 3r = 6`` and ``2 + 3 = 5``."""
+    if not set(relations) <= {"=", r"\in", r"\approx"}:
+        return None
+    texts = [normal_form(side) for side in sides]
+    names = [text for text in texts[:-1] if _NAME.fullmatch(text)]
+    if not names and len(texts) == 2 and _NAME.fullmatch(texts[1]):
+        return Tree("named", texts[1], (_read(sides[0], depth + 1),))
+    if texts[:1] != names[:1] and any(map(_LETTER.search, texts)):
+        return None
+    return Tree("named", "=".join(names or texts[:1]), (_read(sides[-1], depth + 1),))
 
 
 def _list(kind: str, parts: tuple[Tree, ...]) -> Tree:
@@ -268,77 +144,89 @@ def _list(kind: str, parts: tuple[Tree, ...]) -> Tree:
     return Tree(kind, "", parts)
 
 
-def _read_brackets(text: str, depth: int) -> Tree | None:
-    """Return what stands in the brackets around the whole text; None without them."""
-    opening = next((each for each in _CLOSING if text.startswith(each)), None)
-    closing = next((each for each in _CLOSING.values() if text.endswith(each)), None)
-    if opening is None or closing is None or not _closes_at_end(text):
+def _read_enclosed(tokens: Sequence[str], depth: int) -> Tree | None:
+    """Return what stands in the brackets or the environment around all tokens; None without them."""
+    if len(tokens) < 2 or not _closes_at_end(tokens):
         return None
-    pieces, _ = _split(text[len(opening) : len(text) - len(closing)], (",", ";"))
+    opening, inside, closing = tokens[0], tokens[1:-1], tokens[-1]
+    if opening.startswith(r"\begin"):
+        return _read_environment(opening, inside, depth)
+    pieces, _ = _split(inside, _LISTED)
     parts = tuple(_read(piece, depth + 1) for piece in pieces)
-    if len(parts) == 1 and opening == "(":
-        return parts[0] if closing == ")" else None
-    return Tree(f"{opening} {closing}", "", parts)
+    if len(parts) > 1 or opening == r"\{":
+        return Tree("list" if opening == "{" else f"{opening} {closing}", "", parts if inside else ())
+    return parts[0] if _CLOSING[opening] == closing and (opening != "[" or parts[0].kind == "matrix") else None
 
 
-def _closes_at_end(text: str) -> bool:
-    """Return whether the first bracket is open until the last character."""
+def _read_environment(name: str, inside: Sequence[str], depth: int) -> Tree | None:
+    """Return the entries of a matrix, or the lines of an equation of several lines."""
+    if not name.endswith(("matrix}", "array}")):
+        lines, _ = _split([token for token in inside if token != "&"], (ROW_BREAK,))
+        return _list("list", tuple(_read(line, depth + 1) for line in lines if line))
+    rows = [_split(row, ("&",))[0] for row in _split(inside, (ROW_BREAK,))[0] if stripped(row)]
+    parts = tuple(Tree("row", "", tuple(_read(cell, depth + 1) for cell in row)) for row in rows)
+    return Tree("determinant" if "vmatrix" in name.lower() else "matrix", "", parts)
+
+
+def _read_value(tokens: Sequence[str]) -> Tree:
+    value, unit = split_unit(tokens)
+    text = normal_form(value)
+    if text == r"\mathbb{R}":
+        return Tree("( )", "", (Tree("value", r"-\infty"), Tree("value", r"\infty")))
+    return Tree(_SET) if text == r"\emptyset" else Tree("value", text, unit=unit)
+
+
+def _nesting(token: str) -> int:
+    """Return 1 for an opening bracket, -1 for a closing one, 0 for all else."""
+    opens = token in _CLOSING or token.startswith(r"\begin{")
+    return opens - (token in _CLOSING.values() or token.startswith(r"\end{"))
+
+
+def _closes_at_end(tokens: Sequence[str]) -> bool:
+    """Return whether the first bracket is open until the last token."""
     depth = 0
-    for i, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0 and character in ")]}":
-            return i == len(text) - 1
+    for i, token in enumerate(tokens):
+        depth += _nesting(token)
+        if depth <= 0:
+            return i > 0 and i == len(tokens) - 1
     return False
 
 
-def _split(text: str, separators: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(tokens: Sequence[str], separators: Collection[str]) -> tuple[list[Sequence[str]], list[str]]:
     """Split at separators outside of brackets and environments; return the pieces and the separators between them."""
-    pieces: list[str] = []
-    found: list[str] = []
-    depth = start = i = 0
-    while i < len(text):
-        character = text[i]
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and _GROUP_OF_ZEROS.match(text, i - 1):  # 1,000 is one number, wherever it stands
-            i += 1
-            continue
-        depth += text.startswith(r"\begin", i) - text.startswith(r"\end", i)
-        separator = next((each for each in separators if depth == 0 and text.startswith(each, i)), None)
-        if separator is not None and separator.startswith("\\") and text[i + len(separator) :][:1].isalpha():
-            separator = None  # a longer command
-        if separator is None:
-            i += 1
-            continue
-        pieces.append(text[start:i])
-        found.append(separator)
-        i = start = i + len(separator)
-    return [*pieces, text[start:]], found
+    depth, start = 0, 0
+    pieces, found = [], []
+    for i, token in enumerate(tokens):
+        depth += _nesting(token)
+        if depth == 0 and token in separators:
+            pieces.append(stripped(tokens[start:i]))
+            found.append(token)
+            start = i + 1
+    return [*pieces, stripped(tokens[start:])], found
 
 
 # ---- comparing
 
 
 def _same(one: Tree, other: Tree, judge: Judge) -> bool:
-    if one.kind == "named" and other.kind == "named":
-        if one.text == other.text:
-            return _same(one.parts[0], other.parts[0], judge)
+    states = [tree.kind in ("named", "relation") for tree in (one, other)]
+    if all(states) and (one.kind, one.text) != (other.kind, other.text):
         return _same_relations(_as_equation(one), _as_equation(other), judge)
-    for named, plain in ((one, other), (other, one)):
-        if named.kind == "named" and plain.kind == "relation":
-            return _same(_as_equation(named), plain, judge)
-        if named.kind == "named":
-            return _same(named.parts[0], plain, judge)
-    if one.kind in _INTERVALS and other.kind not in _INTERVALS:
-        other = _as_interval(other)
-    elif other.kind in _INTERVALS and one.kind not in _INTERVALS:
-        one = _as_interval(one)
-    if one.kind == other.kind == "value":
-        return judge(one.text, other.text)
+    if "named" in (one.kind, other.kind):
+        one, other = (tree.parts[0] if tree.kind == "named" else tree for tree in (one, other))
+        return _same(one, other, judge)
     if one.kind == other.kind == "relation":
         return _same_relations(one, other, judge)
+    if one.kind == other.kind == "value":
+        return not one.unit.differs(other.unit) and judge.values(one.text, other.text)
+    for alone, value in ((one, other), (other, one)):
+        if alone.kind == _SET and len(alone.parts) == 1 and value.kind == "value" and not _LETTER.search(value.text):
+            return _same(alone.parts[0], value, judge)
+    if one.kind in _INTERVALS or other.kind in _INTERVALS:
+        one, other = _as_interval(one), _as_interval(other)
     if len(one.parts) != len(other.parts) or not _are_alike(one.kind, other.kind):
         return False
-    if {one.kind, other.kind} == {"and", "or"} and any(part.kind == "relation" for part in one.parts):
+    if {one.kind, other.kind} == set(CONNECTIVES) and any(part.kind == "relation" for part in one.parts):
         return False
     if one.kind in _UNORDERED or other.kind in _UNORDERED or all(map(_states, (*one.parts, *other.parts))):
         return _same_sets(one.parts, other.parts, judge)
@@ -346,7 +234,7 @@ def _same(one: Tree, other: Tree, judge: Judge) -> bool:
 
 
 def _are_alike(kind: str, other: str) -> bool:
-    return kind == other or {kind, other} <= {"list", "or", "and", _SET}
+    return kind == other or {kind, other} <= {"list", *CONNECTIVES, _SET}
 
 
 def _states(part: Tree) -> bool:
@@ -354,22 +242,23 @@ def _states(part: Tree) -> bool:
     return part.kind in ("named", "relation")
 
 
-def _as_equation(named: Tree) -> Tree:
-    return Tree("relation", "=", (Tree("value", named.text), *named.parts))
+def _as_equation(tree: Tree) -> Tree:
+    return Tree("relation", "=", (Tree("value", tree.text), *tree.parts)) if tree.kind == "named" else tree
 
 
 def _as_interval(tree: Tree) -> Tree:
     """Return the interval of ``x > 3`` or ``1 < x < 3``, and the union of such with ``or`` between them."""
     if tree.kind == "or" and all(part.kind == "relation" for part in tree.parts):
         return Tree("union", "", tuple(_as_interval(part) for part in tree.parts))
-    signs = tree.text.split()
-    if tree.kind != "relation" or len({sign in (">", r"\ge") for sign in signs}) > 1 or {"=", r"\ne"} & set(signs):
+    if tree.kind != "relation":
         return tree
-    parts = tree.parts
-    if signs[0] in (">", r"\ge"):
-        signs, parts = [_TURNED[sign] for sign in reversed(signs)], parts[::-1]
-    names = [bool(_VARIABLE.match(part.text)) and part.kind == "value" for part in parts]
+    signs, parts = tree.text.split(), tree.parts
+    if set(signs) <= {">", r"\ge"}:
+        signs, parts = _turned(signs), parts[::-1]
+    if not set(signs) <= {"<", r"\le"}:
+        return tree
     brackets = [{"<": ("(", ")"), r"\le": ("[", "]")}[sign] for sign in signs]
+    names = [bool(_NAME.fullmatch(part.text)) and part.kind == "value" for part in parts]
     if names == [False, True, False]:
         return Tree(f"{brackets[0][0]} {brackets[1][1]}", "", (parts[0], parts[2]))
     if names == [True, False]:
@@ -379,17 +268,22 @@ def _as_interval(tree: Tree) -> Tree:
     return tree
 
 
+def _turned(relations: Sequence[str]) -> list[str]:
+    return [_TURNED.get(each, each) for each in reversed(relations)]
+
+
 def _same_relations(one: Tree, other: Tree, judge: Judge) -> bool:
-    turned = " ".join(_TURNED[each] for each in reversed(other.text.split()))
-    readings = [(other.text, other.parts), (turned, other.parts[::-1])]
-    if one.text == other.text == "=" and all(part.kind == "value" for part in (*one.parts, *other.parts)):
-        left, *moved = [f"{a.text}-({b.text})" for a, b in (one.parts, other.parts, other.parts[::-1])]
-        if any(judge(left, right) for right in moved):
-            return True
-    return any(
+    """Compare relations side by side, also read from the right, and equations also with all terms on one side."""
+    readings = [(other.text, other.parts), (" ".join(_turned(other.text.split())), other.parts[::-1])]
+    if any(
         one.text == relations and all(_same(a, b, judge) for a, b in zip(one.parts, parts, strict=True))
         for relations, parts in readings
-    )
+    ):
+        return True
+    if not (one.text == other.text == "=" and all(part.kind == "value" for part in (*one.parts, *other.parts))):
+        return False
+    differences = [f"{left.text}-({right.text})" for left, right in (one.parts, other.parts)]
+    return all(map(_LETTER.search, differences)) and judge.equations(*differences)
 
 
 def _same_sets(one: Sequence[Tree], other: Sequence[Tree], judge: Judge) -> bool:
@@ -402,7 +296,3 @@ def _same_sets(one: Sequence[Tree], other: Sequence[Tree], judge: Judge) -> bool
             return False
         left.remove(match)
     return True
-
-
-def _braced(argument: str) -> str:
-    return argument if argument.startswith("{") else "{" + argument + "}"

@@ -2,7 +2,7 @@
 
 import re
 
-from verl.utils.reward_score.answers import rational
+from verl.utils.reward_score.quantities import rational
 
 SOLUTION_CLIP_CHARS = 300  # the answer is at the end, and searching a long text is slow
 STRICT = re.compile(r"####\s*(-?[0-9.,]+)")

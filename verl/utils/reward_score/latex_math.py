@@ -1,4 +1,4 @@
-r"""Test two LaTeX expressions for equality by evaluating both to 300 digits at the same random points.
+r"""Test two LaTeX expressions for equality by evaluating both to 1000 digits at the same random points.
 
 Equal expressions agree everywhere. Different ones practically never agree at all points by chance. Unlike symbolic
 simplification, this always takes milliseconds.
@@ -12,12 +12,14 @@ from typing import Any
 
 import mpmath
 
+from verl.utils.reward_score.latex_tokens import GREEK
+
 Value = Any  # a number of mpmath
 Node = Callable[[dict[str, Value]], Value]
 
 LONGEST_CHARS = 300
 NUM_POINTS = 4
-DIGITS = 300
+DIGITS = 1000
 MOST_EXPONENT = 10_000
 _TOKEN = re.compile(r"\d+\.?\d*|\.\d+|\\[a-zA-Z]+|[a-zA-Z]|\\[{}|]|[-+*/^_!|(){}\[\]]")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?:[a-zA-Z]{3,}|[A-Z]{2,})")
@@ -32,7 +34,10 @@ _PRODUCTS: dict[str, Callable[..., Value]] = {
     **dict.fromkeys(("/", "\\div"), operator.truediv),
 }
 _ENDS = ("", "+", "-", ")", "}", "]", "\\}", "|", "\\|", "_", "^")
-_GREEK = ("alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "phi", "omega", "varphi", "rho", "sigma")
+COMMANDS = frozenset(
+    ("frac", "binom", "sqrt", "cdot", "times", "div", "log", "ln", "lg", "{", "}", "|", "varphi", *GREEK, *_FUNCTIONS)
+)
+"""The commands that this module knows."""
 
 
 class NotAnExpression(ValueError):
@@ -42,27 +47,43 @@ class NotAnExpression(ValueError):
 def agree(one: str, other: str) -> bool | None:
     """Return whether two expressions are equal; None if one of them cannot be parsed or evaluated.
 
-    Args: texts in the normal form of ``answers.with_unit``.
+    Args: texts in the normal form of ``latex_tokens``.
     """
+    return _compare(one, other, lambda a, b, first: _close(a, b))
+
+
+def proportional(one: str, other: str) -> bool | None:
+    """Return whether two expressions have a constant ratio; None if one of them cannot be parsed or evaluated."""
+    return _compare(one, other, lambda a, b, first: first[0] * first[1] != 0 and _close(a * first[1], b * first[0]))
+
+
+def _compare(one: str, other: str, holds: Callable[[Value, Value, tuple[Value, Value]], bool]) -> bool | None:
+    """Return whether ``holds`` is true of the values at all points, given also the values at the first point."""
     try:
         nodes = [_Parser(text).parse() for text in (one, other)]
     except (NotAnExpression, RecursionError):
         return None
     variables = sorted(nodes[0][1] | nodes[1][1])
     generator = random.Random(0)
+    first: tuple[Value, Value] | None = None
     with mpmath.workdps(DIGITS):
         for _ in range(NUM_POINTS if variables else 1):
             point = {name: mpmath.mpf(generator.uniform(-3, 3)) for name in variables}
             try:
                 a, b = (node(point) for node, _ in nodes)
-                close = abs(a - b) <= mpmath.mpf(10) ** (-DIGITS // 2) * max(1, abs(a), abs(b))
+                first = first or (a, b)
+                if not holds(a, b, first):
+                    return False
             except NotAnExpression:  # too large to compute, by any means
                 return False
             except (ArithmeticError, ValueError, TypeError):
                 return None
-            if not close:  # comparisons with NaN are false
-                return False
     return True
+
+
+def _close(a: Value, b: Value) -> bool:
+    """Return whether two values agree; comparisons with NaN are false."""
+    return bool(abs(a - b) <= mpmath.mpf(10) ** (-DIGITS // 2) * max(1, abs(a), abs(b)))
 
 
 class _Parser:
@@ -162,7 +183,7 @@ class _Parser:
             return _apply(abs, inside)
         if token in _CONSTANTS:
             return _CONSTANTS[token]
-        if token.isalpha() or token[1:] in _GREEK:
+        if token.isalpha() or token[1:] in (*GREEK, "varphi"):
             if self.next == "_":
                 self.take()
                 token += "_" + "".join(self.subscript())
@@ -199,7 +220,7 @@ class _Parser:
         if self.next == "^":
             self.take()
             exponent = self.argument()
-        node = _apply(function, self.power())
+        node = _apply(function, self.enclosed("(") if self.next == "(" else self.power())
         return node if exponent is None else _apply(mpmath.power, node, exponent)
 
     def logarithm(self, name: str) -> Node:
@@ -208,7 +229,7 @@ class _Parser:
         if self.next == "_":
             self.take()
             base = self.argument()
-        node = _apply(mpmath.log, self.power())
+        node = _apply(mpmath.log, self.enclosed("(") if self.next == "(" else self.power())
         return node if base is None else _apply(operator.truediv, node, _apply(mpmath.log, base))
 
 

@@ -7,19 +7,16 @@ Source: DAPO (arXiv:2503.14476) section 4.1 (rule-based reward of +1 and -1).
 import re
 from typing import Any
 
-from verl.utils.reward_score.answers import THOUSANDS, cleaned, measure_differently, rational, same, with_unit
+from verl.utils.reward_score.answers import same
+from verl.utils.reward_score.latex_tokens import normal_form, tokenize
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
+from verl.utils.reward_score.quantities import rational, split_unit
 
 SOLUTION_CLIP_CHARS = 300  # the answer is at the end
 BOXED_CLIP_CHARS = 100
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 NO_ANSWER = "[INVALID]"
 
-_UNITS = (
-    "square ways integers dollars mph inches hours km units points feet minutes digits cents degrees cm gm pounds "
-    "meters meals edges students childrentickets multiples sq mi days unit ft yards seconds people percent"
-).split()
-_UNIT = re.compile(r"(?<![a-zA-Z\\])(?:" + "|".join(sorted(_UNITS, key=len, reverse=True)) + r")(?![a-zA-Z])")
 _MATH = re.compile(r"\$([^$]*)\$")
 
 
@@ -44,28 +41,12 @@ def verify(
         end = pause_tokens_index[-1] if pause_tokens_index else len(solution_str)
         boxed = last_boxed_only_string(solution_str[max(end - BOXED_CLIP_CHARS, 0) :])
         pred = remove_boxed(boxed) if boxed is not None else NO_ANSWER
-        return pred == str(answer) or _same_number(pred, str(answer)), pred
+        number, truth = (rational(normal_form(tokenize(text))) for text in (pred, str(answer)))
+        return pred == str(answer) or (number is not None and number == truth), pred
     answers = ANSWER.findall(solution_str)
     if not answers:
         return False, NO_ANSWER
-    stated, truth = answers[-1], str(answer)
-    pred = normalize_final_answer(stated)
-    both_name = "=" in stated and "=" in truth
-    units = {unit for text in (stated, truth) if (unit := _unit(text))}
-    is_same_text = pred == normalize_final_answer(truth) and not (both_name or len(units) > 1)
-    if is_same_text and (not pred or measure_differently(_stated(stated), _stated(truth))):
-        return False, pred
-    return is_same_text or same(_stated(stated), _stated(truth)), pred
-
-
-def _same_number(one: str, other: str) -> bool:
-    number = rational(one.strip())
-    return number is not None and number == rational(other.strip())
-
-
-def _unit(answer: str) -> str:
-    plain = _UNIT.search(answer)
-    return with_unit(cleaned(_stated(answer)))[1] or (plain[0].removesuffix("s") if plain else "")
+    return same(_stated(answers[-1]), _stated(str(answer))), normalize_final_answer(answers[-1])
 
 
 def _stated(answer: str) -> str:
@@ -78,6 +59,6 @@ def _stated(answer: str) -> str:
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Return an answer as a text without dollars, units, text commands, thousands separators and spaces."""
-    text = cleaned(_UNIT.sub("", cleaned(_stated(final_answer.split("=")[-1].strip()))))
-    return text.replace(",", "") if THOUSANDS.match(text) else with_unit(text)[0]
+    """Return an answer as a text without names, units, signs of units, text commands and spaces."""
+    value, _ = split_unit(tokenize(_stated(final_answer.split("=")[-1].strip())))
+    return normal_form(value)

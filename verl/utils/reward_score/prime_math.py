@@ -4,9 +4,10 @@ import re
 from fractions import Fraction
 
 from verl.utils.reward_score import math_verify
-from verl.utils.reward_score.answers import rational, same, same_values, with_unit
-from verl.utils.reward_score.latex_math import LONGEST_CHARS, agree
+from verl.utils.reward_score.answers import Judge, same, same_values
+from verl.utils.reward_score.latex_math import COMMANDS, LONGEST_CHARS, agree, proportional
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
+from verl.utils.reward_score.quantities import rational
 
 _STATED = re.compile(r"(?i)\banswer\s*(?:is|:|=)\s*:?\s*([^\n]+)")
 _MATH = re.compile(r"\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]")
@@ -14,8 +15,10 @@ LONGEST_ANSWER_CHARS = 500
 _NO_FORMULA = re.compile(
     r"(?<![a-zA-Z\\])(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|exp)(?![a-zA-Z]))[a-zA-Z]{3,}|(?<!\\)[A-Z]{2,}"  # words
     r"|[:']|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}|[A-Z]\\times ?[A-Z]"  # times and ratios, dates, products of sets
-    r"|\d_|\\frac\{d\w?\}\{d\w\}"  # numbers to a base, derivatives
+    r"|[^\0-\x7f]|\d \d|\d_|\\frac\{d\w?\}\{d\w\}"  # others' letters, two numbers, a base, derivatives
 )
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_COMMANDS_OF_FORMULAS = COMMANDS | {"infty", "lfloor", "rfloor", "lceil", "rceil", "overline", "vec", "mathbb", "bmod"}
 _OPEN_ARGUMENT = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![a-zA-Z({^_])")
 
 
@@ -44,7 +47,7 @@ def grade_answer(answer: str, truth: str) -> bool:
     """Return whether an answer is equivalent to the truth."""
     if max(len(answer), len(truth)) > LONGEST_ANSWER_CHARS:
         return answer == truth
-    return same(answer, truth, same_formulas)
+    return same(answer, truth, Judge(same_formulas, same_equations))
 
 
 def same_formulas(one: str, other: str) -> bool:
@@ -55,15 +58,22 @@ def same_formulas(one: str, other: str) -> bool:
     """
     if same_values(one, other):
         return True
-    (value, unit), (other_value, other_unit) = with_unit(one), with_unit(other)
-    numbers = rational(value), rational(other_value)
-    if (unit and other_unit and unit != other_unit) or None not in numbers or not value or not other_value:
+    numbers = rational(one), rational(other)
+    if None not in numbers or not one or not other or not (_is_formula(one) and _is_formula(other)):
         return False
-    if any(_NO_FORMULA.search(text) for text in (value, other_value)):
-        return False
-    texts = [_as_formula(text, number) for text, number in zip((value, other_value), numbers, strict=True)]
+    texts = [_as_formula(text, number) for text, number in zip((one, other), numbers, strict=True)]
     verdict = None if any(_OPEN_ARGUMENT.search(text) for text in texts) else agree(*texts)
     return math_verify.equal(*texts) if verdict is None else verdict
+
+
+def same_equations(one: str, other: str) -> bool:
+    """Return whether ``one = 0`` and ``other = 0`` differ by a factor only."""
+    verdict = proportional(one, other)
+    return same_formulas(one, other) and not same_formulas(one, "0") if verdict is None else verdict
+
+
+def _is_formula(text: str) -> bool:
+    return not _NO_FORMULA.search(text) and _COMMANDS_OF_FORMULAS.issuperset(_COMMAND.findall(text))
 
 
 def _as_formula(text: str, number: Fraction | None) -> str:
