@@ -401,6 +401,21 @@ def test_math_verify():
     assert math_verify.compute_score(r"so \boxed{\frac{1}{3}}", "0.5") == 0.0
 
 
+def test_math_verify_has_a_limit_of_cpu_time(monkeypatch):
+    if not reward_score.MATH.is_installed():
+        pytest.skip(reward_score.MATH.problem())
+    from math_verify.errors import TimeoutException
+
+    with math_verify._cpu_limit(0.2):
+        time.sleep(0.5)  # as on a busy machine
+    with pytest.raises(TimeoutException), math_verify._cpu_limit(0.2):
+        while True:
+            pass
+    monkeypatch.setattr(math_verify, "CPU_LIMIT_S", 1e-6)
+    assert not math_verify.equal("x+1", "1+x")
+    assert math_verify.compute_score(r"\boxed{x+1}", "1+x", timeout_score=-7) == -7
+
+
 def test_batch_scorer():
     columns = (["lighteval/MATH"] * 2, [r"\boxed{1}", r"\boxed{2}"], ["1", "1"], [None, None])
     assert math_batch.compute_score_batched(*columns) == [1.0, 0.0]

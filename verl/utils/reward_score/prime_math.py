@@ -73,7 +73,10 @@ def same_equations(one: str, other: str) -> bool:
 
 
 def _is_formula(text: str) -> bool:
-    return not _NO_FORMULA.search(text) and _COMMANDS_OF_FORMULAS.issuperset(_COMMAND.findall(text))
+    opening, closing = (sum(map(text.count, brackets)) for brackets in ("([{", ")]}"))
+    return (
+        opening == closing and not _NO_FORMULA.search(text) and _COMMANDS_OF_FORMULAS.issuperset(_COMMAND.findall(text))
+    )
 
 
 def _as_formula(text: str, number: Fraction | None) -> str:
