@@ -1,6 +1,10 @@
 """Pairs of answers, judged by hand: what a person calls equal, and what not."""
 
 EQUAL = [
+    (r"\begin{pmatrix}1 \cr 2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"3 \pmod 7", r"3 \pmod{7}"),
+    (r"2\sqrt{3} cm", r"2\sqrt3"),
+    (r"2\frac{1}{2}\%", r"2.5\%"),
     (r"1,234\text{ m}", "1234"),
     (r"\{1,000\}", r"\{1000\}"),
     ("{1,2,3}", "1,2,3"),
@@ -140,6 +144,11 @@ EQUAL = [
     (r"2\pi r = C", r"2\pi r"),
 ]
 EQUAL_BY_ALGEBRA = [
+    (r"2\frac{1}{2}x", r"\frac{5}{2}x"),
+    (r"1\frac{1}{2}\pi", r"\frac{3\pi}{2}"),
+    (r"\frac{x^2}{4}+\frac{y^2}{9}=1", "9x^2+4y^2=36"),
+    ("y^2=4x", r"x=\frac{y^2}{4}"),
+    ("(x-1)^2+(y+2)^2=9", "x^2-2x+y^2+4y=4"),
     ("2x+3y=6", "2x+3y-6=0"),
     (r"\binom42", "6"),
     ("√12", r"2\sqrt3"),
@@ -176,6 +185,14 @@ EQUAL_BY_ALGEBRA = [
     (r"{5 \choose 2}", "10"),
 ]
 DIFFERENT = [
+    (r"2\frac{1}{2}x", "x"),
+    ("x+y=1", "2x+2y=1"),
+    ("x=0", "x^2=0"),
+    (r"\frac{x^2}{4}+\frac{y^2}{9}=1", r"\frac{x^2}{9}+\frac{y^2}{4}=1"),
+    ("7=6", "7"),
+    (r"x=7 \text{ or } 6", "6"),
+    (r"3^\circ 30'", "3"),
+    (r"-2\frac{1}{2}", r"-2+\frac{1}{2}"),
     (r"\{1,000\}", r"\{1,0\}"),
     ("0,500", "500"),
     (r"60^\circ", r"60\%"),

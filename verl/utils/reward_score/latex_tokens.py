@@ -52,7 +52,7 @@ _TOKEN = re.compile(
     | \\(?:text|mbox|textrm|mathrm)\s*\{{(?P<words>[^{{}}]*)\}}
     | \\(?:textbf|mathbf|textit|mathit|operatorname|underline|emph)\s*\{{(?P<styled>[^{{}}]*)\}}
     | (?P<number>
-          (?<![\d.])\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)(?:\.\d+)?
+          (?<![\d.])[1-9]\d{{0,2}}(?:{_GAP}\d{{3}})+(?!\d)(?:\.\d+)?
         | (?<![\d.,])[1-9]\d{{0,2}}(?:,\d{{3}})+(?!,?\d)(?:\.\d+)?
         | (?<![\d.])[1-9]\d{{0,2}}(?:,0\d\d)+(?!\d)
         | \d+(?:\.\d+)? | \.\d+ )
@@ -65,12 +65,12 @@ _SYNONYMS = {
     **{r"\tfrac": r"\frac", r"\dfrac": r"\frac", r"\cfrac": r"\frac", r"\varnothing": r"\emptyset", r"\%": "%"},
     **{r"\geq": r"\ge", r"\leq": r"\le", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\R": r"\mathbb{R}"},
     **{r"\lbrace": r"\{", r"\rbrace": r"\}", r"\langle": "(", r"\rangle": ")"},
-    **{r"\lvert": "|", r"\rvert": "|", r"\vert": "|", "$": "", '"': ""},
+    **{r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\cr": ROW_BREAK, "$": "", '"': ""},
 }
 
 _ARGUMENT = r"\s*(\{[^{}]*\}|\\[a-zA-Z]+|[0-9a-zA-Z])"
 _FRACTION = re.compile(r"(\\frac|\\binom)" + _ARGUMENT + _ARGUMENT)
-_BARE_ARGUMENT = re.compile(r"(\\sqrt|[\^_])\s*([0-9a-zA-Z])")
+_BARE_ARGUMENT = re.compile(r"(\\sqrt|\\pmod|[\^_])\s*([0-9a-zA-Z])")
 
 
 def tokenize(text: str) -> list[str]:

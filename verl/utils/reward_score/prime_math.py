@@ -19,6 +19,7 @@ _NO_FORMULA = re.compile(
 )
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _COMMANDS_OF_FORMULAS = COMMANDS | {"infty", "lfloor", "rfloor", "lceil", "rceil", "overline", "vec", "mathbb", "bmod"}
+_MIXED = re.compile(r"(?<![\w.}])(\d+)(\\frac\{\d+\}\{\d+\})")
 _OPEN_ARGUMENT = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln)(?![a-zA-Z({^_])")
 
 
@@ -80,7 +81,7 @@ def _is_formula(text: str) -> bool:
 
 
 def _as_formula(text: str, number: Fraction | None) -> str:
-    """Return a number as a ratio, since a formula would take a mixed number for a product."""
+    """Return a number as a ratio, and mixed numbers as sums, since a formula would take them for products."""
     if number is None or len(text) > LONGEST_CHARS:
-        return text
+        return _MIXED.sub(r"(\1+\2)", text)
     return str(number.numerator) if number.denominator == 1 else f"({number.numerator}/{number.denominator})"

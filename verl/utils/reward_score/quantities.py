@@ -68,7 +68,7 @@ def split_unit(tokens: Sequence[str]) -> tuple[Sequence[str], Unit]:
             continue
         value = stripped(tokens[:i])
         if not _measures(value, tokens[i:], after_blank=tokens[i - 1] == " "):
-            break
+            continue
         unit = _abbreviated(words)
         return value, Unit(signs | {unit}) if unit in _MEASURES else Unit(signs, unit)
     return tokens, Unit(signs)
@@ -77,15 +77,19 @@ def split_unit(tokens: Sequence[str]) -> tuple[Sequence[str], Unit]:
 def _measures(value: Sequence[str], words: Sequence[str], after_blank: bool) -> bool:
     r"""Return whether words are the unit of a value: in ``\text{...}`` all are that do not change a number.
 
-    Without that command a unit follows a number. If there is no blank between them, it may be a product of variables.
+    Without that command a unit is a known one after a blank, or follows a number. Letters that follow a number without
+    a blank may be a product of variables.
     """
     if _NUMERALS & set(_singular(re.findall("[a-z]+", "".join(words).replace(r"\text", "").lower()))):
         return False
     if is_text(words[0]):
         return True
+    is_known = words[0] in _SHORT_UNITS
+    if is_known and after_blank:
+        return True
     number = normal_form(value)
-    is_known = words[0] in _SHORT_UNITS or len(words[0]) >= (4 if after_blank else 5)
-    return is_known and (rational(number) is not None or bool(_TIME.fullmatch(number)))
+    is_number = rational(number) is not None or bool(_TIME.fullmatch(number))
+    return is_number and (is_known or len(words[0]) >= (4 if after_blank else 5))
 
 
 def _abbreviated(words: str) -> str:
