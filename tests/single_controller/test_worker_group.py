@@ -288,7 +288,7 @@ def _has_ended(actor: ray.actor.ActorHandle) -> bool:
 
 def test_an_error_of_a_rank_that_is_not_collected_ends_what_waits(ray_cluster: None) -> None:
     pool = RayResourcePool([2], max_colocate_count=1, name_prefix="tower")
-    group = RayWorkerGroup(pool, _class(EchoWorker), device_name="cpu", call_timeout_s=600)
+    group = RayWorkerGroup(pool, _class(EchoWorker), device_name="cpu", call_timeout_s=3600)
     with phase("reward", step=2):
         future = group.fail_pair(_batch())
     with pytest.raises(WorkerTaskError, match="rank 0.*method fail_pair.*phase reward, step 2.*no such image"):
