@@ -36,6 +36,7 @@ CAUGHT = "caught"
 MISSED = "missed"
 NO_IMPORT = "does not import"
 FAILS_ANYWAY = "fails without the fault too"
+TIMED_OUT = "timed out"
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", flags=re.MULTILINE)
 _PASSED, _FAILED, _INTERRUPTED, _NOTHING_RAN = 0, 1, 2, (4, 5)
 """Exit codes of pytest; 2 is an error while it imports test files."""
@@ -141,7 +142,9 @@ def result_of(code: int, output: str, seconds: float) -> Result:
         return Result(NO_IMPORT, seconds)
     if failed is None:
         return Result(CAUGHT, seconds, f"the test process, which ended with code {code}")
-    return Result(CAUGHT, seconds, failed[1], failed[2] or "")
+    why = failed[2] or ""
+    # A busy machine does that too.
+    return Result(TIMED_OUT if why.startswith("Failed: Timeout") else CAUGHT, seconds, failed[1], why)
 
 
 def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str, Result]:
@@ -167,7 +170,8 @@ def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str,
 
         with ThreadPoolExecutor(processes) as threads:
             results = dict(zip([fault.name for fault in faults], threads.map(tried, faults), strict=True))
-        tests = sorted({result.by for result in results.values() if "::" in result.by})
+        caught = [result.by for result in results.values() if result.outcome == CAUGHT]
+        tests = sorted({test for test in caught if "::" in test})
         output = copies.get().run_tests(*tests)[1] if tests else ""
         failing = {test for test, _ in _FAILURE.findall(output)}
     return {

@@ -159,7 +159,7 @@ PROTOCOL = (
         "verl/utils/tensordict_utils.py",
         "generator = torch.Generator().manual_seed(seed)",
         "generator = torch.Generator()",
-        ("tests/test_protocol_properties.py", "tests/utils/test_tensordict_utils.py"),
+        ("tests/test_protocol.py", "tests/test_protocol_properties.py"),
         "mini-batches have one order, whatever the seed",
     ),
     Fault(

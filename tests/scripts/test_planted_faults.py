@@ -72,6 +72,16 @@ def test_outcomes_and_comparison(
     assert planted_faults.main(["--tree", str(tree), "wrong-factor"]) == 0
 
 
+def test_a_timeout_catches_nothing() -> None:
+    """A busy machine does that too."""
+    for message, outcome in (
+        ("Failed: Timeout (>300.0s) from pytest-timeout.", planted_faults.TIMED_OUT),
+        ("AssertionError: assert 3 == 4", planted_faults.CAUGHT),
+    ):
+        found = planted_faults.result_of(1, f"F\nFAILED test_code.py::test_double - {message}\n", 1.0)
+        assert found == planted_faults.Result(outcome, 1.0, "test_code.py::test_double", message)
+
+
 def test_what_does_not_fit_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(planted_faults.FaultError, match="gone: code_under_test.py has the text to replace 0 times"):
         planted_faults.planted(fault("gone", "4 * x", ""), tree)
