@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields, is_dataclass
 from difflib import SequenceMatcher
 from functools import cache
 from operator import ge, gt, le, lt
@@ -74,11 +74,20 @@ class ConfigError(WrongInput, AssertionError):
 
     def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = list(violations)
-        lines = [str(violation) for violation in self.violations]
-        super().__init__(lines[0] if len(lines) == 1 else "\n  - ".join([f"{len(lines)} problems:", *lines]))
+        super().__init__(problem_list(map(str, self.violations)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.violations,)
+
+
+PROBLEM = "  - "
+"""Begins the line of each of several problems."""
+
+
+def problem_list(problems: Iterable[str]) -> str:
+    """Return one problem as it is, and several as a list with their number."""
+    lines = list(problems)
+    return lines[0] if len(lines) == 1 else f"\n{PROBLEM}".join([f"{len(lines)} problems:", *lines])
 
 
 class UnsupportedConfigError(ConfigError, NotImplementedError):
@@ -277,6 +286,22 @@ def field_violation(cls: type, name: str, value: Any) -> Violation:
     if limits.is_too_large(value) and (value < 0 or (limits.at_most is None and limits.below is None)):
         bounds += f", and at most {_written(limits.most(value))} in magnitude"
     return Violation(name, value, f"must be {bounds}{hint}")
+
+
+class FieldHelp(NamedTuple):
+    """What a person wants to know about a field: its meaning, its type with the legal values, its default."""
+
+    meaning: str
+    type: str
+    default: Any
+
+
+def described_field(cls: type[BaseConfig], name: str) -> FieldHelp:
+    """Describe a field of a node."""
+    found = next(each for each in fields(cls) if each.name == name)
+    default = found.default if found.default_factory is MISSING else found.default_factory()
+    type_text = _describe_range(type_hints(cls)[name], _ranges(cls).get(name, Range()))
+    return FieldHelp(found.metadata.get("meaning", ""), type_text, default)
 
 
 @cache

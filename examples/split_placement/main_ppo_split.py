@@ -19,7 +19,7 @@ from verl.base_config import WrongInput
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.utils import Role, need_critic
-from verl.trainer.run.launch import checked
+from verl.trainer.run.refusal import checked
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayWorkerGroup

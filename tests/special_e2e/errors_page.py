@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
 
+from verl.trainer.config.cli import NOT_LOOKED_AT
+
 from .conftest import REPOSITORY, Workspace
 from .wrong_input_cases import CASES
 from .wrong_inputs import VERDICTS, Answer, Case, LateRuns, Launcher, Place, verdict
@@ -29,6 +31,7 @@ TITLES = {
     "checkpoint": "Checkpoint",
     "model": "Model and tokenizer",
     "environment": "Environment",
+    "code": "Your code",
     "sft": "Supervised training",
     "offline": "Generation and evaluation",
     "tool": "Other commands",
@@ -36,13 +39,16 @@ TITLES = {
 HEAD = (
     "# Messages\n\n"
     "Messages for wrong input, of `python -m verl.trainer.main_ppo` unless the section says otherwise. Nearly all are "
-    "found before Ray starts, in a second or two and without importing torch. Only your code or the workers can find "
-    "those marked with ◦; `error.log` in `trainer.default_local_dir` then holds the whole trace. The exit code is 2 "
-    "for a wrong input, and 1 for any other failure.\n\n"
+    "found before Ray is imported, in a second or two; only a start whose configuration names modules of yours "
+    "imports them, in a process of its own, which takes several seconds. Unknown keys and values of the wrong type "
+    "end the command at once. All other problems come in one message, and `--check` finds all of both kinds. Only "
+    "your code or the workers can find those marked with ◦; `error.log` in `trainer.default_local_dir` then holds the "
+    "whole trace. The exit code is 2 for a wrong input, and 1 for any other failure.\n\n"
     "`tests/special_e2e/wrong_input_cases.py` lists the inputs. `python -m tests.special_e2e.errors_page` tries them "
     "and writes this page; `scripts/test.sh` tries a selection, and `scripts/test.sh --full` all. A program judges the "
-    "answers. *Clear* means: exit code 2, at most five lines, the key, file or row, the value, and what to write "
-    "instead. *Unclear* is any other refusal, *hung* takes longer than a minute, and *accepted* is not refused. `…` "
+    "answers. *Clear* means: exit code 2, at most five lines or a line for each of several problems, the key, file or "
+    "row, the value, and what to write instead. "
+    "*Unclear* is any other refusal, *hung* takes longer than a minute, and *accepted* is not refused. `…` "
     "stands for a folder.\n"
 )
 
@@ -58,7 +64,7 @@ def shorten(message: str, folders: list[Path]) -> str:
         message = message.replace(str(folder), "…")
     message = re.sub(r"worker rank .*?, step \d+: ", "worker rank 0 raised ", message)
     lines = [line.strip().removeprefix("error in the configuration: ") for line in message.strip().splitlines()]
-    kept = [line for line in lines if line and not line.startswith("The whole trace is in")]
+    kept = [line for line in lines if line and not line.startswith(("The whole trace is in", NOT_LOOKED_AT))]
     text = "; ".join(kept).replace(":; ", ": ")
     text = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rstrip() + " ..."
     return f"`{text.replace('`', '').replace('|', chr(92) + '|')}`"

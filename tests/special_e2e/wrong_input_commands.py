@@ -141,4 +141,38 @@ TOOLS = [
     Case("tool", "merger: an unknown backend", ["merge", "--backend", "ddp", "--local_dir", "/nowhere"], ("--backend", "'ddp'"), command=MERGER),
 ]
 
-COMMANDS = [*ENVIRONMENT, *SUPERVISED, *OFFLINE, *TOOLS]
+ROLLOUT, LIBRARY = "actor_rollout_ref.rollout", "actor_rollout_ref.model.external_lib"
+ASYNC = {f"{ROLLOUT}.mode": "async"}
+
+
+def code(module: str, overrides: Mapping[str, object]) -> Callable[[Place], Words]:
+    """Write a module ``mine`` that a run imports."""
+
+    def make(place: Place) -> Words:
+        (place.folder / "mine.py").write_text(module)
+        return {LIBRARY: "mine", **overrides}
+
+    return make
+
+
+ESTIMATOR = "from verl.algos.advantage import register_adv_est\n@register_adv_est('mine')\ndef estimate(**given): ...\n"
+LOSS = "from verl.algos.policy_loss import register_policy_loss\n@register_policy_loss('mine')\ndef loss(*given): ...\n"
+LOOP = "from verl.experimental.agent_loop.registry import register\n@register('mine')\nclass Loop: ...\n"
+
+# fmt: off
+CODE = [
+    Case("code", "an estimator that its module registers by another name", code(ESTIMATOR, {"algorithm.adv_estimator": "mien"}), ("algorithm.adv_estimator=mien: Unknown advantage estimator: mine does not register it; write one of: mine",)),
+    Case("code", "a loss that its module registers by another name", code(LOSS, {"actor_rollout_ref.actor.policy_loss.loss_mode": "mien"}), ("actor_rollout_ref.actor.policy_loss.loss_mode=mien: Unsupported loss mode: mine does not register it; write one of: mine",)),
+    Case("code", "a reward manager that no module registers", code("print('a line')", {"reward_model.reward_manager": "naife"}), ("reward_model.reward_manager=naife: Unknown reward manager: mine does not register it; write one of: naive",)),
+    Case("code", "an agent loop that its module registers by another name", code(LOOP, ASYNC | {f"{ROLLOUT}.agent.default_agent_loop": "mien"}), (f"{ROLLOUT}.agent.default_agent_loop=mien: is no agent loop: mine does not register it; write one of: mine",)),
+    Case("code", "a format of tool calls that no module registers", code("", ASYNC | {f"{ROLLOUT}.multi_turn.format": "hermse"}), (f"{ROLLOUT}.multi_turn.format=hermse: is no format of tool calls: mine does not register it; write one of: hermes",)),
+    Case("code", "a module that its package does not have", {LIBRARY: "verl.utils.no_such"}, (f"{LIBRARY}=verl.utils.no_such: the package verl.utils has no module no_such: write one that it has",)),
+    Case("code", "a tool of a misspelled class", written("tools.yaml", b"tools:\n- class_name: verl.tools.gsm8k_tool.Gsm8kTol\n", f"{ROLLOUT}.multi_turn.tool_config_path", ASYNC), ("{at}/tools.yaml, tools[0].class_name=verl.tools.gsm8k_tool.Gsm8kTol: verl.tools.gsm8k_tool has no Gsm8kTol: write one of its classes: Gsm8kTool",)),
+    Case("code", "a tool of a misspelled module", written("tools.yaml", b"tools:\n- class_name: verl.tools.gsm8k_tol.Gsm8kTool\n", f"{ROLLOUT}.multi_turn.tool_config_path", ASYNC), ("{at}/tools.yaml, tools[0].class_name=verl.tools.gsm8k_tol.Gsm8kTool: the package verl.tools has no module gsm8k_tol",)),
+    Case("code", "an interaction of a misspelled class", written("users.yaml", b"interaction:\n- class_name: verl.interactions.gsm8k_interaction.Gsm8k\n", f"{ROLLOUT}.multi_turn.interaction_config_path", ASYNC), ("{at}/users.yaml, interaction[0].class_name=verl.interactions.gsm8k_interaction.Gsm8k: verl.interactions.gsm8k_interaction has no Gsm8k: write one of its classes: Gsm8kInteraction",)),
+    Case("code", "an agent loop of a misspelled class", written("loops.yaml", b"- name: mine\n  _target_: verl.experimental.agent_loop.tool_agent_loop.ToolAgent\n", f"{ROLLOUT}.agent.agent_loop_config_path", ASYNC), ("{at}/loops.yaml, mine._target_=verl.experimental.agent_loop.tool_agent_loop.ToolAgent: verl.experimental.agent_loop.tool_agent_loop has no ToolAgent: write one of its classes: ToolAgentLoop",)),
+    Case("code", "a module of supervised training that its package does not have", {"model.external_lib": "verl.utils.no_such"}, ("model.external_lib=verl.utils.no_such: the package verl.utils has no module no_such",), command=SFT),
+]
+# fmt: on
+
+COMMANDS = [*ENVIRONMENT, *CODE, *SUPERVISED, *OFFLINE, *TOOLS]

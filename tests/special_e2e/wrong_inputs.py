@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.base_config import PROBLEM
+
 from .conftest import REPOSITORY, Workspace
 from .launcher import HUNG, REACHED_RAY
 
@@ -84,14 +86,14 @@ class Answer:
 def verdict(case: Case, answer: Answer) -> tuple[str, str]:
     """Return one of ``VERDICTS`` for an answer, and what is wrong with one that is not clear.
 
-    Clear is: exit code 2, at most five lines, no stack trace, the place and value of the mistake, and what to write
-    instead.
+    Clear is: exit code 2, at most five lines besides those of a list of problems, no stack trace, the place and value
+    of the mistake, and what to write instead.
     """
     if answer.code == HUNG:
         return "hung", "had to be ended"
     if answer.code in (0, REACHED_RAY):
         return "accepted", answer.output[-300:]
-    lines = [line for line in answer.output.splitlines() if line.strip()]
+    lines = [line for line in answer.output.splitlines() if line.strip() and not line.startswith(PROBLEM)]
     faults = []
     if answer.code != USAGE_ERROR:
         faults.append(f"exit code {answer.code}")
@@ -122,7 +124,7 @@ def words(case: Case, place: Place) -> list[str]:
     if case.command.endswith("main_generation"):
         merged.setdefault("data.output_path", place.folder / "generated" / "out.parquet")
     found = [f"{key}={_word(value)}" for key, value in merged.items() if value is not ABSENT]
-    found = [word.removesuffix("=") if word.startswith("~") else word for word in found]
+    found = [word.removesuffix("=") if word.startswith(("~", "--check")) else word for word in found]
     return sorted(found, key=lambda word: not word.startswith("--"))  # flags come before keys
 
 
@@ -156,6 +158,7 @@ def _generation(workspace: Workspace) -> dict[str, Any]:
 
 BASES: dict[str, Callable[[Workspace], dict[str, Any]]] = {
     "main_ppo": lambda workspace: workspace.overrides("none"),
+    "main_dapo": lambda workspace: workspace.overrides("none"),
     "sft_trainer": _sft,
     "fsdp_sft_trainer": _older_sft,
     "main_generation": _generation,

@@ -102,7 +102,7 @@ def compose_command(words: list[str]) -> DictConfig:
     """Compose the configuration that ``python -m module [--config-path=... --config-name=...] key=value ...`` sees."""
     position = next(i for i, word in enumerate(words) if word in CONFIG_OF_MODULE)
     flags = dict(word.split("=", 1) for word in words if re.match(r"--config-(path|name)=", word))
-    overrides = [word for word in words[position + 1 :] if not re.match(r"--config-(path|name)=", word)]
+    overrides = [word for word in words[position + 1 :] if not re.match(r"--config-(path|name)=|--check$", word)]
     return composed(words[position], overrides, flags.get("--config-name"), flags.get("--config-path"))
 
 

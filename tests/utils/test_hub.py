@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.environment import check_environment
 from verl.trainer.run.inputs import InputError
+from verl.trainer.run.refusal import Findings
 from verl.utils.hub import cached_folder, hub_problems, model_folder, unreachable
 
 
@@ -54,11 +55,15 @@ def test_modelscope_that_is_not_installed_is_named(monkeypatch):
     assert problem.startswith("environment variable VERL_USE_MODELSCOPE=true needs the package modelscope, which is")
     with pytest.raises(ImportError, match="needs the package modelscope"):
         model_folder("Qwen/Qwen2.5-0.5B")
+    findings = Findings()
+    check_environment(RayConfig(), (), findings)
     with pytest.raises(InputError, match="VERL_USE_MODELSCOPE=true needs"):
-        check_environment(RayConfig(), ())
+        findings.refuse()
     monkeypatch.setenv("VERL_USE_MODELSCOPE", "perhaps")
-    with pytest.raises(InputError, match="VERL_USE_MODELSCOPE='perhaps' is not a boolean"):
-        check_environment(RayConfig(), ())
+    findings = Findings()
+    check_environment(RayConfig(), (), findings)
+    with pytest.raises(ValueError, match="VERL_USE_MODELSCOPE='perhaps' is not a boolean"):
+        findings.refuse()
 
 
 def test_a_server_that_answers_is_reachable():

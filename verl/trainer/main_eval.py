@@ -63,10 +63,12 @@ class RowScore:
 
 def run_eval(config: DictConfig) -> None:
     """Score all rows on Ray and log ``{"test_score/<source>": mean}`` to standard output."""
-    from verl.trainer.run.launch import checked, run_offline
+    from verl.trainer.run.launch import run_offline
+    from verl.trainer.run.refusal import checked, end_of_checks
     from verl.utils.observe.console import get_console
 
     path, rows, scorer = checked(lambda: prepare(config))
+    end_of_checks()
     tree: Any = OmegaConf.to_container(config.ray_kwargs, resolve=True)
 
     def score() -> None:

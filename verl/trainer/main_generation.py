@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 def run_generation(config: DictConfig) -> None:
     """Check the configuration, start Ray, generate and write ``data.output_path``."""
-    from verl.trainer.run.launch import checked, run_offline
+    from verl.trainer.run.launch import run_offline
     from verl.trainer.run.owner import Ownership
+    from verl.trainer.run.refusal import checked, end_of_checks
 
     with Ownership() as owner:
         generation = checked(lambda: prepare(config, owner))
+        end_of_checks()
         run_offline(generation.config.cluster, generation.config.trainer.device, generation.run)
 
 

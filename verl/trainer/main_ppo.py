@@ -60,8 +60,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     """
     from verl.trainer.preflight import check_inputs
     from verl.trainer.run.ending import Ending
-    from verl.trainer.run.launch import checked, run_on_ray
     from verl.trainer.run.owner import Ownership
+    from verl.trainer.run.refusal import checked, end_of_checks
     from verl.trainer.run.resume import run_folder
 
     CLOCK.moments = []
@@ -90,7 +90,10 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     forks = prestart.fork_server_of(config, has_own_runner=task_runner_class is not None)
     with Ownership() as owner, forks or nullcontext() as fork_server:
         run_config, display, ending = checked(check)
+        end_of_checks()
         CLOCK.mark("checks")
+        from verl.trainer.run.launch import run_on_ray  # which imports Ray
+
         runner_class = task_runner_class or TaskRunner
         run_on_ray(
             run_config.ray_kwargs,

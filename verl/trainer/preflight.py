@@ -5,17 +5,20 @@ Nothing here imports torch, so that a wrong key is answered in about a second.
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import Violation, as_yaml
+from verl.base_config import ConfigError, Violation, as_yaml, config_error
+from verl.trainer.config.cli import noted, only_checks
+from verl.trainer.config.keys import is_under
 from verl.trainer.config.run_config import RunConfig, TrainerConfig
-from verl.trainer.config.validation import checked_config
+from verl.trainer.config.validation import examined_config
 from verl.trainer.config.written import is_written
 from verl.trainer.run.environment import check_environment
 from verl.trainer.run.inputs import (
@@ -35,7 +38,9 @@ from verl.trainer.run.inputs import (
     has_field,
     local_files,
 )
+from verl.trainer.run.refusal import Findings
 from verl.trainer.run.resume import find_resume_folder, run_folder, tell_replaced
+from verl.trainer.run.user_code import check_user_code, code_of
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.observe.tracking import check_backends, wandb_obstacle
@@ -43,6 +48,9 @@ from verl.utils.processes import passes_in_fork
 from verl.utils.value_heads import HEAD_NAME
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.signature import ONE_BY_ONE
+
+if TYPE_CHECKING:
+    from verl.utils.dataset.files import ColumnCheck
 
 logger = logging.getLogger(__name__)
 
@@ -58,28 +66,69 @@ def check_inputs(
     ``recipe_nodes`` are nodes that the recipe reads, and that the main trainer refuses; ``recipe_rules`` yields what
     the recipe refuses. What only the code of a fork can know is left to it.
 
-    Raises: ValueError naming the dotted key or the file, the value, and what would be right.
+    Raises: WrongInput with everything that is wrong: the dotted key or the file, the value, and what would be right.
     """
     leave_out_wandb(config)
-    run = checked_config(config, recipe_nodes=recipe_nodes, of_fork=of_fork, recipe_rules=recipe_rules)
-    check_backends(run.trainer.logger)
-    check_environment(run.ray_kwargs, run.trainer.logger)
-    check_run_machine(run)
+    findings = Findings()
+    try:
+        run, violations = examined_config(
+            config,
+            recipe_nodes=recipe_nodes,
+            of_fork=of_fork,
+            recipe_rules=recipe_rules,
+            stops_at_types=not only_checks(),
+        )
+    except ConfigError as error:
+        noted(error)
+        raise
+    if violations:
+        findings.errors.append(config_error(violations))
+    broken = {violation.key for violation in violations}
+    if "trainer.logger" not in broken:
+        findings.passes(check_backends, run.trainer.logger)
+    check_environment(run.ray_kwargs, run.trainer.logger, findings)
+    if not broken & {"trainer.device", *_SIZES}:
+        findings.passes(check_run_machine, run)
+    paths = {key: path for key, path in _paths(run).items() if key not in broken}
     if run.ray_kwargs.is_local:
-        check_remote(_paths(run))
-    if not passes_in_fork(partial(check_files, run)):  # which needs pyarrow and pandas, and nothing after it does
-        check_files(run)
-    check_hub_models(run)
-    check_model("actor_rollout_ref.model.path", run.actor_rollout_ref.model.path)
-    if run.critic is not None:
-        shapes = check_model("critic.model.path", run.critic.model.path)
-        if shapes:  # those of a model on this machine, in safetensors
-            check_head("critic.model.path", run.critic.model.path, shapes)
-    check_chat_template(run)
-    if run.reward_model.enable:
-        check_reward_model(run.reward_model)
-    tell_replaced(run_folder(run), find_resume_folder(run))
+        findings.passes(check_remote, paths)
+    if not passes_in_fork(partial(check_files, run, broken)):  # which needs pyarrow and pandas, and nothing after it
+        findings.passes(check_files, run, broken)
+    check_models(run, findings, broken)
+    if not any(is_under(key, _OF_RESUME) for key in broken):
+        findings.passes(lambda: tell_replaced(run_folder(run), find_resume_folder(run)))
+    findings.passes(lambda: check_user_code(code_of(run, broken, of_fork), run.ray_kwargs))
+    findings.refuse()
     return run
+
+
+_SIZES = ("trainer.n_gpus_per_node", "trainer.nnodes")
+_OF_RESUME = (*(f"trainer.{name}" for name in ("resume_mode", "resume_from_path", "default_local_dir")), *_SIZES)
+_OF_RESUME += ("actor_rollout_ref.model", "critic.model")  # a checkpoint must fit them
+
+
+def check_models(run: RunConfig, findings: Findings, broken: set[str]) -> None:
+    """Check the files of the models whose keys are not ``broken``, and the chat template."""
+    key = "actor_rollout_ref.model.path"
+    findings.passes(check_hub_models, run, broken)
+    if key not in broken:
+        findings.passes(check_model, key, run.actor_rollout_ref.model.path)
+    if run.critic is not None and "critic.model.path" not in broken:
+        findings.passes(check_critic_model, run.critic.model.path)
+    if not broken & {key, "actor_rollout_ref.model.tokenizer_path"}:
+        findings.passes(check_chat_template, run)
+    if run.reward_model.enable and not any(is_under(each, ["reward_model"]) for each in broken):
+        findings.passes(check_reward_model, run.reward_model)
+
+
+def check_critic_model(path: str) -> None:
+    """Check the files of the critic's model, and its head if there is one.
+
+    Raises: InputError naming the key.
+    """
+    shapes = check_model("critic.model.path", path)
+    if shapes:  # those of a model on this machine, in safetensors
+        check_head("critic.model.path", path, shapes)
 
 
 def leave_out_wandb(config: DictConfig) -> None:
@@ -129,32 +178,37 @@ def _paths(run: RunConfig) -> dict[str, list[str]]:
 # ---- data
 
 
-def check_files(run: RunConfig) -> None:
-    """Check the data files.
+def check_files(run: RunConfig, broken: Collection[str] = ()) -> None:
+    """Check the data files whose keys are not ``broken``; a custom class reads its files.
 
-    Raises: InputError or DataError naming the file.
+    Raises: InputError or DataError naming the file; SeveralProblems.
     """
-    check_data(run)
-    check_written_names(run.data)
-    check_rows(run)
-
-
-def check_data(run: RunConfig) -> None:
-    """Check that the data files are parquet files with rows and a prompt column; a custom class reads its files.
-
-    Raises: InputError naming key, file and column.
-    """
-    data = run.data
-    if data.custom_cls.path:
+    if run.data.custom_cls.path:
         return
-    for key, paths in (("train_files", data.train_paths), ("val_files", data.val_paths)):
-        local = local_files(paths)
-        rows = sum(count_rows(f"data.{key}", path, data.prompt_key) for path in local)
-        size = data.loader_batch_size
-        if key == "train_files" and len(local) == len(paths) and rows < size:
-            raise InputError(
-                f"data.train_files: {rows} rows in all, fewer than data.train_batch_size={size}: add rows or lower it"
-            )
+    findings = Findings()
+    paths = {"data.train_files": run.data.train_paths, "data.val_files": run.data.val_paths}
+    readable = {key: check_data(run.data, key, paths[key], findings) for key in paths if key not in broken}
+    if readable == {key: local_files(each) for key, each in paths.items()}:
+        findings.passes(check_written_names, run.data)
+    check_rows(run, [*readable.values()], findings)
+    findings.refuse()
+
+
+def check_data(data: DataConfig, key: str, paths: list[str], findings: Findings) -> list[str]:
+    """Check that the files of a key are parquet files with enough rows and a prompt column; return those that are."""
+    rows: dict[str, int] = {}
+
+    def count(path: str) -> None:
+        rows[path] = count_rows(key, path, data.prompt_key)
+
+    local = local_files(paths)
+    readable = [path for path in local if findings.passes(count, path)]
+    size = data.loader_batch_size
+    if key == "data.train_files" and len(readable) == len(paths) and sum(map(rows.__getitem__, readable)) < size:
+        found = sum(map(rows.__getitem__, readable))
+        few = f"{key}: {found} rows in all, fewer than data.train_batch_size={size}: add rows or lower it"
+        findings.errors.append(InputError(few))
+    return readable
 
 
 def check_written_names(data: DataConfig) -> None:
@@ -162,8 +216,6 @@ def check_written_names(data: DataConfig) -> None:
 
     Raises: InputError naming the key.
     """
-    if data.custom_cls.path:
-        return
     usual = DataConfig()
     paths = data.train_paths + data.val_paths
     names = {f"data.{key}": (data[key], usual[key]) for key in ("image_key", "video_key")}
@@ -177,33 +229,45 @@ def check_written_names(data: DataConfig) -> None:
         )
 
 
-def check_rows(run: RunConfig) -> None:
-    """Check the first rows of the data files, by the columns that prompts and rewards are made of.
-
-    Raises: DataError naming file, row and column.
-    """
-    from verl.utils.dataset.files import check_data_sources, check_prompt_rows, check_schemas, check_vision_rows
-    from verl.utils.reward_score import data_source_problem
+def check_rows(run: RunConfig, groups: Sequence[list[str]], findings: Findings) -> None:
+    """Check the first rows of groups of files, by the columns that prompts and rewards are made of."""
+    from verl.utils.dataset.files import check_schemas
 
     data = run.data
-    if data.custom_cls.path:
-        return
-    reward = run.reward_model
-    isolates = not reward.sandbox_fusion.url and not reward.local_sandbox.allow_unisolated
-    problem_of = partial(data_source_problem, runs_code_here=run.ray_kwargs.is_local and isolates)
-    framework_scores = _framework_scores(run)
+    columns = [data.prompt_key, data.reward_fn_key, "reward_model", "extra_info", *data.media_columns().values()]
+    checks = _row_checks(run)
+
+    def check_file(path: str) -> None:
+        left = checks
+        for check in column_checks(path, columns):
+            left = [each for each in left if findings.passes(each, check)]
+
+    for paths in groups:
+        findings.passes(check_schemas, [path for path in paths if not path.endswith(JSON_LINES)])
+        for path in paths:
+            findings.passes(check_file, path)
+
+
+def _row_checks(run: RunConfig) -> "list[Callable[[ColumnCheck], None]]":
+    """Return the checks of rows that a run needs."""
+    from verl.utils.dataset import files
+    from verl.utils.reward_score import data_source_problem
+
+    data, reward = run.data, run.reward_model
     folder = Path(os.path.expanduser(run.actor_rollout_ref.model.path))
     text_only = folder.is_dir() and not any((folder / name).exists() for name in PROCESSOR_FILES)
-    for paths in (data.train_paths, data.val_paths):
-        check_schemas([path for path in local_files(paths) if not path.endswith(JSON_LINES)])
-    for path in local_files(data.train_paths + data.val_paths):
-        media = data.media_columns().values()
-        for check in column_checks(path, [data.prompt_key, data.reward_fn_key, "reward_model", "extra_info", *media]):
-            check_prompt_rows(check, data.prompt_key, data.reward_fn_key, text_only, data.apply_chat_template_kwargs)
-            if text_only:
-                check_vision_rows(check, data, (), data.prompt_key)
-            if framework_scores:
-                check_data_sources(check, data.reward_fn_key, problem_of)
+
+    def check_prompts(check: "ColumnCheck") -> None:
+        files.check_prompts(check, data.prompt_key, text_only, data.apply_chat_template_kwargs)
+        if text_only:
+            files.check_vision_rows(check, data, (), data.prompt_key)
+
+    checks = [check_prompts, lambda check: files.check_reward_columns(check, data.reward_fn_key)]
+    if _framework_scores(run):
+        isolates = not reward.sandbox_fusion.url and not reward.local_sandbox.allow_unisolated
+        problem_of = partial(data_source_problem, runs_code_here=run.ray_kwargs.is_local and isolates)
+        checks.append(lambda check: files.check_data_sources(check, data.reward_fn_key, problem_of))
+    return checks
 
 
 def _framework_scores(run: RunConfig) -> bool:
@@ -217,8 +281,8 @@ def _framework_scores(run: RunConfig) -> bool:
 # ---- models
 
 
-def check_hub_models(run: RunConfig) -> None:
-    """Check that models of the hub can be loaded; on another cluster the workers know better.
+def check_hub_models(run: RunConfig, broken: Collection[str] = ()) -> None:
+    """Check that the models of the hub whose keys are not ``broken`` can be loaded, unless the cluster is another's.
 
     Raises: InputError naming the key.
     """
@@ -234,7 +298,8 @@ def check_hub_models(run: RunConfig) -> None:
         paths["critic.model.path"] = run.critic.model.path
     if run.reward_model.enable:
         paths |= {f"reward_model.model.{name}": path for name, path in run.reward_model.model.paths.items()}
-    check_hub(paths)
+    told = {path for key, path in paths.items() if key in broken}  # the path of the tokenizer may be that of the model
+    check_hub({key: path for key, path in paths.items() if path not in told})
 
 
 def check_reward_model(reward: RewardModelConfig) -> None:

@@ -3,6 +3,7 @@
 from omegaconf import DictConfig
 
 from verl.trainer.config.cli import hydra_main
+from verl.trainer.run.refusal import checked, end_of_checks
 from verl.trainer.sft.preflight import check_sft_inputs
 from verl.utils.import_utils import lazy_exports
 
@@ -14,7 +15,8 @@ __getattr__ = lazy_exports(
 
 def run_checked(config: DictConfig) -> None:
     """Check the inputs before torch is imported, and train."""
-    check_sft_inputs(config)
+    checked(lambda: check_sft_inputs(config))
+    end_of_checks()
     from verl.trainer.sft.trainer import run_sft
 
     run_sft(config)

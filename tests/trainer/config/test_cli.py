@@ -10,9 +10,19 @@ import pytest
 import yaml
 from hydra.errors import HydraException
 
-from verl.base_config import ConfigError, nearest
+from verl.base_config import ConfigError, Violation, nearest
 from verl.trainer import main_ppo
-from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, help_text, prepare_arguments, unreadable
+from verl.trainer.config import cli
+from verl.trainer.config.cli import (
+    CONFIG_DIR,
+    MOST_PROBLEMS,
+    NOT_LOOKED_AT,
+    fitted_overrides,
+    help_text,
+    prepare_arguments,
+    problems_shown,
+    unreadable,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -63,6 +73,39 @@ def test_refused_with_what_was_meant():
     assert len(info.value.violations) == len(REFUSED)  # all are listed
     for violation, (override, meant) in zip(info.value.violations, REFUSED.items(), strict=True):
         assert violation.key.split(".")[0] in override and meant in violation.expected, str(violation)
+
+
+def test_how_a_node_with_a_dataclass_gets_a_key():
+    with pytest.raises(ConfigError) as info:
+        fit("+actor_rollout_ref.actor.tau=1", "+trainer.tau=1")
+    actor, trainer = [violation.expected for violation in info.value.violations]
+    assert "the dataclass verl.workers.config.FSDPActorConfig" in actor
+    assert "`@dataclass class Mine(FSDPActorConfig): tau: int = 0`" in actor
+    assert actor.endswith("write actor_rollout_ref.actor._target_=my_module.Mine") and "dataclass" not in trainer
+
+
+def test_more_problems_than_a_terminal_shows_go_to_a_file(monkeypatch):
+    error = ConfigError([Violation(f"a.b{i}", i, "must be a letter") for i in range(MOST_PROBLEMS + 5)])
+    lines = problems_shown(error).splitlines()
+    assert lines[0] == f"error in the configuration: {MOST_PROBLEMS + 5} problems:" and len(lines) == MOST_PROBLEMS + 2
+    assert lines[-1].startswith("  ... and 5 more, in ")
+    file = Path(lines[-1].rpartition(" ")[2])
+    assert len(file.read_text().splitlines()) == MOST_PROBLEMS + 6 and file.stat().st_mode & 0o777 == 0o600
+    file.unlink()
+    monkeypatch.setattr(cli, "_invocation", cli._Invocation(only_checks=True))
+    assert len(problems_shown(error).splitlines()) == MOST_PROBLEMS + 6  # a check writes no file
+    assert len(problems_shown(ValueError("a\n" * 50)).splitlines()) == 5
+
+
+def test_a_wrong_type_is_told_without_ray(tmp_path):
+    script = (
+        "import sys\nfrom verl.trainer import main_ppo\n"
+        "sys.argv[1:] = ['actor_rollout_ref.rollout.name=vllm', 'trainer.nnodes=many', 'hydra.run.dir=.']\n"
+        "try:\n    main_ppo.main()\nfinally:\n    print('ray' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 2 and done.stdout.splitlines()[-1] == "False"
+    assert "trainer.nnodes=many: must be an integer" in done.stderr and done.stderr.strip().endswith(NOT_LOOKED_AT)
 
 
 def test_several_values_are_a_list_or_several_runs():
@@ -143,10 +186,17 @@ def test_a_command_ends_with_a_message_and_code_2(tmp_path):
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "actor_rollout_ref.rollout.name=???: is missing: write vllm, sglang or hf" in refused.stderr
     assert "data.truncation=cut: must be one of error, left, right, middle" in refused.stderr
-    unknown = run("trainer.n_gpus=4")
+    unknown = run("trainer.n_gpus=4", "data.max_prompt_length=long")
     assert unknown.returncode == 2 and "trainer.n_gpus_per_node" in unknown.stderr
-    shown = run("--cfg", "job", "data.gen_batch_size=4")
-    assert shown.returncode == 0 and "gen_batch_size: 4" in shown.stdout
+    assert "data.max_prompt_length=long: must be an integer" in unknown.stderr  # the type of another key
+    assert unknown.stderr.splitlines()[-1] == NOT_LOOKED_AT
+    shown = run("data.gen_batch_size=4", "--cfg", "job", "data.seed=7")
+    assert shown.returncode == 0 and "gen_batch_size: 4" in shown.stdout and "seed: 7" in shown.stdout
+    assert shown.stderr == "--cfg shows a configuration and does not check it: --check does\n"
+    flag = run("data.seed=7", "--chek", "data.gen_batch_size=4")
+    assert flag.returncode == 2 and flag.stderr.startswith(
+        "error in the configuration: --chek: there is no such flag; "
+    )
 
 
 APP = "from verl.trainer.config.cli import hydra_main\n\nhydra_main('ppo_trainer')(lambda config: None)()\n"

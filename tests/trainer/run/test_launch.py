@@ -25,7 +25,7 @@ from verl.trainer.config.cli import brief
 from verl.trainer.config.run_config import RayConfig, RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.ppo.utils import Role, _say_once, need_critic
-from verl.trainer.run import inputs, launch
+from verl.trainer.run import inputs, launch, refusal
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
 from verl.utils import processes
@@ -56,12 +56,18 @@ def data_config(train, val, **data):
     return RunConfig.parse(OmegaConf.create({"data": keys | data}))
 
 
+def check_training_files(run):
+    findings = refusal.Findings()
+    preflight.check_data(run.data, "data.train_files", run.data.train_paths, findings)
+    findings.refuse()
+
+
 def test_data_files_are_read_to_their_footer(tmp_path):
     good = write_rows(tmp_path / "good.parquet", prompt=["a", "b", "c"])
-    preflight.check_data(data_config(good, [good]))
-    preflight.check_data(data_config([good, good], None, train_batch_size=6))
-    preflight.check_data(data_config("hdfs://x/y.parquet", good))
-    preflight.check_data(data_config("nowhere", None, custom_cls={"path": "my.py"}))
+    for config in (data_config(good, [good]), data_config([good, good], None, train_batch_size=6)):
+        check_training_files(config)
+    check_training_files(data_config("hdfs://x/y.parquet", good))
+    preflight.check_files(data_config("nowhere", None, custom_cls={"path": "my.py"}))
     (tmp_path / "text.parquet").write_text("no parquet")
     cases = [
         (str(tmp_path / "text.parquet"), "data.train_files=.*text.parquet: cannot be read as parquet"),
@@ -71,7 +77,7 @@ def test_data_files_are_read_to_their_footer(tmp_path):
     ]
     for path, text in cases:
         with pytest.raises(inputs.InputError, match=text):
-            preflight.check_data(data_config(path, good))
+            check_training_files(data_config(path, good))
 
 
 def write_safetensors(path, cut=0):
@@ -542,7 +548,7 @@ def test_a_bug_of_a_check_is_not_called_a_wrong_input(capsys, error, code, messa
         raise error
 
     with pytest.raises(SystemExit) as left:
-        launch.checked(check)
+        refusal.checked(check)
     told = capsys.readouterr().err
     assert left.value.code == code
     assert told.strip().splitlines()[-1] == message

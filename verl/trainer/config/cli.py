@@ -7,10 +7,12 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from tempfile import NamedTemporaryFile
+from typing import Any, NamedTuple, NoReturn, cast
 
 import hydra
 import yaml
@@ -23,7 +25,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import ConfigError, Violation, WrongInput, as_yaml, nearest
+from verl.base_config import PROBLEM, ConfigError, Violation, WrongInput, as_yaml, nearest, parse_node
 from verl.trainer.config.keys import (
     NO_READER,
     USER_CODE,
@@ -36,6 +38,7 @@ from verl.trainer.config.keys import (
     select,
     unknown_keys,
 )
+from verl.trainer.config.similar import similar_keys
 from verl.utils.import_utils import PACKAGE, absolute_name
 from verl.utils.interrupts import caught_signals, leave_before_the_run
 from verl.utils.masking import MASK, masked, masked_text, secrets_in
@@ -50,6 +53,31 @@ _LEAST_SECRET = 6
 MOST_LINES = 5
 MOST_CHARACTERS = 1000
 """The most lines of a message in the terminal, and the most characters of such a line."""
+MOST_PROBLEMS = 20
+"""The most problems that the terminal shows; a file takes them all if there are more."""
+CHECK = "--check"
+NOT_LOOKED_AT = f"data, models and your code were not looked at: {CHECK} looks at all"
+
+
+@dataclass
+class _Invocation:
+    """How the command of this process was called: to check only, and with keys that it has refused and left out."""
+
+    only_checks: bool = False
+    refused: list[Violation] = field(default_factory=list)
+
+
+_invocation = _Invocation()
+
+
+def only_checks() -> bool:
+    """Whether the command was called to check its inputs and stop."""
+    return _invocation.only_checks
+
+
+def refused_keys() -> list[Violation]:
+    """Return what the command line of a check holds that no configuration can: it was left out."""
+    return _invocation.refused
 
 
 def hydra_main(
@@ -72,7 +100,7 @@ def hydra_main(
                 with caught_signals():
                     function(config)
             except WrongInput as error:
-                _exit(str(error))
+                _exit(error)
             except KeyboardInterrupt:
                 if _is_of_user(function):
                     raise
@@ -83,20 +111,29 @@ def hydra_main(
             escape_in_terminal()
             if not _has_working_folder():
                 _exit("the working folder has been deleted: change to one that exists")
-            flags = get_args_parser().parse_args(sys.argv[1:])
+            _invocation.only_checks = CHECK in sys.argv[1:]
+            words = [word for word in sys.argv[1:] if word != CHECK]
+            if wrong := unknown_flag(words):
+                _exit(wrong)
+            flags = get_args_parser().parse_intermixed_args(words)
             if flags.help:
-                sys.stdout.write(help_text(function, flags.config_name or config_name, folder))
+                named = flags.config_name or config_name
+                sys.stdout.write(
+                    keys_help(flags.overrides, named, folder) if flags.overrides else help_text(function, named, folder)
+                )
                 return
+            if flags.cfg:
+                sys.stderr.write(f"--cfg shows a configuration and does not check it: {CHECK} does\n")
             try:
-                arguments = prepare_arguments(sys.argv[1:], config_name, folder, is_own=_is_of_user(function))
+                arguments = prepare_arguments(words, config_name, folder, is_own=_is_of_user(function))
             except OverrideParseException as error:
                 _exit(unreadable(str(error.override)))
             except MissingConfigException as error:
                 named = flags.config_name or config_name
                 _exit(f"--config-name={named}: {str(error).splitlines()[0]}: write the name of a file in {folder}")
             except (ConfigError, HydraException, OmegaConfBaseException) as error:
-                _exit(str(error))
-            sys.argv[1:] = arguments
+                _exit(error)
+            sys.argv[1:] = [*arguments, *(_WRITES_NOTHING if only_checks() else ())]
             hydra.main(config_path=folder, config_name=config_name, version_base=None)(task)()
 
         return command
@@ -121,11 +158,53 @@ def _refuse_unreadable(config: Any) -> None:
         raise ConfigError(problems)
 
 
+_WRITES_NOTHING = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout")
+"""Overrides with which Hydra makes no folder and no log."""
+
+
 def _is_of_user(function: Callable[..., Any]) -> bool:
     """Whether a function is neither of this package nor of the recipes that come with it."""
     package = Path(CONFIG_DIR).parents[1]
     file = Path(inspect.getfile(function)).resolve()
     return not any(file.is_relative_to(ours) for ours in (package, package.parent / "recipe"))
+
+
+def unknown_flag(words: Iterable[str]) -> str | None:
+    """Return the message for the first flag that does not exist; None if there is none."""
+    known = [name for name in get_args_parser()._option_string_actions if name.startswith("--")]
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and not any(name.startswith(flag) for name in known):
+            similar = ", ".join(nearest(flag, [*known, CHECK])) or ", ".join(known)
+            return (
+                f"{flag}: there is no such flag; the nearest: {similar}; keys are written without dashes, as key=value"
+            )
+    return None
+
+
+def keys_help(words: Iterable[str], config_name: str, folder: str, config_dir: str | None = None) -> str:
+    """Return the help for keys and nodes, which may have values.
+
+    Raises: SystemExit with 2 after a message for a key that does not exist.
+    """
+    from verl.trainer.config.key_help import key_help
+
+    texts = []
+    with _folders(folder, config_dir):
+        config = hydra.compose(config_name)
+        known = dotted_keys(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
+        for word in words:
+            key = word.partition("=")[0].lstrip("+~")
+            text = key_help(key, config, config_name, folder)
+            if text is None:
+                _exit(f"{key}: there is no such key{_nearest_text(key, known)}")
+            texts.append(text)
+    return "\n".join(texts)
+
+
+def _nearest_text(key: str, known: Collection[str]) -> str:
+    similar = ", ".join(similar_keys(key, {*known, *optional_keys(known)}))
+    return f"; the nearest: {similar}" if similar else ", nor one like it: remove it, or choose one of --help"
 
 
 def unreadable(override: str) -> str:
@@ -135,9 +214,32 @@ def unreadable(override: str) -> str:
     return f"{override!r} cannot be read: write key=value, with quotes around special characters{quoted}"
 
 
-def _exit(message: str) -> NoReturn:
-    sys.stderr.write(f"{brief(f'error in the configuration: {masked_text(message)}')}\n")
+def _exit(error: Exception | str) -> NoReturn:
+    sys.stderr.write(f"{masked_text(problems_shown(error))}\n")
     sys.exit(USAGE_ERROR)
+
+
+def problems_shown(error: Exception | str) -> str:
+    """Return the message of a refused input for the terminal.
+
+    More problems than it shows go to a temporary file, which it names; with ``--check``, which writes none, it shows
+    all.
+    """
+    lines = f"error in the configuration: {error}".splitlines()
+    problems = [line for line in lines if line.startswith(PROBLEM)]
+    notes = getattr(error, "__notes__", [])
+    if not problems:
+        return "\n".join([brief("\n".join(lines)), *notes])
+    shown = lines if only_checks() or len(problems) <= MOST_PROBLEMS else lines[: MOST_PROBLEMS + 1]
+    more = [f"  ... and {len(lines) - len(shown)} more, in {_saved(lines)}"] if len(lines) > len(shown) else []
+    return "\n".join([brief("\n".join(shown), len(shown)), *more, *notes])
+
+
+def _saved(lines: list[str]) -> str:
+    """Write lines to a temporary file of the user and return its path."""
+    with NamedTemporaryFile("w", prefix="verl-problems-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        file.write(masked_text("\n".join(lines) + "\n"))
+    return file.name
 
 
 def brief(message: str, most_lines: int = MOST_LINES) -> str:
@@ -185,7 +287,7 @@ def prepare_arguments(arguments: list[str], config_name: str, folder: str, is_ow
     Raises: ConfigError listing every key that does not exist, in overrides and in files of the user, with the nearest
     keys; HydraException when an override cannot be parsed or a config file does not exist.
     """
-    parsed = get_args_parser().parse_args(arguments)
+    parsed = get_args_parser().parse_intermixed_args(arguments)
     if parsed.help or parsed.hydra_help or parsed.shell_completion:
         return arguments
     command = Command(config_name, folder, is_own)
@@ -195,6 +297,10 @@ def prepare_arguments(arguments: list[str], config_name: str, folder: str, is_ow
             folder = os.path.abspath(parsed.config_path)
     if parsed.config_dir and not os.path.isdir(parsed.config_dir):
         raise ConfigError([Violation("--config-dir", parsed.config_dir, "no such folder: write one with YAML files")])
+    if only_checks() and parsed.multirun:
+        raise ConfigError(
+            [Violation("--multirun", True, f"starts several runs, and {CHECK} looks at one: leave it out")]
+        )
     name = parsed.config_name or config_name
     overrides = fitted_overrides(parsed.overrides, name, folder, parsed.config_dir, bool(parsed.multirun), command)
     kept = [argument for argument in arguments if argument not in parsed.overrides]
@@ -219,11 +325,7 @@ def fitted_overrides(
     # Hydra knows a group that is mounted under its own name, as in data@data=x, by data=x only.
     short = [re.sub(r"^(\W?)(\w+)@\2=", r"\1\2=", override) for override in overrides]
     parsed = OverridesParser.create().parse_overrides(short)
-    with hydra.initialize_config_dir(folder, version_base=None):
-        loader: Any = GlobalHydra.instance().config_loader()
-        if config_dir:  # as Hydra does for --config-dir
-            loader.get_search_path().prepend("command-line", f"file://{os.path.abspath(config_dir)}", "schema")
-            loader.repository.initialize_sources(loader.get_search_path())
+    with _folders(folder, config_dir) as loader:
         in_groups = [each for each in parsed if _is_group(each, loader)]
         plain = [each for each in in_groups if not each.is_delete() and not each.is_sweep_override()]
         broken = [each for each in plain if not isinstance(each.value(), str | list)]
@@ -258,8 +360,18 @@ def fitted_overrides(
                 Violation(override.key_or_group, override.value(), "must be a mapping: set keys below it")
             )
     violations += checker.of_files()
+    wrong = {violation.key for violation in violations}
+    written = zip(fitted[len(names) :], parsed, strict=True)
+    kept = [line for line, each in written if not wrong & {each.key_or_group, *_keys_of(each)}]
+    kept = [*fitted[: len(names)], *kept]
+    if only_checks():
+        _invocation.refused = violations
+        checker.give_notices()
+        return kept
     if violations:
-        raise ConfigError(violations)
+        with _folders(folder, config_dir):
+            wrong_types = _wrong_types(config_name, [line for line in kept if not line.startswith("hydra")])
+        raise noted(ConfigError([*violations, *wrong_types]))
     checker.give_notices()
     return fitted
 
@@ -279,6 +391,39 @@ def make_names_absolute(config: DictConfig, folder: str | Path) -> dict[str, str
             replaced[key] = value.removesuffix(name) + absolute_name(name, folder)
             OmegaConf.update(config, key, replaced[key])
     return replaced
+
+
+@contextmanager
+def _folders(folder: str, config_dir: str | None) -> Iterator[Any]:
+    """Let Hydra compose from a folder, and from that of ``--config-dir``; yield its loader of files."""
+    with hydra.initialize_config_dir(folder, version_base=None):
+        loader: Any = GlobalHydra.instance().config_loader()
+        if config_dir:
+            loader.get_search_path().prepend("command-line", f"file://{os.path.abspath(config_dir)}", "schema")
+            loader.repository.initialize_sources(loader.get_search_path())
+        yield loader
+
+
+def _wrong_types(config_name: str, overrides: list[str]) -> list[Violation]:
+    """Return the values of the wrong type in a tree of PPO or of supervised training, next to keys that are wrong."""
+    from verl.trainer.config.run_config import parse_tree
+    from verl.trainer.config.sft import SFTConfig
+
+    try:
+        config = hydra.compose(config_name, overrides)
+        tree: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    except (HydraException, OmegaConfBaseException):
+        return []
+    if "actor_rollout_ref" in tree:
+        return parse_tree(tree)[1].mistyped
+    return parse_node(tree, SFTConfig)[1] if "engine" in tree else []
+
+
+def noted(error: ConfigError) -> ConfigError:
+    """Return an error with the remark that the checks have ended early, unless ``--check`` has been given."""
+    if not only_checks():
+        error.add_note(NOT_LOOKED_AT)
+    return error
 
 
 def _is_group(override: Override, loader: Any) -> bool:
@@ -332,14 +477,18 @@ class _KeyChecker:
     def of_override(self, key: str, override: Override) -> Iterator[Violation]:
         """Yield the key of an override if nothing reads it."""
         may_add = self.is_own and override.is_add()
-        yield from self._check(key, _value_text(override), may_add, may_delete=not override.is_delete())
+        yield from self._check(
+            key, _value_text(override), may_add, may_delete=not override.is_delete(), adds=override.is_add()
+        )
 
     def of_files(self) -> Iterator[Violation]:
         """Yield each key of the files that nothing reads."""
         for key in self.unknown:
             yield from self._check(key, select(self.tree, key), self.is_own)
 
-    def _check(self, key: str, value: Any, may_add: bool, may_delete: bool = True) -> Iterator[Violation]:
+    def _check(
+        self, key: str, value: Any, may_add: bool, may_delete: bool = True, adds: bool = False
+    ) -> Iterator[Violation]:
         text = renamed(key)
         optional = optional_keys(self.known)
         if text is not None and key not in self.known:
@@ -351,9 +500,22 @@ class _KeyChecker:
         elif may_delete and (may_add or "" in self.own_nodes or is_under(key, self.own_nodes)):
             self.read_by_user.append(f"{key}={as_yaml(value)}")
         else:
-            similar = ", ".join(nearest(key, {*self.known, *optional}))
             hint = "; if your code reads it, write a + before it" if self.is_own and may_delete else ""
-            yield Violation(key, value, f"there is no such key{f'; the nearest: {similar}' if similar else ''}{hint}")
+            if adds and not self.is_own:
+                hint = self._how_to_add(key)
+            yield Violation(key, value, f"there is no such key{_nearest_text(key, self.known)}{hint}")
+
+    def _how_to_add(self, key: str) -> str:
+        """Say how a node with a dataclass gets a key; empty for another node."""
+        node, _, name = key.rpartition(".")
+        target = select(self.tree, f"{node}._target_")
+        if target is None:
+            return ""
+        cls = str(target).rpartition(".")[2]
+        return (
+            f"; {node} has the keys of the dataclass {target}. To add one, derive yours, "
+            f"`@dataclass class Mine({cls}): {name}: int = 0`, and write {node}._target_=my_module.Mine"
+        )
 
     def give_notices(self) -> None:
         """Name the keys that only code of the user may read."""
@@ -402,7 +564,9 @@ usage: python -m {module} [key=value ...] [flags]
   a.b.c=value             set a key; if it does not exist, the error names the nearest keys
   +a.b.c=value            add a key below a free node, such as actor_rollout_ref.model.override_config
   ~a.b.c                  delete a key
-  --cfg job               show the composed configuration and exit; --resolve resolves its interpolations
+  --check                 check configuration, data, models and your code, write nothing, and exit with 0 or 2
+  --help KEY              meaning, type, default and legal values of a key, or of the keys of a node
+  --cfg job               show the configuration and exit, unchecked; --resolve resolves its interpolations
   --config-name NAME      compose another file in {folder}, or in --config-dir
   --hydra-help            flags and groups of Hydra itself
 

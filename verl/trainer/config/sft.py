@@ -12,10 +12,10 @@ from verl.base_config import (
     MOST_SEED,
     BaseConfig,
     ConfigError,
+    NodeReader,
     Violation,
     as_yaml,
     matches,
-    parse_node,
     setting,
 )
 from verl.trainer.config.keys import dotted_keys, select
@@ -175,13 +175,27 @@ def parse_sft_config(config: DictConfig, world_size: int = 1) -> SFTConfig:
 
     Raises: ConfigError listing everything that is wrong.
     """
-    tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
-    run: SFTConfig
-    run, wrong = parse_node(tree, SFTConfig)
-    violations = list(_violations(config, tree, run, wrong, world_size))
+    run, violations = examined_sft_config(config, world_size)
     if violations:
         raise ConfigError(violations)
     return run
+
+
+def examined_sft_config(
+    config: DictConfig, world_size: int = 1, stops_at_types: bool = False
+) -> tuple[SFTConfig, list[Violation]]:
+    """Parse and check a tree as ``parse_sft_config``, and return it with everything that is wrong.
+
+    Raises: with ``stops_at_types`` ConfigError if it has values of the wrong type, with everything that is wrong in the
+        tree.
+    """
+    tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
+    reader = NodeReader()
+    run: SFTConfig = reader.build(tree, "", SFTConfig)
+    violations = list(_violations(config, tree, run, reader.violations, world_size))
+    if stops_at_types and (reader.mistyped or reader.unknown):
+        raise ConfigError(violations)
+    return run, violations
 
 
 def _violations(

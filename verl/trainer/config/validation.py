@@ -76,10 +76,33 @@ def checked_config(
 ) -> RunConfig:
     """Parse a tree and apply all rules; without ``use_reference`` and ``use_critic`` the tree decides about both.
 
-    A tree ``of_fork`` is read by code of the user, who may add keys, register names and draw prompts for itself: what
-    only that code can know is not refused. ``recipe_rules`` yields what a recipe refuses.
+    For ``of_fork`` and ``recipe_rules`` see ``examined_config``.
 
     Raises: as ``validate_config``.
+    """
+    run, violations = examined_config(config, use_reference, use_critic, recipe_nodes, of_fork, recipe_rules)
+    if violations:
+        raise config_error(violations)
+    return run
+
+
+def examined_config(
+    config: DictConfig,
+    use_reference: bool | None = None,
+    use_critic: bool | None = None,
+    recipe_nodes: Collection[str] = (),
+    of_fork: bool = False,
+    recipe_rules: Callable[[RunConfig], Iterable[Violation]] | None = None,
+    stops_at_types: bool = False,
+) -> tuple[RunConfig, list[Violation]]:
+    """Parse a tree, apply all rules, and return it with everything that is wrong.
+
+    A tree ``of_fork`` is read by code of the user, who may add keys, register names and draw prompts for itself: what
+    only that code can know is not refused. ``recipe_rules`` yields what a recipe refuses. In the result a value of the
+    wrong type is replaced by its default.
+
+    Raises: ConfigError if the tree cannot be resolved; with ``stops_at_types`` also if it has unknown keys or values
+        of the wrong type, with everything that is wrong in the tree.
     """
     tree, violations = _resolved(config)
     if not of_fork:
@@ -100,11 +123,12 @@ def checked_config(
     broken |= {violation.key for violation in refused_by_recipe}
     violations += [*found, *refused_by_recipe]
     violations += _rules(run, tree, use_reference, broken, of_fork)
-    if violations:
-        raise config_error(_once_per_key(violations))
-    _give_notices(run, tree)
-    logger.info("the configuration passed all checks")
-    return run
+    violations = _once_per_key(violations)
+    if stops_at_types and any(each in refused for each in reader.mistyped + reader.unknown):
+        raise config_error(violations)
+    if not violations:
+        _give_notices(run, tree)
+    return run, violations
 
 
 def _resolved(config: DictConfig) -> tuple[Tree | None, list[Violation]]:
@@ -189,7 +213,7 @@ def _lazy_rules(run: RunConfig) -> Iterator[Violation]:
 
 
 _LOSS = "actor_rollout_ref.actor.policy_loss"
-_REGISTRIES = {
+REGISTRIES = {
     "algorithm.adv_estimator": ("verl.algos.advantage", "ADV_ESTIMATOR_REGISTRY", "Unknown advantage estimator"),
     f"{_LOSS}.loss_mode": ("verl.algos.policy_loss", "POLICY_LOSS_REGISTRY", "Unsupported loss mode"),
     "reward_model.reward_manager": (
@@ -197,9 +221,19 @@ _REGISTRIES = {
         "REWARD_MANAGER_REGISTRY",
         "Unknown reward manager",
     ),
+    "actor_rollout_ref.rollout.agent.default_agent_loop": (
+        "verl.experimental.agent_loop.registry",
+        "known_names",
+        "is no agent loop",
+    ),
+    "actor_rollout_ref.rollout.multi_turn.format": (
+        "verl.experimental.agent_loop.tool_parser",
+        "ToolParser.names",
+        "is no format of tool calls",
+    ),
 }
-"""Keys that name something registered, where the names are that code of the user has added to those of ours, and the
-words with which the registry itself begins its error."""
+"""Keys that name something registered, where the registry is, or a function of its names, and the words with which the
+registry itself begins its error."""
 
 
 def _name_rules(run: RunConfig) -> Iterator[Violation]:
@@ -216,7 +250,7 @@ def _name_rules(run: RunConfig) -> Iterator[Violation]:
         (f"{_LOSS}.loss_mode", loss.loss_mode, losses),
         ("reward_model.reward_manager", manager, tuple(SCORER_CALLS)),
     ):
-        module, registry, unknown = _REGISTRIES[key]
+        module, registry, unknown = REGISTRIES[key]
         known = [*ours, *getattr(sys.modules.get(module), registry, ())]  # without an import, nothing is registered
         is_known = name is None or name in known  # null: a recipe without one
         if is_known or (name == manager and may_register(run.custom_reward_function.path)):

@@ -42,6 +42,16 @@ _POLL_S = 0.2
 _BAR_FORMAT = "{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}/{total_fmt} | {remaining} left{postfix}"
 
 
+def check_progress() -> None:
+    """Check the variable that names a display.
+
+    Raises: ValueError naming it.
+    """
+    mode = envs.read("VERL_PROGRESS") or "auto"
+    if mode not in (*MODES, "auto"):
+        raise ValueError(f"environment variable VERL_PROGRESS={mode!r} must be one of {(*MODES, 'auto')}")
+
+
 class LocalDisplay:
     """The terminal of this process. Lines that it cannot show, such as in a log on a full disk, are left out.
 
@@ -50,10 +60,9 @@ class LocalDisplay:
     """
 
     def __init__(self, mode: str = "auto", folder: str | Path | None = None) -> None:
+        check_progress()
         self.mode = envs.read("VERL_PROGRESS") or mode
         let_no_stream_fail()
-        if self.mode not in (*MODES, "auto"):
-            raise ValueError(f"environment variable VERL_PROGRESS={self.mode!r} must be one of {(*MODES, 'auto')}")
         has_table = folder is not None and importlib.util.find_spec("rich") is not None
         if self.mode == "auto":
             self.mode = ("table" if has_table else "bar") if sys.stderr.isatty() else "lines"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from verl.trainer.config.rules.files import existing_part
 from verl.trainer.config.run_config import RayConfig
+from verl.trainer.run.display import check_progress
 from verl.trainer.run.inputs import InputError
+from verl.trainer.run.refusal import Findings
 from verl.utils import envs
 from verl.utils.hub import modelscope_problem
 
@@ -24,32 +26,47 @@ _SESSION_BYTES = len("/session_2026-01-01_00-00-00_000000_1000000/sockets/plasma
 """Length of what Ray adds to its folder for the longest of its sockets."""
 
 
-def check_environment(cluster: RayConfig, trackers: Iterable[str]) -> None:
-    """Check the variables that a run on Ray reads.
+def check_environment(cluster: RayConfig, trackers: Iterable[str], findings: Findings) -> None:
+    """Check the variables that a run on Ray reads, and keep each problem in ``findings``."""
+    for name in _FLAGS:
+        findings.passes(envs.flag, name)
+    for check in (check_hub_variable, check_serialization, check_progress):
+        findings.passes(check)
+    if "file" in trackers:
+        findings.passes(check_file_tracker)
+    findings.passes(check_ray_folder if cluster.is_local else check_ray_address, cluster)
+
+
+def check_hub_variable() -> None:
+    """Check that ModelScope, if a variable asks for it, is there.
 
     Raises: InputError naming the variable.
     """
-    for name in _FLAGS:
-        try:
-            envs.flag(name)
-        except ValueError as error:
-            raise InputError(str(error)) from None
     if problem := modelscope_problem():
         raise InputError(problem)
+
+
+def check_serialization() -> None:
+    """Check the variable that names how batches are sent.
+
+    Raises: InputError naming the variable.
+    """
     method = envs.read(_SERIALIZATION)
     if method and method.lower() not in _METHODS:
         raise InputError(f"environment variable {_SERIALIZATION}={method!r} must be one of {', '.join(_METHODS)}")
-    if "file" in trackers:
-        path = envs.read("VERL_FILE_LOGGER_PATH")
-        root = envs.read("VERL_FILE_LOGGER_ROOT")
-        if path:
-            _check_writable("environment variable VERL_FILE_LOGGER_PATH", path, Path(path).expanduser().parent)
-        elif root:
-            _check_writable("environment variable VERL_FILE_LOGGER_ROOT", root, Path(root).expanduser())
-    if cluster.is_local:
-        check_ray_folder(cluster)
-    else:
-        check_ray_address(cluster)
+
+
+def check_file_tracker() -> None:
+    """Check that the file tracker can write where variables say.
+
+    Raises: InputError naming the variable.
+    """
+    path = envs.read("VERL_FILE_LOGGER_PATH")
+    root = envs.read("VERL_FILE_LOGGER_ROOT")
+    if path:
+        _check_writable("environment variable VERL_FILE_LOGGER_PATH", path, Path(path).expanduser().parent)
+    elif root:
+        _check_writable("environment variable VERL_FILE_LOGGER_ROOT", root, Path(root).expanduser())
 
 
 def check_ray_address(cluster: RayConfig) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,8 @@ def check_machine(
         generation engine to its name.
     Raises: InputError naming the key.
     """
-    import ray
-
-    if ray.is_initialized() or not cluster.is_local:
+    ray = sys.modules.get("ray")  # without an import, this process has started none
+    if (ray and ray.is_initialized()) or not cluster.is_local:
         return
     ray_init = cluster.ray_init or {}
     workers = sum(per_node * nodes for per_node, nodes in pools.values())

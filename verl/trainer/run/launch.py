@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import psutil
 import ray
 from hydra.core.hydra_config import HydraConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import WrongInput
 from verl.trainer.config.cli import MOST_LINES, USAGE_ERROR, brief
@@ -25,11 +24,12 @@ from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import LocalDisplay
 from verl.trainer.run.ending import Ending, EndRequested, Grace, tell_end, written_outputs
 from verl.trainer.run.owner import free_folders
+from verl.trainer.run.refusal import checked
 from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer
-from verl.utils.interrupts import catch_signals, count_of_signals, going_on, ignore_signals, leave_before_the_run
+from verl.utils.interrupts import catch_signals, count_of_signals, going_on, ignore_signals
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
 from verl.utils.observe.console import write_line
 from verl.utils.processes import descendants, end_all, end_with_this_process, guarded_group
@@ -42,8 +42,6 @@ from verl.utils.ray_utils import (
     started_in_group,
 )
 
-T = TypeVar("T")
-
 SETUP_HOOK = "verl.utils.processes.collect_garbage_rarely"
 """The function that each Ray process calls before it imports anything large."""
 LOCAL_SYSTEM_CONFIG = {
@@ -53,31 +51,12 @@ LOCAL_SYSTEM_CONFIG = {
 ERROR_LOG = "error.log"
 PREVIOUS_ERROR_LOG = "error.previous.log"
 _TRACE_STARTS = ("--- in the worker", "\t", "Traceback", "ray::", "\x1b[36mray::", "  File ")
-_INPUT_ERRORS = (ValueError, OSError, ImportError, OmegaConfBaseException)
-"""What a check before the start raises for an input that it refuses."""
 _LOG_GRACE_S = 0.5  # time for the last lines of the actors to reach this terminal
 SHUTDOWN_TIMEOUT_S = 15.0
 """Seconds that Ray gets to end its processes; it takes about one."""
 
 
 # ---- Ray
-
-
-def checked(check: Callable[[], T]) -> T:
-    """Return the result of the checks before the start of Ray.
-
-    Raises: SystemExit with 2 after a short message on standard error if they refuse the input; with 1 after the trace
-        if a check itself is wrong.
-    """
-    try:
-        return check()
-    except KeyboardInterrupt:
-        leave_before_the_run()
-    except _INPUT_ERRORS as error:
-        _leave(brief(f"error in the configuration: {error}"), USAGE_ERROR)
-    except Exception as error:  # a bug of ours: the trace is what its report needs
-        named = brief(f"{type(error).__name__}: {error}")
-        _leave(f"{traceback.format_exc()}\nError: a check before the start has a bug, please report it: {named}", 1)
 
 
 def run_on_ray(
@@ -156,11 +135,6 @@ def run_offline(cluster: RayConfig, device: str, work: Callable[[], None]) -> No
     """Run a command without a training loop, as ``run_on_ray``; its ``error.log`` goes to Hydra's folder."""
     folder = HydraConfig.get().runtime.output_dir if HydraConfig.initialized() else os.getcwd()
     run_on_ray(cluster, device, Path(folder), lambda watch: work(), checked(lambda: LocalDisplay("off")))
-
-
-def _leave(message: str, code: int) -> NoReturn:
-    write_line(f"\n{masked_text(message)}", "stderr")
-    sys.exit(code)
 
 
 _ray_processes: list[psutil.Process] = []

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Self
 
 from verl.base_config import ConfigError, Violation, matches, type_hints
+from verl.trainer.config.cli import only_checks
 from verl.trainer.config.rules.files import existing_part
 
 logger = logging.getLogger(__name__)
@@ -139,8 +140,12 @@ class Ownership:
     def take(self, key: str, value: str, file: Path) -> None:
         """Take the output that the user named by ``key=value``; ``file`` guards it.
 
+        A command that only checks takes nothing.
+
         Raises: ConfigError if another run owns it, or may own it, or if the file cannot be written.
         """
+        if only_checks():
+            return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file = file.parent.resolve() / file.name

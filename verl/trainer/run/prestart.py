@@ -117,11 +117,13 @@ def fork_server_of(config: Any, has_own_runner: bool = False) -> ForkServer | No
     It does so if the configuration asks for that, or where there can be no server; the checks refuse what asks for one
     nevertheless. ``has_own_runner`` is for a task runner of a recipe, which may start any processes.
     """
+    from verl.trainer.config.cli import only_checks
+
     global _early
     early = _early
     _early = None
     try:
-        plan = _plan_of(config, has_own_runner)
+        plan = None if only_checks() else _plan_of(config, has_own_runner)
     except Exception:  # the checks, which come next, say what is wrong with the configuration
         plan = None
     if early is not None and early[0] == plan:

@@ -483,6 +483,14 @@ def check_prompt_rows(
     Raises: DataError naming file, row and column.
     """
     check_prompts(check, prompt_key, text_only, options)
+    check_reward_columns(check, reward_fn_key)
+
+
+def check_reward_columns(check: ColumnCheck, reward_fn_key: str) -> None:
+    """Reject rows without the fields that scoring needs.
+
+    Raises: DataError naming file, row and column.
+    """
     check.text(reward_fn_key, "data.reward_fn_key")
     values = check.column("reward_model")
     if not pa.types.is_struct(values.type):

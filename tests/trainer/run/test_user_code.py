@@ -1,0 +1,101 @@
+"""Modules of the user, imported in a child process before Ray starts."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.trainer.config.run_config import RayConfig
+from verl.trainer.run import user_code
+from verl.trainer.run.user_code import UserCode, UserCodeError, check_user_code
+
+HERE = RayConfig()
+ESTIMATOR = """
+from verl.algos.advantage import register_adv_est
+print("noise")
+class Outer:
+    class Tool: ...
+@register_adv_est("mine")
+def estimate(**given): ...
+"""
+MODULES = {
+    "mine": ESTIMATOR,
+    "lacks": "import no_such_module\n",
+    "raises": "raise SystemExit('bye')\n",
+    "ends": "import os\nos._exit(3)\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+
+def code(module: str, name: str = "mine", **classes: str) -> UserCode:
+    return UserCode({"model.external_lib": [module]}, classes, {"algorithm.adv_estimator": name})
+
+
+def test_a_name_that_the_module_registers_passes(caplog: pytest.LogCaptureFixture) -> None:
+    check_user_code(code("mine", tool="mine.Outer", nested="mine.Outer.Tool"), HERE)
+    assert "mine" not in sys.modules and not caplog.records
+
+
+def test_a_name_that_nothing_registers_is_refused() -> None:
+    with pytest.raises(UserCodeError, match="algorithm.adv_estimator=mien: Unknown advantage estimator: mine does not"):
+        check_user_code(code("mine", "mien"), HERE)
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("lacks", "model.external_lib=lacks: not looked at: cannot be imported by this process (ModuleNotFoundError"),
+        ("nowhere", "model.external_lib=nowhere: not looked at: cannot be imported by this process"),
+        ("raises", "model.external_lib=raises: not looked at: cannot be imported by this process (SystemExit: bye)"),
+        ("ends", "model.external_lib=ends: not looked at: the process that imports it ended with code 3"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_a_notice(module: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_user_code(code(module, "mien"), HERE)
+    assert says in caplog.text and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "ray_init",
+    [
+        {"address": "10.0.0.1:6379"},
+        {"runtime_env": {"pip": ["mine"]}},
+        {"runtime_env": {"env_vars": {"PYTHONPATH": "/elsewhere"}}},
+    ],
+    ids=["another machine", "packages", "another path"],
+)
+def test_where_the_run_imports_elsewhere_all_is_a_notice(
+    ray_init: dict[str, object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_code, "_answer", lambda code: (["a=b: is missing"], []))
+    with caplog.at_level(logging.WARNING):
+        check_user_code(code("mine"), RayConfig(ray_init=ray_init))
+    assert "a=b: is missing (here; the run imports it in" in caplog.text
+
+
+def test_variables_of_other_kinds_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "_answer", lambda code: (["a=b: is missing"], []))
+    with pytest.raises(UserCodeError, match="a=b: is missing"):
+        check_user_code(code("mine"), RayConfig(ray_init={"runtime_env": {"env_vars": {"HF_TOKEN": "t"}}}))
+
+
+def test_an_import_without_end_is_a_notice_and_leaves_no_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(10_000)\n")
+    monkeypatch.setattr(user_code, "TIME_LIMIT_S", 0.5)  # the process starts, and has not ended by then in any case
+    with caplog.at_level(logging.WARNING):
+        check_user_code(code("sleeps"), HERE)
+    assert "model.external_lib=sleeps: not looked at: its import did not end within 0.5 s" in caplog.text
+    mine = psutil.Process(os.getpid()).children(recursive=True)
+    assert not [each for each in mine if "verl.trainer.run.user_code" in each.cmdline()]

@@ -1,0 +1,235 @@
+"""Import the modules that a configuration names in a child process, and see whether they have what it asks for.
+
+The modules may import torch, start threads or end their process, so the launching process imports none of them. As a
+command (``python -m verl.trainer.run.user_code``) this is the child: a request in JSON on standard input, the answer on
+standard output.
+"""
+
+import importlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pkgutil import resolve_name
+from typing import Any
+
+from verl.base_config import WrongInput, nearest, one_line, problem_list
+from verl.experimental.agent_loop.registry import read_agent_loops
+from verl.interactions.utils.interaction_registry import read_interactions_file
+from verl.tools.utils.tool_registry import read_tools_file
+from verl.trainer.config.cli import only_checks
+from verl.trainer.config.keys import is_under
+from verl.trainer.config.rules.files import may_register
+from verl.trainer.config.run_config import RayConfig, RunConfig
+from verl.trainer.config.validation import REGISTRIES
+from verl.utils import envs
+from verl.utils.processes import die_with_parent, start_process
+from verl.utils.time_limit import error_text
+from verl.workers.config import PolicyLossConfig
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT_S = 180.0
+"""Seconds that all modules together get; torch alone takes a few."""
+EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass
+class UserCode:
+    """What a configuration names: ``modules`` by their key, ``classes`` by the place that names them, and ``names``, by
+    their key, which one of the modules, or our own code, must register; ``more_names`` are known beyond that."""
+
+    modules: dict[str, list[str]] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    more_names: dict[str, list[str]] = field(default_factory=dict)
+
+
+class UserCodeError(WrongInput):
+    """A module of the user lacks a name that the configuration asks it for."""
+
+
+# ---- the launching process
+
+
+def check_user_code(code: UserCode, cluster: RayConfig) -> None:
+    """Import what a configuration names, in a child process, and warn of what cannot be imported here.
+
+    Raises: UserCodeError naming each name that an imported module does not have, unless the run imports it elsewhere.
+    """
+    if not code.modules and not code.classes:
+        return
+    refused, notices = _answer(code)
+    elsewhere = _other_place(cluster)
+    if elsewhere:
+        notices += [f"{line} (here; the run imports it {elsewhere})" for line in refused]
+    for line in notices:
+        logger.warning("%s", line)
+    if refused and not elsewhere:
+        raise UserCodeError(problem_list(refused))
+
+
+def code_of(run: RunConfig, broken: Collection[str] = (), of_fork: bool = False) -> UserCode:
+    """Return what a run names; a fork may register names elsewhere, and keys that are ``broken`` are left out."""
+    shared = run.actor_rollout_ref
+    models: dict[str, Any] = {"actor_rollout_ref.model": shared.model, "critic.model": run.critic and run.critic.model}
+    if run.reward_model.enable:
+        models["reward_model.model"] = run.reward_model.model
+    found = {f"{key}.external_lib": model.get("external_lib") for key, model in models.items() if model}
+    found[EXTERNAL] = [name.strip() for name in (envs.read(EXTERNAL) or "").split(",") if name.strip()]
+    code = UserCode({key: [libs] if isinstance(libs, str) else [*libs] for key, libs in found.items() if libs})
+    rollout = shared.rollout
+    if rollout.serves:
+        _add_rollout(code, run, broken)
+    if code.modules and not of_fork:
+        loss = shared.actor.policy_loss
+        code.names |= {"algorithm.adv_estimator": run.algorithm.adv_estimator}
+        if type(loss) is PolicyLossConfig:  # the class of a recipe's node names its losses
+            code.names["actor_rollout_ref.actor.policy_loss.loss_mode"] = loss.loss_mode
+        if not may_register(run.custom_reward_function.path):
+            code.names["reward_model.reward_manager"] = run.reward_model.reward_manager
+    code.names = {key: name for key, name in code.names.items() if name and key not in broken}
+    return code
+
+
+def _add_rollout(code: UserCode, run: RunConfig, broken: Collection[str]) -> None:
+    """Add the classes of tools, interactions and agent loops, and the names that modules may register."""
+    agent, turns = run.actor_rollout_ref.rollout.agent, run.actor_rollout_ref.rollout.multi_turn
+    tools, users = f"{_ROLLOUT}.multi_turn.tool_config_path", f"{_ROLLOUT}.multi_turn.interaction_config_path"
+    loops = f"{_ROLLOUT}.agent.agent_loop_config_path"
+    if turns.tool_config_path and tools not in broken:
+        items = read_tools_file(turns.tool_config_path)
+        code.classes |= {f"{tools}={item.where}.class_name": item.class_name for item in items}
+    if turns.interaction_config_path and users not in broken:
+        items = [*read_interactions_file(turns.interaction_config_path).values()]
+        code.classes |= {f"{users}={item.where}.class_name": item.class_name for item in items}
+    if agent.agent_loop_config_path and loops not in broken:
+        path = os.path.expanduser(agent.agent_loop_config_path)
+        found = read_agent_loops(path)
+        code.more_names[f"{_ROLLOUT}.agent.default_agent_loop"] = [*found]
+        code.classes |= {f"{loops}={path}, {name}._target_": str(loop["_target_"]) for name, loop in found.items()}
+    if code.modules:
+        code.names[f"{_ROLLOUT}.agent.default_agent_loop"] = agent.default_agent_loop
+        code.names[f"{_ROLLOUT}.multi_turn.format"] = turns.format
+
+
+def _other_place(cluster: RayConfig) -> str | None:
+    """Return where the run imports the modules, if that is not this machine and environment."""
+    environment: Mapping[str, Any] = (cluster.ray_init or {}).get("runtime_env") or {}
+    variables = environment.get("env_vars") or {}
+    if environment.keys() - {"env_vars"} or {"PYTHONPATH", EXTERNAL} & variables.keys():
+        return "in ray_kwargs.ray_init.runtime_env"
+    return None if cluster.is_local else f"in the cluster at {cluster.address}"
+
+
+def _answer(code: UserCode) -> tuple[list[str], list[str]]:
+    """Return what the child refuses, and what it could not look at."""
+    writes = ["-B"] if only_checks() else []
+    process = start_process(
+        [sys.executable, *writes, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    request = json.dumps({"path": sys.path, "code": asdict(code)})
+    named = ", ".join(f"{key}={','.join(names)}" for key, names in code.modules.items()) or ", ".join(code.classes)
+    try:
+        answer, _ = process.communicate(request.encode(), timeout=TIME_LIMIT_S)
+        refused, notices = json.loads(answer)
+    except subprocess.TimeoutExpired:
+        return [], [f"{named}: not looked at: its import did not end within {TIME_LIMIT_S:g} s"]
+    except ValueError:
+        return [], [f"{named}: not looked at: the process that imports it ended with code {process.returncode}"]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return refused, notices
+
+
+# ---- the child
+
+
+def main() -> None:
+    """Answer one request."""
+    die_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print is no answer
+    request = json.load(sys.stdin)
+    sys.path[:] = request["path"]
+    code = UserCode(**request["code"])
+    refused: list[str] = []
+    notices: list[str] = []
+    for key, names in code.modules.items():
+        for name in names:
+            _sort(_import_problem(f"{key}={name}", name), refused, notices)
+    for place, dotted in code.classes.items():
+        _sort(_class_problem(f"{place}={dotted}", dotted), refused, notices)
+    if not refused and not notices:  # else what would register the names was not imported
+        refused += _unknown_names(code)
+    answers.write(json.dumps([refused, notices]))
+    answers.flush()
+    os._exit(0)  # threads of the modules do not keep it alive
+
+
+@dataclass(frozen=True)
+class _Problem:
+    text: str
+    is_missing: bool
+
+
+def _sort(problem: _Problem | None, refused: list[str], notices: list[str]) -> None:
+    if problem is not None:
+        (refused if problem.is_missing else notices).append(problem.text)
+
+
+def _import_problem(place: str, name: str) -> _Problem | None:
+    """Return why a module cannot be imported; it is missing if its package, which can be, does not have it."""
+    try:
+        importlib.import_module(name)
+    except BaseException as error:  # a module of the user may raise anything
+        absent = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+        package, _, last = absent.rpartition(".")
+        if is_under(name, [absent]) and package in sys.modules:
+            return _Problem(f"{place}: the package {package} has no module {last}: write one that it has", True)
+        reason = one_line(error_text(error))
+        return _Problem(f"{place}: not looked at: cannot be imported by this process ({reason})", False)
+    return None
+
+
+def _class_problem(place: str, dotted: str) -> _Problem | None:
+    module, _, name = dotted.rpartition(".")
+    problem = _import_problem(place, module)
+    if problem is not None and problem.is_missing:  # perhaps a class in a class
+        with suppress(AttributeError, ImportError):
+            resolve_name(dotted)
+            return None
+    if problem is not None or hasattr(sys.modules[module], name):
+        return problem
+    classes = [each for each, value in vars(sys.modules[module]).items() if isinstance(value, type)]
+    own = [each for each in classes if getattr(sys.modules[module], each).__module__ == module]
+    near = ", ".join(nearest(name, own) or sorted(own)) or "none"
+    return _Problem(f"{place}: {module} has no {name}: write one of its classes: {near}", True)
+
+
+def _unknown_names(code: UserCode) -> Iterator[str]:
+    """Yield names that nothing has registered."""
+    for key, name in code.names.items():
+        module, attribute, unknown = REGISTRIES[key]
+        registry = resolve_name(f"{module}:{attribute}")
+        known = [*(registry() if callable(registry) else registry), *code.more_names.get(key, ())]
+        if name not in known:
+            modules = ", ".join(dict.fromkeys(each for names in code.modules.values() for each in names))
+            similar = ", ".join(nearest(name, known)) or ", ".join(sorted(known))
+            yield f"{key}={name}: {unknown}: {modules} does not register it; write one of: {similar}"
+
+
+if __name__ == "__main__":
+    main()
