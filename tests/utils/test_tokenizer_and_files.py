@@ -8,7 +8,11 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +141,46 @@ def test_remote_copies_follow_their_source(hdfs, tmp_path, monkeypatch):
     assert copies(hdfs) == 3
 
 
+def test_a_remote_copy_that_another_process_reads_stays(hdfs, tmp_path, caplog):
+    """The new one gets a place of its own, which the next process uses too, and which goes when nobody needs it."""
+    source, cache = hdfs / "data" / "set" / "a.txt", str(tmp_path / "cache")
+    local = fs.copy_to_local("hdfs://data/set", cache_dir=cache)
+    with other_reader(local):
+        assert fs.copy_to_local("hdfs://data/set", cache_dir=cache) == local and copies(hdfs) == 1
+        source.write_text("bbb")
+        second = fs.copy_to_local("hdfs://data/set", cache_dir=cache)
+        assert second != local and f"another process reads {local}, which is older" in caplog.text
+        assert [Path(each, "a.txt").read_text() for each in (local, second)] == ["aaa", "bbb"]
+        assert fs.copy_to_local("hdfs://data/set", cache_dir=cache) == second and copies(hdfs) == 2
+        third = fs.copy_to_local("hdfs://data/set/a.txt", cache_dir=cache)
+        with other_reader(third):
+            assert fs.copy_to_local("hdfs://data/set/a.txt", cache_dir=cache, always_recopy=True) != third
+    assert fs.copy_to_local("hdfs://data/set", cache_dir=cache) == local
+    assert Path(local, "a.txt").read_text() == "bbb" and not os.path.exists(second)
+
+
+def test_a_folder_that_another_user_has_prepared_for_remote_copies_is_not_read(hdfs, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fs.tempfile, "gettempdir", lambda: str(tmp_path))
+    local = fs.copy_to_local("hdfs://data/set")
+    home = tmp_path / f"verl-cache-{os.getuid()}"
+    assert Path(local).is_relative_to(home) and stat.S_IMODE(home.stat().st_mode) == 0o700
+    home.chmod(0o777)
+    again = fs.copy_to_local("hdfs://data/set")
+    assert not Path(again).is_relative_to(home) and Path(again, "a.txt").read_text() == "aaa"
+    assert f"{home} is open to other users" in caplog.text
+
+
+@contextmanager
+def other_reader(copy):
+    """Read a copy as another process does."""
+    reader = os.open(f"{copy}.readers", os.O_RDWR)
+    try:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(reader)
+
+
 def test_remote_operations(hdfs, tmp_path):
     assert hdfs_io.exists("hdfs://data/set") and not hdfs_io.exists("hdfs://data/none")
     hdfs_io.makedirs("hdfs://new/folder")
@@ -218,13 +262,77 @@ def test_a_copy_that_another_process_reads_stays(tmp_path, monkeypatch, caplog):
     source = tmp_path / "rows"
     source.write_text("old")
     copy = _stage(source)
-    reader = os.open(f"{copy}.readers", os.O_RDWR)  # as another process would
-    fcntl.flock(reader, fcntl.LOCK_SH)
-    source.write_text("new")
-    assert _stage(source) == source and copy.read_text() == "old"
-    assert "another process reads the copy" in caplog.text
-    os.close(reader)
+    with other_reader(copy):
+        source.write_text("new")
+        assert _stage(source) == source and copy.read_text() == "old"
+        assert "another process reads the copy" in caplog.text
+    with open(f"{copy}.readers") as other, pytest.raises(BlockingIOError):  # what it tried has kept the own lock
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert _stage(source) == copy and copy.read_text() == "new"
+
+
+def test_a_copy_follows_what_links_lead_to(tmp_path, monkeypatch, caplog):
+    """A linked model with a linked subfolder; and a content that was written in place, whose time was set back."""
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    real, link = tmp_path / "real", tmp_path / "link"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weights").write_text("old")
+    real.mkdir()
+    (real / "part").symlink_to(tmp_path / "elsewhere")
+    link.symlink_to(real)
+    copy = _stage(link)
+    inode = (copy / "part" / "weights").stat().st_ino
+    assert _stage(link) == copy and (copy / "part" / "weights").stat().st_ino == inode
+    times = os.stat(real / "part" / "weights").st_mtime_ns
+    with open(real / "part" / "weights", "r+") as file:
+        file.write("new")
+    os.utime(real / "part" / "weights", ns=(times, times))
+    assert _stage(link) == copy and (copy / "part" / "weights").read_text() == "new"
+    (tmp_path / "another").mkdir()
+    link.unlink()
+    link.symlink_to(tmp_path / "another")
+    assert _stage(link) == copy and os.listdir(copy) == []
+    (tmp_path / "another" / "nowhere").symlink_to(tmp_path / "gone")
+    assert _stage(link) == link and "is read from disk, not from shared memory" in caplog.text
+
+
+COPY = """
+import os, sys, time
+from pathlib import Path
+from verl.utils import fs
+fs.SHM_ROOT = sys.argv[2]
+copy = fs.shutil.copy
+def slow(*paths):
+    Path(sys.argv[3]).touch()
+    time.sleep(60 if sys.argv[4] == "hangs" else 0.2)
+    return copy(*paths)
+fs.shutil.copy = slow
+found = Path(fs.copy_to_shm(sys.argv[1]))
+print(found, found.read_text(), found.stat().st_ino)
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def test_processes_that_copy_at_once_and_one_that_dies(tmp_path):
+    """The copy that a kill has interrupted is made anew, once, and all read it."""
+    source, began = tmp_path / "rows", tmp_path / "began"
+    source.write_text("content")
+
+    def start(manner):
+        words = [sys.executable, "-c", COPY, str(source), str(tmp_path / "shm"), str(began), manner]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(words, cwd=Path(verl.utils.__file__).parents[2], text=True, **pipes)
+
+    with start("hangs") as killed:
+        while not began.exists():
+            assert killed.poll() is None
+            time.sleep(0.01)
+        killed.kill()
+    both = [start("copies") for _ in range(2)]
+    lines = [process.stdout.readline() for process in both]
+    assert lines[0] == lines[1] and " content " in lines[0] and str(tmp_path / "shm") in lines[0]
+    assert [process.communicate()[1] for process in both] == ["", ""]
 
 
 def test_a_copy_in_a_folder_of_others_is_not_read(tmp_path, monkeypatch, caplog):

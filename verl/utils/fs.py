@@ -5,6 +5,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import shutil
 import stat
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -99,7 +101,7 @@ def copy_to_shm(src: str) -> str:
     """Copy a local file, folder or hub id into shared memory, and return the copy, which is as the source is now.
 
     A source has one copy. A record beside it tells of which files it was made. If they have changed, it is made anew;
-    but if another process reads it, if it does not fit, or if its folder is not this user's alone, the result is
+    but if another process reads it, if it cannot be copied, or if its folder is not this user's alone, the result is
     ``src``, with a warning.
     """
     if not os.path.exists(src):
@@ -109,11 +111,14 @@ def copy_to_shm(src: str) -> str:
     src = os.path.abspath(src)
     home = os.path.join(f"{SHM_ROOT}-{os.getuid()}", md5_encode(src))
     target = os.path.join(home, os.path.basename(src))
-    problem = _not_private(os.path.dirname(home))
-    if problem is None:
-        os.makedirs(home, mode=0o700, exist_ok=True)
-        with FileLock(os.path.join(home, ".lock"), timeout=LOCK_TIMEOUT_S):
-            problem = _renewed(src, target, Path(home, _SHM_RECORD))
+    try:
+        problem = _not_private(os.path.dirname(home))
+        if problem is None:
+            os.makedirs(home, mode=0o700, exist_ok=True)
+            with FileLock(os.path.join(home, ".lock"), timeout=LOCK_TIMEOUT_S):
+                problem = _renewed(src, target, Path(home, _SHM_RECORD))
+    except OSError as error:  # such as a link in the folder that leads nowhere
+        problem = str(error)
     if problem is None:
         return target
     logger.warning("%s is read from disk, not from shared memory: %s", src, problem)
@@ -123,7 +128,9 @@ def copy_to_shm(src: str) -> str:
 _SHM_RECORD = ".source.json"
 _REMOTE_RECORD = ".source"
 _readers: dict[str, int] = {}
-"""The copies that this process reads, each with a file that it holds a shared lock on until it ends."""
+"""Copies, each with the file that this process has opened to lock it."""
+_read: set[str] = set()
+"""The copies that this process reads, and holds a shared lock of until it ends."""
 
 
 def _not_private(folder: str) -> str | None:
@@ -140,40 +147,66 @@ def _not_private(folder: str) -> str | None:
 
 def _renewed(src: str, target: str, record: Path) -> str | None:
     """Let a copy be that of the source as it is now; return why it cannot be. The caller holds the lock of the copy."""
-    if target not in _readers:
-        _readers[target] = os.open(f"{target}.readers", os.O_CREAT | os.O_RDWR, 0o600)
-    reader = _readers[target]
     state = _state_of(src)
-    if record.is_file() and record.read_text(encoding="utf-8") == state and verify_copy(src, target):
-        fcntl.flock(reader, fcntl.LOCK_SH)
-        return None
+    if not (record.is_file() and record.read_text(encoding="utf-8") == state and verify_copy(src, target)):
+        with _replacing(target) as is_free:
+            if not is_free:
+                return "it has changed, and another process reads the copy of what it was"
+            record.unlink(missing_ok=True)
+            _remove(target)
+            needed = sum(size for _, size in _listing(src))
+            free = shutil.disk_usage("/dev/shm").free
+            if needed > free:
+                return f"it needs {needed} bytes, {free} are free"
+            copy_tree = shutil.copytree if os.path.isdir(src) else shutil.copy
+            copy_tree(src, target)
+            if _state_of(src) != state:
+                return "it changed while it was copied"
+            record.write_text(state, encoding="utf-8")
+    _read_from(target)
+    return None
+
+
+def _read_from(copy: str) -> None:
+    """Keep others from replacing a copy until this process ends."""
+    fcntl.flock(_readers_of(copy), fcntl.LOCK_SH)
+    _read.add(copy)
+
+
+def _readers_of(copy: str) -> int:
+    """Return the file beside a copy that its readers lock."""
+    if copy not in _readers:
+        _readers[copy] = os.open(f"{copy}.readers", os.O_CREAT | os.O_RDWR, 0o600)
+    return _readers[copy]
+
+
+@contextlib.contextmanager
+def _replacing(copy: str) -> Iterator[bool]:
+    """Tell whether no other process reads a copy. The caller holds its lock, so that none begins to."""
+    readers = _readers_of(copy)
     try:
-        fcntl.flock(reader, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return "it has changed, and another process reads the copy of what it was"
+        fcntl.flock(readers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if copy in _read:  # the attempt has released the lock
+            fcntl.flock(readers, fcntl.LOCK_SH)
+        yield False
+        return
+    _read.discard(copy)
     try:
-        record.unlink(missing_ok=True)
-        _remove(target)
-        needed = sum(size for _, size in _listing(src))
-        free = shutil.disk_usage("/dev/shm").free
-        if needed > free:
-            return f"it needs {needed} bytes, {free} are free"
-        copy_tree = shutil.copytree if os.path.isdir(src) else shutil.copy
-        copy_tree(src, target)
-        if _state_of(src) != state:
-            return "it changed while it was copied"
-        record.write_text(state, encoding="utf-8")
-        return None
+        yield True
     finally:
-        fcntl.flock(reader, fcntl.LOCK_SH if record.is_file() else fcntl.LOCK_UN)
+        fcntl.flock(readers, fcntl.LOCK_UN)
 
 
 def _state_of(path: str) -> str:
-    """Return size, time of the last change, inode and device of each file as JSON."""
+    """Return size, times of the last change, inode and device of each file as JSON."""
     names = [name for name, _ in _listing(path)]
     found = {name: os.stat(path if name == "." else os.path.join(path, name)) for name in names}
     return json.dumps(
-        {name: [each.st_size, each.st_mtime_ns, each.st_ino, each.st_dev] for name, each in found.items()}
+        {
+            name: [each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino, each.st_dev]
+            for name, each in found.items()
+        }
     )
 
 
@@ -198,17 +231,57 @@ def copy_to_local(
     """
     if src.endswith("/"):
         raise ValueError(f"path {src!r} must not end with a slash")
-    local = src
-    if is_non_local(src):
-        cache_dir = cache_dir or tempfile.gettempdir()
-        os.makedirs(cache_dir, exist_ok=True)
-        local = get_local_temp_path(src, cache_dir)
-        with FileLock(os.path.join(cache_dir, md5_encode(src) + filelock), timeout=LOCK_TIMEOUT_S):
-            if always_recopy or not _is_current(src, local):
-                if verbose:
-                    logger.warning("copying %s to %s", src, local)
-                _copy_from_hdfs(src, local)
+    local = _fetched(src, cache_dir, filelock, verbose, always_recopy) if is_non_local(src) else src
     return copy_to_shm(local) if use_shm else local
+
+
+def _fetched(src: str, cache_dir: str | None, filelock: str, verbose: bool, always_recopy: bool) -> str:
+    """Return a copy of a remote path as it is now, in the first place where no other process reads an older one."""
+    if cache_dir is None:
+        cache_dir = own_folder(os.path.join(tempfile.gettempdir(), f"verl-cache-{os.getuid()}"))
+    first = get_local_temp_path(src, cache_dir)
+    home = own_folder(os.path.dirname(first))
+    with FileLock(os.path.join(home, filelock), timeout=LOCK_TIMEOUT_S):
+        state = hdfs_io.state_of(src)  # before the copy: a change during it is noticed next time
+        places = _numbered(os.path.join(home, os.path.basename(first)))
+        for local in places:
+            if always_recopy or not _is_current(local, state):
+                with _replacing(local) as is_free:
+                    if not is_free:
+                        logger.warning("%s is copied again: another process reads %s, which is older", src, local)
+                        continue
+                    if verbose:
+                        logger.warning("copying %s to %s", src, local)
+                    _copy_from_hdfs(src, local, state)
+            _read_from(local)
+            _drop_unread(places)
+            return local
+    raise AssertionError("there is always another place")
+
+
+def _drop_unread(places: Iterator[str]) -> None:
+    """Remove the copies in further places that no other process reads."""
+    for place in itertools.takewhile(os.path.exists, places):
+        with _replacing(place) as is_free:
+            if is_free:
+                Path(f"{place}{_REMOTE_RECORD}").unlink(missing_ok=True)
+                _remove(place)
+
+
+def own_folder(path: str) -> str:
+    """Return a folder for this user alone, under another name if someone else has prepared the first."""
+    for folder in _numbered(path):
+        problem = _not_private(folder)
+        if problem is None:
+            return folder
+        logger.warning("%s: another name is used", problem)
+    raise AssertionError("there is always another name")
+
+
+def _numbered(path: str) -> Iterator[str]:
+    """Yield a path, then the same with a number."""
+    yield path
+    yield from (f"{path}.copy-{number}" for number in itertools.count(2))
 
 
 def read_ahead(folder: str) -> threading.Thread:
@@ -241,13 +314,11 @@ copy_local_path_from_hdfs = functools.partial(copy_to_local, use_shm=False)
 """``copy_to_local`` without shared memory."""
 
 
-def _copy_from_hdfs(src: str, local: str) -> None:
+def _copy_from_hdfs(src: str, local: str, state: str | None) -> None:
     """Replace ``local`` by a copy of ``src``; a copied folder gets a record of its files."""
-    _remove(local)
-    os.makedirs(os.path.dirname(local), exist_ok=True)
     record = Path(f"{local}{_REMOTE_RECORD}")
     record.unlink(missing_ok=True)
-    state = hdfs_io.state_of(src)  # before the copy: a change during it is noticed next time
+    _remove(local)
     copy(src, local)
     if os.path.isdir(local):
         _record_directory_structure(local)
@@ -260,19 +331,21 @@ _copied: set[str] = set()
 """The copies that this process has made; HDFS may not tell whether a source has changed since."""
 
 
-def _is_current(src: str, local: str) -> bool:
+def _is_current(local: str, state: str | None) -> bool:
     """Whether a cached copy is complete and of the source as it is now. The caller holds the lock of the copy."""
     if not _is_complete(local):
         return False
-    state, record = hdfs_io.state_of(src), Path(f"{local}{_REMOTE_RECORD}")
     if state is None:
         return local in _copied
+    record = Path(f"{local}{_REMOTE_RECORD}")
     return record.is_file() and record.read_text(encoding="utf-8") == state
 
 
 def _listing(path: str) -> list[tuple[str, int]]:
-    """Return name and size of each file in a folder, or of a single file."""
-    files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [path]
+    """Return name and size of each file in a folder, also of linked ones, or of a single file."""
+    files = [path]
+    if os.path.isdir(path):
+        files = [os.path.join(at, name) for at, _, names in os.walk(path, followlinks=True) for name in names]
     return sorted((os.path.relpath(file, path), os.path.getsize(file)) for file in files)
 
 

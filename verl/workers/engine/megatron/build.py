@@ -37,7 +37,7 @@ from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
-from verl.utils.fs import copy_to_local
+from verl.utils.fs import copy_to_local, own_folder
 from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
 from verl.workers.engine.background_load import Values, fill, place
@@ -506,8 +506,7 @@ def _written(files: dict[str, bytes]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for name, content in files.items():
         digest.update(f"{name} {len(content)}\n".encode() + content)
-    folder = os.path.join(tempfile.gettempdir(), f"verl-model-{digest.hexdigest()}")
-    os.makedirs(folder, exist_ok=True)
+    folder = own_folder(os.path.join(tempfile.gettempdir(), f"verl-model-{digest.hexdigest()}"))
     for name, content in files.items():
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
             file.write(content)
