@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.utils.checkpoint import files
+from verl.utils.checkpoint.fsdp_checkpoint_manager import PREFIXED_KEY
 from verl.workers.engine.weights import DTYPES
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class BaseMerger(ABC):
         layout = json.loads((self.folder / self.layout_name).read_text(encoding="utf-8"))
         self.source_dtype: torch.dtype | None = DTYPES.get(layout.get("source_dtype"))
         self.weights_mode: int | None = layout.get("weights_mode")
+        self.prefixed: bool = layout.get(PREFIXED_KEY, False)
         self.other_dtypes = {name: DTYPES[dtype] for name, dtype in layout.get("other_dtypes", {}).items()}
 
     @staticmethod

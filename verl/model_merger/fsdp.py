@@ -16,7 +16,7 @@ from verl.utils.fsdp_utils import ADAPTER_PREFIX, parameters_on_meta
 from verl.utils.loading import load_tensors
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, AdapterMerger, adapters_of, base_name, is_adapter
-from verl.workers.engine.fsdp.build import checkpoint_names
+from verl.workers.engine.fsdp.build import checkpoint_names, remember_conversions
 from verl.workers.engine.weights import HEAD
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class FSDPMerger(BaseMerger):
                 self.config, trust_remote_code=self.options.trust_remote_code
             )
         self.config.architectures = model.config.architectures = [type(model).__name__]
+        remember_conversions(model, prefixed=self.prefixed)
         self._check_names(model)
         return model
 

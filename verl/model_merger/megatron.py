@@ -9,7 +9,7 @@ from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.models.mcore.families import EXPERT, FUSED_NORMS, find_family, num_experts, outer_rules, text_of, tower_rule
 from verl.models.mcore.weights import Rule, stacked
 from verl.utils.checkpoint import files, torch_dist
-from verl.utils.model import get_value_model_class
+from verl.utils.model import value_model_config
 
 _EXPERTS = "mlp.experts.experts."
 
@@ -44,8 +44,7 @@ class MegatronMerger(BaseMerger):
         self.sources = self._find_sources()
         self.num_tensors = sum(len(source.names) for source in self.sources)
         if self.is_value_model:
-            self.config.architectures = [get_value_model_class(self.config)._model_mapping[type(self.config)].__name__]
-            self.config.num_labels = 1
+            self.config = value_model_config(self.config)
 
     @staticmethod
     def needed_files(manifest: files.Manifest) -> list[files.FileRecord]:

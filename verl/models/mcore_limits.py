@@ -201,8 +201,9 @@ _CLASSIFIERS = re.compile("For(Token|Sequence)Classification$")
 
 
 def causal_name(architecture: str) -> str:
-    """Return the causal architecture of a classifier; other names are returned unchanged."""
-    return _CLASSIFIERS.sub("ForCausalLM", architecture)
+    """Return the architecture that generates of a classifier; other names are returned unchanged."""
+    seeing = _CLASSIFIERS.sub("ForConditionalGeneration", architecture)
+    return seeing if seeing in LIMITS else _CLASSIFIERS.sub("ForCausalLM", architecture)
 
 
 def model_limits(architecture: str, hf: Any) -> Iterator[Limit]:

@@ -1,5 +1,6 @@
 """Helpers for transformers models: position ids, auto classes, configurations and inputs."""
 
+import copy
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -190,6 +191,17 @@ def get_value_model_class(hf_config: PretrainedConfig) -> "type[_BaseAutoModelCl
             "which a critic or reward model needs: set another model.path"
         )
     return AutoModelForTokenClassification
+
+
+def value_model_config(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the model with one number per token that has the body of another one.
+
+    Raises: ValueError if transformers has no such model of this type.
+    """
+    config = copy.deepcopy(hf_config)
+    config.architectures = [get_value_model_class(config)._model_mapping[type(config)].__name__]
+    config.num_labels = 1
+    return config
 
 
 class VisionValueModel:

@@ -6,7 +6,7 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class BaseCheckpointManager(ABC):
     source_folder: str | None = None
     keeps_settings: bool = False
     source_files: SourceFiles | None = None
+    more_layout_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
         self.save_contents = _contents(checkpoint_config, "save_contents", files.DEFAULT_CONTENTS)
@@ -156,7 +157,7 @@ class BaseCheckpointManager(ABC):
 
     def layout_fields(self) -> State:
         """Return the fields of every engine's layout file: the world size, dtypes of the source model, its values."""
-        fields: State = {"world_size": self.world_size}
+        fields: State = {"world_size": self.world_size, **self.more_layout_fields}
         if (mode := self.weights_mode()) is not None:
             fields["weights_mode"] = mode
         if self.source_dtype is not None:

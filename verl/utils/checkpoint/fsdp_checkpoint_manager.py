@@ -32,6 +32,8 @@ from verl.utils.loading import State, load_tensors, not_finite
 logger = logging.getLogger(__name__)
 
 NamedWeights = Iterator[tuple[str, Tensor]]
+PREFIXED_KEY = "prefixed"
+"""Entry of a layout file: the source's tensors have names with prefixes that the model in memory lacks."""
 _PART_OF_CONTENT = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 
 

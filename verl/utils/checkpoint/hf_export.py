@@ -44,7 +44,6 @@ _OF_THE_RUN = frozenset(
         "classifier_dropout",
         "hidden_dropout",
         "summary_dropout_prob",
-        "topk_method",
         "transformers_version",
         "_name_or_path",
     }
@@ -119,8 +118,13 @@ def _merged(fields: Mapping[str, Any], changes: Mapping[str, Any], whole: Mappin
 
 
 def with_dtype(fields: Mapping[str, Any], dtype: torch.dtype) -> Fields:
-    """Return the fields of a ``config.json`` that name another dtype, in each node that names one."""
+    """Return the fields of a ``config.json`` that name another dtype, in each node that names one.
+
+    They stay as they are if they name it already: their parts may have others.
+    """
     written = str(dtype).removeprefix("torch.")
+    if written in (fields.get(name) for name in _DTYPE_FIELDS):
+        return dict(fields)
     result = {
         name: with_dtype(value, dtype) if isinstance(value, Mapping) and name.endswith("_config") else value
         for name, value in fields.items()
@@ -163,7 +167,7 @@ def save_config_and_tokenizer(
         _copy_settings(folder, source, own, dtype)
         _copy_tokenizer(folder, source, processing_class)
     if model is not None:
-        _copy_remote_code(folder, [own, *model.modules()])
+        _copy_remote_code(folder, [own, *model.modules()], source)
 
 
 def _copy_settings(folder: Path, source: SourceFiles, config: Any, dtype: torch.dtype | None) -> None:
@@ -204,8 +208,11 @@ def _replace_template(folder: Path, template: Any) -> None:
         (folder / _TEMPLATE_FILE).write_text(template, encoding="utf-8")
 
 
-def _copy_remote_code(folder: Path, parts: list[object]) -> None:
-    """Copy the modules that transformers loaded from a model's repository to define these parts."""
+def _copy_remote_code(folder: Path, parts: list[object], source: SourceFiles | None) -> None:
+    """Copy the modules that transformers loaded from a model's repository to define these parts.
+
+    They have the permissions of the source's files.
+    """
     from transformers.dynamic_module_utils import get_relative_import_files
 
     classes = {cls for part in parts for cls in type(part).__mro__}  # FSDP derives a class of its own
@@ -213,7 +220,9 @@ def _copy_remote_code(folder: Path, parts: list[object]) -> None:
     for file in (sys.modules[name].__file__ for name in names):
         assert file is not None
         for needed in (file, *get_relative_import_files(file)):
-            shutil.copy(needed, folder)
+            copied = Path(shutil.copy(needed, folder))
+            if source is not None and (origin := source.config / copied.name).is_file():
+                shutil.copymode(origin, copied)
 
 
 _STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -158,7 +158,8 @@ def keep_attention_whole(module: nn.Module, device: torch.device) -> None:
 class ModelBuilder:
     """Make the module of one engine, step by step.
 
-    ``build`` sets ``adapter_sizes``, and ``layout`` to one without a mesh if it wraps nothing.
+    ``build`` sets ``adapter_sizes``, ``layout`` to one without a mesh if it wraps nothing, and ``prefixed`` to whether
+    the files have prefixes that the model lacks.
     """
 
     model_config: "HFModelConfig"
@@ -168,6 +169,7 @@ class ModelBuilder:
     makes_head: bool = True
     freeze_vision_tower: bool = False
     adapter_sizes: AdapterSizes | None = None
+    prefixed: bool = False
 
     def build(self) -> nn.Module:
         """Return the module, sharded as the layout says; ``fill`` brings its weights.
@@ -197,7 +199,11 @@ class ModelBuilder:
                 f"model.path={self.model_config.path}: its config.json names {error}, which the installed transformers "
                 "does not know: correct it, or install a version that does"
             ) from error
-        remember_conversions(model)
+        if self.is_value_model:
+            model.config.architectures = [type(model).__name__]
+        path = self.model_config.local_path
+        stored = SafetensorsReader(path).names() if SafetensorsReader.serves(path) else set()
+        self.prefixed = remember_conversions(model, stored)
         source = self._source(model, auto_class)
         self._freeze(model)
         module: nn.Module = model
@@ -525,14 +531,29 @@ def _broadcast_from_first(tensor: Tensor | None) -> Tensor | None:
     return received
 
 
-def remember_conversions(model: "PreTrainedModel") -> None:
-    """Keep the conversions of transformers for this class: it finds them by a class name that sharding changes."""
+def remember_conversions(model: "PreTrainedModel", stored: Collection[str] = (), prefixed: bool = False) -> bool:
+    """Keep the conversions of transformers for this class: it finds them by a class name that sharding changes.
+
+    Changes of a prefix are kept if ``prefixed``, or if they lead to more of the ``stored`` names: save_pretrained of a
+    new model leaves them out.
+
+    Returns: whether they are kept.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     found = get_model_conversion_mapping(model, add_legacy=False)
-    # Prefix changes apply to a model without its head only; save_pretrained of a new model leaves them out, too.
-    model._weight_conversions = [step for step in found if not isinstance(step, PrefixChange)] or None  # type: ignore[assignment]
+    plain = [step for step in found if not isinstance(step, PrefixChange)]
+    if len(plain) < len(found) and not prefixed:
+        counts = [len(_names_by(model, steps).intersection(stored)) for steps in (plain, found)]
+        prefixed = counts[1] > counts[0]
+    model._weight_conversions = found if prefixed else plain  # type: ignore[assignment]
+    return prefixed
+
+
+def _names_by(model: "PreTrainedModel", steps: Sequence[Any]) -> set[str]:
+    model._weight_conversions = list(steps)  # type: ignore[assignment]
+    return {name for name, _ in checkpoint_names(model, iter(model.named_parameters()))}
 
 
 def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -544,7 +565,9 @@ def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tenso
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Transpose, revert_weight_conversion
 
-    steps = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    steps = getattr(model, "_weight_conversions", None)
+    if steps is None:
+        steps = get_model_conversion_mapping(model, add_legacy=False)
     if not steps:
         yield from stream
         return

@@ -29,7 +29,7 @@ from verl.models.transformers.rope import (
 )
 from verl.models.transformers.token_inputs import TokenInputs
 from verl.models.transformers.vision import install_vision, is_vision_config, uses_media
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.checkpoint.fsdp_checkpoint_manager import PREFIXED_KEY, FSDPCheckpointManager
 from verl.utils.device import current_device, get_torch_device
 from verl.utils.fsdp_utils import gradient_norm, local_gradients, move_optimizer_state
 from verl.utils.import_utils import is_own
@@ -66,6 +66,7 @@ class FSDPEngine(BaseEngine):
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: LambdaLR | None = None
+    prefixed = False
 
     # ---- start
 
@@ -82,6 +83,7 @@ class FSDPEngine(BaseEngine):
             wait_for_weights()
         self.layout = builder.layout
         self.adapter_sizes = builder.adapter_sizes
+        self.prefixed = builder.prefixed
         self._adopt_own()
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(self._parameters, self.optimizer_config)
@@ -448,6 +450,7 @@ class FSDPEngine(BaseEngine):
             source_folder=self.model_config.local_path,
             keeps_settings=self.keeps_settings,
             source_files=self.model_config.source_files(),
+            more_layout_fields={PREFIXED_KEY: True} if self.prefixed else {},
         )
 
     # ---- layout

@@ -1,7 +1,7 @@
 """The Megatron-Core training engine, on CUDA with NCCL and on the CPU with gloo."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +24,7 @@ from verl.utils.megatron.optimizer import (
     get_megatron_optimizer_param_scheduler,
     init_megatron_optim_config,
 )
+from verl.utils.model import value_model_config
 from verl.workers.engine.background_load import wait_for_weights, when_filled
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part, T
 from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, share_folder, wrap
@@ -404,7 +405,7 @@ class MegatronEngine(BaseEngine):
         """
         return MegatronCheckpointManager(
             model=self.models,
-            hf_config=self.hf_config,
+            hf_config=self._saved_config(),
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             processing_class=self.model_config.get_processor(),
@@ -414,6 +415,13 @@ class MegatronEngine(BaseEngine):
             keeps_settings=self.keeps_settings,
             source_files=self.model_config.source_files(),
         )
+
+    def _saved_config(self) -> "PretrainedConfig":
+        """Return the configuration that describes the saved model; transformers may have no class of a critic."""
+        if self.is_value_model:
+            with suppress(ValueError):
+                return value_model_config(self.hf_config)
+        return self.hf_config
 
     # ---- layout
 
