@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_min_lr_schedule_with_warmup
 
 from examples.data_preprocess.gsm8k import solve, synthetic_tables
 from examples.tiny_model import make_tiny_model
@@ -275,6 +275,31 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tm
                 assert values[key] == whole[step][key], (step, key)
 
 
+def test_a_resume_takes_changed_settings_and_refuses_another_model(options, monkeypatch, tmp_path, caplog):
+    """An extended run has the rates of one that had the new values from the start, or of the old ones on request."""
+    options = [*options, "trainer.save_freq=3", "trainer.test_freq=-1"]
+    run(options, monkeypatch, tmp_path / "first.jsonl", "trainer.total_training_steps=3", "optim.lr_warmup_steps=4")
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "kept")
+    shape = ["optim.lr_scheduler_type=cosine", "optim.min_lr_ratio=0.1", "trainer.total_training_steps=6"]
+    changed = ["optim.lr=3e-2", "optim.weight_decay=0.2", "optim.betas=[0.8,0.95]", "optim.lr_warmup_steps=2", *shape]
+    resumed = run(options, monkeypatch, tmp_path / "new.jsonl", *changed)[1]
+    told = ["lr=0.03, and was 0.01", "weight_decay=0.2, and was 0.01", "betas=[0.8,0.95], and was [0.9,0.999]"]
+    told += ["lr_warmup_steps=2, and was 4", "lr_scheduler_type=cosine, and was constant"]
+    assert all(f"optim.{text} in the checkpoint" in caplog.text for text in told)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-2)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 2, 6, min_lr_rate=0.1)
+    for step in range(1, 7):
+        if step > 3:
+            assert resumed[step]["train/lr"] == pytest.approx(schedule.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        schedule.step()
+    kept = [f"trainer.default_local_dir={tmp_path}/kept", "optim.use_checkpoint_opt_param_scheduler=true"]
+    resumed = run(options, monkeypatch, tmp_path / "old.jsonl", *changed, *kept)[1]
+    assert [resumed[step]["train/lr"] for step in (4, 5, 6)] == [pytest.approx(rate) for rate in (0.0075, 0.01, 0.01)]
+    with pytest.raises(ValueError, match="another model: this run's has rms_norm_eps=0.001, and 1e-06 in"):
+        run(options, monkeypatch, tmp_path / "other.jsonl", "+model.override_config.rms_norm_eps=1e-3")
+
+
 def test_a_run_on_a_cpu_keeps_the_memory_of_its_steps(options, monkeypatch):
     kept = []
     monkeypatch.setattr(sft, "keep_freed_host_memory", lambda: kept.append(True))
@@ -356,6 +381,12 @@ def test_a_checkpoint_that_no_tracker_names_is_not_replaced(tmp_path, caplog):
                 start()
         if content is None:
             tracker.touch()
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / f"global_step_{step}")
+    for start in (lambda: check_checkpoint("auto", None, str(tmp_path)), handler(tmp_path, 0, 1).load_checkpoint):
+        with pytest.raises(ValueError, match="the checkpoint that .*iteration.txt names does not exist: copy it back"):
+            start()
+    check_checkpoint("disable", None, str(tmp_path))
 
 
 def test_the_next_complete_checkpoint_removes_those_of_killed_saves_and_names_them(tmp_path, caplog):

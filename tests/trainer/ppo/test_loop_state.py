@@ -17,6 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from examples.tiny_model import make_tiny_model
 from tests.utils.checkpoint.killed import SAVE, kill_in
 from verl.algos.kl import AdaptiveKLController
 from verl.protocol import DataProto
@@ -25,6 +26,7 @@ from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import (
     Checkpoints,
     load_driver_state,
+    reference_fields,
     remove_emptied_folders,
     save_driver_state,
 )
@@ -44,6 +46,7 @@ from verl.utils.checkpoint.files import Manifest, step_folders, write_text
 from verl.utils.dataset.factory import create_rl_sampler, digest_of, warn_of_other_data
 from verl.utils.dataset.files import rows_digest
 from verl.utils.observe.record import RunRecord
+from verl.workers.config import FSDPRefConfig, HFModelConfig
 
 ROWS, BATCH = 11, 4  # two batches per epoch, three rows left over
 
@@ -126,6 +129,30 @@ def test_another_batch_size_is_named_and_continues_at_the_next_row(tmp_path, cap
     caplog.clear()
     checkpoints_of_loader(first, {}).load(tmp_path / "global_step_1")
     assert not caplog.text
+
+
+def test_a_reference_with_a_model_of_its_own_is_held_to_it(tmp_path):
+    """It is in no checkpoint of a worker: the driver remembers what its forward reads."""
+    folders = [make_tiny_model(str(tmp_path / name), hidden_size=32, num_layers=1) for name in ("policy", "reference")]
+
+    def checkpoints(groups):
+        trainer = trainer_at_start(4)
+        run = replace(trainer.run_config, trainer=replace(trainer.run_config.trainer, default_local_dir=str(tmp_path)))
+        shared = replace(
+            run.actor_rollout_ref,
+            model=HFModelConfig(path=folders[0]),
+            ref=FSDPRefConfig(model={"path": folders[1]}, log_prob_micro_batch_size_per_gpu=1),
+        )
+        next(draw(trainer))
+        fields = reference_fields(shared)
+        return Checkpoints(run, trainer.state, groups, trainer.train_dataloader, KL_CONTROLLER, reference=fields)
+
+    checkpoints({"actor": WritingGroup(tmp_path)}).save()
+    checkpoints({}).load(tmp_path / "global_step_1")
+    config = Path(folders[1], "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(IncompleteCheckpointError, match="reference: .* rms_norm_eps=0.001, and 1e-06 in"):
+        checkpoints({}).load(tmp_path / "global_step_1")
 
 
 def test_the_data_end_after_the_last_epoch_where_no_number_of_steps_is_given():
@@ -449,6 +476,33 @@ def test_another_batch_size_than_in_the_checkpoint_is_named(tmp_path, caplog):
         checkpoints.loader = Loader()
         checkpoints.load(folder)
         assert ("data.train_batch_size=1024, and was 8 in the checkpoint" in caplog.text) == warns
+
+
+def test_an_adaptive_weight_goes_on_unless_its_start_was_changed(tmp_path, caplog):
+    def checkpoints(coef):
+        node = {"trainer": {"default_local_dir": str(tmp_path)}, "algorithm": {"kl_ctrl": {"kl_coef": coef}}}
+        state = RunState(seed=1, total_steps=9)
+        state.step = 1
+        controller = AdaptiveKLController(coef, target_kl=0.1, horizon=100.0)
+        run = RunConfig.parse(OmegaConf.create(node))
+        return Checkpoints(
+            run,
+            state,
+            {"actor": WritingGroup(tmp_path)},
+            SimpleNamespace(**vars(LOADER), load_state_dict=dict),
+            controller,
+        )
+
+    saved = checkpoints(0.5)
+    saved.kl_ctrl.update(0.3, 8)
+    saved.save()
+    for coef, expected in ((0.5, saved.kl_ctrl.value), (0.2, 0.2)):
+        resumed = checkpoints(coef)
+        resumed.groups = {}
+        resumed.load(tmp_path / "global_step_1")
+        assert resumed.kl_ctrl.value == expected
+        told = "algorithm.kl_ctrl.kl_coef=0.2, and was 0.5 in the checkpoint"
+        assert (told in caplog.text) == (coef == 0.2)
 
 
 def test_another_order_or_the_data_of_another_step_is_refused(tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
+described = partial(HFModelConfig, load_tokenizer=False)
+"""The node of a model whose folder holds its configuration alone."""
+
+
 def model_folder(folder: Path, content: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -68,9 +73,9 @@ def problem(folder: Path, model: HFModelConfig, **options: Any) -> str | None:
 @pytest.mark.parametrize("name", FILES)
 def test_the_same_model_fits_and_another_base_of_rope_does_not(tmp_path: Path, name: str) -> None:
     path = model_folder(tmp_path / "model", FILES[name])
-    checkpoint = saved(tmp_path / "actor", HFModelConfig(path=str(path)))
-    assert problem(checkpoint, HFModelConfig(path=str(path))) is None
-    other = HFModelConfig(path=str(path), override_config={"rms_norm_eps": 0.25})
+    checkpoint = saved(tmp_path / "actor", described(path=str(path)))
+    assert problem(checkpoint, described(path=str(path))) is None
+    other = described(path=str(path), override_config={"rms_norm_eps": 0.25})
     found = problem(checkpoint, other)
     assert found is not None and "rms_norm_eps=0.25, and 1e-0" in found
     stored = json.loads((checkpoint / LAYOUT_NAME).read_text(encoding="utf-8"))[FIELDS_KEY]
@@ -81,38 +86,38 @@ def test_the_same_model_fits_and_another_base_of_rope_does_not(tmp_path: Path, n
 @pytest.mark.parametrize("name", [name for name in FILES if name != "gemma3"])
 def test_another_rope_is_found_in_the_file_of_the_model(tmp_path: Path, name: str) -> None:
     path = model_folder(tmp_path / "model", FILES[name])
-    checkpoint = saved(tmp_path / "actor", HFModelConfig(path=str(path)))
+    checkpoint = saved(tmp_path / "actor", described(path=str(path)))
     content = json.loads(json.dumps(FILES[name]))
     node = content.get("rope_parameters", content)
     node["rope_theta"] = 123.0
     model_folder(path, content)
-    assert "rope_parameters.rope_theta=123.0, and " in str(problem(checkpoint, HFModelConfig(path=str(path))))
+    assert "rope_parameters.rope_theta=123.0, and " in str(problem(checkpoint, described(path=str(path))))
 
 
 def test_what_a_run_changes_itself_fits_a_run_that_does_the_same(tmp_path: Path) -> None:
     path = model_folder(tmp_path / "model", FILES["qwen2"])
     changes = {"rope_theta": 5e5, "rope_scaling": YARN}
-    checkpoint = saved(tmp_path / "actor", HFModelConfig(path=str(path), override_config=changes))
-    assert problem(checkpoint, HFModelConfig(path=str(path), override_config=changes)) is None
-    assert "rope_theta=1000000.0, and 500000.0 in" in str(problem(checkpoint, HFModelConfig(path=str(path))))
+    checkpoint = saved(tmp_path / "actor", described(path=str(path), override_config=changes))
+    assert problem(checkpoint, described(path=str(path), override_config=changes)) is None
+    assert "rope_theta=1000000.0, and 500000.0 in" in str(problem(checkpoint, described(path=str(path))))
 
 
 def test_a_checkpoint_or_a_model_that_does_not_tell_fits(tmp_path: Path) -> None:
     path = model_folder(tmp_path / "model", FILES["qwen2"])
-    checkpoint = saved(tmp_path / "actor", HFModelConfig(path=str(path)))
-    assert problem(checkpoint, HFModelConfig(path="name/of-the-hub")) is None
+    checkpoint = saved(tmp_path / "actor", described(path=str(path)))
+    assert problem(checkpoint, described(path="name/of-the-hub")) is None
     shutil.rmtree(checkpoint / "huggingface")
-    assert problem(checkpoint, HFModelConfig(path=str(path), override_config={"rms_norm_eps": 0.25})) is None
+    assert problem(checkpoint, described(path=str(path), override_config={"rms_norm_eps": 0.25})) is None
     (checkpoint / LAYOUT_NAME).write_text('{"world_size": 1}', encoding="utf-8")  # of an older version
-    assert problem(checkpoint, HFModelConfig(path=str(path))) is None
+    assert problem(checkpoint, described(path=str(path))) is None
 
 
 def test_the_scale_of_adapters_is_compared(tmp_path: Path) -> None:
     path = model_folder(tmp_path / "model", FILES["qwen2"])
-    checkpoint = saved(tmp_path / "actor", HFModelConfig(path=str(path)))
+    checkpoint = saved(tmp_path / "actor", described(path=str(path)))
     layout = json.loads((checkpoint / LAYOUT_NAME).read_text(encoding="utf-8"))
     layout[FIELDS_KEY]["lora_alpha"] = 16
     (checkpoint / LAYOUT_NAME).write_text(json.dumps(layout), encoding="utf-8")
     of_run = {"path": str(path), "lora_rank": 4}
-    assert problem(checkpoint, HFModelConfig(**of_run, lora_alpha=16)) is None
-    assert "lora_alpha=32, and 16 in the checkpoint" in str(problem(checkpoint, HFModelConfig(**of_run, lora_alpha=32)))
+    assert problem(checkpoint, described(**of_run, lora_alpha=16)) is None
+    assert "lora_alpha=32, and 16 in the checkpoint" in str(problem(checkpoint, described(**of_run, lora_alpha=32)))

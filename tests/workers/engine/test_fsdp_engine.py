@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -21,7 +22,7 @@ from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine import BaseEngine, passes
 from verl.workers.engine.fsdp import forward
-from verl.workers.engine.fsdp.engine import build_optimizer, build_scheduler
+from verl.workers.engine.fsdp.engine import build_scheduler
 
 CUT = cases.MICRO[4]
 
@@ -66,6 +67,10 @@ LONGER = {"lr_scheduler_type": "cosine", "total_training_steps": 10}
         (SAVED, CHANGED, True),
         (SAVED, {"lr_warmup_steps": 2}, False),
         (SAVED | LONGER, {"total_training_steps": 20}, False),
+        (SAVED | LONGER, {"total_training_steps": 20, "min_lr_ratio": 0.1, "lr_warmup_steps": 2}, False),
+        (SAVED | LONGER, {"total_training_steps": 20, "min_lr_ratio": 0.1, "lr_warmup_steps": 2}, True),
+        (SAVED, {"lr_scheduler_type": "cosine", "total_training_steps": 8, "lr": 3e-2}, False),
+        (SAVED | LONGER, {"lr_scheduler_type": "constant"}, True),
         (SAVED | {"lr": 0.0}, {"lr": 1e-2}, False),
         (SAVED, {}, False),
     ],
@@ -82,27 +87,40 @@ def test_a_resumed_run_has_the_settings_of_its_configuration(
     resumed: Any = cases.build(folder, optimizer=saved | changed | options)
     resumed.load_checkpoint(str(tmp_path / "actor"))
     chosen = saved if keeps else saved | changed
-    model: Any = torch.nn.Linear(1, 1)
-    config = FSDPOptimizerConfig(**chosen)
-    optimizer = build_optimizer(list(model.parameters()), config)
-    schedule = build_scheduler(optimizer, config)
-    for done in range(6):
-        if done >= 3:
-            (group,) = resumed.optimizer.param_groups
-            assert group["lr"] == schedule.get_last_lr()[0] == resumed.lr_scheduler.get_last_lr()[0]
-            assert (group["weight_decay"], group["betas"]) == (chosen["weight_decay"], chosen["betas"])
-            step(resumed)
-        optimizer.step()
-        schedule.step()
-    for key, new in changed.items():
-        told = f"optim.{key}={_as_text(new)}, and was {_as_text(saved[key])} in the checkpoint"
-        assert (told in caplog.text) == (key in CHANGED)
-    assert bool(changed.keys() & CHANGED) == ("in the checkpoint" in caplog.text)
+    rates = expected_rates(chosen, 9)
+    for done in range(3, 6):
+        (group,) = resumed.optimizer.param_groups
+        assert group["lr"] == resumed.lr_scheduler.get_last_lr()[0] == pytest.approx(rates[done], rel=1e-12)
+        assert (group["weight_decay"], group["betas"]) == (chosen["weight_decay"], chosen["betas"])
+        step(resumed)
+    for key in changed.keys() & saved.keys():
+        assert f"optim.{key}={_as_text(changed[key])}, and was {_as_text(saved[key])} in the checkpoint" in caplog.text
+    assert bool(changed) == ("in the checkpoint" in caplog.text)
     # the settings that were kept are still those of the checkpoint for the next resume
     resumed.save_checkpoint(str(tmp_path / "again"), global_step=6)
-    last: Any = cases.build(folder, optimizer=saved | changed)
-    last.load_checkpoint(str(tmp_path / "again"))
-    assert last.optimizer.param_groups[0]["weight_decay"] == (saved | changed)["weight_decay"]
+    for again in (True, False):
+        last: Any = cases.build(folder, optimizer=saved | changed | {"use_checkpoint_opt_param_scheduler": again})
+        last.load_checkpoint(str(tmp_path / "again"))
+        config = chosen if again else saved | changed
+        assert last.optimizer.param_groups[0]["weight_decay"] == config["weight_decay"]
+        assert last.lr_scheduler.get_last_lr() == pytest.approx([expected_rates(config, 9)[6]], rel=1e-12)
+
+
+def expected_rates(settings: Any, count: int) -> list[float]:
+    """Return the rates that schedules of transformers give."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings["lr"])
+    warmup = settings["lr_warmup_steps"]
+    if settings.get("lr_scheduler_type") == "cosine":
+        rate, total = settings.get("min_lr_ratio", 0.0), settings["total_training_steps"]
+        schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, total, min_lr_rate=rate)
+    else:
+        schedule = transformers.get_constant_schedule_with_warmup(optimizer, warmup)
+    rates = []
+    for _ in range(count):
+        rates += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    return rates
 
 
 def _as_text(value: Any) -> str:
@@ -110,12 +128,14 @@ def _as_text(value: Any) -> str:
 
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+OTHER_ROPE = "rope_parameters.rope_theta=500000.0, and 10000.0"
 
 
 @pytest.mark.parametrize(
     ("saved", "changed", "named"),
     [
-        ({}, {"override_config": ROPE}, "rope_parameters.rope_theta=500000.0, and 10000.0 in the checkpoint"),
+        ({}, {"override_config": ROPE}, f"{OTHER_ROPE} in the checkpoint"),
+        ({"lora_rank": 2}, {"override_config": ROPE}, f"{OTHER_ROPE} in the checkpoint"),
         ({}, {"override_config": {"rms_norm_eps": 1e-3}}, "rms_norm_eps=0.001, and 1e-06 in the checkpoint"),
         ({"lora_rank": 2}, {"lora_alpha": 4}, "lora_alpha=4, and 16 in the checkpoint"),
         ({}, {"override_config": {"use_cache": False, "max_position_embeddings": 99}}, None),
@@ -131,6 +151,13 @@ def test_other_values_of_the_forward_are_another_model(
         return
     with pytest.raises(ValueError, match=re.escape(f"another model: this run's has {named}")):
         resumed.load_checkpoint(str(tmp_path / "actor"))
+
+
+def test_other_values_of_the_forward_are_another_critic(folder: Path, tmp_path: Path) -> None:
+    cases.build(folder, kind="value_model").save_checkpoint(str(tmp_path / "critic"), global_step=1)
+    cases.build(folder, kind="value_model").load_checkpoint(str(tmp_path / "critic"))
+    with pytest.raises(ValueError, match=re.escape(f"another model: this run's has {OTHER_ROPE} in the checkpoint")):
+        cases.build(folder, {"override_config": ROPE}, kind="value_model").load_checkpoint(str(tmp_path / "critic"))
 
 
 def test_a_buffer_that_the_file_lacks_starts_as_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -501,8 +501,10 @@ def test_what_several_buckets_hold_is_saved_from_where_it_stands(folder: Path, t
             assert step(resumed) == pytest.approx(metrics, rel=1e-6, abs=1e-6)
 
 
-def test_other_values_of_the_forward_are_another_model(folder: Path, tmp_path: Path) -> None:
-    megatron_cases.build(folder, {}).save_checkpoint(str(tmp_path / "actor"), global_step=1)
+@pytest.mark.parametrize("kind", ["language_model", "value_model"])
+def test_other_values_of_the_forward_are_another_model(folder: Path, tmp_path: Path, kind: str) -> None:
+    megatron_cases.build(folder, {}, kind).save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    megatron_cases.build(folder, {}, kind).load_checkpoint(str(tmp_path / "actor"))
     changed = tmp_path / "changed"
     shutil.copytree(folder, changed)
     content = json.loads((changed / "config.json").read_text())
@@ -510,7 +512,7 @@ def test_other_values_of_the_forward_are_another_model(folder: Path, tmp_path: P
     with pytest.raises(
         ValueError, match="another model: this run's has rms_norm_eps=0.001, and 1e-06 in the checkpoint"
     ):
-        megatron_cases.build(changed, {}).load_checkpoint(str(tmp_path / "actor"))
+        megatron_cases.build(changed, {}, kind).load_checkpoint(str(tmp_path / "actor"))
 
 
 @pytest.mark.parametrize(("from_checkpoint", "distributed"), [(False, True), (True, False)])
@@ -527,20 +529,57 @@ def test_a_resumed_run_has_the_schedule_that_it_names(
         engine.lr_scheduler_step()
     engine.save_checkpoint(str(tmp_path), global_step=2)
     changed = {"total_training_steps": 20, "lr": 1e-4, "min_lr": 1e-5, "weight_decay": 0.3, "betas": (0.8, 0.9)}
+    changed["override_optimizer_config"] = {"adam_eps": 1e-5}
     options = {"use_checkpoint_opt_param_scheduler": from_checkpoint}
     resumed: Any = megatron_cases.build(folder, settings, optimizer=saved | changed | options)
     resumed.load_checkpoint(str(tmp_path))
     chosen = saved if from_checkpoint else saved | changed
-    for told in ("lr=0.0001, and was 0.01", "weight_decay=0.3, and was 0.1", "betas=[0.8,0.9], and was [0.9,0.95]"):
-        assert f"optim.{told} in the checkpoint" in caplog.text
+    told = ["lr=0.0001, and was 0.01", "weight_decay=0.3, and was 0.1", "betas=[0.8,0.9], and was [0.9,0.95]"]
+    told += ["override_optimizer_config.adam_eps=1e-05, and was 1e-08", "lr_decay_steps=20, and was 10"]
+    for text in (*told, "min_lr=1e-05, and was 0.001"):
+        assert f"optim.{text} in the checkpoint" in caplog.text
     for done in (2, 3):
         rate = chosen["lr"] - (chosen["lr"] - chosen["min_lr"]) * done / chosen["total_training_steps"]
         groups = resumed.optimizer.param_groups
         assert [group["lr"] for group in groups] == pytest.approx([rate] * len(groups))
         assert sorted({group["weight_decay"] for group in groups}) == [0.0, chosen["weight_decay"]]
         assert {tuple(group["betas"]) for group in groups} == {chosen["betas"]}
+        assert {group["eps"] for group in groups} == {1e-8 if from_checkpoint else 1e-5}
         step(resumed)
         assert resumed.lr_scheduler_step() == pytest.approx(rate)
+
+
+WARMED: dict[str, Any] = {"lr": 1e-2, "lr_warmup_steps": 4, "lr_warmup_init": 1e-3, "total_training_steps": 8}
+STABLE = {"lr_decay_style": "WSD", "lr_wsd_decay_steps": 4, "lr_wsd_decay_style": "linear"}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lr_warmup_steps": 6, "lr_warmup_init": 2e-3},
+        STABLE | {"total_training_steps": 20},
+    ],
+)
+def test_a_resume_follows_the_schedule_of_a_run_that_had_it_from_the_start(
+    folder: Path, tmp_path: Path, changed: dict[str, Any], keeps: bool
+) -> None:
+    """And keeps the old one where that is asked for: with the parts that Megatron-Core does not save."""
+    first = WARMED | (STABLE | {"lr_wsd_decay_style": "cosine"} if "lr_wsd_decay_steps" in changed else {})
+    engine = megatron_cases.build(folder, {}, optimizer=first)
+    for _ in range(3):
+        engine.lr_scheduler_step()
+    engine.save_checkpoint(str(tmp_path), global_step=3)
+    options = {"use_checkpoint_opt_param_scheduler": keeps}
+    resumed: Any = megatron_cases.build(folder, {}, optimizer=first | changed | options)
+    resumed.load_checkpoint(str(tmp_path))
+    whole: Any = megatron_cases.build(folder, {}, optimizer=first | ({} if keeps else changed))
+    for _ in range(3):
+        whole.lr_scheduler_step()
+    for _ in range(5):
+        pairs = zip(resumed.optimizer.param_groups, whole.optimizer.param_groups, strict=True)
+        assert all([one[key] == other[key] for key in ("lr", "weight_decay")] == [True] * 2 for one, other in pairs)
+        assert resumed.lr_scheduler_step() == whole.lr_scheduler_step()
 
 
 @pytest.mark.parametrize(

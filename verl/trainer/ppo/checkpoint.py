@@ -29,6 +29,7 @@ from verl.trainer.run.resume import (
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, step_folders, write_file
+from verl.utils.checkpoint.model_fields import fields_problem, forward_fields
 from verl.utils.checkpoint.removal import SaveMark, remove_checkpoint, remove_leftovers
 from verl.utils.dataset.factory import (
     check_order,
@@ -39,6 +40,7 @@ from verl.utils.dataset.factory import (
     warn_of_other_data,
 )
 from verl.utils.loading import UntrustedClassError, load_state
+from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class Checkpoints:
         are kept, None for all; a role that a recipe trains has the number of the actor. With ``in_background`` workers
         write while training continues. ``extra_files`` are those that a recipe has written to the
         loaded checkpoint. ``learners`` are further objects by name; those with a state are saved with the driver.
+        ``reference`` holds what the forward of a reference with a model of its own reads of ``config.json``.
         ``goes_on_at`` is the place in the data for the next checkpoint, if it is not the present one. ``newest_step``
         is that of the last checkpoint that this run has written or resumed from.
     """
@@ -118,6 +121,7 @@ class Checkpoints:
     loader: StatefulDataLoader
     kl_ctrl: KLController
     learners: Mapping[str, Any] = field(default_factory=dict)
+    reference: Mapping[str, Any] = field(default_factory=dict)
     extra_files: Sequence[Path] = field(init=False, default=())
     goes_on_at: DataPosition | None = field(init=False, default=None)
     newest_step: int | None = field(init=False, default=None)
@@ -188,11 +192,15 @@ class Checkpoints:
         for role, group in self.groups.items():
             group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
         driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": position.epoch}
+        if driver["kl_ctrl_in_reward"]:
+            driver["kl_coef"] = self.run.algorithm.kl_ctrl.kl_coef
         driver["spares_drawn"] = state.spares_drawn if position.spares_drawn is None else position.spares_drawn
         driver["data_digest"] = digest_of(self.loader.dataset)
         driver["step"] = state.step
         driver["order"] = order_of(self.loader.sampler)
         driver["train_batch_size"] = self.run.data.train_batch_size
+        if self.reference:
+            driver["reference"] = dict(self.reference)
         learners = self._learned() if position.learners is None else position.learners
         if learners:
             driver["learners"] = learners
@@ -234,15 +242,18 @@ class Checkpoints:
         state = self.state
         state.step = self.newest_step = step_of(folder)
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
-        with restoring(folder / DATA_NAME):  # older checkpoints hold neither of the two
+        with restoring(folder / DATA_NAME):  # older checkpoints hold none of the three
             saved_step = _count(driver, "step") if "step" in driver else state.step
             order = driver.get("order")
             if order is not None and not str(order).startswith("data."):
                 raise ValueError(f"order={order!r} names no key of data")
+            other_reference = fields_problem(driver.get("reference", {}), self.reference)
         if saved_step != state.step:
             problem = f"its {DATA_NAME} was saved at step {saved_step}: copy that of step {state.step} back"
             raise damaged_checkpoint(folder, [problem], ANOTHER)
         check_order(order, self.loader.sampler)
+        if other_reference is not None:
+            raise damaged_checkpoint(folder, [f"reference: {other_reference}"], ANOTHER)
         with phase("load_checkpoint", step=state.step):
             for role, group in self.groups.items():
                 group.load_checkpoint(str(folder / role), del_local_after_load=delete_after_load)
@@ -265,15 +276,31 @@ class Checkpoints:
         state.epoch = _count(driver, "epoch") if "epoch" in driver else (state.step - 1) // len(self.loader)
         state.spares_drawn = _count(driver, "spares_drawn") if "spares_drawn" in driver else 0
         self.extra_files = [folder / Path(name).name for name in driver.get("extra_files", ())]
-        if "kl_ctrl_in_reward" in driver:
+        if "kl_ctrl_in_reward" in driver and not self._starts_with_another_weight(driver):
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:
             logger.warning("trainer.seed is %d, and was %s in the checkpoint", state.seed, driver["seed"])
+
+    def _starts_with_another_weight(self, driver: Mapping[str, Any]) -> bool:
+        """Whether an adaptive weight of the KL term starts from another value than in the checkpoint; name both."""
+        given = self.run.algorithm.kl_ctrl.kl_coef
+        if driver.get("kl_coef", given) == given:
+            return False
+        words = "algorithm.kl_ctrl.kl_coef=%s, and was %s in the checkpoint: the run goes on with the new weight"
+        logger.warning(words, given, driver["kl_coef"])
+        return True
 
     def after_draw(self) -> None:
         """Restore what had been learned between the place in the data and the checkpoint, once the batch is drawn."""
         later, self._later = self._later, {}
         _restore(later, {**self.learners, "sampler": self.loader.sampler})
+
+
+def reference_fields(shared: ActorRolloutRefConfig) -> dict[str, Any]:
+    """Return what the forward of the reference reads of ``config.json``, if it has a model of its own."""
+    if shared.ref is None or not shared.ref.model_path:
+        return {}
+    return forward_fields(None, shared.model.changed(shared.ref.model or {}).hf_config)
 
 
 def _count(driver: Mapping[str, Any], name: str) -> int:

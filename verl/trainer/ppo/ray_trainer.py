@@ -27,7 +27,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import columns, loaders, metric_utils, profiling, spares
-from verl.trainer.ppo.checkpoint import Checkpoints, DataPosition
+from verl.trainer.ppo.checkpoint import Checkpoints, DataPosition, reference_fields
 from verl.trainer.ppo.grouping import Groups, keep_groups
 from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.loaders import CollateFn, Rows
@@ -1094,7 +1094,15 @@ class RayPPOTrainer:
         """The checkpoints of the worker groups that train."""
         groups = self.trained_groups()
         learners = {"train_dataset": getattr(self, "train_dataset", None), "reward_fn": self.reward_fn}
-        return Checkpoints(self.run_config, self.state, groups, self.train_dataloader, self.kl_ctrl_in_reward, learners)
+        return Checkpoints(
+            self.run_config,
+            self.state,
+            groups,
+            self.train_dataloader,
+            self.kl_ctrl_in_reward,
+            learners,
+            reference_fields(self.run_config.actor_rollout_ref),
+        )
 
     def trained_groups(self) -> dict[str, RayWorkerGroup]:
         """Return the worker groups that train, by the folder that each has in a checkpoint."""

@@ -87,17 +87,22 @@ def find_resume_folder(run: RunConfig) -> Path | None:
 
 
 def refuse_unnamed(root: Path) -> None:
-    """Refuse to start from scratch beside complete checkpoints that no tracker file names.
+    """Refuse to start from scratch beside complete checkpoints that no tracker names, or if the named one is gone.
 
-    Raises: ResumeError naming the newest one, and both ways on.
+    Raises: ResumeError naming the newest one, and the ways on.
     """
     complete = find_complete_checkpoints(root)
+    tracker = get_checkpoint_tracker_filename(root)
     if complete:
-        tracker = get_checkpoint_tracker_filename(root)
         raise ResumeError(
             f"trainer.resume_mode=auto: {tracker} names no checkpoint, but {complete[-1]} is complete, and "
             f"a run from scratch would replace it: continue with trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={complete[-1]}, or start from scratch with trainer.resume_mode=disable"
+        )
+    if os.path.lexists(tracker):
+        raise ResumeError(
+            f"trainer.resume_mode=auto: the checkpoint that {tracker} names does not exist: copy it back, or start "
+            "from scratch with trainer.resume_mode=disable"
         )
 
 

@@ -26,6 +26,7 @@ from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_c
 from verl.utils.checkpoint.files import should_save_ckpt_esi as should_save_ckpt_esi
 from verl.utils.checkpoint.hf_export import SourceFiles, other_dtypes, weights_mode
 from verl.utils.checkpoint.model_fields import FIELDS_KEY, fields_problem
+from verl.utils.checkpoint.optimizer_settings import Settings
 from verl.utils.checkpoint.removal import remove_checkpoint
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.fs import copy_to_local
@@ -49,7 +50,7 @@ class BaseCheckpointManager(ABC):
     ``source_folder`` and ``source_dtype`` describe the model that training started from; its dtype may differ from
     the training dtype. ``keeps_settings`` lets a loaded optimizer keep learning rate, weight decay and betas of the
     checkpoint where those of this run differ. ``source_files`` are those that a folder for
-    ``from_pretrained`` takes over.
+    ``from_pretrained`` takes over. ``schedule`` holds the keys of ``optim`` that ``lr_scheduler`` was made of, if any.
     """
 
     model: nn.Module | list[nn.Module]
@@ -61,6 +62,7 @@ class BaseCheckpointManager(ABC):
     source_folder: str | None = None
     keeps_settings: bool = False
     source_files: SourceFiles | None = None
+    schedule: Settings | None = None
     more_layout_fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager
@@ -18,6 +18,7 @@ from verl.utils.checkpoint.hf_export import export_weights, save_config_and_toke
 from verl.utils.checkpoint.model_fields import forward_fields
 from verl.utils.checkpoint.optimizer_settings import (
     CONFIGURED_KEY,
+    SCHEDULE_KEY,
     Settings,
     apply_settings,
     follow_schedule,
@@ -28,6 +29,7 @@ from verl.utils.checkpoint.optimizer_settings import (
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.loading import State, load_tensors, not_finite
+from verl.utils.numerics.lr_schedules import schedule_factor
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
     def _extra_state(self) -> State:
         schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        return {"lr_scheduler": schedule, "rng": self.get_rng_state()}
+        return {"lr_scheduler": schedule, SCHEDULE_KEY: self.schedule, "rng": self.get_rng_state()}
 
     def _full_tensors(self) -> NamedWeights:
         """Gather the state dict one tensor at a time, tied tensors once."""
@@ -162,7 +164,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             self.optimizer.load_state_dict(states["optimizer"])
             self._settle(local_path, saved_settings(states["optimizer"]))
         if "extra" in states:
-            self._load_extra(states["extra"])
+            self._load_extra(local_path, states["extra"])
 
     def _settle(self, local_path: str, saved: list[Settings]) -> None:
         """Choose between the settings of the checkpoint, which are loaded, and those of this run."""
@@ -173,6 +175,15 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             self.settings = saved
         else:
             apply_settings(self.optimizer.param_groups, saved, self.settings)
+
+    def _settle_schedule(self, local_path: str, saved: Settings) -> None:
+        """Choose between the schedule of the checkpoint and that of this run, which is the one in use."""
+        assert self.schedule is not None and isinstance(self.lr_scheduler, LambdaLR)
+        if self.rank == 0:
+            warn_of_changes(local_path, [saved], [self.schedule], self.keeps_settings)
+        if self.keeps_settings:
+            self.schedule = saved
+            self.lr_scheduler.lr_lambdas = [schedule_factor(saved)] * len(self.lr_scheduler.lr_lambdas)
 
     def _problems(self, folder: Path) -> list[str]:
         """Return the reasons why this rank cannot load its files."""
@@ -195,10 +206,12 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         needed = [record for record in manifest.files if record.name in wanted or record.name == files.LAYOUT_NAME]
         return list(files.file_problems(folder, replace(manifest, files=needed), checksums=True))
 
-    def _load_extra(self, state: State) -> None:
+    def _load_extra(self, local_path: str, state: State) -> None:
         if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-            if isinstance(self.lr_scheduler, LRScheduler) and self.optimizer is not None and not self.keeps_settings:
+            if state.get(SCHEDULE_KEY) is not None and self.schedule is not None:  # older checkpoints do not name it
+                self._settle_schedule(local_path, state[SCHEDULE_KEY])
+            if isinstance(self.lr_scheduler, LRScheduler) and self.optimizer is not None:
                 follow_schedule(self.optimizer, self.lr_scheduler)
         if get_device_name() not in state["rng"]:
             logger.warning("the checkpoint has no random state for %s: this process keeps its own", get_device_name())

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _CONFIG_NAME = "transformer_config.json"
 _OPTIMIZER_KEY = "use_distributed_optimizer"
+_UNSAVED = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+"""Values that decide on the schedule and are not in the state that Megatron-Core makes of it."""
 
 
 @dataclass
@@ -132,7 +134,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         records += self._write_shared_files(folder, named_weights)
         state = self._sharded(self.save_contents, is_loading=False)
         if self.should_save_extra and self.lr_scheduler is not None:
-            state["lr_scheduler"] = self.lr_scheduler.state_dict()
+            state["lr_scheduler"] = self._schedule_state()
 
         def record() -> None:
             fault_point("save_checkpoint", rank=self.rank, step=global_step)
@@ -223,7 +225,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             for key, chunk in zip(dist_checkpointing.chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        own = [{key: group[key] for key in ("max_lr", "min_lr", "betas") if key in group} for group in groups]
+        own = [{key: group[key] for key in ("max_lr", "min_lr", "betas", "eps") if key in group} for group in groups]
         if self.should_load_optimizer and self.optimizer is not None:
             self.optimizer.load_state_dict(_as_chained(state["optimizer"], self.optimizer))
         elif self.optimizer is not None and self.should_load_model:
@@ -298,6 +300,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.lr_scheduler is not None and schedule is not None:
             self.lr_scheduler.num_steps = 0  # load_state_dict adds the loaded steps
             self.lr_scheduler.load_state_dict(schedule)
+            if self.keeps_settings:
+                vars(self.lr_scheduler).update({name: schedule[name] for name in _UNSAVED if name in schedule})
         file = folder / self._random_state_name()
         state = load_tensors(file) if file.is_file() else {"layout": None}
         if state["layout"] != self._place():
@@ -311,13 +315,17 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.rank != 0 or self.optimizer is None:
             return
         pairs = [(group, mine) for group, mine in zip(self.optimizer.param_groups, own, strict=True) if "betas" in mine]
-        saved: list[Settings] = [{"betas": tuple(group["betas"])} for group, _ in pairs]
-        mine: list[Settings] = [{"betas": tuple(each["betas"])} for _, each in pairs]
+        saved, mine = [_of_group(group) for group, _ in pairs], [_of_group(each) for _, each in pairs]
         if schedule is not None and self.lr_scheduler is not None:
-            live = self.lr_scheduler.state_dict()
-            saved.append({"lr": schedule["max_lr"], "weight_decay": schedule["end_wd"]})
-            mine.append({"lr": live["max_lr"], "weight_decay": live["end_wd"]})
+            saved.append(_of_schedule(schedule))
+            mine.append(_of_schedule(self._schedule_state()))
         warn_of_changes(local_path, saved, mine, self.keeps_settings)
+
+    def _schedule_state(self) -> State:
+        """Return the state of the schedule, with what Megatron-Core leaves out of it."""
+        assert self.lr_scheduler is not None
+        live = vars(self.lr_scheduler)
+        return self.lr_scheduler.state_dict() | {name: live[name] for name in _UNSAVED if name in live}
 
     def _follow_settings(self, own: list[State]) -> None:
         """Set betas and learning rate limits of the parameter groups, unless those of the checkpoint are kept.
@@ -334,6 +342,26 @@ class MegatronCheckpointManager(BaseCheckpointManager):
                 group.update(max_lr=self.lr_scheduler.max_lr, min_lr=self.lr_scheduler.min_lr)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(0)
+
+
+def _of_group(group: State) -> Settings:
+    """Return the settings of a parameter group that its schedule does not decide."""
+    return {"betas": tuple(group["betas"]), "override_optimizer_config.adam_eps": group["eps"]}
+
+
+def _of_schedule(state: State) -> Settings:
+    """Return the keys of ``optim`` that a schedule reads, of its state."""
+    keys = {"max_lr": "lr", "end_wd": "weight_decay", "lr_warmup_steps": "lr_warmup_steps"}
+    keys["lr_decay_style"] = "lr_decay_style"
+    if state["lr_warmup_steps"] > 0:
+        keys["init_lr"] = "lr_warmup_init"
+    if state["lr_decay_style"] != "constant":
+        keys |= {name: name for name in ("lr_decay_steps", "min_lr")}
+    if state["lr_decay_style"] == "WSD":
+        keys |= {"wsd_decay_steps": "lr_wsd_decay_steps", "lr_wsd_decay_style": "lr_wsd_decay_style"}
+    if state["wd_incr_style"] != "constant":
+        keys["wd_incr_style"] = "weight_decay_incr_style"
+    return {key: state[name] for name, key in keys.items() if name in state}
 
 
 def _not_finite(state: State, chunks: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ _UNREAD = frozenset(
         "decoder_start_token_id",
         "dtype",
         "eos_token_id",
+        "finetuning_task",
         "id2label",
         "initializer_range",
         "label2id",
@@ -26,8 +27,12 @@ _UNREAD = frozenset(
         "output_attentions",
         "output_hidden_states",
         "pad_token_id",
+        "problem_type",
+        "processor_class",
         "return_dict",
         "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
         "torch_dtype",
         "transformers_version",
         "use_cache",
@@ -39,7 +44,15 @@ _ROPE = "rope_parameters"
 _ROPE_FIELDS = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor", "type": "rope_type"}
 """Older names of the parameters of RoPE, and those under ``rope_parameters``."""
 _POSITIONS = "max_position_embeddings"
-_PLAIN_ROPES = ("default", None)
+_ROPES = ("rope_parameters", "rope_scaling")
+_UNLIMITED_ROPES = ("default", "mrope", "axial", "linear", "llama3", None)
+"""Rotary positions without a limit: their frequencies do not depend on it."""
+_LAYERS = "layer_types"
+_FOLDED_INTO_LAYERS = ("max_window_layers", "use_sliding_window")
+_OF_SHAPES = ("head_dim", "num_key_value_heads")
+"""Fields that may be null for what the shapes of the weights say."""
+_ALIASES = {"swish": "silu", "mrope": "default"}
+"""Other names of an activation and of a kind of RoPE."""
 
 
 def forward_fields(model: Any, config: Any) -> dict[str, Any]:
@@ -50,22 +63,40 @@ def forward_fields(model: Any, config: Any) -> dict[str, Any]:
     if not hasattr(config, "to_json_string"):
         return {}
     content = dict(_leaves(json.loads(config.to_json_string(use_diff=False))))
-    ropes = {value for name, value in content.items() if name.rpartition(".")[2] in ("rope_type", "type")}
-    if ropes <= set(_PLAIN_ROPES):  # rotary positions that are not scaled have no limit
-        content = {name: value for name, value in content.items() if name.rpartition(".")[2] != _POSITIONS}
     for adapter in getattr(model, "peft_config", {}).values():
         content["lora_alpha"] = adapter.lora_alpha
     return content
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    unread = _UNREAD | _unread_in(node)
     for name, value in node.items():
-        if name in _UNREAD or name.startswith("_"):
+        if name in unread or name.startswith("_"):
             continue
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, value
+            yield prefix + name, _ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+def _unread_in(node: Mapping[str, Any]) -> set[str]:
+    """Return the fields of a node that are not read because of others in it."""
+    unread = {name for name in _OF_SHAPES if node.get(name) is None}
+    if set(_rope_types([node.get(name) for name in _ROPES])) <= set(_UNLIMITED_ROPES):
+        unread.add(_POSITIONS)
+    if _LAYERS in node:
+        unread.update(_FOLDED_INTO_LAYERS)
+    return unread
+
+
+def _rope_types(value: Any) -> Iterator[str | None]:
+    """Yield the kinds of rotary positions; layers of different kinds have a node each."""
+    if isinstance(value, list):
+        for part in value:
+            yield from _rope_types(part)
+    elif isinstance(value, Mapping):
+        yield from (value[name] for name in ("rope_type", "type") if name in value)
+        yield from _rope_types([part for part in value.values() if isinstance(part, Mapping)])
 
 
 def fields_problem(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
@@ -86,8 +117,8 @@ def fields_problem(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | No
 def start_problem(folder: Path, content: Mapping[str, Any], lora_alpha: float | None = None) -> str | None:
     """Return, before a model is built, how it differs from that of a checkpoint; None if its files do not tell.
 
-    transformers may change a field that it reads, so one counts only if the file in the checkpoint has another value
-    too. The engine compares all fields when it loads.
+    transformers may change a field that it reads, so one counts only if it took the value in the file of the checkpoint
+    as it is. The engine compares all fields when it loads.
 
     Args: ``content`` is that of ``config.json`` with the changes of the run; ``lora_alpha`` is None without adapters.
     """
@@ -96,7 +127,12 @@ def start_problem(folder: Path, content: Mapping[str, Any], lora_alpha: float | 
     if not copied.is_file():
         return None
     written = _of_file(json.loads(copied.read_text(encoding="utf-8")))
-    own = {name: value for name, value in _of_file(content).items() if written.get(name, value) != value}
+    own = {}
+    for name, value in _of_file(content).items():
+        place = name if name in saved else f"text_config.{name}"  # where transformers reads older files to
+        stored = saved.get(place)
+        if stored is not None and written.get(name, stored) == stored:
+            own[place] = value
     if lora_alpha is not None:
         own["lora_alpha"] = lora_alpha
     return fields_problem(saved, own)

@@ -14,16 +14,20 @@ logger = logging.getLogger(__name__)
 CONFIGURED_KEY = "configured"
 """Entry of a saved optimizer: the settings of each parameter group as the run was started with them."""
 
-Settings = dict[str, float | tuple[float, ...]]
+SCHEDULE_KEY = "schedule"
+"""Entry of the saved extra state: the keys of ``optim`` that the schedule reads."""
+
+Setting = float | str | tuple[float, ...]
+Settings = dict[str, Setting]
+_NUMBERS = ("weight_decay", "eps", "momentum")
 
 
 def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[Settings]:
-    """Return the settings of each parameter group: the base of the learning rate, decay and betas, those it has."""
+    """Return the settings of each parameter group: the base of the learning rate, and of the others those it has."""
     found: list[Settings] = []
     for group in groups:
         settings: Settings = {"lr": float(group["initial_lr"] if "initial_lr" in group else group["lr"])}
-        if "weight_decay" in group:
-            settings["weight_decay"] = float(group["weight_decay"])
+        settings |= {name: float(group[name]) for name in _NUMBERS if name in group}
         if "betas" in group:
             settings["betas"] = tuple(float(beta) for beta in group["betas"])
         found.append(settings)
@@ -92,12 +96,19 @@ def follow_schedule(optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> 
     groups = optimizer.param_groups
     if not all("initial_lr" in group for group in groups):
         return
-    schedule.base_lrs = [group["initial_lr"] for group in groups]
+    _set_base(schedule, [group["initial_lr"] for group in groups])
     if type(schedule) is LambdaLR:  # other schedules compute a rate from the one before
         for group, factor in zip(groups, schedule.lr_lambdas, strict=True):
             group["lr"] = group["initial_lr"] * factor(schedule.last_epoch)
     schedule._last_lr = [group["lr"] for group in groups]
 
 
-def _shown(value: float | tuple[float, ...]) -> str:
-    return f"[{','.join(map(repr, value))}]" if isinstance(value, tuple) else repr(value)
+def _set_base(schedule: LRScheduler, rates: list[float]) -> None:
+    """Set the base rates of a schedule, and of those that it consists of."""
+    schedule.base_lrs = list(rates)
+    for part in getattr(schedule, "_schedulers", ()):
+        _set_base(part, rates)
+
+
+def _shown(value: Setting) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)

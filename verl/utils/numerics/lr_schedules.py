@@ -1,10 +1,13 @@
 """Learning rate schedules: factors of the base learning rate."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+Factor = Callable[[int], float]
 
 
 def num_warmup_steps(steps: int | None, ratio: float, total: int) -> int:
@@ -19,9 +22,7 @@ def num_warmup_steps(steps: int | None, ratio: float, total: int) -> int:
     return int(ratio * max(total, 0))
 
 
-def _with_warmup(
-    optimizer: Optimizer, num_warmup_steps: int, after: Callable[[int], float], start: float, last_epoch: int
-) -> LambdaLR:
+def _warmed_up(num_warmup_steps: int, after: Factor, start: float = 0.0) -> Factor:
     """Rise linearly from ``start`` to 1, then follow ``after(step)``."""
 
     def factor(step: int) -> float:
@@ -29,12 +30,32 @@ def _with_warmup(
             return start + (1.0 - start) * step / max(1, num_warmup_steps)
         return after(step)
 
-    return LambdaLR(optimizer, factor, last_epoch)
+    return factor
+
+
+def _cosine(num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float, num_cycles: float) -> Factor:
+    """Fall along a cosine to ``min_lr_ratio`` once the warm-up is over."""
+
+    def factor(step: int) -> float:
+        progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+        wave = math.cos(math.pi * num_cycles * 2.0 * progress)
+        return max(min_lr_ratio, 0.5 * (wave * (1 - min_lr_ratio) + 1 + min_lr_ratio))
+
+    return factor
+
+
+def schedule_factor(settings: Mapping[str, Any]) -> Factor:
+    """Return the factor by step of the schedule that keys of ``optim`` describe, those that it reads."""
+    warmup = settings["lr_warmup_steps"]
+    if settings["lr_scheduler_type"] == "constant":
+        return _warmed_up(warmup, lambda step: 1.0)
+    names = ("total_training_steps", "min_lr_ratio", "num_cycles")
+    return _warmed_up(warmup, _cosine(warmup, *(settings[name] for name in names)))
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
     """Rise linearly to the base rate and stay there."""
-    return _with_warmup(optimizer, num_warmup_steps, lambda step: 1.0, 0.0, last_epoch)
+    return LambdaLR(optimizer, _warmed_up(num_warmup_steps, lambda step: 1.0), last_epoch)
 
 
 def get_cosine_schedule_with_warmup(
@@ -54,13 +75,8 @@ def get_cosine_schedule_with_warmup(
     for name, ratio in (("min_lr_ratio", min_lr_ratio), ("init_lr_ratio", start)):
         if not 0.0 <= ratio <= 1.0:
             raise ValueError(f"optim.{name} must be in [0, 1], got {ratio}")
-
-    def cosine(step: int) -> float:
-        progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
-        wave = math.cos(math.pi * num_cycles * 2.0 * progress)
-        return max(min_lr_ratio, 0.5 * (wave * (1 - min_lr_ratio) + 1 + min_lr_ratio))
-
-    return _with_warmup(optimizer, num_warmup_steps, cosine, start, last_epoch)
+    cosine = _cosine(num_warmup_steps, num_training_steps, min_lr_ratio, num_cycles)
+    return LambdaLR(optimizer, _warmed_up(num_warmup_steps, cosine, start), last_epoch)
 
 
 def get_wsd_schedule_with_warmup(
@@ -84,4 +100,4 @@ def get_wsd_schedule_with_warmup(
         wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
         return (1.0 - min_lr_ratio) * max(0.0, wave) + min_lr_ratio
 
-    return _with_warmup(optimizer, num_warmup_steps, stable_then_cosine, 0.0, last_epoch)
+    return LambdaLR(optimizer, _warmed_up(num_warmup_steps, stable_then_cosine), last_epoch)

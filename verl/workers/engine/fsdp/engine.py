@@ -30,11 +30,11 @@ from verl.models.transformers.rope import (
 from verl.models.transformers.token_inputs import TokenInputs
 from verl.models.transformers.vision import install_vision, is_vision_config, uses_media
 from verl.utils.checkpoint.fsdp_checkpoint_manager import PREFIXED_KEY, FSDPCheckpointManager
+from verl.utils.checkpoint.optimizer_settings import Settings
 from verl.utils.device import current_device, get_torch_device
 from verl.utils.fsdp_utils import gradient_norm, local_gradients, move_optimizer_state
 from verl.utils.import_utils import is_own
-from verl.utils.numerics.lr_schedules import num_warmup_steps
-from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.utils.numerics.lr_schedules import num_warmup_steps, schedule_factor
 from verl.workers.config.engine import DEVICES, STRATEGIES
 from verl.workers.engine.background_load import wait_for_weights, when_filled
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
@@ -66,6 +66,7 @@ class FSDPEngine(BaseEngine):
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: LambdaLR | None = None
+    schedule: Settings | None = None
     prefixed = False
 
     # ---- start
@@ -88,6 +89,7 @@ class FSDPEngine(BaseEngine):
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(self._parameters, self.optimizer_config)
             self.lr_scheduler = build_scheduler(self.optimizer, self.optimizer_config)
+            self.schedule = schedule_settings(self.optimizer_config)
         self.module.eval()
         when_filled(self._offload)
         self._check_remote_code()
@@ -366,7 +368,8 @@ class FSDPEngine(BaseEngine):
             self._adopt_own()
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        if lr_scheduler is not self.lr_scheduler:
+            self.lr_scheduler, self.schedule = lr_scheduler, None
 
     # ---- weights
 
@@ -450,6 +453,7 @@ class FSDPEngine(BaseEngine):
             source_folder=self.model_config.local_path,
             keeps_settings=self.keeps_settings,
             source_files=self.model_config.source_files(),
+            schedule=self.schedule,
             more_layout_fields={PREFIXED_KEY: True} if self.prefixed else {},
         )
 
@@ -472,20 +476,28 @@ def build_optimizer(parameters: Sequence[Tensor], config: "FSDPOptimizerConfig")
     )
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: "FSDPOptimizerConfig") -> LambdaLR:
-    """Return the schedule.
+def schedule_settings(config: "FSDPOptimizerConfig") -> Settings:
+    """Return the keys of ``optim`` that the schedule reads, with the number of steps of the warm-up.
 
     Raises: ValueError when the schedule needs a length that was not given.
     """
     total = config.total_training_steps if config.total_training_steps is not None else -1
     warmup = num_warmup_steps(config.lr_warmup_steps, config.lr_warmup_steps_ratio, total)
+    settings: Settings = {"lr_scheduler_type": config.lr_scheduler_type, "lr_warmup_steps": warmup}
     if config.lr_scheduler_type == "constant":
-        return get_constant_schedule_with_warmup(optimizer, warmup)
+        return settings
     if total <= 0:
         raise WrongInput(f"optim.lr_scheduler_type=cosine needs optim.total_training_steps > 0, got {total}")
-    return get_cosine_schedule_with_warmup(
-        optimizer, warmup, total, min_lr_ratio=config.min_lr_ratio or 0.0, num_cycles=config.num_cycles
-    )
+    shape = {"min_lr_ratio": config.min_lr_ratio or 0.0, "num_cycles": config.num_cycles}
+    return settings | {"total_training_steps": total} | shape
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: "FSDPOptimizerConfig") -> LambdaLR:
+    """Return the schedule.
+
+    Raises: ValueError when the schedule needs a length that was not given.
+    """
+    return LambdaLR(optimizer, schedule_factor(schedule_settings(config)))
 
 
 @EngineRegistry.register("language_model", STRATEGIES, DEVICES)
