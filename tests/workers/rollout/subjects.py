@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.workers.rollout import tiny
-from verl.workers.config import HFModelConfig
+from verl.workers.config import HFModelConfig, ServerConfig
 from verl.workers.rollout import engine_server
-from verl.workers.rollout.server import TokenOutput
+from verl.workers.rollout.server import ServerError, TokenOutput
 
 
 class HybridServer:
@@ -93,6 +94,7 @@ class HybridVLLM(HybridServer):
             yield
 
 
+NEVER_S = 36_000.0  # longer than a test may take
 HEARTBEAT_S = engine_server._LONGEST_PULSE_S + 1.0  # by then a server has asked its engine for a sign of life
 
 
@@ -100,6 +102,8 @@ class EngineProcesses:
     """What befalls the processes of an engine; ``place`` names them."""
 
     place: dict[str, Any]
+    gone: str
+    health: Any
 
     @contextmanager
     def hanging(self) -> Iterator[None]:
@@ -117,12 +121,16 @@ class EngineProcesses:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Kill the processes of an engine while a heartbeat waits for their answer."""
+        """Kill the processes of an engine while a heartbeat and a caller wait for their answer."""
         self._signal(signal.SIGSTOP)
-        time.sleep(HEARTBEAT_S)
-        for pid in self.place["engine_pids"][-self.place["engine_workers"] :]:  # one of two groups would answer
-            os.kill(pid, signal.SIGKILL)
-        self._signal(signal.SIGCONT)
+        with ThreadPoolExecutor(1) as pool:
+            health = pool.submit(asyncio.run, self.health(NEVER_S))
+            time.sleep(HEARTBEAT_S)
+            for pid in self.place["engine_pids"][-self.place["engine_workers"] :]:  # one of two groups would answer
+                os.kill(pid, signal.SIGKILL)
+            self._signal(signal.SIGCONT)
+            with pytest.raises(ServerError, match=self.gone):  # of the death, and not of the silence
+                health.result()
         yield
 
 
@@ -150,7 +158,8 @@ class StandaloneServer(EngineProcesses):
         self.gone = f"rollout server {engine}_server_0_0: its engine has died"
         if engine == "sglang":
             self.tolerance = self.repeats_within = HybridSGLang.tolerance
-        config = tiny.rollout_config(engine, mode="async", max_model_len=64, **changes)
+        server = ServerConfig(heartbeat_timeout=NEVER_S)
+        config = tiny.rollout_config(engine, mode="async", max_model_len=64, server=server, **changes)
         model_config = HFModelConfig(path=str(folder), load_tokenizer=False)
         if config.tensor_model_parallel_size > 1:
             self.tolerance = 1e-4  # fp32 rounding of two layers: halves of sums are rounded before they are added

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from tests.workers.rollout import tiny
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
-from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig
+from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig, ServerConfig
 from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.replica import NoAddressError
 from verl.workers.rollout.server import ServerError
-from verl.workers.rollout.standalone import replica_class_of
+from verl.workers.rollout.standalone import StandaloneServers, replica_class_of
 from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store, read_shared
 
 CPU = torch.device("cpu")
@@ -157,6 +158,8 @@ class Mortal:
 
     def __init__(self, *args: Any) -> None:
         self.is_dead = False
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
 
     async def ready(self) -> dict[str, int]:
         if self.is_dead:
@@ -165,6 +168,45 @@ class Mortal:
 
     async def lose_engine(self) -> None:
         self.is_dead = True
+
+    async def version(self) -> int:
+        await self.ready()
+        return 0
+
+    async def health(self, timeout_s: float) -> dict[str, int]:
+        await self.goes_on.wait()
+        return {"version": await self.version()}
+
+    async def hang(self) -> None:
+        self.goes_on.clear()
+
+    async def go_on(self) -> None:
+        self.goes_on.set()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_server_that_hangs_does_not_delay_the_replacement_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its silence ends after an hour: until then nothing would be done."""
+    config = tiny.rollout_config("vllm", nnodes=1, n_gpus_per_node=2, server=ServerConfig(heartbeat_timeout=3600))
+    replica_class = replica_class_of(config)
+    monkeypatch.setattr(replica_class, "server_class", Mortal)
+    servers = StandaloneServers(replica_class, config, None, "cpu")
+    servers.sync(lambda handles: {})
+    hangs, dies = servers.replicas
+    pid = dies.wait_until_ready()["pid"]
+    ray.get(hangs.server_handle.hang.remote())
+    with servers.watched(lambda handles: {}):
+        ray.get(dies.server_handle.lose_engine.remote())
+        found = pid
+        while found == pid:
+            time.sleep(0.1)
+            with contextlib.suppress(ServerError, ray.exceptions.RayActorError):  # it is about to end, or starts
+                found = ray.get(dies.server_handle.ready.remote())["pid"]
+        ray.get(hangs.server_handle.go_on.remote())
+    assert servers.replaced == [dies.server_name]
+    for replica in servers.replicas:
+        replica.shutdown()
 
 
 @pytest.mark.full
@@ -201,7 +243,6 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
     import ray
 
     from verl.workers.config import HFModelConfig
-    from verl.workers.rollout.standalone import StandaloneServers
     from verl.workers.sharding_manager import ServerSync
 
     model = tiny.build_model()
@@ -259,7 +300,7 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
     with servers.watched(send):  # while nothing else happens
         os.kill(again[0]["engine_pids"][-1], signal.SIGSTOP)
         ray.get(servers.replicas[0].server_handle.shutdown.remote())  # as the heartbeat does after its deadline
-        while ray.get(servers.replicas[1].server_handle.version.remote()) != 1 or servers.replacements < 2:
+        while ray.get(servers.replicas[1].server_handle.version.remote()) != 1 or len(servers.replaced) < 2:
             asyncio.run(asyncio.sleep(0.1))
     servers.sync(send)
     assert answers() == [first, first]
@@ -267,7 +308,7 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
     trainer.weights_version = 2  # the trainer goes on, and a batch is under way with the weights of before
     with servers.watched(send, keeps_weights=True):
         ray.get(servers.replicas[0].server_handle.shutdown.remote())
-        while servers.replacements < 3:
+        while len(servers.replaced) < 3:
             asyncio.run(asyncio.sleep(0.1))
     servers.replicas[0].wait_until_ready()
     versions = [ray.get(replica.server_handle.version.remote()) for replica in servers.replicas]

@@ -233,11 +233,8 @@ class EngineServer(ABC):
         limit = self._deadline_s if timeout_s is None else timeout_s
         self._asked += 1
         task = asyncio.ensure_future(call)
-        dead = asyncio.ensure_future(self._is_dead.wait())
         try:
-            await asyncio.wait({task, dead}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._check_alive()
+            if not await self._is_answered(task, limit):
                 raise self._end(f"asked for {what}, it has not answered for {limit:g} s")
             try:
                 return task.result()
@@ -247,8 +244,21 @@ class EngineServer(ABC):
                 raise RuntimeError(f"rollout server {self.name}, asked for {what}: {error}") from error
         finally:
             self._asked -= 1
-            dead.cancel()
             task.cancel()
+
+    async def _is_answered(self, answer: asyncio.Future[Any], timeout_s: float) -> bool:
+        """Wait for an answer of the engine; return whether it came in time.
+
+        Raises: ServerError as soon as the engine is known to be dead.
+        """
+        dead = asyncio.ensure_future(self._is_dead.wait())
+        try:
+            await asyncio.wait({answer, dead}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            dead.cancel()
+        if not answer.done():
+            self._check_alive()
+        return answer.done()
 
     def _end(self, why: str) -> ServerError:
         """End the engine, and give every caller that waits an error; return that error."""
@@ -336,13 +346,15 @@ class EngineServer(ABC):
         Raises: ServerError if the engine is gone or does not answer before the deadline.
         """
         self._check_alive()
+        answer = asyncio.ensure_future(self._engine.ping())
         try:
-            await asyncio.wait_for(self._engine.ping(), timeout_s)
-        except TimeoutError:
-            self._check_alive()
-            raise ServerError(f"rollout server {self.name} has not answered for {timeout_s:g} s") from None
+            if not await self._is_answered(answer, timeout_s):
+                raise ServerError(f"rollout server {self.name} has not answered for {timeout_s:g} s")
+            answer.result()
         except self._deaths() as error:
             raise self._end(f"its engine has died: {error!r}") from error
+        finally:
+            answer.cancel()
         entries = [entry for group in self._open.values() for entry in group.values()]
         running = sum(entry.started for entry in entries)
         return {

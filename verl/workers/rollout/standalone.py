@@ -4,8 +4,9 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -17,6 +18,8 @@ from verl.workers.rollout.server import ServerError, cause_of
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class StandaloneServers:
     (``sync``) and during one (``watched``). Its handle stays the same.
 
     Args: ``device_name`` is the kind of their devices.
+    Attributes: ``replaced`` names the servers that were started again, in order.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class StandaloneServers:
         per_node = config.n_gpus_per_node
         count = config.nnodes * (per_node // config.workers_per_engine)
         self.replicas = [replica_class(rank, config, model_config, per_node) for rank in range(count)]
-        self.replacements = 0
+        self.replaced: list[str] = []
         self._pids: dict[str, int] = {}
         self._deadline_s = config.server.heartbeat_timeout
         self._lock = threading.Lock()
@@ -97,8 +101,7 @@ class StandaloneServers:
         """
         with self._lock:
             for _ in range(_ATTEMPTS):
-                for replica in self.replicas:
-                    self._make_ready(replica)
+                self._of_each(self._make_ready)
                 lost = send(self.handles)
                 if not lost:
                     return
@@ -131,15 +134,23 @@ class StandaloneServers:
 
         Args: ``send`` and ``keeps_weights`` as in ``watched``. Without ``send`` servers start again without weights.
         """
-        are_well = [self._is_well(replica) for replica in self.replicas]
+
+        def look_at(replica: RolloutReplica) -> bool:
+            is_well = self._is_well(replica)
+            if not is_well and not stop.is_set():
+                self._restart_if_dead(replica)
+            return is_well
+
+        are_well = self._of_each(look_at)
         if all(are_well) or stop.is_set():
             return
         if send is not None and not (keeps_weights and any(are_well)):
             self.sync(send)
-            return
-        for replica, is_well in zip(self.replicas, are_well, strict=True):
-            if not is_well:
-                self._restart_if_dead(replica)
+
+    def _of_each(self, look: Callable[[RolloutReplica], T]) -> list[T]:
+        """Return what a function says of each server; one that hangs delays no other."""
+        with ThreadPoolExecutor(len(self.replicas)) as pool:
+            return list(pool.map(look, self.replicas))
 
     def _is_well(self, replica: RolloutReplica) -> bool:
         """Whether a server lives and has weights; one that Ray has started again has none."""
@@ -172,7 +183,7 @@ class StandaloneServers:
 
     def _replace(self, replica: RolloutReplica, why: str) -> None:
         logger.warning("rollout server %s starts again: %s", replica.server_name, why.partition("\n")[0])
-        self.replacements += 1
+        self.replaced.append(replica.server_name)
         self._pids.pop(replica.server_name, None)
         replica.restart()
 

@@ -34,8 +34,8 @@ class ServedEngine:
         return [process.pid for process in _children()]
 
     def death(self) -> str | None:
-        """Return None: vLLM raises ``EngineDeadError`` where somebody waits."""
-        return None
+        """Return why the engine is gone; None while it lives. A call that waits for its answer does not notice."""
+        return "its engine has died" if self._llm.errored else None
 
     def stop(self) -> None:
         """End all processes of the engine."""
