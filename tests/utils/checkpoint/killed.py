@@ -28,6 +28,13 @@ from verl.utils.checkpoint.files import write_file
 
 write_file(folder, "latest_checkpointed_iteration.txt", lambda file: hang())
 """
+FOLDER = """
+from verl.utils.checkpoint.files import temporary_folder
+
+with temporary_folder(folder, "merged") as unfinished:
+    (unfinished / "model.safetensors").touch()
+    hang()
+"""
 _HEAD = """
 import sys, time
 from pathlib import Path

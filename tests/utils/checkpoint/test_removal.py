@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.utils.checkpoint.killed import REMOVAL, SAVE, TRACKER, hanging, kill_in
+from tests.utils.checkpoint.killed import FOLDER, REMOVAL, SAVE, TRACKER, hanging, kill_in
 from verl.utils.checkpoint.files import (
     LAYOUT_NAME,
     Manifest,
     find_complete_checkpoints,
     get_checkpoint_tracker_filename,
+    temporary_folder,
     write_text,
     write_tracker_atomically,
 )
@@ -91,6 +92,20 @@ def test_a_file_goes_when_its_writer_has_died(tmp_path: Path) -> None:
         assert len(names(tmp_path)) == 4 and names(folder) == whole
     assert remove_leftovers(tmp_path) == []
     assert names(tmp_path) == [*others, "global_step_3"] and names(folder) == whole
+
+
+def test_a_temporary_folder_goes_when_its_process_has_died(tmp_path: Path) -> None:
+    """As that of a merged model, which may be large, when the model is merged again."""
+    (tmp_path / ".merged.x.tmp").mkdir()
+    with hanging(FOLDER, tmp_path):
+        (left,) = tmp_path.glob(".merged.*.verl.tmp")
+        with temporary_folder(tmp_path, "merged"), temporary_folder(tmp_path, "other"):
+            assert len(names(tmp_path)) == 4 and left.exists()
+    with temporary_folder(tmp_path, "other"):
+        assert left.exists()
+    with temporary_folder(tmp_path, "merged"):
+        assert not left.exists()
+    assert names(tmp_path) == [".merged.x.tmp"]
 
 
 def test_a_link_to_a_checkpoint_goes_with_it(tmp_path: Path) -> None:

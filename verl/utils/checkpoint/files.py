@@ -9,6 +9,7 @@ after every manifest. A save into an existing folder, and a removal, delete mani
 
 import fcntl
 import functools
+import glob
 import itertools
 import json
 import logging
@@ -466,9 +467,30 @@ def _warn_once(text: str) -> None:
 
 @contextmanager
 def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
-    """Create a temporary folder in ``folder``, on the same disk as the final place of its files."""
-    with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder, ignore_cleanup_errors=True) as path:
+    """Create a temporary folder in ``folder``, on the same disk as the final place of its files.
+
+    Those of the same ``name`` that killed processes have left are removed.
+    """
+    for left in Path(folder).glob(f".{glob.escape(name)}.*{UNFINISHED}"):
+        with suppress(OSError), _handle_of(left) as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(UNFINISHED, f".{name}.", folder, ignore_cleanup_errors=True) as path,
+        _handle_of(path) as handle,
+    ):
+        with suppress(OSError):  # no locks there
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Path(path)
+
+
+@contextmanager
+def _handle_of(folder: StrPath) -> Iterator[int]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def move_files(source: Path, folder: StrPath, name: str) -> list[FileRecord]:
