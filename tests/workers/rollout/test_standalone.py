@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.workers.rollout import tiny
+from tests.workers.rollout.subjects import NEVER_S
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
@@ -187,8 +188,8 @@ class Mortal:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_server_that_hangs_does_not_delay_the_replacement_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its silence ends after an hour: until then nothing would be done."""
-    config = tiny.rollout_config("vllm", nnodes=1, n_gpus_per_node=2, server=ServerConfig(heartbeat_timeout=3600))
+    """Until the end of its silence nothing would be done."""
+    config = tiny.rollout_config("vllm", nnodes=1, n_gpus_per_node=2, server=ServerConfig(heartbeat_timeout=NEVER_S))
     replica_class = replica_class_of(config)
     monkeypatch.setattr(replica_class, "server_class", Mortal)
     servers = StandaloneServers(replica_class, config, None, "cpu")
@@ -247,17 +248,23 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
 
     model = tiny.build_model()
     model.save_pretrained(tmp_path)
-    config = tiny.rollout_config("vllm", mode="async", max_model_len=64, nnodes=1, n_gpus_per_node=2)
+    server = ServerConfig(heartbeat_timeout=NEVER_S)  # a death that is known ends every wait
+    config = tiny.rollout_config("vllm", mode="async", max_model_len=64, nnodes=1, n_gpus_per_node=2, server=server)
     model_config = HFModelConfig(path=str(tmp_path), load_tokenizer=False)
     servers = StandaloneServers(replica_class_of(config), config, model_config, "cpu")
     trainer: Any = tiny.TrainerStandIn(model)
-    sync = ServerSync(trainer, bucket_bytes=1 << 18, timeout_s=600, by_memory=False)
+    sync = ServerSync(trainer, bucket_bytes=1 << 18, timeout_s=NEVER_S, by_memory=False)
     prompts = tiny.prompts_batch(2)
     ids, seed = prompts.non_tensor_batch["raw_prompt_ids"][0], int(prompts.batch["sampling_seed"][0])
     params = {"temperature": tiny.TEMPERATURE, "seed": seed, "max_tokens": 10, "logprobs": True}
 
     def send(handles: dict[str, Any]) -> dict[str, str]:
         return sync.run(handles, None)
+
+    stopped = servers.replicas[0].wait_until_ready()["engine_pids"][-1]
+    os.kill(stopped, signal.SIGSTOP)  # it dies while the trainer waits for it
+    threading.Timer(1.0, os.kill, (stopped, signal.SIGKILL)).start()
+    assert list(send({servers.replicas[0].server_name: servers.replicas[0].server_handle})) == ["vllm_server_0_0"]
 
     def answers() -> list[Any]:
         return ray.get([handle.generate.remote(ids, params, "1") for handle in servers.handles.values()])
@@ -300,7 +307,7 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
     with servers.watched(send):  # while nothing else happens
         os.kill(again[0]["engine_pids"][-1], signal.SIGSTOP)
         ray.get(servers.replicas[0].server_handle.shutdown.remote())  # as the heartbeat does after its deadline
-        while ray.get(servers.replicas[1].server_handle.version.remote()) != 1 or len(servers.replaced) < 2:
+        while ray.get(servers.replicas[1].server_handle.version.remote()) != 1 or len(servers.replaced) < 3:
             asyncio.run(asyncio.sleep(0.1))
     servers.sync(send)
     assert answers() == [first, first]
@@ -308,7 +315,7 @@ def test_servers_that_die_are_replaced(tmp_path: Path) -> None:
     trainer.weights_version = 2  # the trainer goes on, and a batch is under way with the weights of before
     with servers.watched(send, keeps_weights=True):
         ray.get(servers.replicas[0].server_handle.shutdown.remote())
-        while len(servers.replaced) < 3:
+        while len(servers.replaced) < 4:
             asyncio.run(asyncio.sleep(0.1))
     servers.replicas[0].wait_until_ready()
     versions = [ray.get(replica.server_handle.version.remote()) for replica in servers.replicas]

@@ -110,6 +110,8 @@ class WeightGroup:
         store = store or TCPStore(meeting.host, meeting.port, meeting.size, is_master=False, timeout=timeout)
         self._store = store
         self._device = device
+        if rank:
+            store.set(_member(rank), "")
         self._group: ProcessGroup = _new_group(PrefixStore("weights", store), rank, meeting, timeout)
 
     def send(self, bucket: Bucket) -> None:
@@ -128,6 +130,16 @@ class WeightGroup:
                 self._group.broadcast(_bytes_of(tensor), 0).wait()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # the caller may use or free the tensors on another stream
+
+
+def _member(rank: int) -> str:
+    """Return the key of the store that says that a member forms the group."""
+    return f"member {rank}"
+
+
+def are_all_there(store: TCPStore, size: int) -> bool:
+    """Return whether all members but rank 0 form their group; then rank 0 does not wait for one that has died."""
+    return store.check([_member(rank) for rank in range(1, size)])
 
 
 def open_store(host: str, size: int, backend: str, timeout_s: float) -> tuple[TCPStore, Rendezvous]:

@@ -16,7 +16,7 @@ from verl.utils.device import current_device, get_device_name, get_torch_device
 from verl.utils.faults import is_skipped
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.server import ServerError, cause_of
-from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store
+from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, are_all_there, layout_of, open_store
 from verl.workers.sharding_manager.weight_sync import WeightSync, WeightSyncError
 
 if TYPE_CHECKING:
@@ -178,6 +178,9 @@ class ServerWeights:
         backend = "nccl" if get_device_name() == "cuda" else "gloo"
         store, meeting = open_store(host, 1 + target.workers, backend, self._timeout_s)
         joined = target.handle.connect.remote(asdict(meeting))
+        while not are_all_there(store, meeting.size):
+            if ray.wait([joined], timeout=_POLL_S)[0]:
+                self._call(joined)
         device = torch.device("cpu") if backend == "gloo" else current_device()
         try:
             target.group = WeightGroup(meeting, 0, device, store)
@@ -240,6 +243,7 @@ class ServerWeights:
 
 
 _GRACE_S = 10.0
+_POLL_S = 0.05
 
 
 class ServerSync:
