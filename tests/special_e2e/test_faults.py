@@ -1,16 +1,21 @@
 """A process of a run dies or is stopped in the middle of a phase."""
 
+import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 
 import psutil
 import pytest
 
 from tests.waiting import wait_until
 
-from .conftest import assert_bit_for_bit, leftovers
+from .conftest import assert_bit_for_bit, is_of_session, leftovers
+from .test_async_rollout import ASYNC, SHORT
+from .test_standalone_servers import APART
 from .test_train import TWO_WORKERS, assert_names_the_death
 
 
@@ -130,3 +135,23 @@ def test_the_next_complete_save_removes_the_checkpoint_of_a_killed_one(workspace
         f"global_step_{step}" for step in (1, 2, 4, 9)
     ]
     assert_bit_for_bit(resumed, whole, (1, 2, 3, 4))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_next_run_removes_the_temporary_files_of_a_killed_one(workspace, engine):
+    """All processes of the run are killed, also those that would remove them."""
+    pytest.importorskip(engine)
+    overrides = SHORT | ASYNC | APART | {"actor_rollout_ref.rollout.name": engine}
+    with tempfile.TemporaryDirectory(prefix="v") as place:  # the paths of sockets may have about 100 characters
+        with workspace.start(f"littering-{engine}", overrides, {"TMPDIR": place}) as process:
+            record = workspace.folder / f"littering-{engine}" / "metrics.jsonl"
+            wait_until(lambda: process.poll() is not None or (record.exists() and record.stat().st_size))
+            for each in [each for each in psutil.process_iter() if is_of_session(each, process.pid)]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+        assert any(name.startswith("verl-") for name in os.listdir(place))
+        workspace.train(f"after-{engine}", overrides, {"TMPDIR": place})
+        # The logs of Ray, locks that all runs of a user share, and files of a few bytes by which vLLM's processes meet.
+        known = ("ray", "verl-permits-", "vllm_dist_")
+        assert not [name for name in os.listdir(place) if not name.startswith(known)]

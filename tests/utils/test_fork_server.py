@@ -262,7 +262,7 @@ def test_the_folder_goes_when_the_launching_process_is_killed(folder):
         "from verl.utils.processes import end_with_this_process\n"
         "started = ForkServer(os.environ, [])\n"
         "end_with_this_process(psutil.Process().children(recursive=True))\n"  # as a launch ends its Ray
-        "print(started._folder.name, started._process.pid, flush=True)\ntime.sleep(600)\n"
+        "print(started._folder.path, started._process.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         place, server = process.stdout.readline().split()

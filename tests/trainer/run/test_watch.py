@@ -96,7 +96,7 @@ def test_the_folder_of_a_killed_run_is_removed_by_the_next_one(tmp_path, monkeyp
     first = Watch(math.inf, print)
     alive = Watch(math.inf, print)
     assert first.activity_path.exists()
-    os.close(first._lock)
+    os.close(first._folder._handles.pop())
     second = Watch(math.inf, print)
     assert not first.activity_path.parent.exists()
     assert alive.activity_path.exists() and second.activity_path.exists()

@@ -1,17 +1,12 @@
 """Watch the processes that a run depends on, while a thread talks to Ray: a call that hangs there delays no message."""
 
-import fcntl
-import os
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -20,6 +15,7 @@ import ray
 from verl.trainer.run.ending import Grace
 from verl.utils.observe.activity import ActivityFile
 from verl.utils.processes import WatchedProcess
+from verl.utils.temporary import RUN, TemporaryFolder, remove_folders_of_the_dead
 
 T = TypeVar("T")
 
@@ -30,8 +26,6 @@ RAY_TIMEOUT_S = 30.0
 _LONGEST_POLL_S = 1.0  # of a longer one, this process has been stopped itself
 _LOSS_GRACE_S = 2.0  # an error of Ray and the death that caused it may show in either order
 _LEAVE_S = 3.0
-_FOLDER_PREFIX = "verl-run-"
-_LOCK_NAME = "lock"
 _RAY_PROCESSES = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}
 
 
@@ -67,9 +61,8 @@ class Watch:
         self._timeout_s = timeout_s
         self._warn = warn
         remove_folders_of_the_dead()
-        self._folder = tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, ignore_cleanup_errors=True)
-        self._lock = _lock_folder(Path(self._folder.name))
-        self.activity_path = Path(self._folder.name) / "activity.json"
+        self._folder = TemporaryFolder(RUN)
+        self.activity_path = self._folder.path / "activity.json"
         self.activity_path.touch()
         self._activity = ActivityFile(self.activity_path)
         self._modified_ns = 0
@@ -117,8 +110,7 @@ class Watch:
             thread.join(_LEAVE_S)
             ray_processes = [silence.process for silence in self._ray]
             self.is_stuck = thread.is_alive() or any(each.is_stopped() or each.ending() for each in ray_processes)
-            self._folder.cleanup()
-            os.close(self._lock)
+            self._folder.remove()
 
     def _wait_for(self, outcome: "Future[T]") -> LostProcessError | None:
         """Wait until the outcome is there, or until it is lost; return the loss, with the error that it explains."""
@@ -202,32 +194,6 @@ class Watch:
         activity = self._activity.read()
         where = f"the trainer was {activity}" if activity else "no trainer on this machine has told its phase"
         return LostProcessError(f"{process} {what}; {where}")
-
-
-# ---- the folder of a run, which one that is killed leaves behind
-
-
-def _lock_folder(folder: Path) -> int:
-    """Mark a folder with a file that this process holds a lock on; return its handle."""
-    new = folder / f"{_LOCK_NAME}.new"
-    handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with suppress(OSError):  # no locks there: nobody else can take one either
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(folder / _LOCK_NAME)  # so that nobody sees it without its lock
-    return handle
-
-
-def remove_folders_of_the_dead() -> None:
-    """Remove what killed runs of this user have left in the folder for temporary files: what bears an unheld lock."""
-    for mark in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*/{_LOCK_NAME}"):
-        with suppress(OSError):  # such as of another user, or of a run that is alive
-            handle = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if os.fstat(handle).st_uid == os.getuid():
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(mark.parent, ignore_errors=True)
-            finally:
-                os.close(handle)
 
 
 def ended_within(seconds: float, call: Callable[[], object]) -> bool:

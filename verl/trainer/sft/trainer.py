@@ -44,6 +44,7 @@ from verl.utils.observe.record import Details
 from verl.utils.observe.tracking import check_backends
 from verl.utils.profiler.ranges import marked_timer
 from verl.utils.py_functional import object_array
+from verl.utils.temporary import remove_folders_of_the_dead
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.passes import AUX_LOSS, PassSpec, Segment
@@ -454,6 +455,8 @@ def run_sft(config: DictConfig) -> None:
     rank = envs.integer("RANK", 0)
     options = parse_sft_config(config, world_size).trainer
     with Ownership() as owner:
+        if envs.integer("LOCAL_RANK", 0) == 0:
+            remove_folders_of_the_dead()
         if rank == 0:
             owner.take_folders({"trainer.default_local_dir": options.default_local_dir})
         folder = Path(options.default_local_dir).expanduser().absolute()

@@ -6,14 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
 from verl.utils.fork_server import client, server
 from verl.utils.processes import end_with_this_process, start_process
+from verl.utils.temporary import FORK, TemporaryFolder
 
 _BACKLOG = 128
 _ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/davinci[0-9]*", "/dev/kfd")
@@ -47,8 +46,8 @@ class ForkServer:
         assumed: Mapping[str, str] = MappingProxyType({}),
         absent: Sequence[str] = (),
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="verl-fork-", ignore_cleanup_errors=True)
-        end_with_this_process([], [Path(self._folder.name)])
+        self._folder = TemporaryFolder(FORK)
+        end_with_this_process([], [self._folder.path])
         modules = {"first": first, "general": general, "workers": workers}
         listeners = [self._listen(client.GENERAL), *([self._listen(client.WORKERS)] if workers else [])]
         handles = [listener.fileno() for listener in listeners]
@@ -65,7 +64,7 @@ class ForkServer:
     def _listen(self, name: str) -> socket.socket:
         """Return a socket that collects requests until the server is ready."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(os.path.join(self._folder.name, name))
+        listener.bind(str(self._folder.path / name))
         listener.listen(_BACKLOG)
         return listener
 
@@ -75,13 +74,13 @@ class ForkServer:
         There is no script among them: a folder for temporary files may not allow to execute one, and a shell drops
         variables whose names it could not assign to.
         """
-        return [sys.executable, "-I", "-S", client.__file__, self._folder.name, sys.executable]
+        return [sys.executable, "-I", "-S", client.__file__, str(self._folder.path), sys.executable]
 
     def stop(self) -> None:
         """End the server; its forks go on, unless they have asked the kernel to end with it."""
         self._process.kill()
         self._process.wait()
-        self._folder.cleanup()
+        self._folder.remove()
 
     def __enter__(self) -> Self:
         return self

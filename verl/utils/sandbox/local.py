@@ -18,6 +18,7 @@ from typing import IO, Any
 from verl.utils.sandbox import clock, cores
 from verl.utils.sandbox.folder import empty_folder
 from verl.utils.sandbox.permits import FilePermits
+from verl.utils.temporary import SANDBOX, TemporaryFolder
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 OUTPUT_LIMIT_BYTES = 4 << 20
@@ -114,7 +115,7 @@ def run_tests(
     """
     isolated = not (allow_unisolated and isolation_problem() is not None)
     with (
-        tempfile.TemporaryDirectory(prefix="verl-sandbox-", ignore_cleanup_errors=True) as folder,
+        _program_folder() as folder,
         tempfile.TemporaryFile() as test_file,
         tempfile.TemporaryFile() as reports,
     ):
@@ -145,6 +146,18 @@ def run_tests(
         if result["status"] in (clock.CPU, clock.IDLE):
             result["status"] = "timeout"
     return [Run(**result) for result in results]
+
+
+@contextmanager
+def _program_folder() -> Iterator[str]:
+    """Yield a new folder for a program."""
+    folder = TemporaryFolder(SANDBOX)
+    try:
+        place = folder.path / "work"
+        place.mkdir()
+        yield str(place)
+    finally:
+        folder.remove()
 
 
 def _run_each(request: dict[str, Any], files: Sequence[int], cancelled: threading.Event | None) -> list[Result]:

@@ -12,6 +12,7 @@ from verl.workers.rollout.vllm_rollout.engine import ServedEngine
 from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, PACKED_VARIABLE, build_engine_args
 from verl.workers.rollout.vllm_rollout.media import Request
 from verl.workers.rollout.vllm_rollout.requests import RequestForm, refusals, token_output
+from verl.workers.rollout.vllm_rollout.sockets import collect_sockets
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as EngineParams
@@ -32,6 +33,7 @@ class vLLMServer(EngineServer):
 
         envs.write({INVARIANT_VARIABLE: str(int(invariant)), PACKED_VARIABLE: str(int(self.config.pack_weights))})
         args = build_engine_args(self.config, model_config, standalone=True)
+        collect_sockets()
         engine = ServedEngine(AsyncLLM.from_engine_args(AsyncEngineArgs(**args)))
         seeds = self.seeds
         form = RequestForm(

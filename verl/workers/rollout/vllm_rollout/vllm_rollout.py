@@ -29,6 +29,7 @@ from verl.workers.rollout.expansion import check_expansion
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
 from verl.workers.rollout.vllm_rollout.media import Request, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.requests import flat_log_probs
+from verl.workers.rollout.vllm_rollout.sockets import collect_sockets
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -288,6 +289,7 @@ def _shared_memory_named() -> Iterator[None]:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         yield
         return
+    collect_sockets()
     if envs.integer("LOCAL_RANK", 0) == 0:
         patch.remove_stale_shared_memory()
     token = [time.time_ns()]
