@@ -185,6 +185,7 @@ EQUAL_BY_ALGEBRA = [
     (r"{5 \choose 2}", "10"),
 ]
 DIFFERENT = [
+    (r"\begin{pmatrix}x=1\\y=2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
     (r"2\frac{1}{2}x", "x"),
     ("x+y=1", "2x+2y=1"),
     ("x=0", "x^2=0"),

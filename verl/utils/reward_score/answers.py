@@ -164,7 +164,7 @@ def _read_environment(name: str, inside: Sequence[str], depth: int) -> Tree | No
         lines, _ = _split([token for token in inside if token != "&"], (ROW_BREAK,))
         return _list("list", tuple(_read(line, depth + 1) for line in lines if line))
     rows = [_split(row, ("&",))[0] for row in _split(inside, (ROW_BREAK,))[0] if stripped(row)]
-    parts = tuple(Tree("row", "", tuple(_read(cell, depth + 1) for cell in row)) for row in rows)
+    parts = tuple(Tree("row", "", tuple(_as_equation(_read(cell, depth + 1)) for cell in row)) for row in rows)
     return Tree("determinant" if "vmatrix" in name.lower() else "matrix", "", parts)
 
 
