@@ -21,6 +21,14 @@ def test_each_fault_fits_the_code() -> None:
         assert all((ROOT / tests).exists() for tests in fault.tests), fault.name
 
 
+def test_the_committed_results_belong_to_the_faults() -> None:
+    results = planted_faults.read_results(ROOT / "scripts" / "planted_faults" / "results.json")
+    tests = {fault.name: fault.tests for fault in FAULTS}
+    for name, result in results.items():
+        named = any(result.by.startswith(test) for test in tests[name])
+        assert named if result.outcome == planted_faults.CAUGHT else not result.by, name
+
+
 CODE = "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n"
 TESTS = "from code_under_test import double\n\ndef test_double():\n    assert double(2) == 4\n"
 BROKEN = "def test_that_never_passes():\n    assert False\n"
