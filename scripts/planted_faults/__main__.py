@@ -61,7 +61,7 @@ def planted(fault: Fault, root: Path) -> str:
 
     Raises: FaultError if the text to replace is not there exactly once.
     """
-    text = (root / fault.file).read_text()
+    text = (root / fault.file).read_text(encoding="utf-8")
     if (count := text.count(fault.old)) != 1:
         raise FaultError(
             f"{fault.name}: {fault.file} has the text to replace {count} times: update the fault\n{fault.old}"
@@ -100,6 +100,7 @@ class Copy:
             text=True,
             cwd=tree,
             env=os.environ | settings | {"OMP_NUM_THREADS": "1"},
+            encoding="utf-8",
         )
 
     def run_tests(self, *arguments: str, module: str = "verl") -> tuple[int, str]:
@@ -111,7 +112,7 @@ class Copy:
         assert self._forks.stdin is not None and self._forks.stdout is not None
         print(json.dumps([str(self._output), module, *options, *arguments]), file=self._forks.stdin, flush=True)
         code = int(self._forks.stdout.readline())
-        output = self._output.read_text(errors="replace")
+        output = self._output.read_text(errors="replace", encoding="utf-8")
         if code in _NOTHING_RAN:
             raise FaultError(f"no test ran for {' '.join(arguments)}:\n{output}")
         return code, output
@@ -121,7 +122,7 @@ class Copy:
         started = time.monotonic()
         module = fault.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         present = [name for name in fault.tests if (self.tree / name).exists()]  # an older checkout lacks some
-        (self.tree / fault.file).write_text(planted(fault, self.root))
+        (self.tree / fault.file).write_text(planted(fault, self.root), encoding="utf-8")
         try:
             code, output = self.run_tests("-x", *(present or fault.tests), module=module)
         finally:
@@ -187,7 +188,7 @@ def line_of(name: str, result: Result) -> str:
 
 def read_results(file: Path) -> dict[str, Result]:
     """Return the results in a file of ``--json``."""
-    return {name: Result(**fields) for name, fields in json.loads(file.read_text()).items()}
+    return {name: Result(**fields) for name, fields in json.loads(file.read_text(encoding="utf-8")).items()}
 
 
 def lost(before: dict[str, Result], after: dict[str, Result]) -> list[str]:
@@ -233,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(line_of(name, result))
     if options.json:
         text = json.dumps({name: asdict(result) for name, result in results.items()}, indent=2)
-        options.json.write_text(text + "\n")
+        options.json.write_text(text + "\n", encoding="utf-8")
     if options.compare:
         missing = lost(read_results(options.compare), results)
         print("\n".join(f"caught in {options.compare}, and not now: {name}" for name in missing) or "none is lost")
