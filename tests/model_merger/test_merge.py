@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -176,6 +177,157 @@ def test_what_is_refused(root, tmp_path, capsys):
     assert main(arguments) == 2 and "use --backend fsdp" in capsys.readouterr().err
 
 
+LAYOUT = "fsdp_config.json"
+MANIFESTS = [f"manifest_world_size_2_rank_{rank}.json" for rank in range(2)]
+SHARDS = [f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
+
+
+def changed(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def replaced(folder: Path, name: str, write: Callable[[Path], object]) -> None:
+    """Write a file in the place of one, as if it had been saved so."""
+    write(folder / name)
+    for path in folder.glob("manifest_*.json"):
+        records = json.loads(path.read_text())["files"]
+        again = [asdict(record_file(folder, each["name"])) if each["name"] == name else each for each in records]
+        changed(path, files=again)
+
+
+def forgotten(folder: Path, prefix: str) -> None:
+    """Take files out of the manifests, as if no run had written them."""
+    for path in folder.glob("manifest_*.json"):
+        records = json.loads(path.read_text())["files"]
+        changed(path, files=[each for each in records if not each["name"].startswith(prefix)])
+
+
+def without_configuration(folder: Path) -> None:
+    forgotten(folder, "huggingface/")
+    shutil.rmtree(folder / "huggingface")
+
+
+DAMAGES = {
+    "layout of no dict": (
+        lambda at: (at / LAYOUT).write_text("[]"),
+        f"broken cannot be merged: {LAYOUT} cannot be read",
+    ),
+    "dtype": (lambda at: changed(at / LAYOUT, source_dtype=["x"]), f"broken/{LAYOUT} cannot be read"),
+    "dtypes": (lambda at: changed(at / LAYOUT, other_dtypes={"a": "float99"}), f"broken/{LAYOUT} cannot be read"),
+    "permissions": (lambda at: changed(at / LAYOUT, weights_mode="x"), f"broken/{LAYOUT} cannot be read"),
+    "other number of ranks": (lambda at: changed(at / LAYOUT, world_size=4), "rank_0.json is missing: rank 0 did not"),
+    "manifest of another rank": (
+        lambda at: shutil.copy(at / MANIFESTS[0], at / MANIFESTS[1]),
+        f"{MANIFESTS[1]} cannot be read (it is that of rank 0 of 2)",
+    ),
+    "manifest of another number": (lambda at: changed(at / MANIFESTS[0], world_size=4), "it is that of rank 0 of 4"),
+    "manifest of another step": (lambda at: changed(at / MANIFESTS[1], global_step=9), "different steps, [1, 9]"),
+    "shard twice": (
+        lambda at: replaced(at, SHARDS[1], lambda path: shutil.copy(at / SHARDS[0], path)),
+        "/broken join to",
+    ),
+    "shard of another model": (
+        lambda at: replaced(at, SHARDS[1], lambda path: torch.save({"a": torch.zeros(1)}, path)),
+        f"{SHARDS[0]} and {SHARDS[1]} in",
+    ),
+    "shard of no dict": (
+        lambda at: replaced(at, SHARDS[1], lambda path: torch.save([1], path)),
+        f"broken/{SHARDS[1]} holds no tensors by name",
+    ),
+    "cut shard": (
+        lambda at: replaced(at, SHARDS[1], lambda path: path.write_bytes(path.read_bytes()[:-200])),
+        f"broken/{SHARDS[1]} cannot be read",
+    ),
+    "no configuration": (without_configuration, "broken/huggingface/config.json is missing: copy it back"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(root, tmp_path, capsys, damage):
+    change, message = DAMAGES[damage]
+    broken = tmp_path / "broken"
+    shutil.copytree(actor(root, "plain"), broken)
+    change(broken)
+    assert main(["merge", "--backend", "fsdp", "--local_dir", str(broken), "--target_dir", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and not (tmp_path / "out").exists(), said
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "null", '{"r": 1}', '{"r": "x", "lora_alpha": 2}', '{"r": 0, "lora_alpha": 2}']
+)
+def test_a_damaged_adapter_configuration_is_named(root, tmp_path, capsys, content):
+    broken = tmp_path / "broken"
+    shutil.copytree(actor(root, "lora"), broken)
+    (broken / "lora_adapter" / "adapter_config.json").write_text(content)
+    assert main(["merge", "--backend", "fsdp", "--local_dir", str(broken), "--target_dir", str(tmp_path / "out")]) == 2
+    assert "broken/lora_adapter/adapter_config.json, which holds the scale" in capsys.readouterr().err
+
+
+def test_a_target_that_cannot_be_written_or_holds_the_source_is_refused_before_the_merge(
+    root, tmp_path, capsys, monkeypatch
+):
+    source = tmp_path / "run" / "actor"
+    shutil.copytree(actor(root, "plain"), source)
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "link").symlink_to(source)
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(source)
+    for target, problem in (
+        (source, "is part of the checkpoint"),
+        (".", "is part of the checkpoint"),
+        ("../actor/huggingface", "is part of the checkpoint"),
+        (source / "merged", "is part of the checkpoint"),
+        (tmp_path / "link", "is part of the checkpoint"),
+        ("..", "holds the checkpoint"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "file" / "below", "cannot be made"),
+        ("", "names no folder"),
+    ):
+        assert main(["merge", "--backend", "fsdp", "--local_dir", str(source), "--target_dir", str(target)]) == 2
+        assert f"--target_dir={target} {problem}" in capsys.readouterr().err
+    assert sorted(path for path in tmp_path.rglob("*") if path.name not in ("link", "file")) == before
+
+
+def test_a_reference_that_holds_no_weights_is_named(root, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for reference, problem in (
+        ("nowhere", "is no folder"),
+        ("file", "is no folder"),
+        (".", "holds no model.safetensors"),
+    ):
+        assert run("test", root, "plain", "--test_hf_dir", tmp_path / reference) == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_an_upload_that_cannot_succeed_is_refused_before_the_merge(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    for name, problem in (
+        ("a b", "Repo id must"),
+        ("a/b/c", "Repo id must"),
+        ("name/model", "needs a login: set HF_TOKEN"),
+    ):
+        assert run("merge", root, "plain", "--target_dir", tmp_path / "hf", "--hf_upload_path", name) == 2
+        assert f"--hf_upload_path={name}: {problem}" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run("merge", root, "plain", "--target_dir", tmp_path / "hf", "--hf_upload_path", "name/model") == 2
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err and not (tmp_path / "hf").exists()
+
+
+def test_a_failed_upload_names_the_merged_folder(root, tmp_path, capsys, monkeypatch):
+    import huggingface_hub
+
+    class Api:
+        def create_repo(self, **kwargs):
+            raise OSError("403 Forbidden")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr("verl.model_merger.merger.check_upload", lambda name: None)
+    assert run("merge", root, "plain", "--target_dir", tmp_path / "hf", "--hf_upload_path", "name/model") == 2
+    assert f"403 Forbidden: the merged model is in {tmp_path / 'hf'}" in capsys.readouterr().err
+
+
 def test_upload(root, tmp_path, monkeypatch):
     import huggingface_hub
 
@@ -191,6 +343,7 @@ def test_upload(root, tmp_path, monkeypatch):
             return "commit"
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr("verl.model_merger.merger.check_upload", lambda name: None)
     hub = ("--hf_upload_path", "name/model", "--private")
     assert run("merge", root, "plain", "--target_dir", tmp_path / "hf", *hub) == 0
     assert calls == [("create", "name/model", True), ("upload", "name/model")]

@@ -43,11 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
     if envs.integer("RANK", 0) > 0:  # under torchrun the first process does all the work
         return 0
     # imported late, because it takes seconds and wrong arguments should fail at once
-    from verl.model_merger.merger import MergeOptions, adapter_note, compare, merge, upload
+    from verl.model_merger.merger import MergeOptions, adapter_note, check_upload, compare, merge, upload
 
     options = MergeOptions(**{field.name: getattr(args, field.name) for field in fields(MergeOptions)})
     try:
         if args.command == "merge":
+            if args.hf_upload_path:
+                check_upload(args.hf_upload_path)
             folder = merge(options, args.target_dir)
             get_console().info("wrote %s%s", folder, adapter_note(folder))
             if args.hf_upload_path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from verl.base_config import one_line
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.fsdp_checkpoint_manager import PREFIXED_KEY
 from verl.workers.engine.weights import DTYPES
@@ -51,12 +52,19 @@ class BaseMerger(ABC):
         self.folder = Path(options.local_dir).expanduser()
         self.world_size = self._check_files()
         self.config = self._load_config()
-        # the dtypes of the model that training started from, if the checkpoint records them
-        layout = json.loads((self.folder / self.layout_name).read_text(encoding="utf-8"))
-        self.source_dtype: torch.dtype | None = DTYPES.get(layout.get("source_dtype"))
-        self.weights_mode: int | None = layout.get("weights_mode")
-        self.prefixed: bool = layout.get(PREFIXED_KEY, False)
-        self.other_dtypes = {name: DTYPES[dtype] for name, dtype in layout.get("other_dtypes", {}).items()}
+        self._read_layout(self.folder / self.layout_name)
+
+    def _read_layout(self, path: Path) -> None:
+        """Read the dtypes and permissions of the model that training started from, if the checkpoint records them."""
+        with files.reading(path):
+            layout = json.loads(path.read_text(encoding="utf-8"))
+            written = layout.get("source_dtype")
+            self.source_dtype: torch.dtype | None = None if written is None else DTYPES[written]
+            self.weights_mode: int | None = layout.get("weights_mode")
+            self.prefixed: bool = layout.get(PREFIXED_KEY, False)
+            if not isinstance(self.weights_mode, int | None):
+                raise TypeError(f"weights_mode={self.weights_mode!r} must be an integer")
+            self.other_dtypes = {name: DTYPES[dtype] for name, dtype in dict(layout.get("other_dtypes", {})).items()}
 
     @staticmethod
     @abstractmethod
@@ -83,7 +91,10 @@ class BaseMerger(ABC):
         """Return the number of ranks that wrote the checkpoint, after verifying the needed files of each."""
         if not (self.folder / self.layout_name).is_file():
             raise files.CheckpointError(f"{self.folder} holds no {self.layout_name}: {self._right_folder()}")
-        world_size = files.read_world_size(self.folder)
+        try:
+            world_size = files.read_world_size(self.folder)
+        except files.CheckpointError as error:
+            raise files.CheckpointError(f"checkpoint {self.folder} cannot be merged: {error}") from error
         manifests, problems = files.read_manifests(self.folder, world_size)
         for manifest in manifests:
             try:
@@ -113,12 +124,17 @@ class BaseMerger(ABC):
         from transformers import AutoConfig
 
         path = self.folder / HF_FOLDER
+        if not (path / "config.json").is_file():
+            raise files.CheckpointError(
+                f"{path / 'config.json'} is missing: copy it back, or that of the model that training started from"
+            )
         try:
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 path, trust_remote_code=self.options.trust_remote_code
             )
         except (OSError, ValueError, StrictDataclassError) as error:
-            raise files.CheckpointError(f"{path} holds no valid model configuration: {error}") from error
+            reason = one_line(str(error))
+            raise files.CheckpointError(f"{path} holds no valid model configuration: {reason}") from error
         if self.options.tie_word_embedding:
             config.tie_word_embeddings = True
         return config

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from verl.model_merger.__main__ import build_parser
 from verl.model_merger.base import MergeOptions
-from verl.model_merger.merger import compare, merge, upload
+from verl.model_merger.merger import check_upload, compare, merge, upload
 from verl.utils.checkpoint.files import CheckpointError
 
 
@@ -75,6 +75,8 @@ class BaseModelMerger:
             if differences:
                 raise CheckpointError(f"{len(differences)} tensors differ, the first: {differences[0]}")
             return
+        if self.config.hf_upload:
+            check_upload(str(self.config.hf_upload_path))
         folder = merge(self.options, str(self.config.target_dir))
         if self.config.hf_upload:
             self.upload_to_huggingface(folder)

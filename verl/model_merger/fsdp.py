@@ -50,8 +50,9 @@ class FSDPMerger(BaseMerger):
         path = self.folder / ADAPTER_FOLDER / "adapter_config.json"
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            content["lora_alpha"], content["r"]
-        except (OSError, ValueError, KeyError) as error:
+            if not (content["r"] > 0 and content["lora_alpha"] is not None):
+                raise ValueError(f"r={content['r']} must be 1 or more")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}, which holds the scale of the adapters, cannot be read: {error}") from error
         return content
 
@@ -119,13 +120,17 @@ class ShardedState(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path, world_size: int) -> None:
+        self.folder = folder
         self.first = _read(folder / part_name("model", world_size, 0))
         others = range(1, self._shard_size(folder, world_size))
         self.shards = [self.first, *(_read(folder / part_name("model", world_size, rank)) for rank in others)]
         for rank, shard in enumerate(self.shards):
             if shard.keys() != self.first.keys():
                 name = min(shard.keys() ^ self.first.keys())
-                raise CheckpointError(f"the files of ranks 0 and {rank} hold different tensors, such as {name}")
+                files = f"{part_name('model', world_size, 0)} and {part_name('model', world_size, rank)}"
+                raise CheckpointError(
+                    f"{files} in {folder} hold different tensors, such as {name}: copy both from one checkpoint"
+                )
 
     def _shard_size(self, folder: Path, world_size: int) -> int:
         """Return the number of ranks that one copy of the weights is sharded over; the other ranks' files repeat it."""
@@ -154,7 +159,10 @@ class ShardedState(Mapping[str, Tensor]):
             raise CheckpointError(f"{name} has placement {placement}; only Shard and Replicate can be merged")
         whole = torch.cat([shard[name].to_local() for shard in self.shards], dim=placement.dim)
         if whole.shape != tensor.shape:
-            raise CheckpointError(f"the shards of {name} join to {tuple(whole.shape)} instead of {tuple(tensor.shape)}")
+            shapes = f"{tuple(whole.shape)} instead of {tuple(tensor.shape)}"
+            raise CheckpointError(
+                f"the shards of {name} in {self.folder} join to {shapes}: copy all files from one checkpoint"
+            )
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -167,11 +175,18 @@ class ShardedState(Mapping[str, Tensor]):
 def _read(path: Path) -> dict[str, Tensor | DTensor]:
     """Memory-map a file of tensors, including tensors from Ascend devices on a machine without torch_npu."""
     try:
-        return load_tensors(path, mmap=True)
+        return _checked(path, load_tensors(path, mmap=True))
     except CheckpointError as error:
         if not str(error.__cause__).rstrip().endswith("device string: npu"):
             raise
     # Without torch_npu, torch does not know the device name. Registering it is irreversible, and this process cannot
     # join a process group afterwards.
     torch.utils.rename_privateuse1_backend("npu")
-    return load_tensors(path, mmap=True)
+    return _checked(path, load_tensors(path, mmap=True))
+
+
+def _checked(path: Path, state: object) -> dict[str, Tensor | DTensor]:
+    """Return what a file holds, if that is tensors by name."""
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} holds no tensors by name: copy the file of the checkpoint back")
+    return state

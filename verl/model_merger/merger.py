@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from verl.base_config import one_line
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.models.mcore.weights import is_stack
 from verl.utils.checkpoint.files import CheckpointError, move_files, temporary_folder
@@ -41,10 +43,11 @@ def merge(options: MergeOptions, target_dir: str) -> Path:
 
     Files are moved there only after all are complete. Raises: CheckpointError, OSError.
     """
-    merger = open_checkpoint(options)
     target = Path(target_dir).expanduser().absolute()
-    if target in (merger.folder.absolute(), (merger.folder / HF_FOLDER).absolute()):
-        raise CheckpointError(f"--target_dir={target_dir} is part of the checkpoint: choose another folder")
+    problem = _target_problem(target_dir, target, Path(options.local_dir).expanduser())
+    if problem is not None:
+        raise CheckpointError(f"--target_dir={target_dir} {problem}: choose another folder")
+    merger = open_checkpoint(options)
     target.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(target.parent, target.name) as unfinished:
         kept = shutil.ignore_patterns(*_WEIGHT_FILES)
@@ -60,6 +63,21 @@ def merge(options: MergeOptions, target_dir: str) -> Path:
                 old.unlink()
         move_files(unfinished, target.parent, target.name)
     return target
+
+
+def _target_problem(target_dir: str, target: Path, checkpoint: Path) -> str | None:
+    """Return why a merged model cannot be written to a folder; None if it can."""
+    real, source = target.resolve(), checkpoint.resolve()
+    if not target_dir:
+        return "names no folder"
+    if real.is_relative_to(source):
+        return "is part of the checkpoint"
+    if source.is_relative_to(real):
+        return "holds the checkpoint"
+    existing = next(path for path in (target, *target.parents) if path.exists())
+    if not existing.is_dir():
+        return f"cannot be made: {existing} is a file" if existing != target else "is a file"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"cannot be written: {existing} is not yours to write"
 
 
 def _fields(folder: Path, merger: BaseMerger) -> dict[str, Any]:
@@ -108,6 +126,8 @@ def compare(options: MergeOptions, reference_dir: str) -> list[str]:
     Values are compared in the folder's dtype. Multi-token prediction layers of the folder do not count, because no
     engine loads them. Raises: CheckpointError.
     """
+    if not Path(reference_dir).is_dir() or not reference_dir:
+        raise CheckpointError(f"--test_hf_dir={reference_dir} is no folder: write one with Hugging Face weights")
     if not SafetensorsReader.serves(reference_dir):
         raise CheckpointError(f"--test_hf_dir={reference_dir} holds no model.safetensors")
     merger = open_checkpoint(options)
@@ -142,13 +162,34 @@ def _difference(name: str, tensor: Tensor, reader: SafetensorsReader) -> list[st
     return [f"{name} differs in {int((gap != 0).sum())} of {gap.numel()} values, by up to {float(gap.max()):.3g}"]
 
 
+def check_upload(repo_id: str) -> None:
+    """Check, before a merge, that its result may be uploaded. Raises: CheckpointError."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise CheckpointError(f"--hf_upload_path={repo_id}: {error}") from error
+    if constants.HF_HUB_OFFLINE:
+        raise CheckpointError(f"--hf_upload_path={repo_id}: HF_HUB_OFFLINE is set: unset it")
+    if get_token() is None:
+        raise CheckpointError(f"--hf_upload_path={repo_id}: needs a login: set HF_TOKEN, or run `hf auth login`")
+
+
 def upload(folder: Path, repo_id: str, private: bool) -> str:
-    """Upload a merged folder to the hub and return the commit's URL."""
+    """Upload a merged folder to the hub and return the commit's URL. Raises: CheckpointError."""
     from huggingface_hub import HfApi
 
     api = HfApi()
-    api.create_repo(repo_id=repo_id, private=private, exist_ok=True)
-    return str(api.upload_folder(folder_path=str(folder), repo_id=repo_id, repo_type="model"))
+    try:
+        api.create_repo(repo_id=repo_id, private=private, exist_ok=True)
+        return str(api.upload_folder(folder_path=str(folder), repo_id=repo_id, repo_type="model"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"--hf_upload_path={repo_id}: {one_line(str(error))}: the merged model is in {folder}: upload it with "
+            f"`hf upload {repo_id} {folder}`"
+        ) from error
 
 
 def adapter_note(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """An unknown key in any node of any command is refused, or told where code of the user may read it."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
 from verl.trainer.config.cli import CONFIG_DIR, prepare_arguments
-from verl.trainer.config.keys import dotted_keys, is_free, select
+from verl.trainer.config.keys import dotted_keys, is_free, is_under, select
 from verl.trainer.config.validation import checked_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,12 +32,20 @@ TREES = {
 UNKNOWN = "unread_key"
 
 
-def nodes_of(name: str) -> list[str]:
-    """Return the top and every node of a tree, but not those that take free keys."""
+@cache
+def all_nodes(name: str) -> tuple[list[str], list[str]]:
+    """Return the nodes of a tree, and those that take free keys, but none below another one of these."""
     with hydra.initialize_config_dir(TREES[name], version_base=None):
         tree: Any = OmegaConf.to_container(hydra.compose(name), resolve=False)
     keys = dotted_keys(tree)
-    return ["", *(key for key in keys if isinstance(select(tree, key), dict) and not is_free(key, keys))]
+    free = [key for key in keys if is_free(key, keys)]
+    top = [key for key in free if not is_under(key.rpartition(".")[0], free)]
+    return ["", *(key for key in keys if isinstance(select(tree, key), dict) and key not in free)], top
+
+
+def nodes_of(name: str) -> list[str]:
+    """Return the top and every node of a tree, but not those that take free keys."""
+    return all_nodes(name)[0]
 
 
 def at(node: str) -> str:
@@ -45,7 +54,9 @@ def at(node: str) -> str:
 
 def own_file(folder: Path, name: str, content: dict[str, Any]) -> list[str]:
     """Write a file of the user on top of one of a command, and return the flags that choose it."""
-    shipped = OmegaConf.load(Path(TREES[name], f"{name}.yaml"))
+    text = Path(TREES[name], f"{name}.yaml").read_text(encoding="utf-8")
+    package = Path(TREES[name]).parent.name
+    shipped: Any = OmegaConf.create(text.replace(": ..", f": recipe.{package}."))  # relative names are of its folder
     if "hydra" not in shipped:  # which only the first file may have: a file with it is copied
         shipped = OmegaConf.create({"defaults": [name, "_self_"]})
     head = {"hydra": {"searchpath": [f"file://{TREES[name]}", "pkg://verl.trainer.config"]}}
@@ -82,6 +93,85 @@ def test_every_node_refuses_a_key_that_nothing_reads(tmp_path: Path, name: str) 
     assert set(refused([f"{'+' * (i % 2)}{key}=1" for i, key in enumerate(keys)], name)) == set(keys)
 
 
+SHARED = "actor_rollout_ref"
+REFUSED, TOLD, LATER = "refused", "told to have no effect", "answered after the checks of the configuration"
+FREE = {
+    "wrap_policy": (REFUSED, "unknown key: write one of min_num_params"),
+    "override_ddp_config": (REFUSED, "is no field of megatron-core's DistributedDataParallelConfig"),
+    "override_transformer_config": (REFUSED, "is no field of megatron-core's TransformerConfig"),
+    "override_optimizer_config": (REFUSED, "is no field of megatron-core's OptimizerConfig"),
+    "override_config": (REFUSED, "names unread_key, which the model does not read"),
+    f"{SHARED}.ref.model": (REFUSED, "there is no such key"),
+    f"{SHARED}.rollout.engine_kwargs": (REFUSED, "is no engine with arguments: write vllm or sglang"),
+    f"{SHARED}.rollout.engine_kwargs.vllm": (REFUSED, "is no argument of vLLM; the nearest"),
+    f"{SHARED}.rollout.engine_kwargs.sglang": (TOLD, "engine_kwargs.sglang"),
+    f"{SHARED}.rollout.server": (REFUSED, "there is no such key"),
+    "reward_model.reward_kwargs": (REFUSED, "is not taken by the reward manager 'naive'"),
+    "custom_reward_function.reward_kwargs": (TOLD, "custom_reward_function.reward_kwargs"),
+    "global_profiler.global_tool_config": (REFUSED, "there is no such tool"),
+    "data.apply_chat_template_kwargs": (LATER, "by the chat template: trainer/preflight.py"),
+    "ray_kwargs.ray_init": (LATER, "by the arguments of ray.init: trainer/run/launch.py"),
+}
+"""Node that takes free keys, or its last name -> what becomes of a key there that nothing reads."""
+
+
+def answer(node: str) -> tuple[str, str]:
+    return FREE[node] if node in FREE else FREE[node.rpartition(".")[2]]
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_every_free_node_answers_a_key_that_nothing_reads(
+    composed: Any, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    live = ["actor_rollout_ref.actor.use_kl_loss=true", "reward_model.enable=true"]
+    config = composed(*live, name=name)
+    engines = ("", ".vllm", ".sglang")
+    free = [f"{node}{each}" for node in all_nodes(name)[1] for each in (engines if "engine_kw" in node else ("",))]
+    assert free
+    for node in free:
+        OmegaConf.update(config, at(node), 1, force_add=True)
+    with pytest.raises(ConfigError) as info:
+        checked_config(config)
+    found = {violation.key: violation.expected for violation in info.value.violations}
+    for node in free:
+        how, words = answer(node)
+        if how is REFUSED:
+            key = node if node.endswith("override_config") else at(node)
+            assert words in found.pop(key, ""), node
+    assert not [key for key in found if UNKNOWN in key]
+    config = composed(name=name)
+    told = [node for node in free if answer(node)[0] is TOLD]
+    for node in told:
+        OmegaConf.update(config, at(node), 1, force_add=True)
+    checked_config(config)
+    (notice,) = [text for text in caplog.messages if text.startswith("without effect in this run: ")]
+    assert [node for node in told if node not in notice] == []
+
+
+def test_a_reward_model_that_is_off_tells_its_free_nodes(composed: Any, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = [f"reward_model.{name}" for name in ("engine_kwargs", "data_processor_config", "sampling_config")]
+    config = composed()
+    for node in nodes:
+        OmegaConf.update(config, at(node), 1, force_add=True)
+    checked_config(config)
+    assert [node for node in nodes if f"{node}=" not in caplog.text] == []
+
+
+def test_a_changed_reference_needs_its_path_and_its_fields(composed: Any, small_run: list[str]) -> None:
+    changes = ["actor_rollout_ref.actor.use_kl_loss=true", "+actor_rollout_ref.ref.model.override_config.unread_key=1"]
+    with pytest.raises(ConfigError, match="is read only beside actor_rollout_ref.ref.model.path"):
+        checked_config(composed(*changes))
+    path = next(each.partition("=")[2] for each in small_run if each.startswith("actor_rollout_ref.model.path"))
+    with pytest.raises(ConfigError, match="ref.model.override_config.*names unread_key, which the model does not read"):
+        checked_config(composed(*changes, f"+actor_rollout_ref.ref.model.path={path}"))
+
+
+def test_unread_options_of_experts_are_refused(composed: Any) -> None:
+    config = composed("+actor_rollout_ref.model.override_config.moe_config.freeze_moe_ruter=true")
+    with pytest.raises(ConfigError, match="names moe_config.freeze_moe_ruter, which nothing reads"):
+        checked_config(config)
+
+
 REPLACED = {
     "trainer.profile_steps": ([1], "global_profiler.steps"),
     "trainer.controller_nsight_options": ({"trace": "cuda"}, "global_tool_config.nsys.controller_nsight_options"),
@@ -112,6 +202,39 @@ def test_a_tree_that_no_command_has_read_is_told_of_replaced_keys(composed: Any)
     with pytest.raises(ConfigError) as info:
         checked_config(config)
     assert set(REPLACED) <= {violation.key for violation in info.value.violations}
+
+
+@pytest.mark.parametrize("of_fork", [False, True])
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_a_tree_that_no_command_has_read_is_told_of_unknown_keys(
+    composed: Any, caplog: pytest.LogCaptureFixture, name: str, of_fork: bool
+) -> None:
+    """Its nodes of a dataclass refuse them, unless code of the user reads the whole tree."""
+    left = nodes_of(name)
+
+    def refused() -> list[str]:
+        config = composed(name=name)
+        for node in left:
+            OmegaConf.update(config, at(node), 1, force_add=True)
+        try:
+            checked_config(config, of_fork=of_fork)
+        except ConfigError as error:
+            keys = {violation.key for violation in error.violations}
+            return [node for node in left if keys & {node, at(node)}]
+        return []
+
+    while found := refused():
+        left = [node for node in left if node not in found]
+    (notice,) = [text for text in caplog.messages if "your code may" in text]
+    assert [node for node in left if f" {at(node)}=1" not in notice] == []
+    assert {"", "data", "trainer", "ray_kwargs"} <= set(left)
+    assert ("actor_rollout_ref.actor" in left) == of_fork
+
+
+def test_a_tree_of_the_shipped_file_is_told_nothing(composed: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("ppo_trainer", "ppo_megatron_trainer"):
+        checked_config(composed(name=name))
+    assert "your code may" not in caplog.text
 
 
 def test_a_group_of_the_user_is_a_file_too(tmp_path: Path) -> None:

@@ -149,6 +149,15 @@ def test_ray_is_local_unless_an_address_is_given(monkeypatch, options, environme
     assert ("forwards_lines" in seen) == (seen["address"] == "local" and not seen["include_dashboard"])
 
 
+def test_an_argument_that_ray_does_not_take_is_named(tmp_path, capsys):
+    launch.check_arguments({"num_cpus": 1, "runtime_env": {}, "_temp_dir": "x"})
+    with pytest.raises(SystemExit) as stop:
+        launch.run_on_ray(RayConfig(ray_init={"num_cpu": 1}), "cpu", tmp_path, print, LocalDisplay("off"))
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "ray_kwargs.ray_init.num_cpu=1: is no argument of ray.init; the nearest: num_cpus" in said
+
+
 def test_the_established_path_gives_the_same_environment(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     environment = constants_ppo.get_ppo_ray_runtime_env()

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -97,6 +98,7 @@ def hydra_main(
             try:
                 _hide_secrets(config)
                 _refuse_unreadable(config)
+                _HAS_CHECKED.set(True)
                 with caught_signals():
                     function(config)
             except WrongInput as error:
@@ -519,11 +521,29 @@ class _KeyChecker:
 
     def give_notices(self) -> None:
         """Name the keys that only code of the user may read."""
-        if self.read_by_user:
-            logger.warning(
-                "verl reads none of these keys, your code may: %s. A misspelled key has no effect",
-                ", ".join(dict.fromkeys(self.read_by_user)),
-            )
+        _tell(self.read_by_user)
+
+
+_HAS_CHECKED = ContextVar("has_checked", default=False)
+"""Whether a command has checked the keys of its tree."""
+
+
+def tell_unread_keys(config: DictConfig, config_name: str) -> None:
+    """Name the keys that only code of the user may read, in a tree that no command has composed.
+
+    ``config_name`` is the file of the command that reads such trees.
+    """
+    if _HAS_CHECKED.get():
+        return
+    tree: Any = OmegaConf.to_container(config, resolve=False)
+    unread = unknown_keys(tree, _shipped_keys(Command(config_name, CONFIG_DIR), tree))
+    _tell([f"{key}={as_yaml(select(tree, key))}" for key in unread if renamed(key) is None])
+
+
+def _tell(unread: Iterable[str]) -> None:
+    shown = ", ".join(dict.fromkeys(unread))
+    if shown:
+        logger.warning("verl reads none of these keys, your code may: %s. A misspelled key has no effect", shown)
 
 
 def _with_switches(tree: Mapping[str, Any], overrides: list[Override]) -> DictConfig:
@@ -545,12 +565,15 @@ def _shipped_keys(command: Command, tree: Mapping[str, Any]) -> set[str]:
         megatron = ["engine=megatron", "optim=megatron"]
         files = [(CONFIG_DIR, "sft_trainer_engine", groups) for groups in ([], megatron)]
         files = files if "engine" in tree else [(CONFIG_DIR, "sft_trainer", [])]
-    known: set[str] = set()
-    for folder, name, groups in files:
-        with hydra.initialize_config_dir(folder, version_base=None):
-            composed: Any = OmegaConf.to_container(hydra.compose(name, groups), resolve=False)
-        known.update(dotted_keys(composed))
-    return known
+    return {key for folder, name, groups in files for key in _keys_of_file(folder, name, *groups)}
+
+
+@functools.cache
+def _keys_of_file(folder: str, name: str, *groups: str) -> list[str]:
+    """Return the keys of a file that comes with a command."""
+    with hydra.initialize_config_dir(folder, version_base=None):
+        composed: Any = OmegaConf.to_container(hydra.compose(name, list(groups)), resolve=False)
+    return dotted_keys(composed)
 
 
 # ---- the text of ``--help``

@@ -230,12 +230,14 @@ def find_untrusted(folder: Path, run: RunConfig) -> list[str]:
 def find_misfits(folder: Path, run: RunConfig) -> list[str]:
     """Return one sentence for each part of a checkpoint that is whole and that this run cannot read."""
     problems = []
-    for role, node in (("actor", run.actor_rollout_ref.actor), ("critic", run.critic)):
-        if node is not None:
-            model = run.actor_rollout_ref.model if role == "actor" else run.critic.model.as_model_config()
-            problem = misfit(folder / role, node.strategy, run.trainer.world_size, model, node.checkpoint)
-            if problem is not None:
-                problems.append(f"{role}: {problem}")
+    shared, critic = run.actor_rollout_ref, run.critic
+    roles = {"actor": (shared.actor.strategy, shared.model, shared.actor.checkpoint)}
+    if critic is not None:
+        roles["critic"] = critic.strategy, critic.model.as_model_config(), critic.checkpoint
+    for role, (strategy, model, checkpoint) in roles.items():
+        problem = misfit(folder / role, strategy, run.trainer.world_size, model, checkpoint)
+        if problem is not None:
+            problems.append(f"{role}: {problem}")
     saved = next(
         (text for text in texts_in_state(folder / DATA_NAME, "order") if text.startswith("data.shuffle=")), None
     )

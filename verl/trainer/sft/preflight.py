@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from verl.base_config import ConfigError
 from verl.models.transformers.packing import packs_rows
-from verl.trainer.config.cli import noted, only_checks
+from verl.trainer.config.cli import noted, only_checks, tell_unread_keys
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.config.sft import SFTConfig, as_engine_tree, examined_sft_config
 from verl.trainer.run.environment import check_processes, check_rendezvous
@@ -48,6 +48,8 @@ def check_sft_inputs(config: DictConfig) -> None:
     if violations:
         findings.errors.append(ConfigError(violations))
     broken = {violation.key for violation in violations}
+    if rank == 0:
+        tell_unread_keys(config, "sft_trainer")
     if rank == 0 and (idle := idle_sharing(run, "model." if "engine" in config else "")):
         logger.warning("without effect in this run: %s", idle)
     findings.passes(check_rendezvous, processes)

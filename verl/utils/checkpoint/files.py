@@ -197,11 +197,13 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
     with reading(name, f": rank {rank} did not finish writing"):
         content = json.loads(Path(readable_file(Path(folder, name))).read_text(encoding="utf-8"))
         files = [FileRecord(**entry) for entry in content["files"]]
+        if (content["world_size"], content["rank"]) != (world_size, rank):
+            raise ValueError(f"it is that of rank {content['rank']} of {content['world_size']}")
         return Manifest(content["world_size"], content["rank"], content["global_step"], files)
 
 
 def read_manifests(folder: StrPath, world_size: int) -> tuple[list[Manifest], list[str]]:
-    """Return the manifests of all ranks, and the problems of those that are missing or damaged."""
+    """Return the manifests of all ranks, and the problems of those that are missing, damaged or of several steps."""
     manifests = []
     problems = []
     for rank in range(world_size):
@@ -209,6 +211,9 @@ def read_manifests(folder: StrPath, world_size: int) -> tuple[list[Manifest], li
             manifests.append(read_manifest(folder, world_size, rank))
         except CheckpointError as error:
             problems.append(str(error))
+    steps = {manifest.global_step for manifest in manifests}
+    if len(steps) > 1:
+        problems.append(f"its ranks hold different steps, {sorted(steps)}: a save was interrupted")
     return manifests, problems
 
 
@@ -297,9 +302,6 @@ def verify_checkpoint(path: StrPath, checksums: bool | None = None) -> list[str]
         checksums = sum(record.num_bytes for m in manifests for record in m.files) < _CHECKSUM_LIMIT_BYTES
     for manifest in manifests:
         problems += file_problems(path, manifest, checksums)
-    steps = {manifest.global_step for manifest in manifests}
-    if len(steps) > 1:
-        problems.append(f"its ranks hold different steps, {sorted(steps)}: a save was interrupted")
     return problems
 
 

@@ -129,6 +129,9 @@ def override_problems(content: Mapping[str, Any], override_config: Mapping[str, 
     the model has one RoPE for each kind of layer. The code of a repository may read anything.
     """
     changes = flat_overrides(override_config)
+    for name in override_config.get("moe_config") or {}:
+        if name != "freeze_moe_router":
+            yield f"names moe_config.{name}, which nothing reads: write moe_config.freeze_moe_router, or leave it out"
     text = content.get(next((name for name in TEXT_NODES if name in content), ""))
     own: Mapping[str, Any] = text if isinstance(text, Mapping) else content
     old: Mapping[str, Any] = next((own[name] for name in ROPE_KEYS if isinstance(own.get(name), Mapping)), {})

@@ -45,9 +45,14 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     models = [(POLICY, policy.path, policy.tokenizer_path, shared.actor.strategy)]
     frozen = {POLICY: f"{ACTOR}.freeze_vision_tower"} if shared.actor.freeze_vision_tower else {}
     adapters = [(POLICY, policy.lora_rank, policy.target_modules)]
+    overrides = {POLICY: policy.override_config, REFERENCE: (shared.ref.model or {}).get("override_config") or {}}
     if shared.ref.model_path:
         models.append((REFERENCE, shared.ref.model_path, None, shared.ref.strategy))
+    elif shared.ref.model:
+        expected = f"is read only beside {REFERENCE}.path: write that too, or leave it out"
+        yield Violation(REFERENCE, shared.ref.model, expected)
     if critic is not None:
+        overrides[CRITIC] = critic.model.override_config
         models.append((CRITIC, critic.model.path, critic.model.tokenizer_path, critic.strategy))
     if isinstance(critic, FSDPCriticConfig):
         adapters.append((CRITIC, critic.model.lora_rank, critic.model.target_modules))
@@ -79,12 +84,11 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             yield from remote_code.value_model_rules(hf_config, f"{CRITIC}.path", path, instead)
         else:
             yield from remote_code.trust_rules(hf_config, path, f"{POLICY}.trust_remote_code", policy.trust_remote_code)
-        node = policy if key == POLICY else critic.model if critic is not None and key == CRITIC else None
-        if node is not None:
-            changes = flat_overrides(node.override_config)
-            wrong = [f"has {each}: correct it" for each in field_problems(changes)] if key == POLICY else []
-            wrong = wrong or list(override_problems(hf_config, node.override_config))
-            yield from (Violation(f"{key}.override_config", as_yaml(changes), each) for each in wrong)
+        given = overrides[key]
+        changes = flat_overrides(given)
+        wrong = [f"has {each}: correct it" for each in field_problems(changes)] if key == POLICY else []
+        wrong = wrong or list(override_problems(hf_config, given))
+        yield from (Violation(f"{key}.override_config", as_yaml(changes), each) for each in wrong)
         is_text_only = bool(hf_config) and "vision_config" not in hf_config
         if is_text_only and key in frozen:
             expected = f"needs a vision-language model, {key}.path names a text model (no vision_config): write false"

@@ -47,6 +47,7 @@ _OFFLOADS = ("param_offload", "optimizer_offload")
 _MCORE_OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 _WEIGHTS = ("rollout_is_threshold_lower", "rollout_is_level", "rollout_is_mode", "rollout_is_veto_threshold")
 _PASSES = ("micro_batch_size", "micro_batch_size_per_gpu", "max_length", "ulysses_sequence_parallel_size")
+_OF_GENERATIVE = ("engine_kwargs", "data_processor_config", "sampling_config")
 _TURNS = tuple(name for name in MultiTurnConfig() if name not in ("_target_", "enable", "num_repeat_rollouts"))
 _LOOPS = ("num_workers", "default_agent_loop", "agent_loop_config_path", "on_failure", "num_retries")
 _DEADLINES = ("turn_timeout_s", "tool_timeout_s", "trajectory_timeout_s", "step_timeout_s", "server_timeout_s")
@@ -94,7 +95,9 @@ IDLE = [
     Idle("critic.model.lora_rank", 0, "critic.model", ("lora_alpha", "target_modules")),
     Idle(f"{ROLLOUT}.val_kwargs.do_sample", False, f"{ROLLOUT}.val_kwargs", ("temperature", "top_p", "top_k")),
     Idle(f"{ROLLOUT}.do_sample", False, ROLLOUT, ("top_p", "top_k")),
-    Idle(f"{REWARD}.enable", False, REWARD, ("enable_resource_pool", *_PASSES)),
+    Idle(f"{REWARD}.enable", False, REWARD, ("enable_resource_pool", *_PASSES, *_OF_GENERATIVE)),
+    Idle(f"{REWARD}.model_type", "discriminative", REWARD, _OF_GENERATIVE),
+    Idle("custom_reward_function.path", None, "custom_reward_function", ("reward_kwargs",)),
     Idle(f"{REWARD}.enable", False, f"{REWARD}.model", ("path", "trust_remote_code", "use_shm", "use_remove_padding")),
     Idle(f"{REWARD}.enable_resource_pool", False, REWARD, ("n_gpus_per_node", "nnodes")),
     Idle(f"{REWARD}.model.input_tokenizer", None, REWARD, ("max_length",)),
