@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation, as_yaml, config_error
-from verl.trainer.config.cli import noted, only_checks
+from verl.trainer.config.cli import noted, only_checks, tell_unread_keys
 from verl.trainer.config.keys import is_under
 from verl.trainer.config.run_config import RunConfig, TrainerConfig
 from verl.trainer.config.validation import examined_config
@@ -84,6 +84,8 @@ def check_inputs(
         raise
     if violations:
         findings.errors.append(config_error(violations))
+    elif not recipe_nodes and recipe_rules is None:  # the trees of recipes come from their commands
+        tell_unread_keys(config, "ppo_trainer")
     broken = {violation.key for violation in violations}
     if "trainer.logger" not in broken:
         findings.passes(check_backends, run.trainer.logger)

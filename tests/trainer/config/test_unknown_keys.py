@@ -1,5 +1,6 @@
 """An unknown key in any node of any command is refused, or told where code of the user may read it."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
-from verl.trainer.config.cli import CONFIG_DIR, prepare_arguments
+from verl.trainer import preflight
+from verl.trainer.config.cli import CONFIG_DIR, prepare_arguments, tell_unread_keys
 from verl.trainer.config.keys import dotted_keys, is_free, is_under, select
 from verl.trainer.config.validation import checked_config
 
@@ -56,7 +58,8 @@ def own_file(folder: Path, name: str, content: dict[str, Any]) -> list[str]:
     """Write a file of the user on top of one of a command, and return the flags that choose it."""
     text = Path(TREES[name], f"{name}.yaml").read_text(encoding="utf-8")
     package = Path(TREES[name]).parent.name
-    shipped: Any = OmegaConf.create(text.replace(": ..", f": recipe.{package}."))  # relative names are of its folder
+    text = re.sub(r"(: |pkg://)\.\.(?=\w)", rf"\1recipe.{package}.", text)  # names relative to the file
+    shipped: Any = OmegaConf.create(text)
     if "hydra" not in shipped:  # which only the first file may have: a file with it is copied
         shipped = OmegaConf.create({"defaults": [name, "_self_"]})
     head = {"hydra": {"searchpath": [f"file://{TREES[name]}", "pkg://verl.trainer.config"]}}
@@ -221,6 +224,7 @@ def test_a_tree_that_no_command_has_read_is_told_of_unknown_keys(
         except ConfigError as error:
             keys = {violation.key for violation in error.violations}
             return [node for node in left if keys & {node, at(node)}]
+        tell_unread_keys(config, "ppo_trainer")
         return []
 
     while found := refused():
@@ -231,9 +235,18 @@ def test_a_tree_that_no_command_has_read_is_told_of_unknown_keys(
     assert ("actor_rollout_ref.actor" in left) == of_fork
 
 
+def test_the_launching_process_tells_them(composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(preflight, "tell_unread_keys", lambda config, name: told.append(name))
+    monkeypatch.setattr(preflight, "check_backends", lambda names: None)
+    with pytest.raises(ValueError, match="cannot be read as parquet"):  # the file of the small run holds no rows
+        preflight.check_inputs(composed(), of_fork=True)
+    assert told == ["ppo_trainer"]
+
+
 def test_a_tree_of_the_shipped_file_is_told_nothing(composed: Any, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("ppo_trainer", "ppo_megatron_trainer"):
-        checked_config(composed(name=name))
+        tell_unread_keys(composed(name=name), "ppo_trainer")
     assert "your code may" not in caplog.text
 
 
