@@ -160,7 +160,7 @@ def _answer(code: UserCode) -> tuple[list[str], list[str]]:
 def main() -> None:
     """Answer one request."""
     die_with_parent()
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print is no answer
     request = json.load(sys.stdin)
     sys.path[:] = request["path"]
