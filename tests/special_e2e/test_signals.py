@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 from verl.utils.report.compare import compare_runs
 
 from .conftest import PYTHON, REPOSITORY, Run, Workspace, assert_bit_for_bit, is_of_session, leftovers
-from .held import GO, has_two_steps
+from .held import GO, WAITS
 
 FULL = pytest.mark.full
 HELD = Path(__file__).with_name("held.py")
@@ -58,7 +58,7 @@ def end_held(workspace: Workspace, command: list[str], name: str, asks_twice: bo
     With ``asks_twice`` another SIGTERM comes while it waits.
     """
     with start(workspace, command, name) as process:
-        wait_for(process, lambda: has_two_steps(workspace.folder / name))
+        wait_for(process, (workspace.folder / name / WAITS).exists)
         process.send_signal(signal.SIGTERM)
         if asks_twice:
             wait_for(
@@ -112,7 +112,7 @@ def test_another_sigterm_leaves_the_save_out(workspace):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_supervised_training_saves_after_sigterm(workspace, processes):
     """Alone, and under torchrun, whose own lines follow that of the run."""
-    launch = [*PYTHON, "torch.distributed.run", f"--nproc-per-node={processes}", "--master-port=0", "-m"]
+    launch = [*PYTHON, "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     keys = {
         "model.path": workspace.model,
         "model.use_remove_padding": True,
@@ -142,7 +142,7 @@ def test_supervised_training_saves_after_sigterm(workspace, processes):
         assert f"the last checkpoint is {workspace.folder / names[1]}/global_step_3, no full step is lost" in line
     else:
         with start(workspace, commands[1], names[1]) as process:
-            wait_for(process, lambda: has_two_steps(workspace.folder / names[1]))
+            wait_for(process, (workspace.folder / names[1] / WAITS).exists)
             process.send_signal(signal.SIGTERM)
             (workspace.folder / names[1] / GO).touch()
             process.wait()
