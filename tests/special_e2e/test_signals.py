@@ -200,7 +200,6 @@ def test_several_ctrl_c_while_a_run_starts(workspace, moment):
             process.send_signal(signal.SIGINT)
             time.sleep(0.05)
         assert process.wait() == 130
-        assert all(each.name().startswith("ray::") for each in processes_of(process.pid))  # they end by themselves
     output = output_of(workspace, name).read_text(encoding="utf-8")
     assert last_line(workspace, name).startswith("interrupted: there is no checkpoint, no full step is lost"), output
     assert "Traceback" not in output and not leftovers(process.pid)
