@@ -116,7 +116,7 @@ def composed(module: str, overrides: list[str], name: str | None = None, path: s
         folder = ROOT / (path or "config")
     with initialize_config_dir(str(folder), version_base=None):
         config = compose(name or CONFIG_OF_MODULE[module], overrides=overrides)
-    make_names_absolute(config, folder)
+        make_names_absolute(config, name or CONFIG_OF_MODULE[module], overrides)
     return config
 
 

@@ -52,8 +52,9 @@ def composed(small_run: list[str]) -> Callable[..., DictConfig]:
         *overrides: str, name: str = "ppo_trainer", base: bool = True, folder: str | Path = CONFIG_DIR
     ) -> DictConfig:
         with initialize_config_dir(str(folder), version_base=None):
-            config = compose(name, [*(small_run if base else []), *overrides])
-        make_names_absolute(config, folder)
+            words = [*(small_run if base else []), *overrides]
+            config = compose(name, words)
+            make_names_absolute(config, name, words)
         return config
 
     return make

@@ -40,6 +40,7 @@ from verl.trainer.config.keys import (
     unknown_keys,
 )
 from verl.trainer.config.similar import similar_keys
+from verl.trainer.config.written import composed_files, content
 from verl.utils.import_utils import PACKAGE, absolute_name
 from verl.utils.interrupts import caught_signals, leave_before_the_run
 from verl.utils.masking import MASK, masked, masked_text, secrets_in
@@ -79,6 +80,10 @@ def only_checks() -> bool:
 def refused_keys() -> list[Violation]:
     """Return what the command line of a check holds that no configuration can: it was left out."""
     return _invocation.refused
+
+
+_RELATIVE = re.compile(rf"(?:_target_:\s*|{PACKAGE})[\"']?\.")
+"""A name of a class or module that is relative to the folder of its file."""
 
 
 def hydra_main(
@@ -336,7 +341,7 @@ def fitted_overrides(
             raise ConfigError([Violation(each.key_or_group, each.value(), expected) for each in broken])
         groups = [str(each.input_line) for each in in_groups]
         base = hydra.compose(config_name, groups)
-    names = make_names_absolute(base, folder)
+        names = make_names_absolute(base, config_name, groups)
     tree: Any = OmegaConf.to_container(base, resolve=False)
     command = command or Command(config_name, folder)
     is_shipped = (folder, config_name) in [command[:2][::-1], *((CONFIG_DIR, name) for name in _TREES)]
@@ -378,20 +383,24 @@ def fitted_overrides(
     return fitted
 
 
-def make_names_absolute(config: DictConfig, folder: str | Path) -> dict[str, str]:
-    """Replace the relative names of classes and modules in a tree of ``folder``; see ``absolute_name``.
+def make_names_absolute(config: DictConfig, config_name: str, overrides: list[str]) -> dict[str, str]:
+    """Replace the relative names of classes and modules in a composed tree; see ``absolute_name``.
 
-    They are values of ``_target_``, and values that begin with ``pkg://``.
+    They are values of ``_target_``, and values that begin with ``pkg://``. Needs the Hydra that has composed the tree.
     Returns: key -> new value.
     """
-    tree: Any = OmegaConf.to_container(config, resolve=False)
     replaced = {}
-    for key in dotted_keys(tree):
-        value = str(select(tree, key))
-        name = value.removeprefix(PACKAGE)
-        if name.startswith(".") and (name != value or key.endswith("._target_")):
-            replaced[key] = value.removesuffix(name) + absolute_name(name, folder)
-            OmegaConf.update(config, key, replaced[key])
+    for file, node in composed_files(config_name, overrides):
+        if not _RELATIVE.search(file.read_text(encoding="utf-8")):
+            continue
+        tree = content(file, node)
+        for key in dotted_keys(tree):
+            value = str(select(tree, key))
+            name = value.removeprefix(PACKAGE)
+            is_name = name != value or key.endswith("._target_")
+            if is_name and name.startswith(".") and select(config, key) == value:
+                replaced[key] = value.removesuffix(name) + absolute_name(name, file.parent)
+                OmegaConf.update(config, key, replaced[key])
     return replaced
 
 

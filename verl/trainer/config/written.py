@@ -37,18 +37,28 @@ def is_written(key: str) -> bool:
 def _files_of_user() -> Iterator[dict[str, Any]]:
     """Yield the contents of the composed files outside our folder, each below the node that it is mounted at."""
     saved = HydraConfig.get()
+    for file, node in composed_files(saved.job.config_name, [*saved.overrides.task, *saved.overrides.hydra]):
+        if not file.is_relative_to(_CONFIG_DIR):
+            yield content(file, node)
+
+
+def composed_files(config_name: str, overrides: list[str]) -> Iterator[tuple[Path, str]]:
+    """Yield the files that the present Hydra composes, and the dotted node that each is mounted at."""
     loader: Any = GlobalHydra.instance().config_loader()
-    overrides = [*saved.overrides.task, *saved.overrides.hydra]
-    composed = loader.compute_defaults_list(saved.job.config_name, overrides, RunMode.RUN)
-    folders = [_folder(source.schema, source.path) for source in saved.runtime.config_sources if source.path]
+    composed = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
+    folders = [_folder(source.scheme(), source.path) for source in loader.get_sources() if source.path]
     for each in composed.defaults:
         name = f"{os.path.normpath(each.config_path).removesuffix('.yaml')}.yaml"
-        folder = next((folder for folder in folders if (folder / name).is_file()), _CONFIG_DIR)
-        if folder != _CONFIG_DIR:
-            tree = yaml.safe_load((folder / name).read_text(encoding="utf-8"))
-            for node in reversed(each.package.split(".") if each.package else []):
-                tree = {node: tree}
-            yield tree or {}
+        found = [folder / name for folder in folders if (folder / name).is_file()]
+        yield from ((file, each.package or "") for file in found[:1])
+
+
+def content(file: Path, node: str) -> dict[str, Any]:
+    """Return the content of a file below the node that it is mounted at."""
+    tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    for name in reversed(node.split(".") if node else []):
+        tree = {name: tree}
+    return tree
 
 
 def _folder(schema: str, path: str) -> Path:
