@@ -14,7 +14,7 @@ from verl.algos.kl import check_kl_penalty
 from verl.algos.names import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
 from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError, as_yaml
-from verl.trainer.config.keys import select
+from verl.trainer.config.keys import OPTIONAL, select
 from verl.trainer.config.rules.no_effect import FOLLOWS, IDLE, UNSUPPORTED
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.trainer.config.validation import validate_config
@@ -608,7 +608,8 @@ def test_the_defaults_of_keys_that_may_be_idle_are_those_of_the_yaml(composed):
             default = default_of(runs[is_megatron], key)
             assert default is not ABSENT or key.startswith(("reward_model.megatron", "critic")), key
             default = select(trees[is_megatron], FOLLOWS[key]) if key in FOLLOWS else default
-            assert default is ABSENT or select(trees[is_megatron], key, "absent") == default, key
+            if key not in OPTIONAL:  # which no YAML file holds
+                assert default is ABSENT or select(trees[is_megatron], key, "absent") == default, key
 
 
 @pytest.mark.parametrize(

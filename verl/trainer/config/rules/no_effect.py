@@ -96,7 +96,6 @@ IDLE = [
     Idle(f"{ROLLOUT}.val_kwargs.do_sample", False, f"{ROLLOUT}.val_kwargs", ("temperature", "top_p", "top_k")),
     Idle(f"{ROLLOUT}.do_sample", False, ROLLOUT, ("top_p", "top_k")),
     Idle(f"{REWARD}.enable", False, REWARD, ("enable_resource_pool", *_PASSES, *_OF_GENERATIVE)),
-    Idle(f"{REWARD}.model_type", "discriminative", REWARD, _OF_GENERATIVE),
     Idle("custom_reward_function.path", None, "custom_reward_function", ("reward_kwargs",)),
     Idle(f"{REWARD}.enable", False, f"{REWARD}.model", ("path", "trust_remote_code", "use_shm", "use_remove_padding")),
     Idle(f"{REWARD}.enable_resource_pool", False, REWARD, ("n_gpus_per_node", "nnodes")),
