@@ -544,7 +544,8 @@ def test_a_death_while_a_checkpoint_is_written_beside_training_leaves_the_one_be
             assert verify_checkpoint(root / "global_step_2") == [] != verify_checkpoint(root / "global_step_4")
         else:
             assert done.returncode == 0, done.stderr[-3000:]
-            assert done.stderr.count(f"what a killed run had left of checkpoints: {root}/global_step_4") == 1
+            told = done.stdout + done.stderr
+            assert told.count(f"what a killed run had left of checkpoints: {root}/global_step_4") == 1
     killed, resumed = runs
     assert list(resumed) == [3, 4, 5, 6]
     for step in (3, 4):
