@@ -42,7 +42,7 @@ def _files_of_user() -> Iterator[dict[str, Any]]:
             yield content(file, node)
 
 
-def composed_files(config_name: str, overrides: list[str]) -> Iterator[tuple[Path, str]]:
+def composed_files(config_name: str | None, overrides: list[str]) -> Iterator[tuple[Path, str]]:
     """Yield the files that the present Hydra composes, and the dotted node that each is mounted at."""
     loader: Any = GlobalHydra.instance().config_loader()
     composed = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
