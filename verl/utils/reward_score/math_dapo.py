@@ -18,6 +18,8 @@ ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 NO_ANSWER = "[INVALID]"
 
 _MATH = re.compile(r"\$([^$]*)\$")
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+_SUM = re.compile(r"\S\s*[+-]")
 
 
 def compute_score(
@@ -46,7 +48,16 @@ def verify(
     answers = ANSWER.findall(solution_str)
     if not answers:
         return False, NO_ANSWER
-    return same(_stated(answers[-1]), _stated(str(answer))), normalize_final_answer(answers[-1])
+    truth = _stated(str(answer))
+    return same(_without_sum(_stated(answers[-1]), truth), truth), normalize_final_answer(answers[-1])
+
+
+def _without_sum(answer: str, truth: str) -> str:
+    """Return 25 for ``m + n = 25`` if the truth is a number: AIME asks for sums of what a problem defines."""
+    first, *rest = answer.split("=")
+    is_sum = len(set(_LETTER.findall(first))) > 1 and _SUM.search(first) and not any(map(_LETTER.search, rest))
+    is_number = rational(normal_form(tokenize(truth))) is not None
+    return rest[-1] if rest and is_sum and is_number else answer
 
 
 def _stated(answer: str) -> str:
