@@ -14,7 +14,7 @@ import pytest
 from tests.waiting import wait_until
 
 from .conftest import REPOSITORY, Run, assert_bit_for_bit, is_of_session, leftovers
-from .test_signals import has_worker
+from .test_signals import wait_for_worker
 from .test_train import TWO_WORKERS, assert_names_the_death
 
 FULL = pytest.mark.full
@@ -133,7 +133,7 @@ def name_of(chosen) -> str:
 def test_a_signal_ends_the_run(workspace, alone, chosen, number, code):
     overrides = chosen | {"trainer.total_training_steps": 10_000}
     with workspace.start(f"{name_of(chosen)}-signal-{number}", overrides, alone) as process:
-        wait_until(lambda: has_worker(process.pid), pause_s=0.2)
+        wait_for_worker(process)
         process.send_signal(number)
         output = process.communicate()[0]
     assert process.returncode == code, output

@@ -98,7 +98,9 @@ def value_of(text: str, key: str, default: str) -> str:
 
 def devices_of(text: str) -> str:
     """Return what a script asks for, such as ``2 x 8 GPUs``."""
-    if all(module == "main_eval" for module in re.findall(r"-m [\w.]+\.(\w+)", text)):
+    if all(
+        module == "main_eval" for module in re.findall(r'-m (?:"recipe\.\$\(basename "\$HERE"\)|[\w.]+)\.(\w+)', text)
+    ):
         return "none"
     kind = value_of(text, "trainer.device", "cuda")
     if "--nproc_per_node" in text:

@@ -111,7 +111,7 @@ def test_where_a_login_is_found(case: str, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "run").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "run")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(tracking, "has_module", lambda name: True)
+    monkeypatch.setattr(tracking, "is_installed", lambda name: True)
     assert wandb_obstacle({name: value.format(at=tmp_path) for name, value in variables.items()}) == obstacle
 
 

@@ -61,8 +61,10 @@ def test_other_targets_are_called_as_hydra_does():
     sampling = {"_target_": "verl.workers.config.SamplingConfig", "n": 4}
     assert omega_conf_to_dataclass({**sampling, "_partial_": True})() == SamplingConfig(n=4)
     rollout = {"_target_": "verl.workers.config.RolloutConfig", "name": "vllm"}
-    built = omega_conf_to_dataclass(OmegaConf.create({**rollout, "engine_kwargs": {"vllm": {"ratio": fraction}}}))
-    assert built.engine_kwargs == {"vllm": {"ratio": Fraction(3)}}
+    built = omega_conf_to_dataclass(
+        OmegaConf.create({**rollout, "engine_kwargs": {"vllm": {"hf_overrides": fraction}}})
+    )
+    assert built.engine_kwargs == {"vllm": {"hf_overrides": Fraction(3)}}
     with pytest.raises(ConfigError, match="n=x: must be an integer"):
         omega_conf_to_dataclass({"_target_": "types.SimpleNamespace", "sampling": {**sampling, "n": "x"}})
 

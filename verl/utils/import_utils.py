@@ -47,12 +47,17 @@ class ExternalModuleError(WrongInput, ImportError):
 
 @cache
 def has_module(name: str) -> bool:
-    """Whether a module is installed; a folder without ``__init__.py``, such as the output of a tracker, is none."""
+    """Whether a module is installed."""
     try:
-        spec = importlib.util.find_spec(name)
-        return spec is not None and spec.origin is not None
+        return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # the parent package of a dotted name is missing or broken
         return False
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is installed; a folder without ``__init__.py``, such as the output of a tracker, is none."""
+    spec = importlib.util.find_spec(package) if has_module(package) else None
+    return spec is not None and spec.origin is not None
 
 
 @contextlib.contextmanager

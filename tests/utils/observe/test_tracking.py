@@ -20,7 +20,7 @@ from verl.utils.observe.tracking import (
 
 
 def test_names_are_checked_before_anything_is_built(monkeypatch, caplog):
-    monkeypatch.setattr(tracking, "has_module", lambda package: package == "tensorboard")
+    monkeypatch.setattr(tracking, "is_installed", lambda package: package == "tensorboard")
     assert check_backends("console") == ["console"]
     assert check_backends(["console", "tensorboard", "console"]) == ["console", "tensorboard"]
     with pytest.raises(UnknownBackendError, match="'wandbb' must be one of") as error:

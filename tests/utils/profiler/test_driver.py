@@ -152,7 +152,7 @@ def outputs(monkeypatch):
         def __init__(self, *arguments):
             pass
 
-        def close(self, finished):
+        def close(self, finished, report=True):
             closed.append(finished)
 
     monkeypatch.setattr(ray_trainer, "RunOutput", Output)

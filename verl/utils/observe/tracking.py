@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from verl.base_config import WrongInput
 from verl.utils import envs
-from verl.utils.import_utils import has_module
+from verl.utils.import_utils import is_installed
 from verl.utils.masking import masked
 from verl.utils.observe.console import get_console
 
@@ -306,7 +306,7 @@ def check_backends(backends: str | Iterable[str]) -> list[str]:
         if name not in _BACKENDS:
             raise UnknownBackendError(f"trainer.logger: {name!r} must be one of {sorted(_BACKENDS)}")
     needed = {name: _BACKENDS[name][0] for name in names}
-    missing = {name: package for name, package in needed.items() if package and not has_module(package)}
+    missing = {name: package for name, package in needed.items() if package and not is_installed(package)}
     if missing:
         rest = [name for name in names if name not in missing] or ["console"]
         packages = ", ".join(f"{name!r} needs the package {package}" for name, package in missing.items())
@@ -323,7 +323,7 @@ _WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
 
 def wandb_obstacle(variables: Mapping[str, str]) -> str | None:
     """Return why wandb cannot log with these environment variables; None if it can. Does not import wandb."""
-    if not has_module("wandb"):
+    if not is_installed("wandb"):
         return "the package wandb is not installed"
     settings = _wandb_settings(variables)
     if (variables.get("WANDB_MODE") or settings.get("mode")) in _WITHOUT_LOGIN:
