@@ -55,15 +55,17 @@ def last_line(workspace: Workspace, name: str) -> str:
 def end_held(workspace: Workspace, command: list[str], name: str, asks_twice: bool = False) -> str:
     """Send SIGTERM to a run that waits in its third step, and let it go on; return its last line.
 
-    With ``asks_twice`` another SIGTERM comes while it waits.
+    With ``asks_twice`` another SIGTERM comes while it waits. A run goes on when its trainer has been asked to end, but
+    supervised training, which looks at the end of each step.
     """
+    has_trainer = not any("sft_trainer" in word for word in command)
     with start(workspace, command, name) as process:
         wait_for(process, (workspace.folder / name / WAITS).exists)
         process.send_signal(signal.SIGTERM)
+        if has_trainer:
+            asked = "SIGTERM: the run saves"
+            wait_for(process, lambda: asked in output_of(workspace, name).read_text(encoding="utf-8"))
         if asks_twice:
-            wait_for(
-                process, lambda: "SIGTERM: the run saves" in output_of(workspace, name).read_text(encoding="utf-8")
-            )
             process.send_signal(signal.SIGTERM)
         else:
             (workspace.folder / name / GO).touch()

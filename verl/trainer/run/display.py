@@ -207,9 +207,9 @@ class Terminal:
         from ray.experimental.internal_kv import _internal_kv_put
 
         self._has_asked = True
-        self._display.write("SIGTERM: the run saves its last full step and ends; another SIGTERM ends it at once")
         with watch.question():
             _internal_kv_put(_request_of(self.name), b"", namespace=_NAMESPACE)
+        self._display.write("SIGTERM: the run saves its last full step and ends; another SIGTERM ends it at once")
 
     def show(self, question: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Show the messages that have arrived; every call that the GCS answers is a ``question``."""
