@@ -136,8 +136,8 @@ TOOLS = [
     Case("tool", "gsm8k: a data set of the hub without network", ["--local_save_dir", "{at}/out"], ("openai/gsm8k", RAW), command="examples.data_preprocess.gsm8k"),
     Case("tool", "gsm8k: an unknown source", ["--source", "mine"], ("--source", "'mine'"), command="examples.data_preprocess.gsm8k"),
     Case("tool", "merger: a folder that does not exist", ["merge", "--backend", "fsdp", "--local_dir", "/nowhere/actor"], ("/nowhere/actor",), command=MERGER),
-    Case("tool", "merger: an empty folder", files(["merge", "--backend", "fsdp", "--local_dir", "{at}", "--target_dir", "{at}/out"]), ("{at}",), command=MERGER),
-    Case("tool", "merger: a layout that is a list", files(["merge", "--backend", "fsdp", "--local_dir", "{at}", "--target_dir", "{at}/out"], {"fsdp_config.json": b"[]"}), ("fsdp_config.json",), command=MERGER),
+    Case("tool", "merger: an empty folder", files(["merge", "--backend", "fsdp", "--local_dir", "{at}/actor", "--target_dir", "{at}/out"], {"actor/x": b""}), ("{at}/actor",), command=MERGER),
+    Case("tool", "merger: a layout that is a list", files(["merge", "--backend", "fsdp", "--local_dir", "{at}/actor", "--target_dir", "{at}/out"], {"actor/fsdp_config.json": b"[]"}), ("fsdp_config.json",), command=MERGER),
     Case("tool", "merger: an unknown backend", ["merge", "--backend", "ddp", "--local_dir", "/nowhere"], ("--backend", "'ddp'"), command=MERGER),
 ]
 

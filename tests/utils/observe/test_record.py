@@ -5,13 +5,15 @@ import resource
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from verl.trainer.ppo.records import dump_generations
 from verl.utils.observe.attempts import AttemptsRecord
-from verl.utils.observe.curves import draw_curves, main
+from verl.utils.observe.curves import curve_figure, draw_curves, main
 from verl.utils.observe.record import RunRecord, read_entries, read_record
 from verl.utils.observe.tracking import Tracking
 from verl.utils.report.flags import find_flags, points_of
+from verl.utils.report.panels import STEP_PHASES
 
 
 def steps_in(path):
@@ -161,6 +163,18 @@ def test_curves_are_drawn_from_the_record(tmp_path, capsys):
     pixels = image.imread(picture)
     assert pixels.shape[0] > 700 and pixels.shape[1] > 1000 and pixels.std() > 0.05
     assert points_of(read_entries(record.path), "critic/score/mean") == [(step, step / 8) for step in range(1, 8)]
+
+
+@pytest.mark.parametrize("phases", [3, len(STEP_PHASES)])
+def test_no_legend_covers_a_chart(phases):
+    times = {f"timing_s/{name}": 1.0 for name in STEP_PHASES[:phases]} | {"timing_s/step": float(phases)}
+    scores = {"critic/score/mean": 0.5, "actor/ppo_kl": 1e-4} | {f"val-core/source_{n}/acc/mean@1": 1.0 for n in "abc"}
+    figure = curve_figure({step: {"data": times | scores} for step in range(1, 8)})
+    FigureCanvasAgg(figure).draw()
+    whole = figure.bbox
+    for ax in figure.axes:
+        legend, chart = ax.get_legend().get_window_extent(), ax.get_tightbbox(bbox_extra_artists=[])
+        assert legend.y1 <= chart.y0 and legend.x0 >= whole.x0 and legend.y0 >= whole.y0 and legend.x1 <= whole.x1
 
 
 def test_curves_of_nothing_are_refused(tmp_path):

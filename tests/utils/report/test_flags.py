@@ -205,8 +205,9 @@ def test_responses_that_cannot_double_before_they_are_cut(records):
     for step, entry in entries.items():
         entry["data"]["response_length/mean"] = min(250.0, 150.0 + 5 * step)
         entry["data"]["response_length/clip_ratio"] = min(0.95, step / 25)
-    (flag,) = find_flags(entries)
+    flag, truncated = find_flags(entries)
     assert flag.name == "length explosion" and "from 155 to 250 tokens, and 95% of" in flag.reason
+    assert (truncated.name, truncated.step) == ("truncated responses", 23)
     for entry in entries.values():  # long from the start, and no longer since
         entry["data"] |= {"response_length/mean": 240.0, "response_length/clip_ratio": 0.9}
     assert find_flags(entries) == []
@@ -271,3 +272,63 @@ def test_single_steps_are_flagged_wherever_they_are(records, key, value, name, p
     # and where the course of a long run is judged by some of its steps
     course = {step: entry for step, entry in entries.items() if step % 2 == 0}
     assert [(flag.name, flag.step) for flag in find_flags(entries, course=course)] == [(name, 7)]
+
+
+def test_responses_that_are_cut_off_from_the_first_step(records):
+    def flags(shares):
+        entries = records.healthy(steps=len(shares))
+        for share, entry in zip(shares, entries.values(), strict=True):
+            entry["data"]["response_length/clip_ratio"] = share
+        return [(flag.name, flag.step, flag.reason, flag.panel) for flag in find_flags(entries)]
+
+    limit = "of the responses are cut off at data.max_response_length"
+    reason = f"in steps 2, 4, 5 98% to 100% {limit}"
+    assert flags([0.9, 1.0, 0.5, 0.98, 1.0]) == [("truncated responses", 2, reason, "cut")]
+    assert flags([0.9, 1.0, 0.5, 0.9, 1.0]) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "reason"),
+    [
+        ("acc/mean@4", [0, 0, 0], "is 0 in the last 3"),
+        ("acc/mean@4", [0, 0.5, 0.5, 0.5], "is 0.5 in the last 3"),
+        ("reward/mean@4", [0.25, 0.25, 0.25], "is 0.25 in the last 3"),  # a score of 1 was reached in training
+        ("reward/mean@4", [2, 0, 0, 0], "is 0 in the last 3"),
+        ("acc/mean@4", [0, 0], None),
+        ("acc/mean@4", [0, 0, 0, 0.25], None),
+        ("acc/mean@4", [1, 1, 1], None),  # as good as it can be
+        ("reward/mean@4", [1, 1, 1], None),
+        ("acc/best@4/std", [0, 0, 0], None),
+    ],
+)
+def test_a_validation_that_stands_still(records, key, values, reason):
+    entries = records.healthy()
+    for number, value in enumerate(values):
+        entries[5 + 10 * number]["data"][f"val-core/sums/{key}"] = value
+    del entries[40]["data"]["val-core/sums/acc/mean@1"]
+    found = [(flag.name, flag.reason, flag.panel) for flag in find_flags(entries)]
+    text = f"val-core/sums/{key} {reason} validations"
+    assert found == ([] if reason is None else [("constant validation", text, "validation")])
+
+
+def test_many_validations_that_stand_still_are_one_flag(records):
+    entries = records.healthy()
+    for entry in entries.values():
+        entry["data"] |= {f"val-core/{source}/acc/mean@1": 0.0 for source in range(5)}
+    (flag,) = find_flags(entries)
+    assert flag.step == 1 and flag.reason.endswith("val-core/2/acc/mean@1 is 0 in the last 40, and 2 more validations")
+
+
+def test_steps_without_advantages(records):
+    def flags(empty):
+        entries = records.healthy()
+        for step, entry in entries.items():
+            height = 0.0 if step in empty else 1.0
+            entry["data"] |= {"training/global_step": step}
+            entry["data"] |= {"critic/advantages/max": height, "critic/advantages/min": -height}
+        return [(flag.name, flag.step, flag.reason) for flag in find_flags(entries)]
+
+    reason = "all advantages are 0 in steps 3, 9, 27: the responses to a prompt have equal scores"
+    assert flags([3, 9, 27]) == [("no advantages", 3, reason)]
+    assert flags([3, 9]) == []
+    assert [name for name, *_ in flags(range(1, 41))] == [NOTHING_TRAINED]  # which says it already

@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 
 import pytest
@@ -99,7 +100,8 @@ def test_what_a_pipe_gets_of_a_run_that_another_process_makes(tmp_path, records,
     monkeypatch.setattr("verl.utils.report.__main__.importlib.util.find_spec", lambda name: None)  # needs no rich
     records.write(tmp_path, records.healthy(steps=3))
     assert main(["live", str(tmp_path), "--steps", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "the run has ended"
     assert [line.split(" | ")[0] for line in lines] == ["step 1", "step 2", "step 3"]
     assert "reward, mean 0." in lines[0] and "seconds per step 1.00" in lines[0]
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 nonsense\n")
@@ -113,3 +115,37 @@ def test_without_rich_there_is_a_line(tmp_path, monkeypatch):
     assert LocalDisplay("table", tmp_path).mode == "lines"
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert LocalDisplay("auto", tmp_path).mode == "bar"
+
+
+RUN = """
+import os, signal, sys
+from verl.trainer.run.owner import Ownership
+from verl.utils.observe.record import RunRecord
+
+folder, end = sys.argv[1:]
+with Ownership() as owner:
+    owner.take_folders({"trainer.default_local_dir": folder})
+    print("started", flush=True)
+    record = RunRecord(folder, None)
+    for step, _ in enumerate(sys.stdin, 1):
+        record.log({"critic/score/mean": 0.5}, step)
+    if end == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["ended", "killed"])
+def test_live_begins_before_the_first_step_and_ends_with_the_run(tmp_path, end):
+    """Also with a run that could not say that it ends."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    live = [sys.executable, "-m", "verl.utils.report", "live", str(tmp_path)]
+    with subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path), end], **pipes) as run:
+        assert run.stdout.readline() == "started\n"
+        with subprocess.Popen(live, **pipes) as view:
+            print("step", file=run.stdin, flush=True)
+            assert view.stdout.readline() == "step 1 | reward, mean 0.500\n"
+            run.communicate("step\n")
+            assert view.stdout.read() == "step 2 | reward, mean 0.500\nthe run has ended\n"
+            assert view.wait() == 0
+    done = subprocess.run(live, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("the run has ended\n")

@@ -9,10 +9,20 @@ from verl.base_config import one_line
 from verl.utils.observe.console import get_console
 from verl.utils.observe.record import read_shaped, record_of
 from verl.utils.report.flags import Entries
-from verl.utils.report.panels import KL_METRICS, MISMATCH_METRICS, PANELS, Panel, lines_of, logarithmic
+from verl.utils.report.panels import (
+    KL_METRICS,
+    MISMATCH_METRICS,
+    PANELS,
+    Panel,
+    label_axes,
+    legend_columns,
+    lines_of,
+    logarithmic,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PICTURE_NAME = "curves.png"
 
@@ -23,34 +33,39 @@ def draw_curves(run_dir: str | Path, picture: str | Path | None = None) -> Path:
     Raises: FileNotFoundError if the folder holds no record, ValueError if the record is empty, or if the picture
         cannot be written.
     """
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
     source = record_of(run_dir)
     entries = read_shaped(source)
     if not entries:
         raise ValueError(f"{source} holds no step yet: give the folder of a run that has finished a step")
     target = Path(picture) if picture else Path(run_dir, PICTURE_NAME)
+    unfinished = target.with_name(f".{target.name}")  # the suffix names the format
+    try:
+        curve_figure(entries).savefig(unfinished, dpi=110)
+        unfinished.replace(target)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{target}: {error}: write the picture to a .png file in a folder that exists") from error
+    return target
+
+
+def curve_figure(entries: Entries) -> "Figure":
+    """Return the four charts of a run as one figure, each with its legend below."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     with rc_context({"text.parse_math": False}):  # names come from the record
-        figure = Figure(figsize=(13, 9), layout="constrained")
+        figure = Figure(figsize=(13, 10), layout="constrained")
         for panel, ax in zip(_CURVES, figure.subplots(2, 2).flat, strict=True):
             panel.draw(ax, entries)
-            ax.set(title=panel.title, xlabel="training step", ylabel=panel.unit)
-            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            label_axes(ax, panel, entries)
             ax.grid(alpha=0.3)
             if ax.has_data():
-                ax.legend(fontsize=8, loc="best")
+                handles, labels = ax.get_legend_handles_labels()
+                below = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 4.5, "frameon": False}
+                ax.legend(handles, labels, ncols=legend_columns(labels), fontsize=8, **below)
             else:
                 missing = f"the run logged no data for {panel.name}"
                 ax.text(0.5, 0.5, missing, ha="center", va="center", transform=ax.transAxes, color="gray")
-        unfinished = target.with_name(f".{target.name}")  # the suffix names the format
-        try:
-            figure.savefig(unfinished, dpi=110)
-            unfinished.replace(target)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{target}: {error}: write the picture to a .png file in a folder that exists") from error
-    return target
+    return figure
 
 
 _OF_REPORT = {panel.name: panel for panel in PANELS}

@@ -7,11 +7,13 @@ the two runs differ and exits with 1 if there is one. ``... live RUN_DIR`` follo
 import argparse
 import importlib.util
 import sys
+from pathlib import Path
 
 from verl.utils.observe.console import get_console
 from verl.utils.observe.record import record_of
 from verl.utils.report.compare import compare_runs
 from verl.utils.report.page import REPORT_NAME, write_report
+from verl.utils.run_owner import has_owner
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +59,8 @@ def _compare(words: list[str]) -> int:
 
 def _live(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        "python -m verl.utils.report live", description="Show the metrics of a run while another process makes it."
+        "python -m verl.utils.report live",
+        description="Show the metrics of a run while another process makes it, until it has ended.",
     )
     parser.add_argument("run_dir", help="trainer.default_local_dir of the run")
     parser.add_argument("--steps", type=int, help="exit after this many training steps")
@@ -66,7 +69,8 @@ def _live(words: list[str]) -> int:
         raise ImportError("the live table needs the package rich; install it with: pip install rich")
     from verl.utils.report.live import watch
 
-    watch(record_of(given.run_dir).parent, steps=given.steps)
+    folder = Path(given.run_dir)
+    watch(folder if has_owner(folder) else record_of(folder).parent, steps=given.steps)
     return 0
 
 

@@ -6,7 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import partial
+from operator import eq, itemgetter
 from typing import TypeVar
 
 from verl.utils.observe.record import LARGEST, Entry, WorkerReport
@@ -22,6 +23,8 @@ MIN_STEPS = 6
 
 NOTHING_TRAINED = "nothing trained"
 """The name of the flag of a run that ends as it began."""
+ENOUGH = 3
+"""Number of steps, or of validations in a row, in which a fault is no chance."""
 SLOW_FACTOR = 1.33
 """A straggler takes this many times as long as the other ranks."""
 STRETCHES = 12
@@ -368,6 +371,45 @@ def _nothing_trained(entries: Entries) -> Iterator[Flag]:
         yield Flag(NOTHING_TRAINED, min(steps), reason, panel)
 
 
+def _truncated(entries: Entries) -> Iterator[Flag]:
+    """Flag responses nearly all of which are cut off."""
+    cut = [(step, share) for step, share in points_of(entries, "response_length/clip_ratio") if share > 0.9]
+    if len(cut) >= ENOUGH:
+        least, most = (pick(share for _, share in cut) for pick in (min, max))
+        reason = (
+            f"in {_listed([step for step, _ in cut])} {least:.0%} to {most:.0%} of the responses are cut off at "
+            "data.max_response_length"
+        )
+        yield Flag("truncated responses", cut[0][0], reason, "cut")
+
+
+def _constant_validation(entries: Entries) -> Iterator[Flag]:
+    """Flag metrics whose last validations are all equal and below the highest score."""
+    best = max((value for _, value in points_of(entries, "critic/score/max")), default=0.0)
+    constant: dict[str, Points] = {}
+    for key in keys_of(entries, "val-core/"):
+        points = points_of(entries, key)
+        values = [value for _, value in points]
+        equal = len(list(itertools.takewhile(partial(eq, values[-1]), reversed(values)))) if values else 0
+        highest = max([1.0 if "/acc/" in key else best, *values])
+        if equal >= ENOUGH and values[-1] < highest and not key.endswith("/std"):
+            constant[key] = points[-equal:]
+    if constant:
+        first = min(points[0][0] for points in constant.values())
+        listed = [f"{key} is {points[0][1]:.3g} in the last {len(points)}" for key, points in constant.items()]
+        more = f", and {len(listed) - 3} more" if len(listed) > 3 else ""
+        yield Flag("constant validation", first, f"{', '.join(listed[:3])}{more} validations", "validation")
+
+
+def _no_advantages(entries: Entries) -> Iterator[Flag]:
+    """Flag steps without any advantage; a run of nothing else has trained nothing."""
+    highest, lowest = (dict(points_of(entries, f"critic/advantages/{key}")) for key in ("max", "min"))
+    empty = [step for step, value in highest.items() if value == lowest.get(step) == 0]
+    if ENOUGH <= len(empty) < len(highest):
+        reason = f"all advantages are 0 in {_listed(empty)}: the responses to a prompt have equal scores"
+        yield Flag("no advantages", empty[0], reason, "reward")
+
+
 def _listed(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {_some(steps)}"
 
@@ -377,4 +419,12 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 RULES_OF_COURSE = (_reward_collapse, _entropy_collapse, _length_explosion, _straggler, _memory_growth)
-RULES_OF_STEPS = (_stale_weights, _not_finite, _unscored, _nothing_trained)
+RULES_OF_STEPS = (
+    _stale_weights,
+    _not_finite,
+    _unscored,
+    _nothing_trained,
+    _truncated,
+    _constant_validation,
+    _no_advantages,
+)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from verl.utils.observe.console import get_console
 from verl.utils.observe.record import RECORD_NAME, Entry, merge_entry, parse_line, shaped
 from verl.utils.report.flags import find_flags, keys_of, points_of
+from verl.utils.run_owner import has_owner
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -173,18 +174,24 @@ class LiveTable:
 
 
 def watch(folder: str | Path, interval_s: float = 1.0, steps: int | None = None) -> None:
-    """Follow a run that another process makes, until Ctrl-C or step ``steps``.
+    """Follow a run that another process makes, until it has ended, Ctrl-C, or step ``steps``.
 
     Print one line per step if standard error is not a terminal.
     """
     view = LiveTable(folder, steps) if sys.stderr.isatty() else LiveLines(folder)
+    has_ended = False
     try:
-        while view.update() < (steps or sys.maxsize):
+        while True:
+            has_ended = not has_owner(Path(folder))  # looked up first, so that its last step is shown
+            if view.update() >= (steps or sys.maxsize) or has_ended:
+                break
             time.sleep(interval_s)
     except KeyboardInterrupt:
         pass
     finally:
         view.close()
+    if has_ended:
+        get_console().info("the run has ended")
 
 
 class LiveLines:

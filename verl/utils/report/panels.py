@@ -177,23 +177,32 @@ def draw_panels(entries: Entries, flags: Sequence[Flag]) -> dict[str, str]:
 
 
 def _finish(figure: "Figure", ax: "Axes", panel: Panel, flags: Sequence[Flag], entries: Entries) -> None:
+    label_axes(ax, panel, entries)
+    for flag in flags:
+        label = f"{flag.name}, step {flag.step}"
+        ax.axvline(flag.step, color=WARNING, linestyle=(0, (4, 2)), linewidth=1.3, label=label)
+    handles, labels = ax.get_legend_handles_labels()
+    if handles:
+        columns = legend_columns(labels)
+        figure.set_figheight(PLOT_INCHES + LEGEND_ROW_INCHES * -(-len(handles) // columns))
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.2)
+
+
+def label_axes(ax: "Axes", panel: Panel, entries: Entries) -> None:
+    """Name panel and axes, and show every step of the record."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = min(entries), max(entries)
     limits = (low - 0.5, max(high, low + 1) + 0.5)
     ax.set(title=panel.title, xlabel="training step", ylabel=panel.unit, xlim=limits)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    for flag in flags:
-        label = f"{flag.name}, step {flag.step}"
-        ax.axvline(flag.step, color=WARNING, linestyle=(0, (4, 2)), linewidth=1.3, label=label)
-    handles, labels = ax.get_legend_handles_labels()
-    if handles:
-        longest = max(map(len, labels))
-        fitting = 1 if longest > TWO_COLUMNS else 2 if longest > THREE_COLUMNS else 3
-        columns = 1 if len(handles) < 3 else min(fitting, 2 if len(handles) < 5 else 3)
-        rows = -(-len(handles) // columns)
-        figure.set_figheight(PLOT_INCHES + LEGEND_ROW_INCHES * rows)
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.2)
+
+
+def legend_columns(labels: Sequence[str]) -> int:
+    """Return the columns of a legend that is as wide as its panel."""
+    longest = max(map(len, labels))
+    fitting = 1 if longest > TWO_COLUMNS else 2 if longest > THREE_COLUMNS else 3
+    return 1 if len(labels) < 3 else min(fitting, 2 if len(labels) < 5 else 3)
 
 
 def thin(points: Points) -> tuple[list[float], list[float], list[float], list[float]]:

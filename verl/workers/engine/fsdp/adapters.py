@@ -183,7 +183,7 @@ def _refuse_names(model: "PreTrainedModel", config: "HFModelConfig") -> None:
             layers = {path.rpartition(".")[2] for path, part in modules.items() if isinstance(part, nn.Linear)}
             raise WrongInput(
                 f"model.target_modules={config.target_modules!r} names {name!r}, which the model does not have: its "
-                f"linear layers are {', '.join(sorted(layers))}"
+                f"linear layers are {', '.join(sorted(layers))}: name some of them, or write all-linear"
             )
 
 
