@@ -71,10 +71,11 @@ def continued(workspace, whole, name, keys, **options):
     """Continue the checkpoint in a folder of its own."""
     engine, first, run = whole
     folder = workspace.folder / f"{name}-{engine}"
-    folder.mkdir()
-    shutil.copytree(run.folder / f"global_step_{SAVED_AT}", folder / f"global_step_{SAVED_AT}")
-    shutil.copy(run.folder / "metrics.jsonl", folder)
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
+    if not folder.exists():
+        folder.mkdir()
+        shutil.copytree(run.folder / f"global_step_{SAVED_AT}", folder / f"global_step_{SAVED_AT}")
+        shutil.copy(run.folder / "metrics.jsonl", folder)
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
     return workspace.train(folder.name, first | {"trainer.total_training_steps": STEPS} | keys, **options)
 
 
@@ -100,6 +101,25 @@ def test_the_same_settings(workspace, whole):
     run = continued(workspace, whole, "same", {"trainer.total_training_steps": STEPS - 1})
     assert "in the checkpoint" not in run.output
     assert_bit_for_bit(run, uninterrupted, range(1, STEPS))
+
+
+def test_a_kill_before_the_first_save_leaves_the_checkpoint_that_the_user_chose(workspace, whole, tmp_path):
+    """The newest checkpoint is that of the last step, of a run that saves two."""
+    engine, _, uninterrupted = whole
+    steps = {"trainer.total_training_steps": STEPS - 1}
+    folder = workspace.folder / f"killed-{engine}"
+    shutil.copytree(uninterrupted.folder, folder)
+    older = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": folder / f"global_step_{SAVED_AT}"}
+    killed = []
+    for start, step in ((older, SAVED_AT + 2), ({"trainer.resume_mode": "disable"}, 2)):
+        fault = {"VERL_FAULT": f"kill:update_actor:step={step}", "VERL_FAULT_FILE": str(tmp_path / str(step))}
+        killed.append(continued(workspace, whole, "killed", steps | start, env=fault, fails=True))
+        assert sorted(killed[-1].steps) == list(range(1, step))
+        if start is older:
+            run = continued(workspace, whole, "killed", steps)
+            assert_bit_for_bit(run, uninterrupted, range(1, STEPS))
+    run = continued(workspace, whole, "killed", steps, fails=True)
+    assert f"names no checkpoint, but {folder}/global_step_{STEPS - 1} is complete" in run.output
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path"])

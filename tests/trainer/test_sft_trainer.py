@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from verl.trainer.sft.checkpoint import CheckpointHandler
 from verl.trainer.sft.preflight import check_checkpoint
 from verl.trainer.sft_trainer import SFTTrainer, padded_batch
 from verl.utils.checkpoint import verify_checkpoint
-from verl.utils.checkpoint.files import Manifest, write_text
+from verl.utils.checkpoint.files import Manifest, write_text, write_tracker_atomically
 from verl.utils.dataset.factory import SeededRandomSampler, stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
 from verl.utils.observe.record import read_entries
@@ -389,6 +390,24 @@ def test_a_checkpoint_that_no_tracker_names_is_not_replaced(tmp_path, caplog):
     check_checkpoint("disable", None, str(tmp_path))
 
 
+def test_a_run_that_dies_before_its_first_save_goes_on_where_it_has_started(tmp_path):
+    """Newer checkpoints are those that its user has decided to replace."""
+    root = tmp_path / "run"
+    for step in (1, 2):
+        handler(root, 0, 1).save_checkpoint(step)
+        Manifest(1, 0, step).write(root / f"global_step_{step}")
+        write_text(root / f"global_step_{step}", "fsdp_config.json", '{"world_size": 1}')
+    older = replace(handler(root, 0, 1), resume_from_path=str(root / "global_step_1"))
+    assert older.load_checkpoint() == 1  # and the run dies
+    assert handler(root, 0, 1).load_checkpoint() == 1
+    shutil.copytree(root / "global_step_2", tmp_path / "global_step_2")
+    for change in ({"resume_mode": "disable"}, {"resume_from_path": str(tmp_path / "global_step_2")}):
+        write_tracker_atomically(root, 2)
+        replace(handler(root, 0, 1), **change).load_checkpoint()
+        with pytest.raises(ValueError, match="names no checkpoint, but .*global_step_2 is complete"):
+            handler(root, 0, 1).load_checkpoint()
+
+
 def test_the_next_complete_checkpoint_removes_those_of_killed_saves_and_names_them(tmp_path, caplog):
     for step in (2, 4):
         kill_in(SAVE, tmp_path / f"global_step_{step}")
@@ -553,6 +572,37 @@ def test_a_death_while_a_checkpoint_is_written_beside_training_leaves_the_one_be
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert all(verify_checkpoint(root / f"global_step_{step}") == [] for step in (2, 3, 6))
     assert (root / "global_step_5").exists() and not (root / "global_step_4").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", [[], MEGATRON], ids=["fsdp", "megatron"])
+def test_a_kill_before_the_first_save_leaves_the_checkpoint_that_the_user_chose(options, tmp_path, engine):
+    if engine:
+        pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    root, log = tmp_path / "checkpoints", tmp_path / "log.jsonl"
+    keys = [*options, *engine, "trainer.save_freq=2", "trainer.total_training_steps=6"]
+    command = [sys.executable, "-m", "verl.trainer.sft_trainer", *keys, f"hydra.run.dir={tmp_path}/hydra"]
+
+    def train(*words, fault=""):
+        environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": os.getcwd(), "VERL_FAULT": fault}
+        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    def losses():
+        entries = read_entries(root / "metrics.jsonl")
+        return {step: entry["data"]["train/loss"] for step, entry in entries.items()}
+
+    assert train()[0] == 0
+    whole = losses()
+    assert list(whole) == [1, 2, 3, 4, 5, 6]
+    start = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={root}/global_step_2"]
+    assert train(*start, fault="kill:save_checkpoint:step=4")[0] == -signal.SIGKILL
+    assert list(losses()) == [1, 2, 3, 4]
+    code, output = train()
+    assert code == 0 and f"resuming from {root}/global_step_2" in output and losses() == whole
+    assert train("trainer.resume_mode=disable", fault="kill:save_checkpoint:step=2")[0] == -signal.SIGKILL
+    code, output = train()
+    assert code == 2 and f"names no checkpoint, but {root}/global_step_6 is complete" in output
 
 
 def start_two(arguments, log):

@@ -99,7 +99,7 @@ def check_inputs(
         findings.passes(check_files, run, broken)
     check_models(run, findings, broken)
     if not any(is_under(key, _OF_RESUME) for key in broken):
-        findings.passes(lambda: tell_replaced(run_folder(run), find_resume_folder(run)))
+        findings.passes(check_resume, run)
     findings.passes(lambda: check_user_code(code_of(run, broken, of_fork), run.ray_kwargs))
     findings.refuse()
     return run
@@ -108,6 +108,16 @@ def check_inputs(
 _SIZES = ("trainer.n_gpus_per_node", "trainer.nnodes")
 _OF_RESUME = (*(f"trainer.{name}" for name in ("resume_mode", "resume_from_path", "default_local_dir")), *_SIZES)
 _OF_RESUME += ("actor_rollout_ref.model", "critic.model")  # a checkpoint must fit them
+
+
+def check_resume(run: RunConfig) -> None:
+    """Check the checkpoint that the run resumes from, and name those that the run replaces.
+
+    Raises: as ``find_resume_folder``.
+    """
+    folder = find_resume_folder(run)
+    if not run.trainer.val_only:
+        tell_replaced(run_folder(run), folder)
 
 
 def check_models(run: RunConfig, findings: Findings, broken: set[str]) -> None:

@@ -22,7 +22,7 @@ from tests.utils.checkpoint.killed import SAVE, kill_in
 from verl.algos.kl import AdaptiveKLController
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import loaders
+from verl.trainer.ppo import loaders, ray_trainer
 from verl.trainer.ppo.checkpoint import (
     Checkpoints,
     load_driver_state,
@@ -269,6 +269,82 @@ def test_newer_checkpoints_that_a_run_replaces_are_named_once(tmp_path, whole_if
     tell_replaced(tmp_path, None)
     assert "(global_step_2, global_step_4, global_step_10): the run starts from scratch" in caplog.text
     assert len(caplog.records) == 2
+
+
+class Killed(BaseException):
+    """Stands for the end of a run that no code sees."""
+
+
+def start_and_die(root, monkeypatch, cuts, **trainer):
+    """Start a run, and let it die before or after it ``cuts`` the record of the folder."""
+
+    def open_outputs(options, tree, resumed, total, describe, only_validates):
+        if cuts:
+            RunRecord(root, resumed)
+        raise Killed
+
+    run = RayPPOTrainer.__new__(RayPPOTrainer)
+    run.run_config, run.config = config_for(root, **trainer), OmegaConf.create({})
+    run.state = RunState(seed=1, total_steps=20)
+    run.checkpoints = SimpleNamespace(load=lambda folder, delete_after_load: setattr(run.state, "step", 2))
+    monkeypatch.setattr(run, "_take_over_changes", lambda: None)
+    monkeypatch.setattr(ray_trainer, "RunOutput", open_outputs)
+    with pytest.raises(Killed), run._run():
+        pass
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("how", ["folder", "relative", "link to it", "it is a link"])
+def test_a_run_that_dies_before_its_first_save_goes_on_where_it_has_started(
+    tmp_path, whole_if_marked, monkeypatch, how, cuts
+):
+    """Newer checkpoints are those that its user has decided to replace."""
+    root = tmp_path / "run"
+    older, _ = make_checkpoint(root, 2), make_checkpoint(root, 10)
+    path = older
+    if how == "relative":
+        monkeypatch.chdir(tmp_path)
+        path = Path("run/global_step_2")
+    elif how == "link to it":
+        path = tmp_path / "global_step_2"
+        path.symlink_to(older)
+    elif how == "it is a link":
+        older.rename(tmp_path / "elsewhere")
+        older.symlink_to(tmp_path / "elsewhere")
+    write_tracker_atomically(root, 10)
+    record = RunRecord(root, None)
+    for step in range(1, 13):
+        record.log({"x": step}, step)
+    start_and_die(root, monkeypatch, cuts, resume_mode="resume_path", resume_from_path=str(path))
+    assert find_resume_folder(config_for(root)) == older
+    assert sorted(RunRecord(root, 2).steps) == [1, 2]
+
+
+@pytest.mark.parametrize("start", ["disable", "elsewhere"])
+def test_a_run_that_dies_before_its_first_save_leaves_no_step_that_it_has_not_taken(
+    tmp_path, whole_if_marked, monkeypatch, start
+):
+    root = tmp_path / "run"
+    newer, other = make_checkpoint(root, 10), make_checkpoint(tmp_path, 2)
+    write_tracker_atomically(root, 10)
+    given = {"resume_mode": "disable"}
+    if start == "elsewhere":
+        given = {"resume_mode": "resume_path", "resume_from_path": str(other)}
+    start_and_die(root, monkeypatch, False, **given)
+    with pytest.raises(ResumeError, match=f"names no checkpoint, but {newer} is complete"):
+        find_resume_folder(config_for(root))
+    start_and_die(root, monkeypatch, False, **given)  # again, without a tracker
+
+
+def test_a_validation_of_an_older_checkpoint_replaces_nothing(tmp_path, whole_if_marked, monkeypatch):
+    older, newer = make_checkpoint(tmp_path, 2), make_checkpoint(tmp_path, 10)
+    write_tracker_atomically(tmp_path, 10)
+    for given in (
+        {"resume_mode": "resume_path", "resume_from_path": str(older)},
+        {"resume_mode": "disable"},
+    ):
+        start_and_die(tmp_path, monkeypatch, False, val_only=True, **given)
+        assert find_resume_folder(config_for(tmp_path)) == newer
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from verl.trainer.run import ending as module
 from verl.trainer.run.ending import Ending, Grace
 from verl.utils.checkpoint import write_tracker_atomically
+from verl.utils.checkpoint.files import remove_tracker
 from verl.utils.interrupts import command_line
 from verl.utils.observe.record import RECORD_NAME
 
@@ -42,6 +43,8 @@ def save(folder: Path, step: int) -> None:
         ("disable", 5, [1, 2, 3], 1, "the last checkpoint is {}/global_step_1, steps 2 to 3 are lost; go on with: "),
         ("resume_path", 5, [], None, "the last checkpoint is {}/global_step_4, no full step is lost; go on with: "),
         ("resume_path", 5, [1, 2, 3, 4, 5], None, "the last checkpoint is {}/global_step_4, step 5 is lost; go on"),
+        ("resume_path", 5, [1, 2, 3, 4, 5], 4, "the last checkpoint is {}/global_step_4, step 5 is lost; go on"),
+        ("disable", 5, [1], "removed", "there is no checkpoint, step 1 is lost; start again with: "),
     ],
 )
 def test_the_last_line(tmp_path, monkeypatch, mode, before, trains, saves, told):
@@ -54,12 +57,14 @@ def test_the_last_line(tmp_path, monkeypatch, mode, before, trains, saves, told)
     ending = Ending(tmp_path, mode, path, report=False, save_s=None)
     if trains:
         record(tmp_path, *trains)
-    if saves is not None:
+    if saves == "removed":  # the tracker, when the run started
+        remove_tracker(tmp_path)
+    elif saves is not None:
         save(tmp_path, saves)
     line = ending.last_line()
     assert line.startswith("interrupted: " + told.format(tmp_path)), line
     chosen = [*COMMAND[:-1], f"+trainer.resume_mode={mode}"]
-    if mode != "auto" and saves is not None:
+    if mode != "auto" and isinstance(saves, int):
         chosen = [*COMMAND[:-1], "trainer.resume_mode=auto", "trainer.resume_from_path=null"]
     assert shlex.split(line.partition(" with: ")[2]) == chosen
     assert ending.has_unsaved_step() == (" lost; " in line and "no full step" not in line)

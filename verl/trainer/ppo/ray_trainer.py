@@ -68,7 +68,7 @@ from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import is_end_requested
 from verl.trainer.run.ending import EndRequested
 from verl.trainer.run.output import RunOutput, log_generations
-from verl.trainer.run.resume import find_resume_folder
+from verl.trainer.run.resume import find_resume_folder, name_start, run_folder
 from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler, warn_of_lost_state
 from verl.utils.flops_counter import image_lengths
 from verl.utils.memory_utils import keep_freed_host_memory
@@ -373,14 +373,16 @@ class RayPPOTrainer:
         rollout = self.run_config.actor_rollout_ref.rollout
         resumed = self._load_checkpoint()
         profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
-        self.output = RunOutput(options, self.config, resumed, self.state.total_steps, metric_utils.describe_step)
+        self.output = RunOutput(
+            options, self.config, resumed, self.state.total_steps, metric_utils.describe_step, options.val_only
+        )
         self._trackers = self.output.tracking.logger
         trace = rollout.trace
         RolloutTraceConfig.init(options.project_name, options.experiment_name, trace.backend, trace.token2text)
         algorithm = self.run_config.algorithm
         veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
         self.step_record = StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
-        self.timelines = Timelines(options.timeline_steps, self.output.folder, resumed)
+        self.timelines = Timelines(options.timeline_steps, self.output.folder, self.output.kept_step)
         if rollout.skip_rollout:
             RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
@@ -1133,12 +1135,14 @@ class RayPPOTrainer:
 
     def _load_checkpoint(self) -> int | None:
         """Restore the run that the configuration resumes; return its step, None for a fresh start."""
+        options = self.run_config.trainer
         folder = find_resume_folder(self.run_config)
-        if folder is None:
-            return None
-        self.checkpoints.load(folder, delete_after_load=self.run_config.trainer.del_local_ckpt_after_load)
-        self._catches_up = True
-        return self.state.step
+        if folder is not None:
+            self.checkpoints.load(folder, delete_after_load=options.del_local_ckpt_after_load)
+            self._catches_up = True
+        if not options.val_only:
+            name_start(run_folder(self.run_config), folder)
+        return None if folder is None else self.state.step
 
     def _profile_from_here(self, timing: Timing) -> None:
         """Start the profilers of the roles, if this step is listed and they do not run on from the one before."""

@@ -76,7 +76,7 @@ class Ending:
         return self.is_here or bool(self._last_step())
 
     def _has_saved(self) -> bool:
-        return _version(self._tracker) != self._before[0]
+        return _version(self._tracker) not in (None, self._before[0])
 
     def _checkpoint(self) -> Path | None:
         """Return the folder that a resume takes: one that this run has saved, or that from which it has started."""

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,14 +41,17 @@ class RunOutput:
         resumed_step: int | None,
         total_steps: int,
         describe_step: DescribeStep,
+        only_validates: bool = False,
     ) -> None:
         """Open the outputs of a run that continues after ``resumed_step``; None starts from scratch.
 
-        ``config`` is the whole tree, for the trackers; ``describe_step`` makes the text of the progress display.
+        ``config`` is the whole tree, for the trackers; ``describe_step`` makes the text of the progress display. A run
+        that ``only_validates`` adds to the record of the folder and replaces no step.
         """
         self.folder = Path(options.default_local_dir).expanduser().absolute()
-        self.record = RunRecord(self.folder, resumed_step)
-        self.attempts = AttemptsRecord(self.folder, resumed_step)
+        self.kept_step = sys.maxsize if only_validates else resumed_step
+        self.record = RunRecord(self.folder, self.kept_step)
+        self.attempts = AttemptsRecord(self.folder, self.kept_step)
         self.makes_report = options.report
         self._finished_steps = 0
         resolved: Any = OmegaConf.to_container(config, resolve=True)

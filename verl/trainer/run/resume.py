@@ -120,6 +120,22 @@ def tell_replaced(root: Path, folder: Path | None) -> None:
         )
 
 
+def name_start(root: Path, folder: Path | None) -> None:
+    """Let the tracker under ``root`` name the checkpoint that the run starts from, or none if that is not under it.
+
+    So ``auto`` goes on from there, or is refused, if the run dies before its first save: newer checkpoints are those
+    that the user has decided to replace. This comes before the record of the run is cut back to that step.
+    """
+    step = None if folder is None else step_of(folder)
+    named = root / f"{files.STEP_FOLDER}{step}"
+    if folder is None or not (named.is_dir() and named.samefile(folder)):
+        files.remove_tracker(root)
+        return
+    tracker = Path(get_checkpoint_tracker_filename(root))
+    if not tracker.is_file() or tracker.read_bytes().strip() != str(step).encode():
+        files.write_tracker_atomically(root, step_of(named))
+
+
 def tell_removed(folders: Sequence[Path]) -> None:
     """Name, in one line, the partial checkpoints that a save has removed after it was complete."""
     if folders:

@@ -15,6 +15,7 @@ from verl.trainer.run.resume import (
     ANOTHER,
     MISSING_DATA,
     damaged_checkpoint,
+    name_start,
     refuse_unnamed,
     restoring,
     step_of,
@@ -138,8 +139,12 @@ class CheckpointHandler:
             ranks; UntrustedClassError when the state of the loader names classes that may run code.
         """
         folder = self._folder()
-        if folder is None:
-            return 0
+        step = 0 if folder is None else self._load(folder)
+        if self.rank == 0:
+            name_start(Path(self.default_local_dir), None if folder is None else Path(folder))
+        return step
+
+    def _load(self, folder: str) -> int:
         step = step_of(folder)
         if problem := files.renamed_problem(folder, folder):
             raise damaged_checkpoint(folder, [problem], ANOTHER)

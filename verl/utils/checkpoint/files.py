@@ -352,6 +352,14 @@ def write_tracker_atomically(root_path: StrPath, global_step: int) -> None:
     write_text(root_path, TRACKER_NAME, str(global_step))
 
 
+def remove_tracker(root_path: StrPath) -> None:
+    """Name no checkpoint as the latest."""
+    tracker = Path(root_path, TRACKER_NAME)
+    if tracker.is_symlink() or tracker.is_file():
+        tracker.unlink()
+        sync_folder(root_path)
+
+
 def make_folder(folder: StrPath) -> None:
     """Make a folder; what has its name and is none, such as a file or a link to nowhere, is renamed."""
     if os.path.lexists(folder) and not os.path.isdir(folder):

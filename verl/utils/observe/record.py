@@ -249,19 +249,19 @@ class RunRecord:
                 self._rewrite(kept)
 
     def log(self, data: Metrics, step: int, details: Details | None = None) -> None:
-        """Write metrics and details of a step, merged with those already recorded.
+        """Write metrics and details of a step in its place, merged with those already recorded.
 
         A failed write, such as to a full disk, loses the step with a warning and does not end the run.
         """
         try:
-            if step in self.steps:
+            if self.steps and step <= max(self.steps):
                 entries = read_entries(self.path)
                 merge_entry(entries, step, data, details or {})
                 self._rewrite(entries)
             else:
                 line = _line(step, {"data": dict(data), **(details or {})})
                 self._append(line.encode("utf-8", errors="backslashreplace"))
-                self.steps.add(step)
+            self.steps.add(step)
         except OSError as error:
             logger.warning(
                 "step %d could not be written to the record %s; the run continues: %s", step, self.path, error
