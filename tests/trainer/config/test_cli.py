@@ -55,7 +55,6 @@ REFUSED = {
     "+data={max_prompt_lenght: 3}": "data.max_prompt_length",
     "~trainer.loger": "trainer.logger",
     "actor_rollout_ref.actor.tis_imp_ratio_cap=2": "algorithm.rollout_is_threshold",
-    "+actor_rollout_ref.actor.tis_imp_ratio_cap=3": "algorithm.rollout_is_mode",
     "global_profiler.tool_config.nsys.discrete=true": "global_profiler.global_tool_config",
     "trainer.profile_steps=[1]": "global_profiler.steps",
     "actor_rollout_ref.profiler.ranks=[0]": "write actor_rollout_ref.actor.profiler",
@@ -71,8 +70,8 @@ def test_refused_with_what_was_meant():
     with pytest.raises(ConfigError) as info:
         fit("data.seed=3", *REFUSED)
     assert len(info.value.violations) == len(REFUSED)  # all are listed
-    for violation, (override, meant) in zip(info.value.violations, REFUSED.items(), strict=True):
-        assert violation.key.split(".")[0] in override and meant in violation.expected, str(violation)
+    for override, meant in REFUSED.items():
+        assert any(each.key in override.replace("={", ".") and meant in each.expected for each in info.value.violations)
 
 
 def test_how_a_node_with_a_dataclass_gets_a_key():

@@ -262,6 +262,20 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
             f"{ROLLOUT}.calculate_log_probs",
             "calculate_log_probs=false: must be true with algorithm.rollout_is_threshold=2.0",
         ),
+        (
+            {"actor_rollout_ref.actor.use_rollout_log_probs": True},
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            "must be true with actor_rollout_ref.actor.use_rollout_log_probs=true",
+        ),
+        (
+            {
+                "actor_rollout_ref.actor.use_rollout_log_probs": True,
+                "actor_rollout_ref.rollout.calculate_log_probs": True,
+                "algorithm.rollout_is_threshold": 2.0,
+            },
+            "algorithm.rollout_is_threshold",
+            "the ratio of the loss holds the weights already",
+        ),
         ({"algorithm.rollout_is": True}, "algorithm.rollout_is", "needs algorithm.rollout_is_threshold: write a limit"),
         ({"algorithm.rollout_is_level": "word"}, "algorithm.rollout_is_level", "one of token, sequence, geometric"),
         ({"algorithm.rollout_is_mode": "drop"}, "algorithm.rollout_is_mode", "one of truncate, mask, clip"),

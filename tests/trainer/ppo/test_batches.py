@@ -271,3 +271,18 @@ def test_pools_without_a_device_follow_the_run_and_a_critic_is_started_if_one_is
         resources.create_worker_groups(config, RunConfig.parse(config), dict.fromkeys(mapping), pools, group, "cpu")
         assert pools.device_name == "cpu" and started == expected
         started.clear()
+
+
+def test_log_probs_of_the_rollout_are_the_old_ones_and_no_pass_computes_others():
+    trainer = object.__new__(RayPPOTrainer)
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": {"use_rollout_log_probs": True}}})
+    actor = SimpleNamespace(use_rollout_log_probs=True, uses_full_kl=False)
+    trainer.run_config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(actor=actor))
+    trainer.use_reference_policy = trainer.use_critic = False
+    trainer.config = config
+    rollout = torch.tensor([[-1.0, -2.0]])
+    batch = DataProto.from_dict({"rollout_log_probs": rollout, "response_mask": torch.ones(1, 2)})
+    batch = trainer.infer(batch, {}, {})  # it has no workers
+    assert torch.equal(batch.batch["old_log_probs"], rollout)
+    with pytest.raises(ValueError, match="the rollout returned no rollout_log_probs"):
+        trainer.infer(batch.select(["response_mask"]), {}, {})

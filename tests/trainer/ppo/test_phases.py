@@ -171,10 +171,10 @@ def needs_old_log_probs_in(config):
         ({"actor_rollout_ref__actor__ppo_epochs": 2}, True),
         ({"algorithm__use_kl_in_reward": True}, True),
         ({"algorithm__rollout_is_threshold": 2.0}, True),
-        ({"actor_rollout_ref__actor__use_rollout_log_probs": True}, True),
+        ({"actor_rollout_ref__actor__use_rollout_log_probs": True}, False),
         (
-            {"actor_rollout_ref__actor__use_rollout_log_probs": True, "actor_rollout_ref__actor__strategy": "megatron"},
-            True,
+            {"actor_rollout_ref__actor__use_rollout_log_probs": True, "actor_rollout_ref__actor__ppo_epochs": 2},
+            False,
         ),
         ({"actor_rollout_ref__actor__use_kl_loss": True}, False),
         ({"data__gen_batch_size": 16}, True),

@@ -38,8 +38,11 @@ from verl.trainer.config.keys import (
     renamed,
     select,
     unknown_keys,
+    without,
 )
+from verl.trainer.config.other_versions import row_of
 from verl.trainer.config.similar import similar_keys
+from verl.trainer.config.translation import Translation, file_of_engine
 from verl.trainer.config.written import composed_files, content
 from verl.utils.import_utils import PACKAGE, absolute_name
 from verl.utils.interrupts import caught_signals, leave_before_the_run
@@ -203,6 +206,9 @@ def keys_help(words: Iterable[str], config_name: str, folder: str, config_dir: s
         for word in words:
             key = word.partition("=")[0].lstrip("+~")
             text = key_help(key, config, config_name, folder)
+            row = row_of(key, roots=config) if text is None else None
+            if row is not None:
+                text = f"{key}\n  {row.help}\n"
             if text is None:
                 _exit(f"{key}: there is no such key{_nearest_text(key, known)}")
             texts.append(text)
@@ -308,10 +314,11 @@ def prepare_arguments(arguments: list[str], config_name: str, folder: str, is_ow
         raise ConfigError(
             [Violation("--multirun", True, f"starts several runs, and {CHECK} looks at one: leave it out")]
         )
-    name = parsed.config_name or config_name
+    name = parsed.config_name or file_of_engine(parsed.overrides, config_name, folder)
     overrides = fitted_overrides(parsed.overrides, name, folder, parsed.config_dir, bool(parsed.multirun), command)
     kept = [argument for argument in arguments if argument not in parsed.overrides]
     moved = ["--config-path", folder] if parsed.config_path is not None else []
+    moved += ["--config-name", name] if name != (parsed.config_name or config_name) else []
     return kept + moved + overrides
 
 
@@ -346,9 +353,15 @@ def fitted_overrides(
     command = command or Command(config_name, folder)
     is_shipped = (folder, config_name) in [command[:2][::-1], *((CONFIG_DIR, name) for name in _TREES)]
     is_of_user = bool(groups or config_dir) or not is_shipped
-    checker = _KeyChecker(command, tree, [each for each in parsed if each not in in_groups], is_of_user)
-    violations: list[Violation] = []
-    fitted = [f"++{key}={name}" for key, name in names.items()]
+    known = _shipped_keys(command, tree) if is_of_user else set(dotted_keys(tree))
+    other = Translation(parsed, tree, known, reads=lambda each: command.is_own and each.is_add())
+    tree = without(tree, other.in_files)
+    parsed = OverridesParser.create().parse_overrides(other.overrides)
+    own = [each for each in parsed if str(each.input_line) not in groups]
+    checker = _KeyChecker(command, tree, own, known)
+    violations: list[Violation] = list(other.violations)
+    fitted = [f"++{key}={name}" for key, name in names.items()] + other.before
+    count = len(fitted)
     for override in parsed:
         line = str(override.input_line)
         if line in groups or override.key_or_group.startswith("hydra"):
@@ -368,9 +381,10 @@ def fitted_overrides(
             )
     violations += checker.of_files()
     wrong = {violation.key for violation in violations}
-    written = zip(fitted[len(names) :], parsed, strict=True)
+    written = zip(fitted[count:], parsed, strict=True)
     kept = [line for line, each in written if not wrong & {each.key_or_group, *_keys_of(each)}]
-    kept = [*fitted[: len(names)], *kept]
+    kept = [*fitted[:count], *kept]
+    other.tell()
     if only_checks():
         _invocation.refused = violations
         checker.give_notices()
@@ -475,10 +489,9 @@ _TREES = ("ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 class _KeyChecker:
     """Tells keys that nothing reads from others, in the overrides and files of one command line."""
 
-    def __init__(self, command: Command, tree: Mapping[str, Any], overrides: list[Override], is_of_user: bool) -> None:
+    def __init__(self, command: Command, tree: Mapping[str, Any], overrides: list[Override], known: set[str]) -> None:
         self.tree = tree
         self.is_own = command.is_own
-        known = _shipped_keys(command, tree) if is_of_user else set(dotted_keys(tree))
         self.unknown = unknown_keys(tree, known)  # in the files
         self.in_files = set(dotted_keys(tree))
         self.known = known | {key for key in self.in_files if not is_under(key, self.unknown)}

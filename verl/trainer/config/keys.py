@@ -1,4 +1,4 @@
-"""Keys beyond the YAML files, and replacements of renamed keys."""
+"""Keys beyond the YAML files, and those of other versions in a tree."""
 
 import pkgutil
 import re
@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import Violation
+from verl.trainer.config.other_versions import row_of
 from verl.utils import envs
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.signature import SCORER_CALLS
@@ -60,23 +61,6 @@ _OPTIONAL_IN_SFT = ("data.image_key", "data.video_key")
 NO_READER = ("trainer.log_freq", "trainer.rl_logging_board_dir", "trainer.tensorboard_dir")
 """Keys of published commands that nothing reads: accepted with a warning."""
 
-RENAMED = {
-    "actor_rollout_ref.actor.tis_imp_ratio_cap": "was replaced: write algorithm.rollout_is_threshold=<cap>, "
-    "algorithm.rollout_is=true and algorithm.rollout_is_mode=truncate",
-    "actor_rollout_ref.actor.profile": "was replaced: write actor_rollout_ref.actor.profiler.enable=true, "
-    "global_profiler.tool=torch and global_profiler.steps=[...]",
-    "actor_rollout_ref.profiler": "was divided: write actor_rollout_ref.actor.profiler, actor_rollout_ref.ref.profiler",
-    "global_profiler.tool_config": "was renamed: write global_profiler.global_tool_config",
-    "trainer.controller_nsight_options": "moved: write global_profiler.global_tool_config.nsys."
-    "controller_nsight_options",
-    "trainer.npu_profile": "was replaced: write global_profiler.tool=npu, actor_rollout_ref.actor.profiler.enable=true "
-    "and actor_rollout_ref.actor.profiler.tool_config.npu",
-    "trainer.profile_continuous_steps": "moved: write global_profiler.profile_continuous_steps",
-    "trainer.profile_steps": "moved: write global_profiler.steps, and global_profiler.tool",
-    "trainer.worker_nsight_options": "moved: write global_profiler.global_tool_config.nsys.worker_nsight_options",
-}
-"""Older spellings, refused with what replaces them."""
-
 
 def select(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
     """Return the value at a dotted key, or ``default`` if the tree has no such key."""
@@ -96,6 +80,15 @@ def dotted_keys(node: Mapping[str, Any], prefix: str = "") -> list[str]:
         if isinstance(value, Mapping):
             keys += dotted_keys(value, f"{prefix}{name}.")
     return keys
+
+
+def without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return a tree without some of its dotted keys."""
+    kept = {name: value for name, value in tree.items() if f"{prefix}{name}" not in keys}
+    return {
+        name: without(value, keys, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+        for name, value in kept.items()
+    }
 
 
 def is_under(key: str, nodes: Iterable[str]) -> bool:
@@ -200,15 +193,20 @@ def _field_names(target: Any) -> set[str] | None:
 
 
 def replaced_keys(tree: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield each older spelling in a tree, unless an interpolation reads it."""
+    """Yield each key of another version in a tree, unless an interpolation reads it, with what to write instead."""
     references = referenced_keys(tree)
-    for key, text in RENAMED.items():
-        parent, _, name = key.rpartition(".")
-        node = select(tree, parent)
-        if isinstance(node, Mapping) and name in node and not any(is_under(each, [key]) for each in references):
-            yield Violation(key, node[name], text)
+    seen: list[str] = []
+    for key in dotted_keys(tree):
+        value = select(tree, key)
+        row = None if is_under(key, seen) else row_of(key, value, tree)
+        if row is None or row.is_ours or row.needs_nothing(key, value):
+            continue
+        if (row.key == key or not isinstance(value, Mapping)) and not any(is_under(each, [key]) for each in references):
+            seen.append(key)
+            yield Violation(key, value, row.message)
 
 
 def renamed(key: str) -> str | None:
-    """Return the replacement of an older spelling; None if the key is not one."""
-    return next((text for old, text in RENAMED.items() if is_under(key, [old])), None)
+    """Return the replacement of a key of earlier versions; None if the key is not one."""
+    row = row_of(key)
+    return row.message if row is not None and not row.roots else None

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.algos.names import ADV_ESTIMATORS, POLICY_LOSSES
 from verl.base_config import Violation, as_yaml, config_error, nearest
 from verl.trainer.config.keys import dotted_keys, replaced_keys, select
+from verl.trainer.config.other_versions import row_of
 from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules, may_register
 from verl.trainer.config.rules.fork_workers import fork_rules
@@ -22,6 +23,7 @@ from verl.trainer.config.rules.profiler import profiler_rules
 from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_model_rules
 from verl.trainer.config.rules.rollout import (
     agent_loop_rules,
+    bypass_rules,
     importance_weight_rules,
     multi_turn_rules,
     rollout_rules,
@@ -155,6 +157,7 @@ def _rules(
     first = [
         *_step_rules(run),
         *importance_weight_rules(run),
+        *bypass_rules(run),
         *option_rules(run),
         *dapo_rules(run),
         *manager_rules(run),
@@ -255,10 +258,12 @@ def _name_rules(run: RunConfig) -> Iterator[Violation]:
         is_known = name is None or name in known  # null: a recipe without one
         if is_known or (name == manager and may_register(run.custom_reward_function.path)):
             continue
+        row = row_of(key, name)
         similar = ", ".join(nearest(name, known)) or ", ".join(known)
+        problem = row.message if row else f"{unknown}: it is not registered; the nearest: {similar}"
         expected = (
-            f"{unknown}: it is not registered; the nearest: {similar}. A name that you add needs a module that "
-            "registers it in VERL_USE_EXTERNAL_MODULES or actor_rollout_ref.model.external_lib"
+            f"{problem}. A name that you add needs a module that registers it in VERL_USE_EXTERNAL_MODULES or "
+            "actor_rollout_ref.model.external_lib"
         )
         yield Violation(key, name, expected)
 
@@ -302,6 +307,11 @@ def _give_notices(run: RunConfig, tree: Tree) -> None:
             )
     if run.algorithm.use_kl_in_reward and run.actor_rollout_ref.actor.use_kl_loss:
         logger.warning("KL is in the reward (algorithm.use_kl_in_reward) and in the loss (actor.use_kl_loss)")
+    if run.actor_rollout_ref.actor.use_rollout_log_probs:
+        logger.warning(
+            "actor_rollout_ref.actor.use_rollout_log_probs=true: the log-probs of the rollout are the old ones, and no "
+            "pass computes others. Until 0.1 the key only asked for a pass where a single update needs none"
+        )
     if run.actor_rollout_ref.actor.optim.lr == 0:
         logger.warning("actor_rollout_ref.actor.optim.lr=0: the actor learns nothing")
     rollout = run.actor_rollout_ref.rollout

@@ -173,12 +173,10 @@ def needs_old_log_probs(actor: ActorConfig, algorithm: AlgoConfig, prompts_per_s
     """Whether anything reads the log-probabilities of the policy before the update.
 
     A single on-policy update needs none: its own log-probabilities, detached, are the old ones. The KL in the reward,
-    rollout importance sampling, several mini-batches or epochs, and ``actor.use_rollout_log_probs`` need them.
+    rollout importance sampling, and several mini-batches or epochs need them. With ``actor.use_rollout_log_probs``
+    those of the rollout are the old ones, and no pass computes others.
     """
+    if actor.use_rollout_log_probs:
+        return False
     is_single_update = actor.ppo_mini_batch_size == prompts_per_step and actor.ppo_epochs == 1
-    return (
-        not is_single_update
-        or algorithm.use_kl_in_reward
-        or algorithm.rollout_is_threshold is not None
-        or actor.use_rollout_log_probs
-    )
+    return not is_single_update or algorithm.use_kl_in_reward or algorithm.rollout_is_threshold is not None

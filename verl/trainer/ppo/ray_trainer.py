@@ -58,7 +58,13 @@ from verl.trainer.ppo.segments import (
     segment_rows,
     without_segments,
 )
-from verl.trainer.ppo.shaping import add_rollout_weights, apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.shaping import (
+    add_rollout_weights,
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+    with_rollout_log_probs,
+)
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.timelines import Timelines
 from verl.trainer.ppo.utils import Role as Role  # forks import it from here
@@ -638,7 +644,9 @@ class RayPPOTrainer:
         """Compute only the log-probabilities and values that the rest of the step reads."""
         run = self.run_config
         actor = run.actor_rollout_ref.actor
-        if needs_old_log_probs(actor, run.algorithm, run.prompts_per_step):
+        if actor.use_rollout_log_probs:
+            batch = with_rollout_log_probs(batch)
+        elif needs_old_log_probs(actor, run.algorithm, run.prompts_per_step):
             with self._timed("old_log_prob", timing):
                 batch = self._add_old_log_probs(batch, metrics)
         if self.use_reference_policy and (not actor.uses_full_kl or run.algorithm.use_kl_in_reward):

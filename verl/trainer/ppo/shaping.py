@@ -83,6 +83,21 @@ def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataPr
     return batch.union(weights), metrics
 
 
+def with_rollout_log_probs(batch: DataProto) -> DataProto:
+    """Return the batch with the log-probabilities of the rollout as ``old_log_probs`` (B, R).
+
+    Raises: WrongInput when the rollout returned none.
+    """
+    tensors = tensors_of(batch)
+    if "rollout_log_probs" not in tensors.keys():
+        raise WrongInput(
+            "actor_rollout_ref.actor.use_rollout_log_probs=true: the rollout returned no rollout_log_probs; set "
+            "actor_rollout_ref.rollout.calculate_log_probs=true"
+        )
+    tensors["old_log_probs"] = tensors["rollout_log_probs"].clone()
+    return batch
+
+
 def compute_advantage(
     data: DataProto,
     adv_estimator: str | AdvantageEstimator,

@@ -159,7 +159,7 @@ class ActorConfig(TrainedConfig):
     kl_loss_type: str = setting("low_var_kl", "estimator of that KL")
     use_fused_kernels: bool = setting(False, "follows actor_rollout_ref.model.use_fused_kernels")
     use_prefix_grouper: bool = setting(False, "another name of actor_rollout_ref.model.use_prefix_sharing")
-    use_rollout_log_probs: bool = setting(False, "use the old log-probs of the batch even where on-policy")
+    use_rollout_log_probs: bool = setting(False, "the log-probs of the rollout are the old ones")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -110,12 +110,13 @@ def training_spec(config: "ActorConfig | CriticConfig", dp_size: int = 1) -> Pas
 def policy_update_spec(spec: PassSpec, config: "ActorConfig", data: "DataProto", temperature: float) -> PassSpec:
     """Return the options of a policy update, which is cut as ``spec`` says.
 
-    Without ``old_log_probs`` the update is on-policy. It then returns the entropy, which the skipped pass would have.
+    Without ``old_log_probs``, or with those of the rollout, no pass came before. The update then returns the entropy,
+    which that pass would have.
     """
-    on_policy = "old_log_probs" not in tensors_of(data).keys()
+    is_first = config.use_rollout_log_probs or "old_log_probs" not in tensors_of(data).keys()
     return dataclasses.replace(
         spec,
         temperature=temperature,
-        entropy="grad" if config.entropy_coeff else "value" if on_policy else "none",
+        entropy="grad" if config.entropy_coeff else "value" if is_first else "none",
         full_kl=config.uses_full_kl,
     )

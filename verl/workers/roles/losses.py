@@ -93,7 +93,8 @@ def ppo_loss(
     """Compute policy loss, entropy bonus and KL penalty of a micro-batch.
 
     A batch without ``old_log_probs`` belongs to a single on-policy update. The detached current log-probabilities then
-    serve as the old ones, and this function measures the metrics of the pass that was skipped.
+    serve as the old ones. Then, and where those of the rollout are the old ones, this function measures the metrics of
+    the pass that was skipped.
 
     Source: PPO (arXiv:1707.06347) section 3; KL in the loss: DeepSeekMath (arXiv:2402.03300) section 4.1.
     """
@@ -101,7 +102,7 @@ def ppo_loss(
     mask = batch["response_mask"]
     log_probs = model_output["log_probs"]
     old_log_probs = batch.get("old_log_probs", None)
-    on_policy = old_log_probs is None
+    is_first = config.use_rollout_log_probs or old_log_probs is None
     loss_mode = config.policy_loss.loss_mode
     length = config.loss_scale_factor
     shares = batch.get(SHARE_COLUMN, None)
@@ -127,7 +128,7 @@ def ppo_loss(
         entropy = agg_sum(model_output["entropy"], mask, config.loss_agg_mode, length, shares)
         if config.entropy_coeff:
             terms.append(Sum(-config.entropy_coeff * entropy.total, entropy.unit))
-        if on_policy:
+        if is_first:
             metrics["actor/entropy"] = entropy
     if config.use_kl_loss:
         divergence = _kl_to_reference(config.kl_loss_type, model_output, batch)
@@ -136,7 +137,7 @@ def ppo_loss(
         metrics["actor/kl_loss"] = kl
         coefficient = torch.tensor(config.kl_loss_coef, dtype=torch.float64, device=log_probs.device)
         metrics["actor/kl_coef"] = Extreme(coefficient, "max")
-    if on_policy and "rollout_log_probs" in batch.keys():
+    if is_first and "rollout_log_probs" in batch.keys():
         metrics |= gap_sum_metrics(log_probs.detach(), batch["rollout_log_probs"], mask)
     return terms, metrics
 

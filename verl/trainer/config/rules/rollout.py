@@ -138,6 +138,26 @@ def _pass_rules(rollout: RolloutConfig, longest: int) -> Iterator[Violation]:
         yield Violation(key, tokens, f"{expected} lower max_num_seqs", others=(f"{_KEY}.max_num_seqs",))
 
 
+_BYPASS = "actor_rollout_ref.actor.use_rollout_log_probs"
+
+
+def bypass_rules(run: RunConfig) -> Iterator[Violation]:
+    """Reject the log-probs of the rollout as the old ones where it returns none, or where they are compared."""
+    if not run.actor_rollout_ref.actor.use_rollout_log_probs:
+        return
+    if not run.actor_rollout_ref.rollout.calculate_log_probs:
+        expected = f"must be true with {_BYPASS}=true, which reads them"
+        yield Violation(
+            f"{_KEY}.calculate_log_probs", False, f"{expected}: write true, or false there", others=(_BYPASS,)
+        )
+    if run.algorithm.rollout_is_threshold is not None:
+        expected = f"must be null with {_BYPASS}=true: the ratio of the loss holds the weights already"
+        threshold = run.algorithm.rollout_is_threshold
+        yield Violation("algorithm.rollout_is_threshold", threshold, expected, others=(_BYPASS,))
+    if run.trainer.lazy_columns:
+        yield Violation(_BYPASS, True, "cannot be combined with trainer.lazy_columns=true: write false for one of them")
+
+
 def importance_weight_rules(run: RunConfig) -> Iterator[Violation]:
     """Reject importance weights of a rollout without a limit, or without the log-probs that they need."""
     threshold = run.algorithm.rollout_is_threshold
