@@ -12,10 +12,10 @@ from verl.utils.observe.tracking import (
     MissingBackendError,
     Tracking,
     UnknownBackendError,
-    ValidationGenerationsLogger,
     check_backends,
     flatten,
     mlflow_key,
+    numbers_in,
 )
 
 
@@ -35,6 +35,18 @@ def test_names_are_checked_before_anything_is_built(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(MissingBackendError):
         check_backends("tracking")
     assert "deprecated" in caplog.text
+
+
+def test_what_is_a_number():
+    data = {
+        "bool": True,
+        "numpy": np.bool_(False),
+        "array": np.array(2),
+        "tensor": torch.tensor(0.5, dtype=torch.bfloat16),
+    }
+    assert numbers_in(data) == {"bool": True, "numpy": False, "array": 2, "tensor": 0.5}
+    others = {"text": "1", "none": None, "complex": 1j, "array": np.array([1.0]), "tensor": torch.ones(2), "list": [1]}
+    assert numbers_in(others) == {}
 
 
 def test_console_shows_numbers_on_one_line(capsys):
@@ -62,96 +74,24 @@ def test_tensorboard_is_read_back(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
     log = Tracking("p", "e", ["tensorboard"])
     for step in (1, 2):
-        log.log({"actor/lr": step * 0.5, "text": "no number"}, step=step)
+        log.log({"actor/lr": step * 0.5, "text": "no number", "complex": 1j, "tensor": torch.tensor(step)}, step=step)
     log.finish()
     events = accumulator.EventAccumulator(str(tmp_path))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [(1, 0.5), (2, 1.0)]
-
-
-METRICS = [{"val-core/x/acc/mean@4": 0.5 * step, "actor/lr": 1e-6} for step in (1, 2)]
-
-
-def log_offline(name, config=None):
-    """Log two steps and a table of samples; return the open tracker."""
-    log, generations = Tracking("project", "run", [name], config), ValidationGenerationsLogger("project", "run")
-    for step, metrics in enumerate(METRICS, 1):
-        log.log(metrics, step=step)
-        generations.log(log.logger, [("question", "answer", 1.0)], step)
-    return log
-
-
-def test_mlflow_is_read_back(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
-    monkeypatch.chdir(tmp_path)
-    log_offline("mlflow", {"trainer": {"seed": 1}}).finish()
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
-    history = client.get_metric_history(run.info.run_id, "val-core/x/acc/mean_at_4")
-    assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 1.0)]
-    assert run.data.params == {"trainer/seed": "1"} and run.info.run_name == "run"
-    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["val_step1.json", "val_step2.json"]
-
-
-def test_wandb_holds_the_last_step_and_the_table(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    log = log_offline("wandb", {"trainer": {"seed": 1}})
-    log.log({}, step=3)  # ends the step before it
-    assert wandb.run.config["trainer"] == {"seed": 1} and wandb.run.name == "run"
-    assert {key: wandb.run.summary[key] for key in METRICS[1]} == METRICS[1]
-    assert wandb.run.summary["val/generations"]["nrows"] == 2
-    log.finish()
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    lines = [line for line in wandb_history(file) if "actor/lr" in line]
-    assert [{key: line[key] for key in ("_step", *METRICS[0])} for line in lines] == [
-        {"_step": step, **metrics} for step, metrics in enumerate(METRICS, 1)
-    ]
-
-
-def wandb_history(path):
-    """Return the lines of metrics in the file of an offline run."""
-    from wandb.proto import wandb_internal_pb2
-
-    lines, record = [], wandb_internal_pb2.Record()
-    for data in leveldb_records(path.read_bytes()[7:]):  # behind the mark of the file's kind
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            lines.append({key: value for key, value in items.items() if key[0] != "_" or key == "_step"})
-    return lines
-
-
-def leveldb_records(data, block=32768, mark=7):
-    """Yield the records of a log in the format of LevelDB, whose first block lacks ``mark`` bytes."""
-    at, whole = 0, b""
-    while at + 7 <= len(data):
-        left = block - (at + mark) % block
-        if left < 7:  # the rest of a block holds nothing
-            at += left
-            continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # a full record, or the last part of one
-            yield whole
-            whole = b""
-
-
-def test_swanlab_keeps_a_run_offline(tmp_path, monkeypatch):
-    pytest.importorskip("swanlab")
-    monkeypatch.setenv("SWANLAB_MODE", "offline")
-    monkeypatch.setenv("SWANLAB_LOG_DIR", str(tmp_path / "log"))
-    log_offline("swanlab").finish()
-    (run,) = (tmp_path / "log").glob("run-*")
-    assert any(b"mean@4" in file.read_bytes() for file in run.rglob("*") if file.is_file())
+    assert [event.value for event in events.Scalars("tensor")] == [1.0, 2.0]
 
 
 def test_names_and_parameters_for_mlflow():
     assert mlflow_key("val-core/openai/gsm8k/acc/best@4/mean") == "val-core/openai/gsm8k/acc/best_at_4/mean"
     assert mlflow_key("a b:c(d)") == "a b:c_d_"
+    assert [mlflow_key(name) for name in ("/a//b/", "../a/./b", "", "..", "a" * 300)] == [
+        "a/b",
+        "a/b",
+        "_",
+        "_",
+        "a" * 250,
+    ]
     assert flatten({"a": {"b": 1, "c": [2, {"d": 3}]}, "e": None}) == {"a/b": 1, "a/c/0": 2, "a/c/1/d": 3, "e": None}
 
 
@@ -187,6 +127,29 @@ def test_a_backend_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
     assert caplog.text.count("failed to log step") == 2  # of the first, and of the tenth
     assert "'wandb' failed to log step 2; the run continues: ConnectionError: no answer" in caplog.text
     assert "'wandb' missed the metrics of 29 steps" in caplog.text and "no end" in caplog.text
+
+
+def test_a_backend_that_fails_slowly_is_left_alone_for_a_while(monkeypatch, caplog):
+    """So that one without an answer takes a tenth of the run's time at most."""
+    clock, asked = [0.0], []
+
+    class Service:
+        def log(self, data, step):
+            asked.append(step)
+            clock[0] += 20.0
+            raise TimeoutError("no answer")
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: clock[0])
+    monkeypatch.setitem(tracking._BACKENDS, "wandb", (None, lambda *_: Service()))
+    log = Tracking("project", "run", ["wandb"])
+    for step in range(1, 31):
+        log.log({"x": step}, step)
+        clock[0] += 10.0
+    log.finish()
+    assert asked == [1, 21] and "'wandb' missed the metrics of 30 steps" in caplog.text
 
 
 def test_a_backend_that_cannot_start_is_named(monkeypatch):

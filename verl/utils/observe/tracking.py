@@ -13,6 +13,7 @@ import os
 import pkgutil
 import re
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -51,6 +52,19 @@ class Backend(Protocol):
         """Flush and close."""
 
 
+def number_in(value: Any) -> int | float | None:
+    """Return the number that a value is, or that an array or tensor without dimensions holds; None for others."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.tolist()
+    return value if isinstance(value, numbers.Real) else None  # type: ignore[return-value]
+
+
+def numbers_in(data: Metrics) -> dict[str, int | float]:
+    """Return the metrics that are numbers."""
+    found = {key: number_in(value) for key, value in data.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
 # ---- backends
 
 
@@ -63,9 +77,8 @@ class LocalLogger:
     def log(self, data: Metrics, step: int) -> None:
         """Write ``step:<n> - key:value - ...``."""
         shown = [f"step:{step}"]
-        for key, value in data.items():
-            if isinstance(value, numbers.Real):
-                shown.append(f"{key}:{value if isinstance(value, int) else format(float(value), '.6g')}")
+        for key, value in numbers_in(data).items():
+            shown.append(f"{key}:{value if isinstance(value, int) else format(float(value), '.6g')}")
         self.console.info(" - ".join(shown))
 
     def finish(self) -> None:
@@ -133,12 +146,17 @@ def numbers_of(value: Any) -> Any:
 class _ModuleLogger:
     """A backend whose library logs by module functions."""
 
-    def __init__(self, module: ModuleType, **finish_options: int) -> None:
+    def __init__(
+        self, module: ModuleType, convert: Callable[[Any], Any] = lambda value: value, **finish_options: int
+    ) -> None:
+        """``convert`` makes the value for the library; it leaves out a metric by None."""
         self.module = module
+        self.convert = convert
         self.finish = partial(module.finish, **finish_options)
 
     def log(self, data: Metrics, step: int) -> None:
-        self.module.log(dict(data), step=step)
+        converted = {key: self.convert(value) for key, value in data.items()}
+        self.module.log({key: value for key, value in converted.items() if value is not None}, step=step)
 
 
 def _wandb(project_name: str, experiment_name: str, config: Config) -> Backend:
@@ -175,14 +193,30 @@ def _swanlab(project_name: str, experiment_name: str, config: Config) -> Backend
         logdir=envs.read("SWANLAB_LOG_DIR", "swanlog"),
         mode=envs.read("SWANLAB_MODE", "cloud"),
     )
-    return _ModuleLogger(swanlab)
+
+    def convert(value: Any) -> Any:
+        """Keep numbers and SwanLab's media; of all else it would write an error in each step."""
+        first = value[0] if isinstance(value, list) and value else value
+        is_media = type(first).__module__.startswith(("swanlab", "pyecharts"))
+        return value if is_media else number_in(value)
+
+    return _ModuleLogger(swanlab, convert)
 
 
 def _trackio(project_name: str, experiment_name: str, config: Config) -> Backend:
     import trackio
 
-    trackio.init(project=project_name, name=experiment_name, config=masked(config))
-    return _ModuleLogger(trackio)
+    resume = envs.read("TRACKIO_RESUME", "never")
+    trackio.init(project=project_name, name=experiment_name, config=masked(config), resume=resume)
+
+    def convert(value: Any) -> Any:
+        """Turn an array or tensor into a number or a histogram."""
+        if not hasattr(value, "ndim"):
+            return value
+        number = number_in(value)
+        return trackio.Histogram(value.tolist()) if number is None else number
+
+    return _ModuleLogger(trackio, convert)
 
 
 class _MlflowLogger:
@@ -191,21 +225,30 @@ class _MlflowLogger:
 
         self.mlflow = mlflow
         mlflow.set_tracking_uri(envs.read("MLFLOW_TRACKING_URI", "sqlite:////tmp/mlruns.db"))
+        # Of a server that is gone, MLflow would keep each step waiting for minutes.
+        envs.write_default({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"})
         experiment = mlflow.set_experiment(project_name)
-        mlflow.start_run(experiment_id=experiment.experiment_id, run_name=experiment_name)
-        mlflow.log_params(flatten(masked(config)))
+        run = mlflow.start_run(experiment_id=experiment.experiment_id, run_name=experiment_name)
+        parameters = {mlflow_key(key): value for key, value in flatten(masked(config)).items()}
+        # A run that MLFLOW_RUN_ID continues keeps its parameters: MLflow lets no value change.
+        mlflow.log_params({key: value for key, value in parameters.items() if key not in run.data.params})
 
     def log(self, data: Metrics, step: int) -> None:
-        values = {mlflow_key(key): float(value) for key, value in data.items() if isinstance(value, numbers.Real)}
+        values = {mlflow_key(key): float(value) for key, value in numbers_in(data).items()}
         self.mlflow.log_metrics(metrics=values, step=step)
 
     def finish(self) -> None:
         self.mlflow.end_run()
 
 
+_MLFLOW_KEY_LENGTH = 250
+
+
 def mlflow_key(key: str) -> str:
-    """Replace the characters of a metric name that MLflow does not allow."""
-    return re.sub(r"[^/\w.\- :]", "_", key.replace("@", "_at_"))
+    """Turn a name into one that MLflow takes: with its characters, a path without empty parts and dots, not longer."""
+    allowed = re.sub(r"[^/\w.\- :]", "_", key.replace("@", "_at_"))
+    path = "/".join(part for part in allowed.split("/") if part.strip("."))
+    return path[:_MLFLOW_KEY_LENGTH].rstrip("/") or "_"
 
 
 def flatten(config: Config, separator: str = "/") -> dict[str, Any]:
@@ -234,9 +277,8 @@ class _TensorboardLogger:
         get_console().info("tensorboard log in %s", folder)
 
     def log(self, data: Metrics, step: int) -> None:
-        for key, value in data.items():
-            if isinstance(value, numbers.Number):
-                self.writer.add_scalar(key, value, step)
+        for key, value in numbers_in(data).items():
+            self.writer.add_scalar(key, value, step)
         self.writer.flush()
 
     def finish(self) -> None:
@@ -256,8 +298,9 @@ class _ClearmlLogger:
         reporter = self.task.get_logger()
         for key, value in data.items():
             title, _, series = key.partition("/")
-            if isinstance(value, numbers.Number):
-                reporter.report_scalar(title=title, series=series or title, value=value, iteration=step)
+            number = number_in(value)
+            if number is not None:
+                reporter.report_scalar(title=title, series=series or title, value=number, iteration=step)
             else:
                 logger.warning("clearml accepts numbers only: dropped %s of type %s", key, type(value).__name__)
 
@@ -353,6 +396,10 @@ def _has_netrc_entry(host: str, variables: Mapping[str, str]) -> bool:
     return False
 
 
+_PAUSE = 10
+"""A backend that fails is left alone for this many times the seconds that it took."""
+
+
 class Tracking:
     """Sends metrics to every backend of ``trainer.logger``."""
 
@@ -367,6 +414,7 @@ class Tracking:
     ) -> None:
         config = config or {}
         self.failures: Counter[str] = Counter()
+        self._paused_until: dict[str, float] = {}
         self.logger: dict[str, Backend] = {}
         for name in check_backends(default_backend):
             try:
@@ -379,15 +427,22 @@ class Tracking:
     def log(self, data: Metrics, step: int, backend: str | list[str] | None = None) -> None:
         """Send the metrics of a step to all backends, or to those that ``backend`` names.
 
-        A failing backend causes a warning and does not end the run: the run's record holds the metrics too.
+        A failing backend causes a warning and does not end the run: the run's record holds the metrics too. One that
+        takes long to fail gets no metrics for ten times as long.
         """
         wanted = self.logger if backend is None else [backend] if isinstance(backend, str) else backend
         for name, instance in self.logger.items():
             if name not in wanted:
                 continue
+            began = time.monotonic()
+            if began < self._paused_until.get(name, began):
+                self.failures[name] += 1
+                continue
             try:
                 instance.log(data=data, step=step)
             except Exception as error:  # libraries raise arbitrary classes
+                now = time.monotonic()
+                self._paused_until[name] = now + _PAUSE * (now - began)
                 self.failures[name] += 1
                 if str(self.failures[name]).rstrip("0") == "1":  # the 1st, 10th, 100th, ... failure
                     text = f"{type(error).__name__}: {error}"
@@ -426,10 +481,11 @@ class ValidationGenerationsLogger:
 
     def log(self, loggers: Trackers, samples: Sequence[Sample], step: int) -> None:
         """Log the samples of one validation to those of the given backends that can show them."""
-        writers = {
+        writers: dict[str, Callable[[Sequence[Sample], int], None]] = {
             "wandb": partial(self._log_table, "wandb"),
             "vemlp_wandb": partial(self._log_table, "volcengine_ml_platform.wandb"),
             "swanlab": self._log_swanlab,
+            "trackio": partial(self._log_table, "trackio"),
             "mlflow": self._log_mlflow,
             "clearml": self._log_clearml,
         }
@@ -440,14 +496,14 @@ class ValidationGenerationsLogger:
                 self._log_tensorboard(loggers[name].writer, samples, step)
 
     def _log_table(self, library: str, samples: Sequence[Sample], step: int) -> None:
-        wandb = pkgutil.resolve_name(library)
+        tracker = pkgutil.resolve_name(library)
         columns = ["step"]
         for number in range(1, len(samples) + 1):
             columns += [f"input_{number}", f"output_{number}", f"score_{number}"]
         self.rows.append([step, *(value for sample in samples for value in sample)])
         # A logged table cannot grow: each validation logs a new one with all rows so far.
         rows = [row for row in self.rows if len(row) == len(columns)]
-        wandb.log({"val/generations": wandb.Table(columns=columns, data=rows)}, step=step)
+        tracker.log({"val/generations": tracker.Table(columns=columns, data=rows)}, step=step)
 
     def _log_swanlab(self, samples: Sequence[Sample], step: int) -> None:
         import swanlab
@@ -462,7 +518,7 @@ class ValidationGenerationsLogger:
         rows = [dict(zip(("input", "output", "score"), sample, strict=True)) for sample in samples]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, f"val_step{step}.json")
-            file.write_text(json.dumps(rows, ensure_ascii=False, allow_nan=False), encoding="utf-8")
+            file.write_text(json.dumps(plain(rows), ensure_ascii=False, allow_nan=False), encoding="utf-8")
             mlflow.log_artifact(str(file))
 
     def _log_clearml(self, samples: Sequence[Sample], step: int) -> None:
