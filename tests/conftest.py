@@ -1,6 +1,10 @@
 """What all tests share."""
 
+import fcntl
+import gc
+import io
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -10,9 +14,11 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 from hypothesis import settings
+from omegaconf import OmegaConf
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +26,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The same examples in each run, however busy the machine is.
 settings.register_profile("verl", derandomize=True, deadline=None, database=None)
 settings.load_profile("verl")
+
+_parse = OmegaConf.load
+_parsed: dict[tuple[int, ...], bytes] = {}
+
+
+def _load(file: Any) -> Any:
+    """Load a YAML file as OmegaConf does, and parse it once: Hydra parses all its files each time that it composes."""
+    if not isinstance(file, io.TextIOWrapper):
+        return _parse(file)
+    status = os.fstat(file.fileno())
+    key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    if key not in _parsed:
+        _parsed[key] = pickle.dumps(_parse(file))
+    return pickle.loads(_parsed[key])
+
+
+pytest.MonkeyPatch().setattr(OmegaConf, "load", staticmethod(_load))  # as long as this process lives
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,54 +57,94 @@ def verification_page(request: pytest.FixtureRequest) -> Path | None:
     return Path(page) if page else None
 
 
+_PRELOADED = Path(__file__).parent / "preloaded"
 PRELOAD_TIMEOUT_S = 300
 """The imports take about 15 s on an idle core, and several times that on a busy machine."""
+
+
+SHARED = "VERL_TEST_SHARED"
+"""Variable with the folder of the server that all processes of pytest-xdist share."""
 
 
 @contextmanager
 def preloaded() -> Iterator[dict[str, str]]:
     """Yield the variables with which Ray workers are forks of a process that has the imports; see tests/preloaded."""
-    folder = Path(__file__).parent / "preloaded"
-    address = Path(tempfile.mkdtemp(prefix="vpre")) / "socket"  # the path of a socket may have about 100 characters
-    variables = {"VERL_TEST_PRELOADED": str(address), "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{folder}"}
-    with subprocess.Popen([sys.executable, folder / "server.py", address], stdin=subprocess.PIPE) as server:
-        deadline = time.monotonic() + PRELOAD_TIMEOUT_S
-        while not address.exists():
-            assert server.poll() is None, "the server of tests/preloaded has ended"
-            assert time.monotonic() < deadline, f"the server of tests/preloaded did not start in {PRELOAD_TIMEOUT_S} s"
-            time.sleep(0.1)
-        yield variables
-        assert server.stdin is not None
-        server.stdin.close()  # it ends
-    shutil.rmtree(address.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="vpre"))  # the path of a socket may have about 100 characters
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as alive, os.fdopen(writer):  # the server ends when nobody can write any more
+        server = _start_server(folder, alive)
+        yield _variables(folder)
+    server.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_server(folder: Path, alive: IO[str]) -> subprocess.Popen[bytes]:
+    """Start the server of tests/preloaded, which ends when ``alive`` does; return when it listens."""
+    address = folder / "socket"
+    server = subprocess.Popen([sys.executable, _PRELOADED / "server.py", address], stdin=alive)
+    deadline = time.monotonic() + PRELOAD_TIMEOUT_S
+    while not address.exists():
+        assert server.poll() is None, "the server of tests/preloaded has ended"
+        assert time.monotonic() < deadline, f"the server of tests/preloaded did not start in {PRELOAD_TIMEOUT_S} s"
+        time.sleep(0.1)
+    return server
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    return {
+        "VERL_TEST_PRELOADED": str(folder / "socket"),
+        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{_PRELOADED}",
+    }
 
 
 @pytest.fixture(scope="session")
 def preloaded_workers() -> Iterator[dict[str, str]]:
-    """Return the variables of ``preloaded``."""
-    with preloaded() as variables:
-        yield variables
+    """Return the variables of ``preloaded``; with pytest-xdist all processes share a server."""
+    if SHARED not in os.environ:
+        with preloaded() as variables:
+            yield variables
+        return
+    folder = Path(os.environ[SHARED])
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "socket").exists():
+            with (folder / "alive").open() as alive:
+                _start_server(folder, alive)
+    yield _variables(folder)
+
+
+def _share_a_server(config: pytest.Config) -> None:
+    """Let the first process that needs the server of tests/preloaded start it; it ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="vpre"))
+    os.mkfifo(folder / "alive")
+    alive = os.open(folder / "alive", os.O_RDWR)
+    os.environ[SHARED] = str(folder)
+    config.add_cleanup(lambda: os.close(alive))
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(scope="session")
 def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
     """Start one local Ray for all tests that ask for it; actors that a test leaves must not keep others waiting."""
     ray = pytest.importorskip("ray")
+    from verl.utils.ray_utils import lean_cluster
+
     # Sockets live below this directory, and their paths may have about 100 characters: pytest's own are too long.
     directory = tempfile.mkdtemp(prefix="vray")
     search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     before = dict(os.environ)
     os.environ.update(preloaded_workers)  # for the processes of Ray, which start here
-    ray.init(
-        address="local",
-        num_cpus=64,
-        include_dashboard=False,
-        object_store_memory=256 * 2**20,
-        _temp_dir=directory,
-        logging_level="WARNING",
-        log_to_driver=False,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}},
-    )
+    with lean_cluster(keep_agent=False):
+        ray.init(
+            address="local",
+            num_cpus=64,
+            include_dashboard=False,
+            object_store_memory=256 * 2**20,
+            _temp_dir=directory,
+            logging_level="WARNING",
+            log_to_driver=False,
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}},
+        )
     os.environ.clear()
     os.environ.update(before)
     yield
@@ -96,6 +159,22 @@ SLOWEST_FIRST = (
 """Folders in the order in which their tests start; the others follow, and fill what the processes have left."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what the modules of tests import out of all garbage collections, which would take a second each."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free what it can at its end; nanobind prints what is left."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the slow tests, and order them for processes that take whole files from the first to the last."""
     for item in items:
@@ -107,14 +186,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse two processes that would write the same page; let tests send Ctrl-C.
+    """Refuse two processes that would write the same page, but share a server between them; let tests send Ctrl-C.
 
     A shell that starts the suite in the background makes it, and all that it starts, ignore Ctrl-C.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.getoption("--verification") and getattr(config.option, "numprocesses", None):
-        raise pytest.UsageError("--verification needs one process: add -n 0")
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        if config.getoption("--verification"):
+            raise pytest.UsageError("--verification needs one process: add -n 0")
+        _share_a_server(config)
 
 
 def _folders(item: pytest.Item) -> set[str]:

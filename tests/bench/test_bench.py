@@ -303,6 +303,7 @@ def test_the_step_of_a_driver_by_hand() -> None:
     assert step_s(seconds, 2, 20.0, 4) == 2 * (6.5 + 10.0 + 1.0)
 
 
+@pytest.mark.full  # the test of waiting times measures a size in this process
 def test_each_size_has_a_driver_of_its_own(tmp_path: Path) -> None:
     runs = tmp_path / "runs.jsonl"
     command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--rounds", "1"]

@@ -100,13 +100,12 @@ assert counted == [3, 6] and shared.tolist() == [5, 5]
 
 
 @pytest.mark.slow
-def test_the_cells_of_the_notebook_run(tmp_path: Path) -> None:
+def test_the_cells_of_the_notebook_run(tmp_path: Path, preloaded_workers: dict[str, str]) -> None:
     """In a process of their own, because they start a Ray of their own."""
     notebook = json.loads((EXAMPLES / "ray" / "tutorial.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     script = tmp_path / "tutorial.py"
     script.write_text("\n\n".join([*cells, CHECKS]))
-    done = subprocess.run(
-        [sys.executable, script], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    environment = os.environ | preloaded_workers
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -23,7 +23,7 @@ TENSOR_PARALLEL = TWO | {"actor_rollout_ref.rollout.tensor_model_parallel_size":
 @pytest.mark.parametrize(
     "layout, loops",
     [
-        pytest.param(TENSOR_PARALLEL, 1, id="tensor parallel"),
+        pytest.param(TENSOR_PARALLEL, 1, id="tensor parallel", marks=pytest.mark.full),
         pytest.param({"trainer.total_training_steps": 5}, 2, id="one worker", marks=pytest.mark.full),
         pytest.param(TWO | {"trainer.total_training_steps": 5}, 3, id="two workers", marks=pytest.mark.full),
     ],
@@ -80,7 +80,8 @@ def test_prompts_with_images(workspace, tmp_path):
 
 def test_a_run_with_tools(workspace, tmp_path):
     """Training reads the sampled tokens of all turns and segments; dumps and metrics show the calls."""
-    run = workspace.train("tools", short_turns(tmp_path) | {"trainer.rollout_data_dir": tmp_path / "dumps"})
+    changes = short_turns(tmp_path) | TENSOR_PARALLEL | {"trainer.rollout_data_dir": tmp_path / "dumps"}
+    run = workspace.train("tools", changes)
     for step in (1, 2):
         metrics = run.steps[step]
         assert metrics[GAP] < 1e-4 and metrics["training/rollout_log_prob_diff_mean"] < 1e-5  # whole trajectories, fp32

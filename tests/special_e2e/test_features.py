@@ -78,6 +78,7 @@ def check_computed(run):
             assert 0.25 < tokens / numbers["perf/total_num_tokens"] < 0.9, phase
 
 
+@pytest.mark.full  # sharding_manager/test_shared_weights.py trains and samples with one copy
 def test_one_copy_of_the_weights_changes_no_bit(workspace, base):
     """Trainer and engine share their weights: every number of training and generation is that of two copies."""
     run = train(workspace, "shared weights", {"actor_rollout_ref.rollout.share_weights": True})

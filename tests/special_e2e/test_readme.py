@@ -50,7 +50,7 @@ def test_the_command_for_a_cpu_runs_as_written(checkout: Path) -> None:
         text=True,
         start_new_session=True,
     )
-    output, _ = started.communicate(timeout=900)
+    output, _ = started.communicate()
     assert started.returncode == 0, output[-4000:]
     assert output.count("wandb is left out") == 1 and "step:10 - " in output, output[:4000]
     run = Run(0, output, 0.0, checkout / "checkpoints/verl_examples/gsm8k")

@@ -110,6 +110,7 @@ def test_every_metric_of_a_run_is_on_the_page(grpo, ppo):
     assert metrics_page.promised(*there) <= set(ppo.steps[1])
 
 
+@pytest.mark.full  # trainer/ppo/test_resources.py decides which workers start again
 def test_what_a_trainer_of_a_fork_writes_to_the_configuration_reaches_the_workers(workspace, grpo, ppo):
     """They have started before it exists, and start again; those of other runs do not."""
     module = "tests.special_e2e.changing_trainer"

@@ -74,7 +74,13 @@ def test_refused_by_the_run(case: Case, late_runs: LateRuns) -> None:
     assert kind == "clear", why
 
 
-@pytest.mark.parametrize("name", ["data: a prompt without a message", "checkpoint: a truncated model file"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data: a prompt without a message",
+        pytest.param("checkpoint: a truncated model file", marks=pytest.mark.full),
+    ],
+)
 def test_a_process_of_its_own_says_the_same(
     name: str, launcher: Launcher, workspace: Workspace, tmp_path: Path
 ) -> None:

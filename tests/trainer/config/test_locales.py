@@ -38,8 +38,9 @@ def refused(locale: str, module: str, *words: str, cwd: Path) -> str:
 
 @pytest.mark.parametrize("locale", LOCALES)
 def test_the_key_of_a_path_is_named(tmp_path: Path, locale: str) -> None:
-    output = refused(locale, "verl.trainer.main_eval", f"data.path='{tmp_path}/dätä.parquet'", cwd=tmp_path)
-    assert f"data.path={tmp_path}/{PATH[locale]}" in output.replace("'", "").replace('"', "")
+    words = f"data.train_files='{tmp_path}/dätä.parquet'"
+    output = refused(locale, "verl.trainer.sft_trainer", words, cwd=tmp_path)
+    assert f"data.train_files={tmp_path}/{PATH[locale]}" in output.replace("'", "").replace('"', "")
     assert ("set PYTHONUTF8=1" if locale == "no UTF-8" else "no such file") in output
 
 

@@ -282,17 +282,19 @@ CHECKPOINTED = {"enable_gradient_checkpointing": True}
 SP2 = {"ulysses_sequence_parallel_size": 2}
 LORA = {"lora_rank": 4, "lora_alpha": 8, "exclude_modules": r".*visual.*"}
 ONE, TWO = {"only_world": 1}, {"only_world": 2}
+"""Most cases run in one world; cases of text run in both."""
 
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"cut": SIZES[8]},
-    "packed, micro 1": {"cut": SIZES[1]},
-    "packed, micro 3, fsdp2": {"cut": SIZES[3], "engine": {"strategy": "fsdp2"}},
-    "packed, dynamic": {"cut": cases.dynamic(70)},
+    "packed, micro 1": ONE | {"cut": SIZES[1]},
+    "packed, micro 3, fsdp2": TWO | {"cut": SIZES[3], "engine": {"strategy": "fsdp2"}},
+    "packed, dynamic": TWO | {"cut": cases.dynamic(70)},
     "packed, no image on rank 1": TWO | {"cut": SIZES[3], "uneven": True},
-    "packed, three rows of positions": {"cut": SIZES[3], "channels": 3},
-    "padded": {"cut": SIZES[8], "model": PADDED},
-    "padded, dynamic, no image on rank 1": {"cut": cases.dynamic(70), "model": PADDED, "uneven": True},
-    "checkpointing, offload": {
+    "packed, three rows of positions": ONE | {"cut": SIZES[3], "channels": 3},
+    "padded": ONE | {"cut": SIZES[8], "model": PADDED},
+    "padded, dynamic, no image on rank 1": TWO | {"cut": cases.dynamic(70), "model": PADDED, "uneven": True},
+    "checkpointing, offload": TWO
+    | {
         "cut": SIZES[3],
         "model": CHECKPOINTED,
         "engine": {"param_offload": True, "optimizer_offload": True},
@@ -304,30 +306,30 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"cut": SIZES[3], "family": "qwen2_vl"},
     "qwen2_vl, ulysses": TWO | {"cut": SIZES[3], "family": "qwen2_vl", "engine": SP2},
     "qwen3_vl": {"cut": SIZES[3], "family": "qwen3_vl"},
-    "qwen3_vl, padded": {"cut": SIZES[8], "family": "qwen3_vl", "model": PADDED},
+    "qwen3_vl, padded": ONE | {"cut": SIZES[8], "family": "qwen3_vl", "model": PADDED},
     "qwen3_vl, no image on rank 1": TWO | {"cut": SIZES[1], "family": "qwen3_vl", "uneven": True},
     "qwen3_vl, ulysses": TWO | {"cut": SIZES[1], "family": "qwen3_vl", "engine": SP2},
     "glm4v, no image on rank 1": {"cut": SIZES[3], "family": "glm4v", "uneven": True},
     "glm4v, padded, fused": ONE | {"cut": SIZES[8], "family": "glm4v", "model": PADDED | cases.FUSED},
 }
 SAMPLED: dict[str, dict[str, Any]] = {  # each row two or three times over, which changes no mean
-    "packed": {"cut": SIZES[8], "samples": 3},
-    "packed, dynamic": {"cut": cases.dynamic(140), "samples": 2},
-    "padded, checkpointing": {"cut": SIZES[8], "samples": 2, "model": PADDED | CHECKPOINTED},
-    "qwen3_vl, padded": {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "model": PADDED},
+    "packed": ONE | {"cut": SIZES[8], "samples": 3},
+    "packed, dynamic": TWO | {"cut": cases.dynamic(140), "samples": 2},
+    "padded, checkpointing": ONE | {"cut": SIZES[8], "samples": 2, "model": PADDED | CHECKPOINTED},
+    "qwen3_vl, padded": ONE | {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "model": PADDED},
     "qwen3_vl, ulysses": TWO | {"cut": SIZES[8], "family": "qwen3_vl", "samples": 2, "engine": SP2},
     "glm4v, ulysses, fused": TWO
     | {"cut": SIZES[8], "family": "glm4v", "samples": 2, "engine": SP2, "model": cases.FUSED | CHECKPOINTED},
 }
 CASES |= {f"samples of prompts: {name}": case for name, case in SAMPLED.items()}
 OTHERS: dict[str, dict[str, Any]] = {
-    "frozen": {"cut": SIZES[3], "frozen": True, "uneven": True},
+    "frozen": TWO | {"cut": SIZES[3], "frozen": True, "uneven": True},
     "frozen, ulysses": TWO | {"cut": SIZES[3], "frozen": True, "engine": SP2},
-    "lora": {"cut": SIZES[3], "model": LORA | CHECKPOINTED, "uneven": True},
-    "lora, frozen": {"cut": SIZES[8], "model": LORA | {"exclude_modules": None}, "frozen": True},
-    "lora, all": {"cut": SIZES[8], "model": LORA | {"exclude_modules": None}},
-    "value": {"cut": SIZES[3], "kind": "value_model", "uneven": True},
-    "value, qwen3_vl": {"cut": SIZES[1], "kind": "value_model", "family": "qwen3_vl", "model": PADDED},
+    "lora": TWO | {"cut": SIZES[3], "model": LORA | CHECKPOINTED, "uneven": True},
+    "lora, frozen": ONE | {"cut": SIZES[8], "model": LORA | {"exclude_modules": None}, "frozen": True},
+    "lora, all": ONE | {"cut": SIZES[8], "model": LORA | {"exclude_modules": None}},
+    "value": TWO | {"cut": SIZES[3], "kind": "value_model", "uneven": True},
+    "value, qwen3_vl": ONE | {"cut": SIZES[1], "kind": "value_model", "family": "qwen3_vl", "model": PADDED},
     "value, ulysses": TWO | {"cut": SIZES[3], "kind": "value_model", "engine": SP2},
     "value, glm4v": ONE | {"cut": SIZES[3], "kind": "value_model", "family": "glm4v"},
 }
