@@ -44,7 +44,7 @@ class RLHFDataset(Prompts):
         media = Media()
         for index, entry in enumerate(row.pop(self.image_key, None) or []):
             try:
-                media.images.append(load_image(entry))
+                media.images.append(load_image(entry, self.media.limits))
             except MediaError as error:
                 raise MediaError(f"column {self.image_key!r}: entry {index}: {error}") from error
         return media

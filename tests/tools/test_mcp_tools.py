@@ -20,6 +20,7 @@ from verl.base_config import WrongInput
 from verl.tools.base_tool import BaseTool
 from verl.tools.calls import CallResult, execute_call
 from verl.tools.utils.tool_registry import initialize_tools_from_config, read_tools_file
+from verl.utils.dataset.vision_utils import load_image
 
 pytest.importorskip("mcp")
 TOKEN = "secret"
@@ -154,7 +155,8 @@ def test_tools_are_those_of_the_server(served: Served, tmp_path: Path) -> None:
     assert failed.outcome == "error" and "fail" in (failed.response.text or "")
     drawn = call(tools["picture"], {})
     assert drawn.outcome == "ok" and drawn.response.image is not None
-    assert drawn.response.image[0].size == (3, 2) and drawn.response.image[0].getpixel((0, 0)) == (255, 0, 0)
+    image = load_image(drawn.response.image[0])
+    assert image.size == (3, 2) and image.getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_searches_are_read(served: Served, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +14,7 @@ from verl.tools.calls import OUTCOME, BadArguments, ToolOutcome
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
+from verl.utils.vision.limits import MediaConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,6 +38,7 @@ class ImageZoomInToolConfig(BaseConfig):
     enable_global_rate_limit: bool = setting(True, "whether rate_limit applies")
     timeout: float = setting(30.0, "seconds to load or cut an image", above=0)
     image_patch_size: int = setting(14, "side of a patch of the model's vision tower, in pixels", at_least=1)
+    media: MediaConfig = field(default_factory=MediaConfig)
 
 
 class ImageZoomInTool(BaseTool):
@@ -85,7 +87,9 @@ class ImageZoomInTool(BaseTool):
             key = f"tools_kwargs.{self.name}.create_kwargs.image"
             raise WrongInput(f"a row has no image for the tool {self.name}: write {key}")
         instance_id, response = await super().create(instance_id)
-        self._images[instance_id] = await self._run(partial(self._load, image, self.options.image_patch_size))
+        self._images[instance_id] = await self._run(
+            partial(self._load, image, self.options.image_patch_size, self.options.media)
+        )
         return instance_id, response
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:

@@ -1,10 +1,9 @@
 """A tool on a server that speaks the Model Context Protocol."""
 
 import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from verl.base_config import BaseConfig, setting
 from verl.tools.base_tool import BaseTool, Executed
@@ -13,9 +12,6 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.mcp_client import McpError, McpServer, McpTimeout
 from verl.tools.utils.running import RunningCalls
 from verl.utils.class_files import read_options
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 NO_TEXT = "The tool answered without text."
 
@@ -64,7 +60,7 @@ class MCPBaseTool(BaseTool):
         text, metrics = self._parse_tool_result(result.content)
         if result.is_error:
             metrics = {**metrics, OUTCOME: ToolOutcome.ERROR}
-        images = [_image(part.data) for part in result.content if part.type == "image"]
+        images = [_content(part.data) for part in result.content if part.type == "image"]
         return ToolResponse(text=text or (None if images else NO_TEXT), image=images or None), 0.0, metrics
 
     async def abort(self, instance_id: str) -> None:
@@ -76,9 +72,9 @@ class MCPBaseTool(BaseTool):
         return "".join(part.text for part in content if part.type == "text"), {}
 
 
-def _image(data: str) -> "Image":
-    from PIL import Image
-
-    image: Image.Image = Image.open(io.BytesIO(base64.b64decode(data)))
-    image.load()
-    return image
+def _content(data: str) -> bytes:
+    """Return an encoded image; the agent loop opens it, as those of other tools. Raises: ToolError."""
+    try:
+        return base64.b64decode(data)
+    except ValueError as error:
+        raise ToolError(f"the server answered with an image that is no base64: {error}") from error

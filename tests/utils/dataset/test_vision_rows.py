@@ -418,6 +418,17 @@ def test_bad_videos_are_named_at_load(case: str, processors: Any, parquet: Any) 
         build(processors["qwen2_5_vl"], parquet([row]))
 
 
+def test_rows_name_what_the_configuration_refuses(processors: Any, parquet: Any) -> None:
+    path = parquet([as_row("a"), as_row("<image>", [encoded(picture(), "ICO")])])
+    with pytest.raises(DataError, match=r"row 1, column 'images' .*entry 0: .*its format is ICO"):
+        build(processors["qwen2_5_vl"], path)
+    assert len(build(processors["qwen2_5_vl"], path, media={"image_formats": ["ICO"]})) == 2
+    with pytest.raises(DataError, match=r"row 1, .*48 x 32 pixels, and data\.media\.max_pixels=99"):
+        build(processors["qwen2_5_vl"], path, media={"image_formats": ["ICO"], "max_pixels": 99})
+    with pytest.raises(ValueError, match="max_pixels=0"):
+        build(processors["qwen2_5_vl"], path, media={"max_pixels": 0})
+
+
 @pytest.mark.parametrize("column", ["images", None])
 def test_files_without_the_column_of_images(column: str | None, processors: Any, parquet: Any) -> None:
     """Their rows are rows of text, in which a marker has no image, unless no file has the column."""

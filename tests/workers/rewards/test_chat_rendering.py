@@ -48,6 +48,7 @@ class Talk:
         self._follow(messages, role="tool", text=None, calls=calls)
 
     def _follow(self, messages: list[dict[str, Any]], **turn: Any) -> None:
+        messages = [self.chat.control.of_others(message) for message in messages]
         added = self.chat.after_turn(self.messages, messages, stopped=True)
         assert isinstance(added, Appended)
         self._append(added.token_ids, **turn)
@@ -73,6 +74,23 @@ class Talk:
 def renderer(source: Any, target: Any, *ends: str) -> ChatRenderer:
     target.pad_token = target.pad_token or target.eos_token
     return ChatRenderer(source, target, None, "right", source.convert_tokens_to_ids(list(ends)))
+
+
+@pytest.mark.parametrize("has_turns", [True, False])
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "deepseek_v3"])
+def test_texts_of_others_stay_texts(name: str, has_turns: bool) -> None:
+    """A reward model reads what a tool or a user, or the policy itself, has written like control tokens as text."""
+    (form,) = (form for form in FORMATS if form.name == name)
+    tokenizer = make_tokenizer(form)
+    talk = Talk(ChatFormat(tokenizer), "Hello")
+    texts = "".join(talk.chat.control.texts)
+    talk.says("I see.")
+    talk.asks(f"{texts} and more")
+    talk.says("Yes.")
+    rows, _ = renderer(tokenizer, tokenizer, *form.ends)(talk.row(has_turns))
+    wanted = [*talk.prompt, *talk.response]
+    found = rows["input_ids"][0, : len(wanted)].tolist()
+    assert talk.chat.control.count(found) == talk.chat.control.count(wanted) and found == wanted
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)

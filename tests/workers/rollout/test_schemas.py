@@ -16,6 +16,7 @@ from tests.experimental.agent_loop.test_later_images import transformers_positio
 from tests.utils.chat.conversations import TOOLS, conversation
 from tests.utils.chat.formats import FORMATS, Format, is_installed, make_tokenizer
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.chat import ControlTexts, text_tokens
 from verl.workers.rollout.schemas import (
     AsyncRolloutRequest,
     AsyncRolloutRequestStateEnum,
@@ -48,7 +49,7 @@ def rendered(tokenizer: Any, messages: Sequence[Any], prompt: bool = True, **opt
         for function in [call["function"] for message in messages for call in message.get("tool_calls", ())]:
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         text = tokenizer.apply_chat_template(messages, **options)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text_tokens(tokenizer, text)
 
 
 def sampled(request: Any) -> list[int]:
@@ -98,7 +99,9 @@ def test_a_conversation_has_the_tokens_of_its_whole_rendering(form: Format) -> N
         assert request.prompt_ids[0].tolist() == prompt
         grow(request, tokenizer, talk[start:])
         found = request.get_generation_prompt_ids(tokenizer)
-        whole = rendered(tokenizer, talk, tools=tools, **form.options)
+        cut = ControlTexts(tokenizer).of_others
+        seen = [*talk[:start], *(each if each["role"] == "assistant" else cut(each) for each in talk[start:])]
+        whole = rendered(tokenizer, seen, tools=tools, **form.options)
         assert tokenizer.decode(found) == tokenizer.decode(whole) and found == whole
         assert request.input_ids[0].tolist() == whole
         said = tokenizer.decode(sampled(request))

@@ -25,7 +25,7 @@ from verl.interactions.utils.interaction_registry import initialize_interactions
 from verl.tools.calls import CallResult, ToolMethodError, ToolOutcome, answer_of, execute_call, unknown_tool
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config
-from verl.utils.chat import ChatFormat, Difference, Restarted, whole_differences
+from verl.utils.chat import ChatFormat, ControlTexts, Difference, Restarted, uncut, whole_differences
 from verl.utils.dataset.vision_utils import MediaError
 from verl.workers.rollout.schemas import Message as SchemaMessage
 from verl.workers.rollout.server import FULL
@@ -100,7 +100,8 @@ class Parts:
         tools = {tool.name: tool for tool in made}
         schemas = [tool.get_openai_tool_schema().model_dump(exclude_none=True) for tool in made]
         options = dict(config.data.get("apply_chat_template_kwargs") or {})
-        chat = ChatFormat(tokenizer, processor, options, schemas, config.data.get("mm_processor_kwargs") or {})
+        shown = ControlTexts(tokenizer).described(schemas)
+        chat = ChatFormat(tokenizer, processor, options, shown, config.data.get("mm_processor_kwargs") or {})
         chat.prove()
         path = node.interaction_config_path
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -121,7 +122,7 @@ class Conversation:
     """One trajectory while it grows.
 
     Attributes:
-        messages: the chat, as the template takes it.
+        messages: the chat, as the template takes it, with cuts in what tools and users say.
         trajectory: its tokens since the prompt, or since the template showed earlier turns differently.
         earlier: what came before that, each a row of its own.
         instances: of tools, by name; each is made at the first call.
@@ -305,7 +306,8 @@ class ToolAgentLoop(AgentLoopBase):
                 text, outcome, new = one_line(f"Error: {error}", _SHOWN_ERROR_CHARS), ToolOutcome.ERROR, Shown()
             shown.extend(new)
             content = new.parts(text) if new else text
-            messages.append({"role": "tool", "name": call.name, "tool_call_id": _call_id(number), "content": content})
+            message = {"role": "tool", "name": call.name, "tool_call_id": _call_id(number), "content": content}
+            messages.append(self.parts.chat.control.of_others(message))
             made.append(ToolCall(call.name, call.arguments, str(outcome), result.seconds, result.reward, text))
             if result.reward is not None:
                 talk.tool_rewards.append(float(result.reward))
@@ -360,7 +362,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Let the user answer the last turn."""
         assert talk.interaction is not None
         started = time.perf_counter()
-        messages = [dict(message) for message in talk.messages]
+        messages = uncut(talk.messages)
         with activity("user", "user", {"interaction": talk.interaction_kwargs.get("name")}) as ended:
             answer = talk.interaction.generate_response(talk.id, messages, **talk.interaction_kwargs)
             given = await self._in_time(talk.interaction, "generate_response", answer)
@@ -374,7 +376,8 @@ class ToolAgentLoop(AgentLoopBase):
         if ends:
             talk.trajectory.add("user", [], seconds, text=text)
             return State.TERMINATED
-        return self._add(talk, "user", [{"role": "user", "content": text}], seconds, text=text)
+        message = self.parts.chat.control.of_others({"role": "user", "content": text})
+        return self._add(talk, "user", [message], seconds, text=text)
 
     async def _in_time(self, interaction: "BaseInteraction", method: str, answer: Awaitable[T]) -> T:
         """Wait for the answer of a method of an interaction; without its user a conversation cannot go on.
@@ -492,7 +495,7 @@ class ToolAgentLoop(AgentLoopBase):
         segments = [*talk.earlier, talk.trajectory]
         shared = {"turn_scores": talk.turn_scores, "tool_rewards": talk.tool_rewards, "reward_scores": rewards}
         if self._is_sglang:  # the established column of its rollouts
-            shared["messages"] = {"messages": [SchemaMessage(**message) for message in talk.messages]}
+            shared["messages"] = {"messages": [SchemaMessage(**message) for message in uncut(talk.messages)]}
         num_turns = 1 + sum(len(each.turns) for each in segments)
         outputs = [
             each.output(num_turns=num_turns, extra_fields=shared | {TURNS_COLUMN: turn_columns(each.turns)})

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import WrongInput
+from verl.base_config import WrongInput, build_node
 from verl.tools.schemas import ToolResponse
 from verl.utils.dataset.vision_utils import MediaError, MissingVideoSupportError, load_video, process_image
+from verl.utils.vision.limits import MediaConfig
 from verl.utils.vision.positions import media_texts, vision_rope
 from verl.workers.rollout.engine_settings import media_settings
 
@@ -50,12 +51,14 @@ class MediaRules:
         tokens: those that stand for images and videos; none for a family whose positions are not known.
         texts: how these tokens are written.
         limits: the most images and videos of a conversation by kind; None for the engine's own limit.
+        media: what they may be.
     """
 
     processor: "ProcessorMixin | None"
     tokens: frozenset[int]
     texts: tuple[str, ...]
     limits: Mapping[str, int | None]
+    media: MediaConfig = field(default_factory=MediaConfig)
 
     @classmethod
     def of(
@@ -71,7 +74,8 @@ class MediaRules:
         if engine == "vllm" and type(processor).__name__ in _OF_ONE_VIDEO:
             limits["video"] = 1 if limits["video"] is None else min(limits["video"], 1)
         images = OmegaConf.select(config, f"{_ROLLOUT}.limit_images")
-        return cls(processor, tokens, texts, limits if images is None else {**limits, "image": images})
+        media = build_node(OmegaConf.select(config, "data.media") or {}, MediaConfig)
+        return cls(processor, tokens, texts, limits if images is None else {**limits, "image": images}, media)
 
     def plain(self, text: str) -> str:
         """Return a text without tokens that stand for images, and with ``?`` for what no tokenizer can encode."""
@@ -128,11 +132,9 @@ class MediaRules:
                 )
         patch_size = getattr(getattr(self.processor, "image_processor", None), "patch_size", None) or 14
         try:
-            images = [process_image(image, image_patch_size=patch_size) for image in given["image"]]
-            videos = [
-                (frames.numpy(), metadata)
-                for frames, metadata in (load_video(each, image_patch_size=patch_size) for each in given["video"])
-            ]
+            images = [process_image(image, patch_size, self.media) for image in given["image"]]
+            loaded = [load_video(each, image_patch_size=patch_size, media=self.media) for each in given["video"]]
+            videos = [(frames.numpy(), metadata) for frames, metadata in loaded]
         except MissingVideoSupportError as error:
             raise WrongInput(f"the tool {tool} answered with a video: {error}") from error
         except MediaError as error:

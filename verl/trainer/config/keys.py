@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.base_config import Violation
 from verl.trainer.config.other_versions import row_of
 from verl.utils import envs
+from verl.utils.vision.limits import MediaConfig
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.signature import SCORER_CALLS
 
@@ -56,7 +57,8 @@ OPTIONAL = (
 )
 """Keys that code reads and no YAML file holds; with or without a leading +. Their dataclasses say what they mean."""
 
-_OPTIONAL_IN_SFT = ("data.image_key", "data.video_key")
+_MEDIA = tuple(f"data.media.{each.name}" for each in fields(MediaConfig))
+_OPTIONAL_IN_SFT = ("data.image_key", "data.video_key", "data.media", *_MEDIA)
 
 NO_READER = ("trainer.log_freq", "trainer.rl_logging_board_dir", "trainer.tensorboard_dir")
 """Keys of published commands that nothing reads: accepted with a warning."""

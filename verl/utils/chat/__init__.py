@@ -7,6 +7,10 @@ from verl.utils.chat.chat_format import Restarted as Restarted
 from verl.utils.chat.compare import Difference as Difference
 from verl.utils.chat.compare import SanityCheckMode as SanityCheckMode
 from verl.utils.chat.compare import whole_differences as whole_differences
+from verl.utils.chat.others import CUT as CUT
+from verl.utils.chat.others import ControlTexts as ControlTexts
+from verl.utils.chat.others import text_tokens as text_tokens
+from verl.utils.chat.others import uncut as uncut
 from verl.utils.chat.pieces import Piece as Piece
 from verl.utils.chat.pieces import header_that_ends_turns as header_that_ends_turns
 from verl.utils.chat.pieces import pieces as pieces

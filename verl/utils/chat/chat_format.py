@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.utils.chat.boundary import Boundary, ChatFormatError, SpecialTokens, first_difference
 from verl.utils.chat.messages import THOUGHTS, Message, marked, plain, with_text_arguments, with_tool_calls
+from verl.utils.chat.others import ControlTexts, media_parts, text_tokens
 from verl.utils.chat.proof import prove_pieces
 from verl.utils.chat_template import check_awaits_turn, render_chat
 
@@ -37,6 +38,7 @@ class ChatFormat:
 
     What a model sampled is never encoded again. What follows a sampled turn is taken from the text of the whole
     conversation, from the end of that turn on: a mark stands for the sampled content, and shows where it ends.
+    ``control.of_others`` prepares what tools and users say, so that no text of theirs becomes a control token.
 
     Args:
         tokenizer: encodes; its chat template is used if the processor has none.
@@ -64,6 +66,7 @@ class ChatFormat:
         self._text_arguments = False
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.special = SpecialTokens([*added, *tokenizer.all_special_tokens], tokenizer.eos_token)
+        self.control = ControlTexts(tokenizer)
 
     def with_options(self, options: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> "ChatFormat":
         """Return the format with other options and tools."""
@@ -245,18 +248,22 @@ class ChatFormat:
             raise ChatFormatError(f"the chat template rejects the conversation: {error}") from error
 
     def encode(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[int]:
-        """Return the tokens of a text."""
-        if images or videos:
-            if self.processor is None:
-                raise ChatFormatError("images and videos need the processor of a vision-language model")
-            media: dict[str, Any] = {**self.media_options, **({"images": list(images)} if images else {})}
-            if videos:
-                media["videos"] = [frames for frames, _ in videos]
-                media["video_metadata"] = [metadata for _, metadata in videos]
-                media["do_sample_frames"] = False
-            return list(self.processor(text=[text], add_special_tokens=False, **media)["input_ids"][0])
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        """Return the tokens of a text, in which ``control`` may have made cuts."""
+        if not images and not videos:
+            return text_tokens(self.tokenizer, text)
+        if self.processor is None:
+            raise ChatFormatError("images and videos need the processor of a vision-language model")
+        return [token for part in media_parts(text, self.processor, images, videos) for token in self._shown(*part)]
+
+    def _shown(self, text: str, images: Sequence[Any], videos: Sequence[Any]) -> list[int]:
+        """Return the tokens of a text without cuts, with those of its images and videos."""
+        assert self.processor is not None
+        media: dict[str, Any] = {**self.media_options, **({"images": list(images)} if images else {})}
+        if videos:
+            media["videos"] = [frames for frames, _ in videos]
+            media["video_metadata"] = [metadata for _, metadata in videos]
+            media["do_sample_frames"] = False
+        return list(self.processor(text=[text], add_special_tokens=False, **media)["input_ids"][0])
 
     def encode_after(self, before: str, text: str) -> list[int]:
         """Return the tokens that a text has after another one; its own where the other's last token would change."""

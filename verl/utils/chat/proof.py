@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from verl.utils.chat.boundary import Boundary, ChatFormatError, first_difference
 from verl.utils.chat.messages import Message
+from verl.utils.chat.others import ControlTexts
 
 _SYSTEM = {"role": "system", "content": "Answer shortly."}
 _TALKS = (
@@ -29,6 +30,10 @@ class Writes(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
 
+    @property
+    def control(self) -> ControlTexts:
+        """The texts of control tokens."""
+
 
 def prove_pieces(chat: Writes) -> None:
     """Compare pieces with the whole for base conversations: empty texts, unicode, tool calls if there are tools.
@@ -39,9 +44,21 @@ def prove_pieces(chat: Writes) -> None:
     for talk in _TALKS:
         turns = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(talk)]
         _prove(chat, [*start, *turns, {"role": "user", "content": "Thanks."}])
+    _prove_others(chat)
     if chat.tools:
         for results in (["4"], ["", '{"a": "ß"}']):
             _prove(chat, [*start, *_with_tools(chat.tools, results)])
+
+
+def _prove_others(chat: Writes) -> None:
+    """Compare a question of control texts with one that has none: both have the control tokens of the template."""
+    texts = (chat.control.cut("".join(chat.control.texts)), "a")
+    written = [chat.encode(chat.render([{"role": "user", "content": text}], True)) for text in texts]
+    found, usual = map(chat.control.count, written)
+    if found != usual:
+        raise ChatFormatError(
+            f"{found - usual} texts of control tokens in an answer of a tool would become such tokens"
+        )
 
 
 def _with_tools(tools: Sequence[Message], results: Sequence[str]) -> list[dict[str, Any]]:

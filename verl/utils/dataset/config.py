@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from verl.base_config import MOST_SEED, BaseConfig, Violation, collected_violations, setting
+from verl.base_config import MOST_SEED, BaseConfig, Violation, build_node, collected_violations, setting
+from verl.utils.vision.limits import MediaConfig
 
 MOST_PROCESSES = 1024
 TRUNCATIONS = ("error", "left", "right", "middle")
@@ -84,6 +85,7 @@ class DataConfig(BaseConfig):
     limit_images: int | None = setting(None, "images of the longest prompt")
     limit_mm_per_prompt: dict[str, Any] | None = setting({}, "most images and videos of a prompt, by kind")
     mm_processor_kwargs: dict[str, Any] | None = setting({}, "arguments of the processor of images and videos")
+    media: MediaConfig = field(default_factory=MediaConfig)
     prompt_tools: dict[str, Any] | None = setting(
         None, "tools that agent loops show with prompts, as JSON, and which loops do"
     )
@@ -115,12 +117,13 @@ class DataConfig(BaseConfig):
             "filter_overlong_prompts": True,
             "filter_overlong_prompts_workers": max(1, cores // 4),
         }
-        classes_of_the_user = ("custom_cls", "sampler", "datagen")
-        keys = [each.name for each in fields(cls) if each.name not in classes_of_the_user]
+        nodes = ("custom_cls", "sampler", "datagen", "media")
+        keys = [each.name for each in fields(cls) if each.name not in nodes]
         with collected_violations():
             given = {key: node[key] for key in keys if node.get(key) is not None}
             without = dict.fromkeys(key for key in ("image_key", "video_key") if key in node and node[key] is None)
-            return cls(**defaults | given | without)
+            media = build_node(node.get("media") or {}, MediaConfig)
+            return cls(**defaults | given | without, media=media)
 
     def media_columns(self) -> dict[str, str]:
         """Return the column of each kind of media whose markers are no text."""

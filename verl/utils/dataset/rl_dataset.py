@@ -17,6 +17,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.chat import CUT, ControlTexts, text_tokens
+from verl.utils.chat.others import media_parts
 from verl.utils.chat_template import ChatTemplateTimeout, render_chat, shared_time_limit
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
@@ -126,7 +128,8 @@ class RLHFDataset(Dataset):
         self.num_workers = min(settings.filter_overlong_prompts_workers, os.cpu_count() or 1)
         self.need_tools_kwargs = settings.need_tools_kwargs
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
-        self._tools = json.loads((settings.prompt_tools or {}).get("schemas") or "[]")
+        tools = json.loads((settings.prompt_tools or {}).get("schemas") or "[]")
+        self._tools = ControlTexts(tokenizer).described(tools) if tools else []
         self._templater = templater_of(tokenizer, processor)
         self.serialize_dataset = False
         if self.max_prompt_length < 1:
@@ -408,4 +411,7 @@ def _count_media_tokens(dataset: RLHFDataset, row: Row) -> tuple[str, int]:
     """Return the text of a row, and its number of tokens if it has images or videos, else 0."""
     text = dataset.render(dataset._build_messages(row), dataset.tools_of(row))
     media = dataset.take_media(row)
-    return text, len(dataset.media.encode(text, media)["input_ids"][0]) if media and dataset.media else 0
+    if media and dataset.media:
+        parts = media_parts(text, dataset.media.processor, media.images, media.videos)
+        return text, sum(len(dataset.media.encode(part, Media(*shown))["input_ids"][0]) for part, *shown in parts)
+    return text, len(text_tokens(dataset.tokenizer, text)) if CUT in text else 0

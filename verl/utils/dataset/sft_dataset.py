@@ -320,6 +320,7 @@ class MultiTurnSFTDataset(Dataset):
             encoder = TurnEncoder(self.tokenizer, self.media, row)
             messages = encoder.typed(messages)
             chat = self.chat.with_options(options, (json.loads(tools) if isinstance(tools, str) else tools) or [])
+            messages = [chat.control.of_others(each) if each["role"] == "tool" else each for each in messages]
             ids, mask = self._encode(chat, encoder, messages, where)
             # Truncation would separate images from their tokens.
             truncation = "error" if encoder.outputs else self.truncation

@@ -19,13 +19,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.base_config import WrongInput
+from verl.utils.chat.others import media_parts, text_tokens
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.files import ColumnCheck, Row
+from verl.utils.fs import readable_file
+from verl.utils.vision.images import MediaError as MediaError
+from verl.utils.vision.images import decoding, open_image
+from verl.utils.vision.limits import DEFAULT_MEDIA, MediaConfig
 from verl.utils.vision.positions import PositionError, vision_rope
 from verl.utils.vision.positions import position_ids as vision_position_ids
 
@@ -42,10 +46,6 @@ Described = Mapping[str, Any]
 ImageLike = Image.Image | bytes | str | Described
 
 
-class MediaError(WrongInput):
-    """An image or video cannot be read."""
-
-
 class MissingVideoSupportError(MediaError, ImportError):
     """A library that videos need is not installed."""
 
@@ -54,7 +54,7 @@ class VideoFormError(MediaError, NotImplementedError):
     """A video is not a dict with the key ``video``."""
 
 
-def process_image(image: ImageLike, image_patch_size: int = 14) -> Image.Image:
+def process_image(image: ImageLike, image_patch_size: int = 14, media: MediaConfig = DEFAULT_MEDIA) -> Image.Image:
     """Load an image as RGB and resize it to a whole number of tokens within the limits.
 
     Args:
@@ -62,10 +62,11 @@ def process_image(image: ImageLike, image_patch_size: int = 14) -> Image.Image:
             one of these under ``bytes``, ``path``, ``image``, ``image_url`` or ``url``, and optionally
             ``min_pixels``, ``max_pixels``, or ``resized_height`` and ``resized_width``.
         image_patch_size: side of a patch of the model's vision tower, in pixels.
+        media: the formats and sizes that it may have.
 
     Raises: MediaError when it cannot be read.
     """
-    loaded = load_image(image)
+    loaded = load_image(image, media)
     height, width = _target_size(image, loaded, image_patch_size * MERGE)
     return loaded.resize((width, height))
 
@@ -83,17 +84,18 @@ def _target_size(image: ImageLike, loaded: Image.Image, factor: int) -> tuple[in
     return smart_resize(loaded.height, loaded.width, factor, least, most)
 
 
-def load_image(image: ImageLike) -> Image.Image:
+def load_image(image: ImageLike, media: MediaConfig = DEFAULT_MEDIA) -> Image.Image:
     """Decode a whole image as RGB: transparent pixels become white, and 16 bits become 8.
 
     Raises: MediaError when it cannot be read.
     """
-    source = _source(image)
-    try:
-        opened = source if isinstance(source, Image.Image) else Image.open(source)
+    opened = open_image(_source(image, media), media)
+    with decoding():
         opened.load()
-    except _UNREADABLE as error:
-        raise _unreadable(error) from error
+        return _as_rgb(opened)
+
+
+def _as_rgb(opened: Image.Image) -> Image.Image:
     if opened.mode.startswith("I"):  # 16 bits; PIL's own conversion would clip at 255
         opened = Image.fromarray((np.asarray(opened).clip(0, 65535) >> 8).astype(np.uint8))
     if opened.mode == "F":
@@ -106,38 +108,27 @@ def load_image(image: ImageLike) -> Image.Image:
     return white
 
 
-def check_image(image: ImageLike) -> None:
+def check_image(image: ImageLike, media: MediaConfig = DEFAULT_MEDIA) -> None:
     """Check an image without decoding the pixels of common formats.
 
     The checks are: header, sizes, checksums if the format has them, and the end marker of a JPEG.
 
     Raises: MediaError when the image is truncated or has a shape that models cannot take.
     """
-    source = _source(image)
+    source = _source(image, media)
+    opened = open_image(source, media)
+    _target_size(image, opened, USUAL_FACTOR)
     if isinstance(source, Image.Image):
-        _target_size(image, source, USUAL_FACTOR)
         return
-    try:
-        with Image.open(source) as opened:
-            _target_size(image, opened, USUAL_FACTOR)
-            opened.verify()
+    with decoding(), opened:
+        opened.verify()
         if opened.format == "JPEG" and not _ends_as_jpeg(source):
             raise MediaError("the image cannot be read: it is truncated")
-        if opened.format not in _VERIFIED:
-            load_image(image)
-    except MediaError:
-        raise
-    except _UNREADABLE as error:
-        raise _unreadable(error) from error
+    if opened.format not in _VERIFIED:
+        load_image(image, media)
 
 
 _VERIFIED = ("PNG", "JPEG", "WEBP")  # Pillow's verify() reads only the header of other formats
-_UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # raised by Pillow's decoders
-
-
-def _unreadable(error: BaseException) -> MediaError:
-    reason = "Pillow does not know its format" if isinstance(error, UnidentifiedImageError) else error
-    return MediaError(f"the image cannot be read: {reason}")
 
 
 def _ends_as_jpeg(source: str | io.BytesIO) -> bool:
@@ -146,8 +137,11 @@ def _ends_as_jpeg(source: str | io.BytesIO) -> bool:
         return b"\xff\xd9" in file.read()
 
 
-def _source(image: ImageLike) -> Image.Image | io.BytesIO | str:
-    """Return an image in memory, its encoded bytes, or a path."""
+def _source(image: ImageLike, media: MediaConfig) -> Image.Image | io.BytesIO | str:
+    """Return an image in memory, its encoded bytes, or a path.
+
+    Raises: MediaError for a file that is too large, and for what is no file.
+    """
     if isinstance(image, Mapping):
         given = [name for name in ("bytes", "image", "image_url", "url") if image.get(name) is not None]
         if "bytes" in given and len(given) > 1:
@@ -155,24 +149,38 @@ def _source(image: ImageLike) -> Image.Image | io.BytesIO | str:
         names = given or [name for name in ("path",) if image.get(name)]
         if not names:
             raise MediaError(f"an image must have bytes, path, image, image_url or url, got {_short(image)}")
-        return _source(image[names[0]])
+        return _source(image[names[0]], media)
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, bytes | bytearray):
+        _check_bytes(len(image), media)
         return io.BytesIO(image)
     if not isinstance(image, str):
         raise MediaError(f"an image must be a PIL image, bytes, a path, a URL or a dict, got {type(image).__name__}")
     if image.startswith(("data:", "http://", "https://")):
-        return io.BytesIO(_download(image))
-    return _local(image)
+        return io.BytesIO(_download(image, media))
+    with decoding():
+        path = str(readable_file(_local(image)))
+        _check_bytes(os.path.getsize(path), media)
+    return path
 
 
-def _download(url: str) -> bytes:
+def _check_bytes(num_bytes: int, media: MediaConfig) -> None:
+    if num_bytes > media.max_bytes:
+        raise MediaError(f"the file has {num_bytes} bytes or more, and data.media.max_mb={media.max_mb}")
+
+
+def _download(url: str, media: MediaConfig) -> bytes:
     try:
         if url.startswith("data:"):
+            _check_bytes(len(url) * 3 // 4, media)
             return base64.b64decode(url.partition("base64,")[2])
         with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            return response.read()
+            content: bytes = response.read(media.max_bytes + 1)
+            _check_bytes(len(content), media)
+            return content
+    except MediaError:
+        raise
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise MediaError(f"the image {_short(url)} cannot be fetched: {error}") from error
 
@@ -215,9 +223,10 @@ def process_video(
     fps_min_frames: int | None = None,
     fps_max_frames: int | None = None,
     image_patch_size: int = 14,
+    media: MediaConfig = DEFAULT_MEDIA,
 ) -> Tensor:
     """Load a video: (frames, 3, height, width) uint8; see ``load_video``."""
-    return load_video(video, nframes, fps, fps_min_frames, fps_max_frames, image_patch_size)[0]
+    return load_video(video, nframes, fps, fps_min_frames, fps_max_frames, image_patch_size, media)[0]
 
 
 def load_video(
@@ -227,6 +236,7 @@ def load_video(
     fps_min_frames: int | None = None,
     fps_max_frames: int | None = None,
     image_patch_size: int = 14,
+    media: MediaConfig = DEFAULT_MEDIA,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Load a video and the times of its frames.
 
@@ -234,6 +244,7 @@ def load_video(
         video: a dict with a path or a list of frames (images as in ``process_image``) under ``video``; optional keys
             are ``nframes`` or ``fps``, ``min_frames`` and ``max_frames``, ``sample_fps`` for a list, and pixel limits.
         nframes, fps, fps_min_frames, fps_max_frames: replace the keys of the dict.
+        media: the formats and sizes that its frames may have.
 
     Returns: frames (T, 3, H, W) uint8, and metadata in the form that transformers' processors take.
     Raises: VideoFormError when ``video`` is no such dict; MediaError when it cannot be read; MissingVideoSupportError
@@ -247,7 +258,7 @@ def load_video(
     if isinstance(spec["video"], str):
         spec |= _read_file(spec)
     else:
-        spec["video"] = [load_image(frame) for frame in spec["video"]]
+        spec["video"] = [load_image(frame, media) for frame in spec["video"]]
         spec.setdefault("sample_fps", spec.get("fps", FRAMES_PER_SECOND))
     _check_frames(spec)
     indices = spec.pop("frames_indices", None)
@@ -282,7 +293,7 @@ def _check_frames(spec: Described) -> None:
         raise MediaError(f"fps and sample_fps of a video must be positive, got {rate!r}")
 
 
-def check_video(video: Described) -> None:
+def check_video(video: Described, media: MediaConfig = DEFAULT_MEDIA) -> None:
     """Check a video without decoding it: its form, that its file exists, and the frames of a list.
 
     Raises: MediaError when it cannot be read.
@@ -290,7 +301,7 @@ def check_video(video: Described) -> None:
     source = _described(video)["video"]
     if not isinstance(source, str):
         for frame in source:
-            check_image(frame)
+            check_image(frame, media)
     elif "://" not in source.removeprefix("file://") and not os.path.exists(_local(source)):
         raise MediaError(f"the video {_short(source)} cannot be read: no such file")
 
@@ -403,6 +414,7 @@ class MediaEncoder:
     def __init__(self, processor: ProcessorMixin, settings: DataConfig) -> None:
         self.processor = processor
         self.keys = settings.media_columns()
+        self.limits = settings.media
         self.kwargs = dict(settings.mm_processor_kwargs)
         self.rope = vision_rope(processor)
         self.patch_size = getattr(getattr(processor, "image_processor", None), "patch_size", None) or 14
@@ -417,9 +429,9 @@ class MediaEncoder:
             for index, entry in enumerate(row.pop(key, None) or []):
                 try:
                     if kind == "image":
-                        media.images.append(process_image(entry, image_patch_size=self.patch_size))
+                        media.images.append(process_image(entry, self.patch_size, self.limits))
                     else:
-                        media.videos.append(load_video(entry, image_patch_size=self.patch_size))
+                        media.videos.append(load_video(entry, image_patch_size=self.patch_size, media=self.limits))
                 except MediaError as error:
                     raise MediaError(f"column {key!r}: entry {index}: {error}") from error
         return media
@@ -487,10 +499,13 @@ class TurnEncoder:
             elif part.get("type") == "video" and self.left.videos:
                 shown.videos.append(self.left.videos.pop(0))
         if self.media is None or not shown:
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        encoded = self.media.encode(text, shown)
-        self.outputs.append(encoded)
-        return encoded["input_ids"][0].tolist()
+            return text_tokens(self.tokenizer, text)
+        ids: list[int] = []
+        for piece, images, videos in media_parts(text, self.media.processor, shown.images, shown.videos):
+            encoded = self.media.encode(piece, Media(images, videos))
+            self.outputs.append(encoded)
+            ids += encoded["input_ids"][0].tolist()
+        return ids
 
     def vision_columns(self, input_ids: Tensor, length: int) -> Row:
         """Return ``position_ids`` and ``multi_modal_inputs`` of a row of ``length`` tokens, padded or not."""
@@ -520,7 +535,7 @@ def check_media(check: ColumnCheck, settings: DataConfig) -> None:
         for row, entries in enumerate(check.table[name]):
             for index, entry in enumerate(entries.as_py() or []):
                 try:
-                    checks[kind](entry)
+                    checks[kind](entry, settings.media)
                 except MediaError as error:
                     check.fail(name, row, f"entry {index}: {error}", f"data.{kind}_key")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
-from verl.utils.chat import ChatFormat, ChatFormatError, pieces
+from verl.utils.chat import CUT, ChatFormat, ChatFormatError, ControlTexts, pieces, text_tokens
 from verl.utils.chat.messages import TURNS_COLUMN
 from verl.utils.torch_functional import SequenceTooLongError
 
@@ -61,7 +61,10 @@ class ChatRenderer:
         """
         prompts, said = raw_prompts(data), response_turns(data, self.source, self.ends)
         chats = list(zip(prompts, said, strict=True))
-        rows: list[list[int]] = self.target(self._render(chats), add_special_tokens=False)["input_ids"]
+        texts = self._render(chats)
+        rows: list[list[int]] = self.target(texts, add_special_tokens=False)["input_ids"]
+        for index in (index for index, text in enumerate(texts) if CUT in text):
+            rows[index] = text_tokens(self.target, texts[index])
         limit = self.max_length or tensors_of(data)["attention_mask"].shape[-1]
         cut = [self._cut(index, row, limit) for index, row in enumerate(rows)]
         pad: Any = self.target.pad_token_id
@@ -72,6 +75,7 @@ class ChatRenderer:
         has_tools, before = _has_tools(shape), _before_turns(shape)
         texts: list[str] = []
         for index, (prompt, said) in enumerate(starmap(_joined, chats)):
+            said = [each if each["role"] == _MODEL else shape.control.of_others(each) for each in said]
             chat = [*prompt, *(said if has_tools else _by_users(said))]
             try:
                 texts.append(_whole(shape, chat, len(prompt), before))
@@ -112,11 +116,15 @@ def response_turns(
 ) -> Iterator[list[Message]]:
     """Yield the messages of each response: those of its turns where the rollout has kept them, else one."""
     kept = data.non_tensor_batch.get(TURNS_COLUMN, [None] * len(data))
-    special = set(tokenizer.all_special_ids)
+    special, control = set(tokenizer.all_special_ids), ControlTexts(tokenizer)
+
+    def shown_as(ids: Sequence[int], ends: Collection[int]) -> str:
+        return control.text_of(_without_ends(ids, ends), lambda part: _decoded(part, tokenizer))
+
     for ids, turns in zip(_responses(data), kept, strict=True):
         shown = [turn for turn in turns or () if turn["start"] < min(turn["end"], len(ids))]
         if not any(turn["role"] == _MODEL for turn in shown):
-            text = _text(ids, tokenizer, ends)
+            text = shown_as(ids, ends)
             has_turns = any(token in text for token in tokenizer.all_special_tokens)
             yield [{"role": _MODEL, "content": text, _AS_IT_IS: has_turns}]
             continue
@@ -124,9 +132,7 @@ def response_turns(
         for turn in shown:
             if turn["role"] == _MODEL:
                 said = ids[turn["start"] : turn["end"]]
-                messages.append(
-                    {"role": _MODEL, "content": _text(said, tokenizer, ends if turn is shown[-1] else special)}
-                )
+                messages.append({"role": _MODEL, "content": shown_as(said, ends if turn is shown[-1] else special)})
             elif turn["calls"]:
                 messages += [
                     {"role": "tool", "name": call["name"], "tool_call_id": f"call{at:05d}", "content": call["text"]}
@@ -145,10 +151,18 @@ def _responses(data: DataProto) -> list[list[int]]:
 
 
 def _text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> str:
+    return _decoded(_without_ends(ids, ends), tokenizer)
+
+
+def _without_ends(ids: Sequence[int], ends: Collection[int]) -> list[int]:
     kept = list(ids)
     while kept and kept[-1] in ends:
         kept.pop()
-    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return kept
+
+
+def _decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _whole(shape: ChatFormat, chat: list[Message], num_prompt_messages: int, before: str) -> str:

@@ -161,6 +161,7 @@ class AsyncRolloutRequest(BaseModel):
     _encoded: dict[str, Any] = PrivateAttr(default_factory=dict)
     """What the processor makes of all images and videos."""
     _num_turns: int = PrivateAttr(default=0)
+    _of_others: set[int] = PrivateAttr(default_factory=set)
     _num_standing: int = PrivateAttr(default=0)
     """How many messages have tokens that stand: those up to the last turn, or of a prompt that is given as tokens.
 
@@ -207,7 +208,7 @@ class AsyncRolloutRequest(BaseModel):
         chat = self._chat(processing_class)
         if not self._waits:
             self._write(chat, generation_prompt=True)
-        return chat.prompt(self._as_chat()) if self.use_inference_chat_template else list(self._engine_ids)
+        return chat.prompt(self._as_chat(chat)) if self.use_inference_chat_template else list(self._engine_ids)
 
     def add_user_message(self, processing_class: ProcessingClass, content: str | list[dict[str, Any]]) -> None:
         """Append what a user says.
@@ -215,7 +216,7 @@ class AsyncRolloutRequest(BaseModel):
         Raises: ValueError before the first turn if the prompt was given as tokens.
         """
         chat = self._chat(processing_class)
-        self._add(chat, [Message(role="user", content=_without_media(chat, content))])
+        self._add(chat, [Message(role="user", content=_without_media(chat, content))], of_others=self._num_turns > 0)
 
     def add_assistant_message(
         self,
@@ -238,7 +239,7 @@ class AsyncRolloutRequest(BaseModel):
             self._write(chat, generation_prompt=True)
         message = Message(role="assistant", content=content, tool_calls=list(tool_calls) if tool_calls else None)
         if content_ids is None:
-            ids = written_turn(chat, [*self._as_chat(), message.as_chat()])
+            ids = written_turn(chat, [*self._as_chat(chat), message.as_chat()])
         else:
             ids = [int(token) for token in torch.as_tensor(content_ids).flatten().tolist()]
         if log_probs is not None and len(log_probs) != len(ids):
@@ -273,7 +274,7 @@ class AsyncRolloutRequest(BaseModel):
         for answer, call in zip_longest(answers, calls[: len(answers)]):
             known = {"name": call["function"]["name"], "tool_call_id": call.get("id")} if call else {}
             messages.append(Message(role="tool", content=_without_media(chat, _content(answer)), **known))
-        self._add(chat, messages)
+        self._add(chat, messages, of_others=True)
 
     def update_metrics(self, metrics: Any, tool_id: str) -> None:
         """Note what a call of a tool has measured."""
@@ -333,16 +334,20 @@ class AsyncRolloutRequest(BaseModel):
             proven.add(key)
         return chat
 
-    def _as_chat(self) -> list[dict[str, Any]]:
-        return [message.as_chat() for message in self.messages]
+    def _as_chat(self, chat: ChatFormat) -> list[dict[str, Any]]:
+        """Return the messages as the template takes them, with cuts in what tools and users say."""
+        shown = [message.as_chat() for message in self.messages]
+        return [chat.control.of_others(each) if at in self._of_others else each for at, each in enumerate(shown)]
 
     def _row(self, name: str) -> list[int]:
         """Return a field of the tokens so far as a list."""
         value: Tensor | None = getattr(self, name)
         return [] if value is None else value[0].tolist()
 
-    def _add(self, chat: ChatFormat, messages: Sequence[Message]) -> None:
+    def _add(self, chat: ChatFormat, messages: Sequence[Message], of_others: bool) -> None:
         self._check_may_add()
+        if of_others:
+            self._of_others.update(range(len(self.messages), len(self.messages) + len(messages)))
         self.messages += messages
         self._write(chat, generation_prompt=False)
 
@@ -357,13 +362,13 @@ class AsyncRolloutRequest(BaseModel):
         """Write the messages after what stands; before the first turn they are the prompt, which waits for it."""
         shown: dict[str, Any] = {f"{kind}s": (self.multi_modal_data or {}).get(kind) or () for kind in _KINDS}
         if not self._num_standing:
-            messages = self._as_chat()
+            messages = self._as_chat(chat)
             self._engine_ids = chat.prompt(messages)
             seen = chat.prompt(messages, **shown) if self._encoded else self._engine_ids
             self._set_tokens(chat, seen, [0] * len(seen))
             self._set_prompt()
         elif self._num_turns:
-            standing, new = self._as_chat()[: self._num_standing], self._as_chat()[self._num_standing :]
+            standing, new = self._as_chat(chat)[: self._num_standing], self._as_chat(chat)[self._num_standing :]
             engine_ids: list[int] = []
             seen = []
             if new or generation_prompt:
@@ -382,7 +387,7 @@ class AsyncRolloutRequest(BaseModel):
     def _take_prompt(self, chat: ChatFormat) -> None:
         """Take a prompt of tokens, which ends with a generation prompt."""
         ids = torch.as_tensor(self.input_ids).reshape(1, -1).long()
-        self._engine_ids = chat.prompt(self._as_chat()) if self._encoded else ids[0].tolist()
+        self._engine_ids = chat.prompt(self._as_chat(chat)) if self._encoded else ids[0].tolist()
         self._set_tokens(chat, ids[0].tolist(), [0] * ids.shape[-1])
         self._set_prompt()
         self._ends, self._num_standing = (ids.shape[-1], len(self._engine_ids)), len(self.messages)
@@ -440,7 +445,7 @@ class AsyncRolloutRequest(BaseModel):
     def _compare(self, chat: ChatFormat) -> None:
         mode = self.tokenization_sanity_check_mode
         ids = self._engine_ids[: self._ends[1]]
-        found = whole_differences(chat, self._as_chat()[: self._num_standing], ids, mode)
+        found = whole_differences(chat, self._as_chat(chat)[: self._num_standing], ids, mode)
         if found:
             logger.warning(
                 "request %s: tokenization_sanity_check_mode=%s: it is not what the chat template makes of its messages "

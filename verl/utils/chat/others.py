@@ -1,0 +1,118 @@
+"""Texts of others in a conversation, such as the answers of tools: nothing in them becomes a control token.
+
+A tokenizer takes the text ``<|im_end|>`` for the token that ends a turn, whoever wrote it. So a mark, the cut, is put
+behind the first character of each such text before the chat template is rendered, and the tokenizer gets the parts
+between the cuts one by one. A conversation without such texts has no cut, and its tokens are those of the whole.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+CUT = "\ufdd0\ufdd1"
+"""Two characters that Unicode gives to no text."""
+_BEFORE = "\n"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token that stands for a byte of any text, as that of unknown text does."""
+
+
+class ControlTexts:
+    """The texts that a tokenizer takes for control tokens: all added tokens but blanks, also unspecial ones."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
+        added |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self.texts = sorted({text for text in added.values() if len(text.strip()) > 1})
+        usual = {number for number, text in added.items() if text not in self.texts or _BYTE.fullmatch(text)}
+        self._ids = frozenset(added) - usual - {tokenizer.unk_token_id}
+        first = "".join(re.escape(text[0]) for text in self.texts)  # tells most places fast from these texts
+        alternatives = "|".join(map(re.escape, self.texts))
+        self._pattern = re.compile(rf"(?=[{first}])(?=(?:{alternatives}))(.)" if first else "(?!)", re.DOTALL)
+        self._normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+
+    def cut(self, text: str) -> str:
+        """Return a text with a cut in each control text."""
+        if self._normalizer is not None:
+            usual = self._normalizer.normalize_str(text)  # a tokenizer may look for added tokens in that
+            if len(self._pattern.findall(usual)) > len(self._pattern.findall(text)):
+                text = usual
+        return self._pattern.sub(rf"\1{CUT}", text)
+
+    def of_others(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message of somebody else with cuts in its content and name."""
+        return {
+            key: _with_texts(value, self.cut) if key in ("content", "name") else value for key, value in message.items()
+        }
+
+    def described(self, schemas: Sequence[Any]) -> list[Any]:
+        """Return descriptions of tools, which a server may have sent, with cuts in their texts."""
+        shown: list[Any] = _with_texts(list(schemas), lambda text: text if text.isidentifier() else self.cut(text))
+        return shown
+
+    def text_of(self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+        """Return tokens as text, with cuts in what reads like a control token and is none."""
+        text = decode(token_ids)
+        if len(self._pattern.findall(text)) == self.count(token_ids):
+            return text
+        shown, parts, count = "", [], 0
+        for is_control, run in groupby(token_ids, self._ids.__contains__):
+            count += len(list(run))
+            before, shown = shown, decode(token_ids[:count])  # some tokenizers drop a blank at the start of a text
+            part = shown[len(before) :]
+            parts.append(part if is_control else self.cut(part))
+        return "".join(parts)
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """Return how many control tokens there are among some."""
+        return sum(token in self._ids for token in token_ids)
+
+
+def uncut(value: Any) -> Any:
+    """Return a message, or any other nested value, without cuts in its texts."""
+    return _with_texts(value, lambda text: text.replace(CUT, ""))
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a nested value with other texts; the type of a part of a message is none."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): each if key == "type" else _with_texts(each, change) for key, each in value.items()}
+    return [_with_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
+def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text, whose parts between cuts are encoded one by one."""
+    first, *parts = text.split(CUT)
+    ids: list[int] = tokenizer(first, add_special_tokens=False)["input_ids"]
+    for part in parts:
+        ids = ids + _tokens_inside(tokenizer, part)
+    return ids
+
+
+def _tokens_inside(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text that does not start a text; some tokenizers write a blank before one that does."""
+    before: list[int] = tokenizer(_BEFORE, add_special_tokens=False)["input_ids"]
+    both: list[int] = tokenizer(_BEFORE + text, add_special_tokens=False)["input_ids"]
+    if both[: len(before)] == before:
+        return both[len(before) :]
+    alone: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return alone
+
+
+def media_parts(
+    text: str, processor: ProcessorMixin, images: Sequence[Any], videos: Sequence[Any]
+) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Yield the parts of a text between cuts, each with the images and videos that it has placeholders for."""
+    left = {"image": list(images), "video": list(videos)}
+    *parts, last = text.split(CUT)
+    for part in parts:
+        shown = {}
+        for kind, items in left.items():
+            count = part.count(getattr(processor, f"{kind}_token", CUT))
+            shown[kind], left[kind] = items[:count], items[count:]
+        yield part, shown["image"], shown["video"]
+    yield last, left["image"], left["video"]

@@ -1,0 +1,38 @@
+"""What images and videos that other people made may be: the node ``data.media``."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl.base_config import BaseConfig, Violation, setting
+
+USUAL_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "PPM", "TIFF", "AVIF", "JPEG2000")
+PROGRAM_FORMATS = frozenset({"EPS"})
+"""Formats that Pillow decodes by another program."""
+_MOST_PIXELS = 178_000_000  # of Pillow itself
+
+
+@dataclass
+class MediaConfig(BaseConfig):
+    """Formats and sizes of images and videos."""
+
+    image_formats: list[str] = setting([], f"formats of images, by their names in Pillow, beside {USUAL_FORMATS}")
+    max_mb: int = setting(64, "megabytes of the largest file", at_least=1)
+    max_pixels: int = setting(100_000_000, "pixels of the largest image", at_least=1, at_most=_MOST_PIXELS)
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield formats that start another program."""
+        if refused := PROGRAM_FORMATS & {name.upper() for name in self.image_formats}:
+            yield Violation("image_formats", self.image_formats, f"must not have {min(refused)}: it starts a program")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats that an image may have."""
+        return (*USUAL_FORMATS, *(name.upper() for name in self.image_formats))
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the largest file."""
+        return self.max_mb * 1_000_000
+
+
+DEFAULT_MEDIA = MediaConfig()
