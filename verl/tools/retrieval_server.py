@@ -5,33 +5,85 @@
 
 The corpus holds one JSON object to a line, with ``id`` and ``contents``, whose first line is the title.
 ``POST /retrieve`` takes ``{"queries": [...], "topk": 3, "return_scores": true}`` and returns
-``{"result": [[{"document", "score"}]]}``.
+``{"result": [[{"document", "score"}]]}``. With a key, a request has the header ``Authorization: Bearer KEY``.
 """
 
 import argparse
 import asyncio
+import hmac
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from verl.base_config import WrongInput
 from verl.tools.retrieval_index import BM25Index, DenseIndex, Document, Index, read_corpus
+from verl.utils.net_utils import LOCAL_HOSTS
+from verl.utils.parsing import parse_json
 
 MOST_QUERIES = 1024
 MOST_QUERY_CHARS = 8192
 MOST_DOCUMENTS = 1000
+MOST_FOUND = 16_384
+MOST_ANSWER_BYTES = 32 << 20
+READ_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 300.0
 USAGE_ERROR = 2
 
 
-class Retriever:
-    """Answers requests from an index, one after another in a thread, so that the server can always be reached."""
+class RequestRefused(Exception):
+    """A request asks for what the server does not do; the message says what."""
 
-    def __init__(self, documents: list[Document], index: Index, topk: int) -> None:
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: texts, documents for each, and whether the answer has scores."""
+
+    queries: list[str]
+    topk: int
+    with_scores: bool
+
+    @classmethod
+    def of(cls, body: bytes, topk: int) -> "Asked":
+        """Parse a request, whose ``topk`` may be left out.
+
+        Raises: RequestRefused.
+        """
+        try:
+            asked = parse_json(body)
+        except ValueError as error:
+            raise RequestRefused(f"the request is no JSON: {error}") from error
+        if not isinstance(asked, dict):
+            raise RequestRefused("the request is no JSON object")
+        queries = asked.get("queries")
+        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+            raise RequestRefused("queries must be a list of texts")
+        if len(queries) > MOST_QUERIES or any(len(query) > MOST_QUERY_CHARS for query in queries):
+            raise RequestRefused(
+                f"queries must be at most {MOST_QUERIES} texts of at most {MOST_QUERY_CHARS} characters"
+            )
+        topk = asked.get("topk") or topk
+        if not isinstance(topk, int) or not 1 <= topk <= MOST_DOCUMENTS:
+            raise RequestRefused(f"topk must be an integer from 1 to {MOST_DOCUMENTS}")
+        if len(queries) * topk > MOST_FOUND:
+            raise RequestRefused(f"queries times topk is {len(queries) * topk}: it must be at most {MOST_FOUND}")
+        return cls(queries, topk, bool(asked.get("return_scores")))
+
+
+class Retriever:
+    """Answers requests from an index, one after another in a thread, so that the server can always be reached.
+
+    Args: ``key`` is what a request must have; None for requests without one.
+    """
+
+    def __init__(self, documents: list[Document], index: Index, topk: int, key: str | None = None) -> None:
         self.documents = documents
         self.index = index
         self.topk = topk
+        self.key = key
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
 
     def application(self) -> web.Application:
@@ -46,40 +98,63 @@ class Retriever:
         return web.json_response({"documents": len(self.documents)})
 
     async def retrieve(self, request: web.Request) -> web.Response:
-        """Answer a search; status 400 says what is wrong with a request."""
+        """Answer a search; the status and ``error`` say what is wrong with a request."""
+        if self.key is not None and not hmac.compare_digest(_key_of(request), self.key.encode()):
+            return _refused("the key is missing or wrong: send Authorization: Bearer <key>", 401)
         try:
-            asked: Any = await request.json()
-        except ValueError:
-            return _refused("the request is no JSON")
-        if not isinstance(asked, dict):
-            return _refused("the request is no JSON object")
-        queries = asked.get("queries")
-        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-            return _refused("queries must be a list of texts")
-        if len(queries) > MOST_QUERIES or any(len(query) > MOST_QUERY_CHARS for query in queries):
-            return _refused(f"queries must be at most {MOST_QUERIES} texts of at most {MOST_QUERY_CHARS} characters")
-        topk = asked.get("topk") or self.topk
-        if not isinstance(topk, int) or not 1 <= topk <= MOST_DOCUMENTS:
-            return _refused(f"topk must be an integer from 1 to {MOST_DOCUMENTS}")
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                body = await request.read()
+        except TimeoutError:
+            return _refused(f"the request did not arrive within {READ_TIMEOUT_S:g} s", 408)
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._thread, self.index.search, queries, topk) if queries else []
-        result: list[list[Any]] = []
-        for hits in found:
-            documents = [self.documents[hit.place]._asdict() for hit in hits]
-            if asked.get("return_scores"):
-                scored = zip(documents, hits, strict=True)
-                documents = [{"document": document, "score": hit.score} for document, hit in scored]
-            result.append(documents)
-        return web.json_response({"result": result})
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                text = await loop.run_in_executor(self._thread, self.answer, body)
+        except RequestRefused as error:
+            return _refused(str(error), 400)
+        except TimeoutError:
+            return _refused(f"too many requests wait: no answer within {ANSWER_TIMEOUT_S:g} s", 503)
+        return web.Response(text=text, content_type="application/json")
+
+    def answer(self, body: bytes) -> str:
+        """Return the answer to a request as JSON.
+
+        Raises: RequestRefused, also for an answer that would be too long.
+        """
+        asked = Asked.of(body, self.topk)
+        found = self.index.search(asked.queries, asked.topk) if asked.queries else []
+        written = {hit.place: "" for hits in found for hit in hits}
+        for place in written:
+            written[place] = json.dumps(self.documents[place]._asdict())
+        size = sum(len(written[hit.place]) for hits in found for hit in hits)
+        if size > MOST_ANSWER_BYTES:
+            raise RequestRefused(
+                f"the answer would have {size} bytes, more than {MOST_ANSWER_BYTES}: send fewer queries or a lower topk"
+            )
+        scored = '{{"document": {}, "score": {}}}'.format
+        rows = (
+            [
+                scored(written[hit.place], json.dumps(hit.score)) if asked.with_scores else written[hit.place]
+                for hit in hits
+            ]
+            for hits in found
+        )
+        return '{"result": [' + ", ".join(f"[{', '.join(row)}]" for row in rows) + "]}"
 
 
-def _refused(why: str) -> web.Response:
-    return web.json_response({"error": why}, status=400)
+def _key_of(request: web.Request) -> bytes:
+    return request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
+
+
+def _refused(why: str, status: int) -> web.Response:
+    return web.json_response({"error": why}, status=status)
 
 
 async def serve(retriever: Retriever, host: str, port: int) -> None:
     """Serve until the process ends."""
-    runner = web.AppRunner(retriever.application(), access_log=None)
+    # A client that goes away takes its request with it; one that sends nothing is shut out.
+    options: Any = {"handler_cancellation": True, "keepalive_timeout": READ_TIMEOUT_S}
+    runner = web.AppRunner(retriever.application(), access_log=None, **options)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
@@ -97,6 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m verl.tools.retrieval_server",
         description="Serve searches in a corpus to SearchTool, on this machine.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        fromfile_prefix_chars="@",
     )
     parser.add_argument("--corpus", required=True, help="JSON lines or parquet: id and contents, or title and text")
     parser.add_argument("--index", choices=["bm25", "dense"], default="bm25", help="by words, or by embeddings")
@@ -105,6 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", help="file that keeps the embeddings of the corpus")
     parser.add_argument("--topk", type=int, default=3, help="documents for each query, where a request names no number")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets every machine ask")
+    parser.add_argument("--key", help="text that each request must name, needed where other machines can ask")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
     return parser
 
@@ -125,8 +202,10 @@ def main() -> int:
     """Serve; return the exit code."""
     arguments = build_parser().parse_args()
     try:
+        if arguments.host not in LOCAL_HOSTS and not arguments.key:
+            raise WrongInput(f"--host {arguments.host}: other machines can ask there: give --key, or --host 127.0.0.1")
         documents = read_corpus(arguments.corpus)
-        retriever = Retriever(documents, build_index(arguments, documents), arguments.topk)
+        retriever = Retriever(documents, build_index(arguments, documents), arguments.topk, arguments.key)
         asyncio.run(serve(retriever, arguments.host, arguments.port))
     except KeyboardInterrupt:
         return 0

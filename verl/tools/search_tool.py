@@ -14,6 +14,7 @@ from verl.tools.utils.running import RunningCalls
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.http_client import NoReply, NoReplyInTime, post_json, url_problem
+from verl.utils.parsing import parse_json
 
 RETRIED = frozenset({500, 502, 503, 504})
 NOTHING_FOUND = "No search results found."
@@ -34,6 +35,7 @@ class SearchToolConfig(BaseConfig):
     _is_closed: ClassVar[bool] = True
 
     retrieval_service_url: str | None = setting(None, "address of the service, with its path, such as /retrieve")
+    api_key: str | None = setting(None, "key of the service, if it wants one")
     topk: int = setting(3, "documents for each query", at_least=1)
     num_workers: int = setting(120, "requests of a process at once", at_least=1)
     rate_limit: int = setting(120, "requests of all processes of this machine at once", at_least=1)
@@ -104,13 +106,15 @@ class SearchTool(BaseTool):
         Raises: RetrievalError.
         """
         request = {"queries": queries, "topk": self.options.topk, "return_scores": True}
+        key = self.options.api_key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         failure: RetrievalError | None = None
         for attempt in range(1, self.options.max_attempts + 1):
             if failure is not None:
                 await asyncio.sleep(self.options.retry_delay_s * (attempt - 1))
             try:
                 async with self._limit.slot():
-                    reply = await post_json(self._url, request, self.options.timeout)
+                    reply = await post_json(self._url, request, self.options.timeout, headers)
             except NoReplyInTime as error:
                 failure = RetrievalTimeout(f"{error} in attempt {attempt}")
                 continue
@@ -132,7 +136,7 @@ def _documents(url: str, text: str, count: int) -> list[list[Any]]:
     Raises: RetrievalError if it is none.
     """
     try:
-        found = json.loads(text)["result"]
+        found = parse_json(text)["result"]
     except (ValueError, LookupError, TypeError):
         found = None
     if not isinstance(found, list) or len(found) != count or not all(isinstance(each, list) for each in found):
@@ -144,8 +148,9 @@ def _as_read(documents: Sequence[Any]) -> str:
     """Return the documents of a query as the model reads them: the first line of each is its title."""
     parts = []
     for number, each in enumerate(documents, start=1):
-        document = each.get("document", each) if isinstance(each, dict) else {"contents": str(each)}
-        title, _, text = str(document.get("contents", "")).partition("\n")
+        document = each.get("document", each) if isinstance(each, dict) else each
+        contents = document.get("contents", "") if isinstance(document, dict) else document
+        title, _, text = str(contents).partition("\n")
         parts.append(f"Doc {number} (Title: {title})\n{text}\n")
     return "\n".join(parts)
 

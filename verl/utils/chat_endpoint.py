@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl.utils.http_client import post_json
+from verl.utils.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class ChatEndpoint:
         """
         try:
             status, delay_s, body = self._post(messages, end)
-        except (OSError, http.client.HTTPException) as error:  # refused, interrupted, or too slow
+        except (OSError, ValueError, http.client.HTTPException) as error:  # refused, interrupted, broken or too slow
             raise _Retry(f"{type(error).__name__}: {error}") from error
         return self._content(status, delay_s, body)
 
@@ -152,7 +153,7 @@ class ChatEndpoint:
         if status != http.client.OK:
             raise EndpointRefusalError(f"{self.base_url} refuses the request with HTTP {status}: {text[:_SHOWN_CHARS]}")
         try:
-            content = json.loads(text)["choices"][0]["message"]["content"]
+            content = parse_json(text)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
             raise _Retry(f"not a chat completion: {text[:_SHOWN_CHARS]!r}") from error
         if not isinstance(content, str):

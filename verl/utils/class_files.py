@@ -13,10 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import BaseConfig, WrongInput, config_error, nearest, one_line, parse_node
 from verl.utils.import_utils import absolute_name, is_own
-from verl.utils.time_limit import error_text, import_within_limit
+from verl.utils.parsing import parse_yaml
+from verl.utils.time_limit import TimeLimitExceeded, error_text, import_within_limit, time_limit
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound=BaseConfig)
+READ_TIMEOUT_S = 20.0
 _HANDLED = ("type", "name")
 """Keys of ``config`` that whoever makes the class handles."""
 
@@ -45,8 +47,13 @@ def read_class_items(path: str, key: str, example: str, keys: Collection[str]) -
     """
     wanted = f"write {key}: with one item for each, such as {{{example}}}"
     try:
-        content = OmegaConf.to_container(OmegaConf.load(os.path.expanduser(path)), resolve=True)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
+            parse_yaml(file.read())  # refuses what OmegaConf would write out without end
+        with time_limit(READ_TIMEOUT_S):  # texts of ${...} can double at each step
+            content = OmegaConf.to_container(OmegaConf.load(os.path.expanduser(path)), resolve=True)
+    except TimeLimitExceeded:
+        raise WrongInput(f"{path}: its values do not end within {READ_TIMEOUT_S:g} s: {wanted}") from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise WrongInput(f"{path}: cannot be read as YAML: {one_line(str(error))}: {wanted}") from error
     items = content.get(key) if isinstance(content, dict) else None
     if not isinstance(items, list) or not items:

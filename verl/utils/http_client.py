@@ -4,10 +4,16 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urljoin, urlsplit
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MOST_REPLY_BYTES = 64 << 20
+_REPEATS = (307, 308)
+"""Statuses of redirects that repeat the request with its content."""
+_MOST_REDIRECTS = 5
 
 
 class NoReply(OSError):
@@ -36,10 +42,12 @@ def url_problem(url: Any) -> str | None:
     """Return what is wrong with the address of a service; None if it can be asked."""
     if not isinstance(url, str):
         return "write the address of the service, such as http://127.0.0.1:8000"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "write an address with http:// or https://, such as http://127.0.0.1:8000"
-    return None
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        is_address = False
+    return None if is_address else "write an address with http:// or https://, such as http://127.0.0.1:8000"
 
 
 async def post_json(
@@ -47,7 +55,8 @@ async def post_json(
 ) -> Reply:
     """Post JSON and return the whole reply, whatever its status.
 
-    It ignores the proxy settings of the environment: the services are those of a run.
+    It ignores the proxy settings of the environment: the services are those of a run. The content goes to no other
+    address: a redirect within the address (``/search`` to ``/search/``) is followed, any other is the reply.
 
     Raises: NoReply; NoReplyInTime if the reply is not complete within ``timeout_s``.
     """
@@ -60,17 +69,29 @@ async def post_json(
         async with (
             asyncio.timeout(timeout_s),
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
-            session.post(url, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as response,
         ):
-            parts = bytearray()
-            async for part in response.content.iter_any():
-                parts += part
-                if len(parts) > MOST_REPLY_BYTES:
-                    raise NoReply(f"{url}: the reply exceeds {MOST_REPLY_BYTES} bytes")
-            return Reply(response.status, bytes(parts), response.headers.get("Retry-After"))
+            address = url
+            for _ in range(_MOST_REDIRECTS):
+                options: Any = {"data": body, "headers": headers, "timeout": aiohttp.ClientTimeout(total=None)}
+                async with session.post(address, allow_redirects=False, **options) as response:
+                    reply = Reply(response.status, await _body(response), response.headers.get("Retry-After"))
+                    following = urljoin(address, response.headers.get("Location", ""))
+                if reply.status not in _REPEATS or urlsplit(following)[:2] != urlsplit(url)[:2]:
+                    return reply
+                address = following
+            raise NoReply(f"{url}: more than {_MOST_REDIRECTS} redirects")
     except TimeoutError as error:
         raise NoReplyInTime(f"{url}: no complete reply within {timeout_s:g} s") from error
-    except (aiohttp.ClientError, OSError) as error:
+    except (aiohttp.ClientError, OSError, ValueError) as error:
         if isinstance(error, NoReply):
             raise
         raise NoReply(f"{url}: {type(error).__name__}: {error}") from error
+
+
+async def _body(response: "aiohttp.ClientResponse") -> bytes:
+    parts = bytearray()
+    async for part in response.content.iter_any():
+        parts += part
+        if len(parts) > MOST_REPLY_BYTES:
+            raise NoReply(f"{response.url}: the reply exceeds {MOST_REPLY_BYTES} bytes")
+    return bytes(parts)

@@ -4,6 +4,9 @@ import ipaddress
 import random
 import socket
 
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""Addresses that only programs of this machine reach."""
+
 
 def is_ipv4(ip_str: str) -> bool:
     """Whether a string is an IPv4 address."""

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import WrongInput, nearest, one_line
 from verl.utils.import_utils import absolute_name
+from verl.utils.parsing import parse_yaml
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop.base import AgentLoopBase
@@ -46,8 +46,8 @@ def read_agent_loops(path: str) -> dict[str, DictConfig]:
     """
     try:
         with open(path, encoding="utf-8") as file:
-            entries = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            entries = parse_yaml(file.read())
+    except (OSError, ValueError) as error:
         raise WrongInput(
             f"{path}: cannot be read as YAML: {one_line(str(error))}: write a file of agent loops"
         ) from error

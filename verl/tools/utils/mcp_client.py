@@ -1,7 +1,6 @@
 """Tools on servers that speak the Model Context Protocol. Only this module imports the package ``mcp``, on use."""
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.concurrency import RateLimit
 from verl.utils.http_client import url_problem
 from verl.utils.import_utils import has_module
+from verl.utils.parsing import parse_json
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -144,7 +144,7 @@ def read_servers(path: str, **options: Any) -> list[McpServer]:
     """
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
-            content = json.load(file)
+            content = parse_json(file.read())
     except (OSError, ValueError) as error:
         raise WrongInput(f"{path}: cannot be read as JSON: {one_line(str(error))}: write {_EXAMPLE}") from error
     named = content.get("mcpServers") if isinstance(content, dict) else None

@@ -6,10 +6,12 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from verl.utils.http_client import post_json
+from verl.utils.parsing import parse_json
 
 ATTEMPTS = 3
 RETRIED_STATUS = 504  # the service was too busy to start the program
@@ -18,8 +20,26 @@ MARGIN_S = 10.0  # added to the program's own time limits
 MOST_REPLY_BYTES = 64 << 20
 
 
+_TEXT, _NUMBER = str | None, int | float | None
+_FIELDS: Mapping[str, Any] = {
+    "status": _TEXT,
+    "stdout": _TEXT,
+    "stderr": _TEXT,
+    "return_code": _NUMBER,
+    "execution_time": _NUMBER,
+}
+"""Types of what a result holds."""
+
+
 class RemoteSandboxError(RuntimeError):
     """The service gave no answer, or an invalid one."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A program is sent to the service of the configuration only."""
+
+    def redirect_request(self, *args: Any) -> None:
+        """Follow none; the status becomes an error."""
 
 
 def run_remotely(
@@ -50,7 +70,7 @@ def run_remotely(
         except urllib.error.HTTPError as error:
             if error.code != RETRIED_STATUS or attempt == ATTEMPTS:
                 raise RemoteSandboxError(f"{url}: HTTP status {error.code} in attempt {attempt}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise RemoteSandboxError(f"{url}: {type(error).__name__}: {error}") from error
         time.sleep(RETRY_DELAY_S * attempt)
     raise AssertionError("the last attempt returns or raises")
@@ -104,7 +124,8 @@ def _post(url: str, content: bytes, timeout_s: float) -> dict[str, Any]:
     """
     end = time.monotonic() + timeout_s
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=timeout_s) as response:
+    opener = urllib.request.build_opener(_NoRedirects)
+    with opener.open(urllib.request.Request(url, content, headers), timeout=timeout_s) as response:
         parts = []
         size = 0
         while part := response.read1(1 << 16):
@@ -122,7 +143,11 @@ def _result(body: bytes) -> dict[str, Any]:
 
     Raises: ValueError if it is none.
     """
-    reply = json.loads(body)
-    if not isinstance(reply, dict) or "status" not in reply:
-        raise ValueError(f"the reply is not a program's result: {str(reply)[:200]}")
+    reply = parse_json(body)
+    if not isinstance(reply, dict) or not isinstance(reply.get("status"), str):
+        raise ValueError(f"the reply is not a program's result: {body[:200]!r}")
+    for name in ("compile_result", "run_result"):
+        part = reply.get(name) or {}
+        if not isinstance(part, dict) or not all(isinstance(part.get(key), kinds) for key, kinds in _FIELDS.items()):
+            raise ValueError(f"{name} of the reply is not a program's result: {body[:200]!r}")
     return reply

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from aiohttp import web
 
@@ -28,12 +29,10 @@ from verl.experimental.agent_loop.endpoint.requests import (
     parse_completion,
 )
 from verl.experimental.agent_loop.endpoint.session import Policy, Session
+from verl.utils.net_utils import LOCAL_HOSTS
 from verl.workers.rollout.server import ServerError
 
 logger = logging.getLogger(__name__)
-
-LOCAL = ("127.0.0.1", "localhost", "::1")
-"""Addresses that only programs of this machine reach."""
 
 MOST_BODY_BYTES = 32 * 2**20
 BODY_TIMEOUT_S = 60.0
@@ -78,7 +77,7 @@ class Endpoint:
         token: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if policy is not None and host not in LOCAL and not token:
+        if policy is not None and host not in LOCAL_HOSTS and not token:
             raise WrongInput(f"host={host}: other machines can reach the endpoint: give it a token, or host=127.0.0.1")
         self._host, self._port = host, port
         self._advertised = advertised or host
@@ -106,7 +105,9 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/completions", self._complete)
         # A client that closes its connection cancels its request, and with it the work of the rollout server.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        # One that sends no whole request is shut out; a request may take as long as it likes.
+        options: Any = {"handler_cancellation": True, "keepalive_timeout": self._limits.body_s}
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, **options)
         await runner.setup()
         await web.TCPSite(runner, self._host, self._port).start()
         self._runner = runner
@@ -137,7 +138,7 @@ class Endpoint:
     # ---- routes
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        if self._host not in LOCAL:
+        if self._host not in LOCAL_HOSTS:
             self._check_key(request, [self._token, *(key for key, _, _ in self._sessions.values())])
         return web.json_response({"status": "ok", "trajectories": len(self._sessions)})
 

@@ -1,0 +1,54 @@
+"""Parse JSON and YAML that somebody else wrote: whatever it holds, one error says so, and it ends."""
+
+import json
+from typing import Any
+
+import yaml
+
+MOST_YAML_VALUES = 100_000
+"""Values of the largest YAML file, with each alias counted as what it stands for."""
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Parse JSON; ``options`` are those of ``json.loads``.
+
+    Raises: ValueError, also for text that is nested too deeply.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse a YAML document of plain values.
+
+    Raises: ValueError, also for text that is nested too deeply, and for aliases that stand for too many values.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _num_values(node, {}) > MOST_YAML_VALUES:
+            raise ValueError(f"its aliases stand for more than {MOST_YAML_VALUES} values")
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        loader.dispose()
+
+
+def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the values of a node with all aliases written out. Raises: ValueError for a value that holds itself."""
+    if id(node) in counts:
+        if not counts[id(node)]:
+            raise ValueError(f"line {node.start_mark.line + 1} holds a value that holds itself")
+        return counts[id(node)]
+    counts[id(node)] = 0  # until it is known
+    parts = node.value if isinstance(node.value, list) else []
+    children = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
+    counts[id(node)] = 1 + sum(_num_values(each, counts) for each in children)
+    return counts[id(node)]
