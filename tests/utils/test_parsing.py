@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.registry import read_agent_loops
+from verl.tools.retrieval_index import read_corpus
 from verl.tools.utils.mcp_client import read_servers
 from verl.utils import class_files
+from verl.utils.chat.messages import plain
 from verl.utils.class_files import read_class_items
+from verl.utils.dataset.files import _json_row
 from verl.utils.parsing import MOST_YAML_VALUES, parse_json, parse_yaml
+from verl.utils.reward_score import code_tests
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -93,6 +97,24 @@ def test_a_deep_file_of_servers_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "servers.json").write_text(text)
     with pytest.raises(WrongInput, match="servers.json: cannot be read as JSON"):
         read_servers(str(tmp_path / "servers.json"))
+
+
+@pytest.mark.parametrize("text", DEEP_JSON, ids=range(4))
+def test_deep_texts_of_rows_are_named(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the test cases are not JSON"):
+        code_tests.read_test_cases(text)
+    with pytest.raises(ValueError, match="one JSON argument per line"):
+        code_tests.read_test_cases({"inputs": [text], "outputs": ["1"], "fn_name": "f"}).test(0)
+    assert not code_tests.is_expected(
+        code_tests.read_test_cases({"inputs": ["1"], "outputs": [text], "fn_name": "f"}), 0, "", "1"
+    )
+    call = {"function": {"name": "f", "arguments": text}}
+    assert plain([{"role": "assistant", "tool_calls": [call]}])[0]["tool_calls"][0]["function"]["arguments"] == text
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(WrongInput, match="rows.jsonl: cannot be read"):
+        read_corpus(str(tmp_path / "rows.jsonl"))
+    with pytest.raises(ValueError, match="line 1"):
+        _json_row(1, text)
 
 
 @settings(max_examples=200, deadline=None)

@@ -11,6 +11,7 @@ import numpy as np
 
 from verl.base_config import WrongInput, one_line
 from verl.utils.import_utils import has_module
+from verl.utils.parsing import parse_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +72,7 @@ def _rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    row = json.loads(line)
+                    row = parse_json(line)
                     if not isinstance(row, dict):
                         raise WrongInput(f"{path}, row {number}: is no JSON object: write one to a line")
                     yield number, row

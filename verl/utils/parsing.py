@@ -1,9 +1,10 @@
 """Parse JSON and YAML that somebody else wrote: whatever it holds, one error says so, and it ends."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
+if TYPE_CHECKING:
+    import yaml
 
 MOST_YAML_VALUES = 100_000
 """Values of the largest YAML file, with each alias counted as what it stands for."""
@@ -25,6 +26,8 @@ def parse_yaml(text: str) -> Any:
 
     Raises: ValueError, also for text that is nested too deeply, and for aliases that stand for too many values.
     """
+    import yaml
+
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -41,7 +44,7 @@ def parse_yaml(text: str) -> Any:
         loader.dispose()
 
 
-def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
+def _num_values(node: "yaml.Node", counts: dict[int, int]) -> int:
     """Return the values of a node with all aliases written out. Raises: ValueError for a value that holds itself."""
     if id(node) in counts:
         if not counts[id(node)]:

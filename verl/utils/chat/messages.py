@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.utils.parsing import parse_json
+
 Message = Mapping[str, Any]
 TURNS_COLUMN = "__turns__"
 """Column of a batch that holds the turns of each row: of ``role`` at the tokens ``start`` to ``end`` of the response,
@@ -30,7 +32,7 @@ def _with_arguments(call: Message) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         try:
-            parsed = json.loads(function["arguments"])
+            parsed = parse_json(function["arguments"])
         except ValueError:
             parsed = None
         if isinstance(parsed, dict):

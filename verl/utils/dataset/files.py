@@ -193,6 +193,8 @@ def _json_row(number: int, line: str) -> Row:
         row = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number}, character {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"line {number}: is nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f'line {number}: must be an object such as {{"prompt": ...}}')
     return row

@@ -1,6 +1,5 @@
 """Rows of supervised training: prompts with a response, pairs for reward models, and conversations."""
 
-import json
 import logging
 from collections.abc import Mapping
 from enum import StrEnum
@@ -29,6 +28,7 @@ from verl.utils.dataset.vision_utils import (
     kinds_of,
     templater_of,
 )
+from verl.utils.parsing import parse_json
 from verl.utils.torch_functional import SequenceTooLongError
 
 logger = logging.getLogger(__name__)
@@ -319,7 +319,7 @@ class MultiTurnSFTDataset(Dataset):
         try:
             encoder = TurnEncoder(self.tokenizer, self.media, row)
             messages = encoder.typed(messages)
-            chat = self.chat.with_options(options, (json.loads(tools) if isinstance(tools, str) else tools) or [])
+            chat = self.chat.with_options(options, self._tools(tools, where) or [])
             messages = [chat.control.of_others(each) if each["role"] == "tool" else each for each in messages]
             ids, mask = self._encode(chat, encoder, messages, where)
             # Truncation would separate images from their tokens.
@@ -329,6 +329,18 @@ class MultiTurnSFTDataset(Dataset):
             return tensors | encoder.vision_columns(tensors["input_ids"], len(ids))
         except (ChatFormatError, MediaError) as error:
             raise DataError(f"{where}: {error}") from error
+
+    def _tools(self, tools: str | list[Row] | None, where: str) -> list[Row] | None:
+        """Return the descriptions of tools in a row, which may be JSON. Raises: DataError."""
+        if not isinstance(tools, str):
+            return tools
+        try:
+            described = parse_json(tools)
+        except ValueError as error:
+            raise DataError(f"{where}: its tools in column {self.tools_key!r} are no JSON: {error}") from error
+        if not isinstance(described, list | None):
+            raise DataError(f"{where}: its tools in column {self.tools_key!r} must be a list, got {tools[:80]!r}")
+        return described
 
     def _encode(self, chat: ChatFormat, encoder: TurnEncoder, messages: list[Row], where: str) -> Turn:
         ids: list[int] = []

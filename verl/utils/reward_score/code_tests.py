@@ -1,11 +1,11 @@
 """Test cases of code: read them, find the program in a response, and compare its output."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.utils.parsing import parse_json
 from verl.utils.sandbox import Test
 
 MOST_TESTS = 10
@@ -68,7 +68,7 @@ def read_test_cases(test_cases: RawTestCases, most_tests: int | None = None) -> 
     cases = test_cases
     if isinstance(cases, str | bytes):
         try:
-            cases = json.loads(cases)
+            cases = parse_json(cases)
         except ValueError as error:
             raise ValueError(f"the test cases are not JSON: {error}") from None
     if not isinstance(cases, Mapping):
@@ -111,13 +111,13 @@ def is_expected(cases: TestCases, index: int, stdout: str, value: str | None) ->
     if cases.fn_name is None:
         return same_output(stdout, _text(expected))
     try:
-        actual = json.loads(value or "")
-    except (ValueError, RecursionError):  # the program may have written anything
+        actual = parse_json(value or "")
+    except ValueError:  # the program may have written anything
         return False
     wanted = [expected]
     if isinstance(expected, str):
         try:
-            wanted.append(json.loads(expected))
+            wanted.append(parse_json(expected))
         except ValueError:
             pass
     wanted += [each[0] for each in wanted if isinstance(each, list) and len(each) == 1]
@@ -187,6 +187,6 @@ def _arguments(given: Json) -> list[Any]:
     if not isinstance(given, str):
         return list(given) if isinstance(given, Sequence) else [given]
     try:
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
+        return [parse_json(line) for line in given.splitlines() if line.strip()]
     except ValueError as error:
         raise ValueError(f"a function's input must have one JSON argument per line: {error}") from None
