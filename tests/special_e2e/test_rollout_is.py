@@ -34,5 +34,6 @@ def test_an_engine_in_bf16_and_a_sync_left_out_are_seen(workspace, tmp_path):
     assert stale[MISMATCH + "k3_kl"] > 100 * max(numbers[MISMATCH + "k3_kl"] for numbers in current)
     assert stale[WEIGHT + "std"] > 10 * max(numbers[WEIGHT + "std"] for numbers in current)
     assert stale[WEIGHT + "eff_sample_size"] < 0.99
-    flags = find_flags(read_entries(run.folder / "metrics.jsonl"))
-    assert [(flag.name, flag.step) for flag in flags] == [("stale weights", STALE)]
+    flags = {flag.name: flag.step for flag in find_flags(read_entries(run.folder / "metrics.jsonl"))}
+    flags.pop("truncated responses", None)  # the model has not learned to end
+    assert flags == {"stale weights": STALE}

@@ -375,11 +375,9 @@ def _truncated(entries: Entries) -> Iterator[Flag]:
     """Flag responses nearly all of which are cut off."""
     cut = [(step, share) for step, share in points_of(entries, "response_length/clip_ratio") if share > 0.9]
     if len(cut) >= ENOUGH:
-        least, most = (pick(share for _, share in cut) for pick in (min, max))
-        reason = (
-            f"in {_listed([step for step, _ in cut])} {least:.0%} to {most:.0%} of the responses are cut off at "
-            "data.max_response_length"
-        )
+        shares = " to ".join(dict.fromkeys(f"{pick(share for _, share in cut):.0%}" for pick in (min, max)))
+        steps = _listed([step for step, _ in cut])
+        reason = f"in {steps} {shares} of the responses are cut off at data.max_response_length"
         yield Flag("truncated responses", cut[0][0], reason, "cut")
 
 
