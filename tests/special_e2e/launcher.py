@@ -1,5 +1,5 @@
 """Runs commands one after another, each in a fork of a process that has imported what the launching process imports:
-as exact as a process of its own, and much faster.
+as exact as a process of its own, and much faster. Its arguments are modules that it imports as well.
 
 Reads requests from standard input and writes answers to standard output, each a line of JSON.
 """
@@ -32,6 +32,8 @@ def main() -> None:
     import verl.trainer.preflight
     import verl.trainer.run.launch  # noqa: F401  # as the command does, in time that all forks share
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     ray.init = _no_ray
     for line in sys.stdin:
         request = json.loads(line)

@@ -73,11 +73,18 @@ def test_recipes_and_supervised_training_are_checked_too(launcher: Launcher, pla
     assert verdict(supervised, answer) == ("clear", ""), answer.output
 
 
+@pytest.fixture(scope="module")
+def heavy_launcher() -> Iterator[Launcher]:
+    """Launch commands whose checks import torch."""
+    with Launcher("verl.trainer.config.generation", "verl.workers.rewards.loading") as launcher:
+        yield launcher
+
+
 @pytest.mark.parametrize("command", ["verl.trainer.main_generation", "verl.trainer.main_eval"])
-def test_other_commands_are_checked_too(command: str, launcher: Launcher, place: Place) -> None:
-    right = launcher.run(Case("combined", "right", CHECK, (), command=command), place)
+def test_other_commands_are_checked_too(command: str, heavy_launcher: Launcher, place: Place) -> None:
+    right = heavy_launcher.run(Case("combined", "right", CHECK, (), command=command), place)
     assert right.code == 0 and "passed all checks" in right.output.splitlines(), right.output
-    wrong = launcher.run(Case("combined", "wrong", CHECK | {"data.pth": "x"}, (), command=command), place)
+    wrong = heavy_launcher.run(Case("combined", "wrong", CHECK | {"data.pth": "x"}, (), command=command), place)
     assert wrong.code == USAGE_ERROR and "data.pth=x: there is no such key" in wrong.output, wrong.output
 
 

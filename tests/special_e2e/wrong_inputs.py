@@ -214,11 +214,11 @@ class LateRuns:
 
 
 class Launcher:
-    """Tries commands up to where Ray would start, in forks of one process."""
+    """Tries commands up to where Ray would start, in forks of one process that has imported ``modules`` as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.special_e2e.launcher"],
+            [sys.executable, "-m", "tests.special_e2e.launcher", *modules],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
             stdin=subprocess.PIPE,

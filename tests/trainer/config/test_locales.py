@@ -57,7 +57,10 @@ def test_every_key_and_the_working_folder_are_named(tmp_path: Path) -> None:
     assert [key for key in (*names, "the working folder") if f"- {key}=" not in output] == []
 
 
-def test_the_arguments_of_small_commands_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "locale, told",
+    [("no UTF-8", r"l\xe4ufe' is not ASCII"), pytest.param("POSIX", "läufe holds no", marks=pytest.mark.full)],
+)
+def test_the_arguments_of_small_commands_are_named(tmp_path: Path, locale: str, told: str) -> None:
     words = ["merge", "--backend", "fsdp", "--local_dir", f"{tmp_path}/läufe"]
-    assert r"l\xe4ufe' is not ASCII" in refused("no UTF-8", "verl.model_merger", *words, cwd=tmp_path)
-    assert "läufe holds no" in refused("POSIX", "verl.model_merger", *words, cwd=tmp_path)
+    assert told in refused(locale, "verl.model_merger", *words, cwd=tmp_path)
