@@ -17,7 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 usage() { sed -n '2,13s/^# \{0,1\}//p' "scripts/test.sh"; }
 
 MODE=default
-SESSION_TIMEOUT_S=3900 # the run takes about 20 minutes on two idle cores; a busy machine may take three times that
+SESSION_TIMEOUT_S=7200 # of a hang: the tests take about 20 minutes on two idle cores, and several times that on busy ones
 TIMES=outputs/suite_times.xml
 while [ $# -gt 0 ]; do
     case "$1" in

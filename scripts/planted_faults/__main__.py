@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,9 +27,8 @@ from queue import SimpleQueue
 from scripts.planted_faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-FORKS = Path(__file__).with_name("forks.py")
-PRELOADED = ("hypothesis", "ray", "tensordict", "torch.distributed.fsdp", "transformers.modeling_utils")
-"""What most tests import, and what starts no thread, which a fork would lack."""
+_RUN = "import sys, pytest, {module}; sys.exit(pytest.main(sys.argv[1:]))"
+"""A module with a fault is imported first, so that one that does not import is told from a test that fails."""
 
 CAUGHT = "caught"
 MISSED = "missed"
@@ -85,23 +83,14 @@ def copy_tree(root: Path, target: Path) -> Path:
 
 
 class Copy:
-    """A copy of a checkout, and a process whose forks run its tests."""
+    """A copy of a checkout, in which tests run."""
 
     def __init__(self, root: Path, tree: Path) -> None:
         self.root = root
         self.tree = copy_tree(root, tree)
-        self._output = tree.with_suffix(".txt")
         path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH", "")]))
         settings = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
-        self._forks = subprocess.Popen(
-            [sys.executable, "-P", FORKS, *PRELOADED],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=tree,
-            env=os.environ | settings | {"OMP_NUM_THREADS": "1"},
-            encoding="utf-8",
-        )
+        self._environment = os.environ | settings | {"OMP_NUM_THREADS": "1"}
 
     def run_tests(self, *arguments: str, module: str = "verl") -> tuple[int, str]:
         """Import a module and run pytest; return the exit code and the output.
@@ -109,13 +98,19 @@ class Copy:
         Raises: FaultError if no test ran.
         """
         options = ("-q", "-m", "not full", "--tb=no", "-rfE", "-p", "no:cacheprovider")
-        assert self._forks.stdin is not None and self._forks.stdout is not None
-        print(json.dumps([str(self._output), module, *options, *arguments]), file=self._forks.stdin, flush=True)
-        code = int(self._forks.stdout.readline())
-        output = self._output.read_text(errors="replace", encoding="utf-8")
-        if code in _NOTHING_RAN:
-            raise FaultError(f"no test ran for {' '.join(arguments)}:\n{output}")
-        return code, output
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _RUN.format(module=module), *options, *arguments],
+            cwd=self.tree,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+        if done.returncode in _NOTHING_RAN:
+            raise FaultError(f"no test ran for {' '.join(arguments)}:\n{done.stdout}")
+        return done.returncode, done.stdout
 
     def try_fault(self, fault: Fault) -> Result:
         """Plant a fault, run its tests, and take it out again."""
@@ -128,10 +123,6 @@ class Copy:
         finally:
             shutil.copy2(self.root / fault.file, self.tree / fault.file)
         return result_of(code, output, round(time.monotonic() - started, 1))
-
-    def close(self) -> None:
-        """End the process."""
-        self._forks.communicate()
 
 
 def result_of(code: int, output: str, seconds: float) -> Result:
@@ -152,13 +143,10 @@ def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str,
     """Try faults in as many copies as processes; then run the tests that failed on a copy without a fault."""
     for fault in faults:
         planted(fault, root)
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="faults"))
+    with tempfile.TemporaryDirectory(prefix="faults") as folder:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(processes):
-            copy = Copy(root, Path(folder, str(number)))
-            stack.callback(copy.close)
-            copies.put(copy)
+            copies.put(Copy(root, Path(folder, str(number))))
 
         def tried(fault: Fault) -> Result:
             copy = copies.get()

@@ -51,8 +51,7 @@ CASES = {
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds, as what is preloaded does
-    monkeypatch.setattr(planted_faults, "PRELOADED", ())
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take seconds
     for name, text in {"code_under_test.py": CODE, "test_code.py": TESTS, "test_broken.py": BROKEN}.items():
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
