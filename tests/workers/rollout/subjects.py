@@ -45,6 +45,12 @@ class HybridServer:
     async def version(self) -> int:
         return self.rollout.weights_version
 
+    async def begin_update(self) -> None:
+        self.rollout.begin_update()
+
+    async def abort_update(self) -> None:
+        self.rollout.abort_update()
+
     def load(self, model: Any, version: int) -> None:
         tiny.load_all(self.rollout, model, version)
 
@@ -198,6 +204,12 @@ class StandaloneServer(EngineProcesses):
 
     async def version(self) -> int:
         return await self.handle.version.remote()
+
+    async def begin_update(self) -> None:
+        await self.handle.begin_update.remote()
+
+    async def abort_update(self) -> None:
+        await self.handle.abort_update.remote()
 
     def load(self, model: Any, version: int) -> None:
         """Send weights as the trainer does; the server is paused before and afterwards."""

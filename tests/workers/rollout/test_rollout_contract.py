@@ -104,6 +104,16 @@ def test_log_probs_equal_a_plain_forward(rollout: BaseRollout, model: Any, step:
     assert gap[output.batch["response_mask"] == 1].mean() < 1e-5 and gap.max() < 1e-4
 
 
+def test_responses_keep_the_order_of_their_prompts(rollout: BaseRollout, model: Any) -> None:
+    """Also when vLLM's numbers of requests get another digit, where their order as text is another one."""
+    if rollout.config.name == "vllm":
+        counter = rollout._llm.request_counter
+        counter.counter = 10 ** len(str(counter.counter)) - 3
+    output = rollout.generate_sequences(tiny.prompts_batch(6))
+    gap = output.batch["rollout_log_probs"] - tiny.reference_log_probs(model, output, tiny.TEMPERATURE)
+    assert gap.abs().max() < 1e-4
+
+
 def test_a_response_depends_on_its_own_seed_only(rollout: BaseRollout) -> None:
     prompts = tiny.prompts_batch(8, repeat=4)
     rows = tiny.sampled_tokens(rollout.generate_sequences(prompts))

@@ -256,6 +256,26 @@ def test_requests_wait_while_the_weights_change(server: Server, rollout: Any, mo
     torch.testing.assert_close(torch.tensor(waiting.log_probs), reference, atol=1e-4, rtol=0)
 
 
+def test_an_update_pauses_the_server(server: Server, model: Any) -> None:
+    """Nobody has paused it before; the request waits, also while the update is aborted and another one comes."""
+    prompts = tiny.prompts_batch(1)
+
+    async def run() -> tuple[int, TokenOutput]:
+        version = await server.version()
+        await server.begin_update()
+        waiting = asyncio.create_task(ask(server, prompts, 0))
+        while not waiting.done() and not (await server.health(WAIT_S))["waiting"]:
+            await asyncio.sleep(0.001)
+        await server.abort_update()
+        server.load(model, version + 1)
+        assert not waiting.done()
+        await server.resume()
+        return version, await waiting
+
+    version, waiting = asyncio.run(asyncio.wait_for(run(), WAIT_S))
+    assert waiting.weight_versions == [version + 1] * len(waiting.token_ids)
+
+
 def test_a_step_that_hangs_is_found_by_its_deadline(server: Server) -> None:
     prompts = tiny.prompts_batch(1)
 
