@@ -62,6 +62,8 @@ class Probe(BaseTool):
             frames = [Image.new("RGB", (56, 56))] * 4
             sizes = {"min_pixels": 56 * 56, "max_pixels": 56 * 56}
             return ToolResponse(video=[{"video": frames, "sample_fps": 2.0, **sizes}]), 0.0, {}
+        if "address" in parameters:
+            return ToolResponse(image=[{"image": parameters["address"]}]), 0.0, {}
         if "wide" in parameters:
             return ToolResponse(image=[Image.new("RGB", (3000, 2))]), 0.0, {}
         if "image" in parameters:
@@ -404,6 +406,17 @@ def test_images_and_videos_are_appended(tools_file: Path) -> None:
     output = run(limited, Scripted([call(image=1) + "<|end|>", "So."], tokenizer, expand), processor, **row)
     assert outcomes(output) == ["error"] and "may have at most 1 image" in text_of(output)
     assert len(output.multi_modal_data["image"]) == 1
+
+
+@pytest.mark.parametrize("address", ["https://images.test/a.png", "http://127.0.0.1:9/a.png", "tcp://127.0.0.1/a"])
+def test_tools_name_no_address(tools_file: Path, address: str) -> None:
+    tokenizer, processor, _ = of_a_model_that_sees()
+    output = run(
+        config_of(tools_file), Scripted([f"{call(address=address)}<|end|>", "So.<|end|>"], tokenizer), processor
+    )
+    assert outcomes(output) == ["error"]
+    (answer,) = [each["text"] for turn in output.extra_fields[TURNS_COLUMN] for each in turn["calls"]]
+    assert f"the tool probe answered with the address '{address}': tools name none" in answer
 
 
 def test_placeholders_that_stand_for_nothing(tools_file: Path) -> None:

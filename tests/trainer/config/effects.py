@@ -74,6 +74,8 @@ READERS = [
     Reader("data", "val_batch_size validation_shuffle dataloader_num_workers", "trainer/ppo/loaders.py", "data", LOADER + "test_a_resumed_loader_goes_on_with_the_same_batches"),
     Reader("data.media", "image_formats", "utils/vision/limits.py", "self", "tests/utils/vision/test_images.py::test_a_key_adds_formats"),
     Reader("data.media", "max_mb", "utils/vision/limits.py", "self", "tests/utils/vision/test_images.py::test_sizes_have_limits"),
+    Reader("data.media", "max_s", "utils/vision/fetching.py", "media", "tests/utils/vision/test_fetching.py::test_a_server_that_drips_is_left"),
+    Reader("data.media", "any_address", "utils/vision/fetching.py", "media", "tests/utils/vision/test_fetching.py::test_the_key_allows_private_addresses"),
     Reader("data.media", "max_pixels", "utils/vision/images.py", "media", "tests/utils/vision/test_images.py::test_sizes_have_limits"),
     Reader("data.custom_cls", "path name", "utils/dataset/factory.py", LOOP, LOADER + "test_dataset_classes"),
     Reader("data.sampler", "class_path class_name", "utils/dataset/factory.py", LOOP, LOADER + "test_curriculum_sampler"),

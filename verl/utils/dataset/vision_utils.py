@@ -4,14 +4,12 @@ Sizes and frame sampling follow qwen-vl-utils. That package is imported for vide
 """
 
 import base64
-import http.client
 import inspect
 import io
 import math
 import os
 import re
-import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -27,8 +25,9 @@ from verl.utils.chat.others import media_parts, text_tokens
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.files import ColumnCheck, Row
 from verl.utils.fs import readable_file
+from verl.utils.vision.fetching import fetch, scheme_of
 from verl.utils.vision.images import MediaError as MediaError
-from verl.utils.vision.images import decoding, open_image
+from verl.utils.vision.images import check_pixels, decoding, open_image
 from verl.utils.vision.limits import DEFAULT_MEDIA, MediaConfig
 from verl.utils.vision.positions import PositionError, vision_rope
 from verl.utils.vision.positions import position_ids as vision_position_ids
@@ -38,7 +37,6 @@ USUAL_FACTOR = 14 * MERGE
 MIN_TOKENS = 4  # per image
 MAX_TOKENS = 16384  # per image
 MAX_RATIO = 200
-DOWNLOAD_TIMEOUT_S = 60.0
 FRAMES_PER_SECOND = 2.0  # assumed for frames without a rate
 
 Described = Mapping[str, Any]
@@ -157,11 +155,18 @@ def _source(image: ImageLike, media: MediaConfig) -> Image.Image | io.BytesIO | 
         return io.BytesIO(image)
     if not isinstance(image, str):
         raise MediaError(f"an image must be a PIL image, bytes, a path, a URL or a dict, got {type(image).__name__}")
-    if image.startswith(("data:", "http://", "https://")):
-        return io.BytesIO(_download(image, media))
+    if image.startswith("data:"):
+        return io.BytesIO(_decoded(image, media))
+    if scheme_of(image) is not None:
+        return io.BytesIO(fetch(image, media))
     with decoding():
-        path = str(readable_file(_local(image)))
-        _check_bytes(os.path.getsize(path), media)
+        return _checked_path(image, media)
+
+
+def _checked_path(source: str, media: MediaConfig) -> str:
+    """Return the path of a local file. Raises: OSError for what is no file; MediaError for one that is too large."""
+    path = str(readable_file(_local(source)))
+    _check_bytes(os.path.getsize(path), media)
     return path
 
 
@@ -170,18 +175,12 @@ def _check_bytes(num_bytes: int, media: MediaConfig) -> None:
         raise MediaError(f"the file has {num_bytes} bytes or more, and data.media.max_mb={media.max_mb}")
 
 
-def _download(url: str, media: MediaConfig) -> bytes:
+def _decoded(url: str, media: MediaConfig) -> bytes:
+    """Return the content of an address that holds it. Raises: MediaError."""
+    _check_bytes(len(url) * 3 // 4, media)
     try:
-        if url.startswith("data:"):
-            _check_bytes(len(url) * 3 // 4, media)
-            return base64.b64decode(url.partition("base64,")[2])
-        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as response:
-            content: bytes = response.read(media.max_bytes + 1)
-            _check_bytes(len(content), media)
-            return content
-    except MediaError:
-        raise
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        return base64.b64decode(url.partition("base64,")[2])
+    except ValueError as error:
         raise MediaError(f"the image {_short(url)} cannot be fetched: {error}") from error
 
 
@@ -256,7 +255,7 @@ def load_video(
         raise MediaError(f"a video takes nframes or fps, not both: got nframes={spec['nframes']}, fps={spec['fps']}")
     fetch_video = _qwen_vl_utils().fetch_video
     if isinstance(spec["video"], str):
-        spec |= _read_file(spec)
+        spec |= _read_file(spec, media)
     else:
         spec["video"] = [load_image(frame, media) for frame in spec["video"]]
         spec.setdefault("sample_fps", spec.get("fps", FRAMES_PER_SECOND))
@@ -302,8 +301,10 @@ def check_video(video: Described, media: MediaConfig = DEFAULT_MEDIA) -> None:
     if not isinstance(source, str):
         for frame in source:
             check_image(frame, media)
-    elif "://" not in source.removeprefix("file://") and not os.path.exists(_local(source)):
+    elif (scheme := scheme_of(source)) is None and not os.path.exists(_local(source)):
         raise MediaError(f"the video {_short(source)} cannot be read: no such file")
+    elif scheme not in (None, "http", "https"):
+        raise MediaError(f"the video {_short(source)} cannot be read: write a path, or an address with https://")
 
 
 def _described(video: Described) -> dict[str, Any]:
@@ -330,32 +331,57 @@ def _qwen_vl_utils() -> ModuleType:
     return vision_process
 
 
-def _read_file(spec: Described) -> dict[str, Any]:
+def _read_file(spec: Described, media: MediaConfig) -> dict[str, Any]:
     """Decode a video file and pick frames at the requested rate."""
     try:
         import av
     except ImportError as error:
         raise MissingVideoSupportError(f"video files need PyAV: {error}; pip install 'verl[geo]'") from error
-    path = _local(spec["video"])
+    path = str(spec["video"])
+    content = fetch(path, media) if scheme_of(path) is not None else None
     try:
-        with av.open(path) as container:
-            stream = container.streams.video[0]
-            rate = float(stream.average_rate or FRAMES_PER_SECOND)
-            images = [frame.to_image() for frame in container.decode(stream)]
-    except (OSError, IndexError, av.error.FFmpegError) as error:
+        rate, total = FRAMES_PER_SECOND, 0
+        for stream, _ in _decoded_frames(path, content, media):
+            rate, total = float(stream.average_rate or FRAMES_PER_SECOND), total + 1
+        try:
+            count = _qwen_vl_utils().smart_nframes(dict(spec), total_frames=total, video_fps=rate)
+        except ValueError as error:
+            raise MediaError(f"the video {path!r} has {total} frames: {error}") from error
+        indices = np.linspace(0, total - 1, count).round().astype(int).tolist()
+        wanted = set(indices)
+        frames = enumerate(_decoded_frames(path, content, media))
+        kept = {at: frame.to_image() for at, (_, frame) in frames if at in wanted}
+        images = [kept[at] for at in indices]
+    except (OSError, IndexError, KeyError, av.error.FFmpegError) as error:
         raise MediaError(f"the video {path!r} cannot be read: {error}") from error
-    try:
-        count = _qwen_vl_utils().smart_nframes(dict(spec), total_frames=len(images), video_fps=rate)
-    except ValueError as error:
-        raise MediaError(f"the video {path!r} has {len(images)} frames: {error}") from error
-    indices = np.linspace(0, len(images) - 1, count).round().astype(int).tolist()
     return {
-        "video": [images[i] for i in indices],
-        "sample_fps": count / len(images) * rate,
+        "video": images,
+        "sample_fps": count / total * rate,
         "raw_fps": rate,
         "frames_indices": indices,
-        "total_num_frames": len(images),
+        "total_num_frames": total,
     }
+
+
+_VIDEO_FORMATS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,flv,ogg,gif,asf,ivf,h264,hevc"
+"""Demuxers of FFmpeg that read one file. Others read lists of files and addresses."""
+
+
+def _decoded_frames(path: str, content: bytes | None, media: MediaConfig) -> Iterator[tuple[Any, Any]]:
+    """Yield the frames of a video with their stream, one at a time: all of them can take a thousand times its size.
+
+    Args: ``content`` is that of a file that was fetched; None for a local file.
+    """
+    import av
+
+    options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": "none"}
+    with io.BytesIO(content) if content is not None else open(_checked_path(path, media), "rb") as file:
+        with av.open(file, options=options) as container:
+            stream = container.streams.video[0]
+            check_pixels(stream.width, stream.height, media)
+            for frame in container.decode(stream):
+                check_pixels(frame.width, frame.height, media)
+                yield stream, frame
 
 
 # ---- the images and videos of a row

@@ -39,11 +39,14 @@ def open_image(source: Image.Image | BinaryIO | str, media: MediaConfig) -> Imag
         opened = source if isinstance(source, Image.Image) else _opened(source, media)
         if opened.format is not None and opened.format not in media.formats:  # an image in memory has none
             raise _wrong_format(opened.format, media)
-        if opened.width * opened.height > media.max_pixels:
-            raise MediaError(
-                f"the image has {opened.width} x {opened.height} pixels, and data.media.max_pixels={media.max_pixels}"
-            )
+        check_pixels(opened.width, opened.height, media)
         return opened
+
+
+def check_pixels(width: int, height: int, media: MediaConfig) -> None:
+    """Raise a MediaError for an image or frame that is too large."""
+    if width * height > media.max_pixels:
+        raise MediaError(f"the image has {width} x {height} pixels, and data.media.max_pixels={media.max_pixels}")
 
 
 def _opened(source: BinaryIO | str, media: MediaConfig) -> Image.Image:

@@ -18,6 +18,8 @@ class MediaConfig(BaseConfig):
     image_formats: list[str] = setting([], f"formats of images, by their names in Pillow, beside {USUAL_FORMATS}")
     max_mb: int = setting(64, "megabytes of the largest file", at_least=1)
     max_pixels: int = setting(100_000_000, "pixels of the largest image", at_least=1, at_most=_MOST_PIXELS)
+    max_s: float = setting(60.0, "seconds to fetch a file", above=0)
+    any_address: bool = setting(False, "rows may name private addresses, and tools any address")
 
     def rules(self) -> Iterator[Violation]:
         """Yield formats that start another program."""
