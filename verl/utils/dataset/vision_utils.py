@@ -376,7 +376,8 @@ def _decoded_frames(path: str, content: bytes | None, media: MediaConfig) -> Ite
 
     options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": "none"}
     with io.BytesIO(content) if content is not None else open(_checked_path(path, media), "rb") as file:
-        with av.open(file, options=options) as container:
+        opened: Any = av.open(file, options=options)
+        with opened as container:
             stream = container.streams.video[0]
             check_pixels(stream.width, stream.height, media)
             for frame in container.decode(stream):

@@ -105,7 +105,7 @@ def _connected(host: str, port: int, media: MediaConfig, end: float) -> socket.s
     failure: OSError | None = None
     for _, _, _, _, address in found:
         try:
-            return socket.create_connection(address[:2], max(0.01, end - time.monotonic()))
+            return socket.create_connection((str(address[0]), port), max(0.01, end - time.monotonic()))
         except OSError as error:
             failure = error
     raise failure or OSError(f"{host} has no address")
