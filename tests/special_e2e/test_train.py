@@ -134,8 +134,10 @@ def test_a_killed_run_resumes_bit_for_bit(workspace, request, kind, tmp_path):
     assert_names_the_death(killed.output, rank, "update_actor", 3)
     assert sorted(killed.steps) == [1, 2]
     slow = {"VERL_FAULT": f"slow:update_actor:rank={rank}", "VERL_FAULT_FILE": str(tmp_path / "slow")}
+    assert (killed.folder / "error.log").exists()
     resumed = workspace.train(name, overrides, env=slow)
     assert (tmp_path / "slow").exists()
+    assert [path.name for path in killed.folder.glob("error*")] == ["error.previous.log"]
     assert_bit_for_bit(resumed, whole, (3, 4))
 
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from verl.base_config import one_line
 from verl.utils.checkpoint import files
+from verl.utils.checkpoint.files import HF_FOLDER as HF_FOLDER
 from verl.utils.checkpoint.fsdp_checkpoint_manager import PREFIXED_KEY
 from verl.workers.engine.weights import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-HF_FOLDER = "huggingface"
 
 
 @dataclass(frozen=True)

@@ -140,11 +140,11 @@ def check_refusals_reach_every_rank(root, mesh, rank):
 
 
 def check_other_world_size_is_cleaned(root, mesh, rank):
-    """A save over the files of another world size leaves none of those."""
+    """A save over the files of another world size leaves none of those, and none of a writer that was killed."""
     folder = root / "again"
     if rank == 0:
         folder.mkdir()
-        for name in ("model_world_size_9_rank_8.pt", "manifest_world_size_9_rank_0.json", ".x.1.tmp"):
+        for name in ("model_world_size_9_rank_8.pt", "manifest_world_size_9_rank_0.json", ".x.1.verl.tmp"):
             (folder / name).write_text("old")
     dist.barrier()
     make(6, mesh)[-1].save_checkpoint(str(folder))
@@ -362,6 +362,47 @@ def test_an_interrupted_save_is_not_complete(tmp_path, monkeypatch):
         manager.save_checkpoint(str(folder), global_step=2)
     assert "did not finish writing" in verify_checkpoint(folder)[0]
     assert find_complete_checkpoints(tmp_path) == []
+
+
+def test_a_save_takes_its_place_and_leaves_what_is_not_its_own(tmp_path):
+    """Files and links in the place of its folders, folders in the place of its files, and parts of an older save."""
+    *_, manager = make(0, config={"save_contents": ["model", "optimizer", "extra"]})
+    step = tmp_path / "global_step_2"
+    step.write_text("mine")
+    folder = step / "actor"
+    manager.save_checkpoint(str(folder), global_step=2)
+    assert verify_checkpoint(folder) == [] and (tmp_path / "global_step_2.aside.1").read_text() == "mine"
+    shutil.rmtree(folder)
+    folder.write_text("mine")
+    manager.save_checkpoint(str(folder), global_step=2)
+    assert verify_checkpoint(folder) == [] and (step / "actor.aside.1").read_text() == "mine"
+    shutil.rmtree(folder)
+
+    own = tmp_path / "my own"
+    own.mkdir()
+    (folder / MODEL).mkdir(parents=True)
+    (folder / "huggingface").symlink_to(own)
+    (folder / "notes.tmp").mkdir()
+    (folder / "notes.txt.tmp").touch()
+    for name in ("mine_world_size_4_rank_0.pt", "megatron_config.json", "manifest_world_size_1_rank_0.json"):
+        (folder / name).mkdir()
+    (folder / "lora_adapter").mkdir()  # of a run with adapters that saved this step before
+    (folder / "lora_adapter" / "adapter_config.json").touch()
+    manager.save_checkpoint(str(folder), global_step=2)
+    assert verify_checkpoint(folder) == [] and not any(own.iterdir())
+    kept = {"notes.tmp", "notes.txt.tmp", f"{MODEL}.aside.1", "huggingface.aside.1", "mine_world_size_4_rank_0.pt"}
+    kept |= {"megatron_config.json.aside.1", "manifest_world_size_1_rank_0.json.aside.1"}
+    assert kept <= {path.name for path in folder.iterdir()} and not (folder / "lora_adapter").exists()
+
+    (folder / "huggingface" / "model.safetensors").touch()  # of a run that saved hf_model
+    manager.save_checkpoint(str(folder), global_step=2)
+    assert not list(folder.glob("huggingface/*")) and verify_checkpoint(folder) == []
+    (folder / "huggingface" / "model.safetensors").touch()  # that this run has started from
+    manager.source_folder = str(folder / "huggingface")
+    manager.save_checkpoint(str(folder), global_step=2)
+    assert list(folder.glob("huggingface/model.safetensors")) and verify_checkpoint(folder) == []
+    *_, other = make(1)
+    other.load_checkpoint(str(folder))
 
 
 def test_a_full_disk_is_named(tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints that an engine of Megatron-Core loads after it has trained: nothing of its own steps is left."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from tests.utils.checkpoint.megatron_ranks import build, step
 from tests.workers.engine import cases, megatron_cases
+from verl.utils.checkpoint import verify_checkpoint
 from verl.workers.config import CheckpointConfig
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
@@ -49,3 +51,29 @@ def test_weights_alone_replace_those_that_the_optimizer_keeps(root: Path, tmp_pa
     for name, tensor in stepped.items():
         # A step moves a weight by about the learning rate of 0.01.
         torch.testing.assert_close(tensor.float(), loaded[name].float(), atol=0.03, rtol=0.01)
+
+
+def test_a_save_takes_its_place_and_leaves_what_is_not_its_own(root: Path, tmp_path: Path) -> None:
+    """Files and links in the place of its folders, and parts of an older save."""
+    engine = build(root, "plain", {})
+    folder = tmp_path / "global_step_2" / "actor"
+    folder.parent.write_text("mine")
+    engine.save_checkpoint(str(folder), global_step=2)
+    assert verify_checkpoint(folder) == [] and (tmp_path / "global_step_2.aside.1").read_text() == "mine"
+
+    own = tmp_path / "my own"
+    own.mkdir()
+    shutil.rmtree(folder / "dist_ckpt")
+    (folder / "dist_ckpt").symlink_to(own)
+    (folder / "huggingface" / "model.safetensors").touch()  # of a run that saved hf_model
+    (folder / "notes.tmp").mkdir()
+    engine.save_checkpoint(str(folder), global_step=2)
+    assert verify_checkpoint(folder) == [] and not any(own.iterdir())
+    assert (folder / "notes.tmp").is_dir() and not (folder / "huggingface" / "model.safetensors").exists()
+    shutil.rmtree(folder / "dist_ckpt")
+    (folder / "dist_ckpt").write_text("mine")
+    engine.save_checkpoint(str(folder), global_step=2)
+    assert verify_checkpoint(folder) == [] and (folder / "dist_ckpt.aside.2").read_text() == "mine"
+    expected = step(engine)
+    engine.load_checkpoint(str(folder))
+    assert step(engine) == expected

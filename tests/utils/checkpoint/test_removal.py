@@ -1,6 +1,7 @@
 """What a killed save or removal leaves goes with the next save; nothing else does."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from verl.utils.checkpoint.files import (
     Manifest,
     find_complete_checkpoints,
     get_checkpoint_tracker_filename,
+    make_folder,
+    move_files,
     temporary_folder,
     write_text,
     write_tracker_atomically,
@@ -106,6 +109,36 @@ def test_a_temporary_folder_goes_when_its_process_has_died(tmp_path: Path) -> No
     with temporary_folder(tmp_path, "merged"):
         assert not left.exists()
     assert names(tmp_path) == [".merged.x.tmp"]
+
+
+@pytest.mark.parametrize("blocked", ["global_step_7", "global_step_7/actor"])
+@pytest.mark.parametrize("kind", ["file", "link to nowhere"])
+def test_ranks_that_make_a_folder_at_once_rename_what_has_its_name_once(
+    tmp_path: Path, blocked: str, kind: str
+) -> None:
+    """None renames the folder that another one has made."""
+    for turn in range(20):
+        folder = tmp_path / str(turn) / "global_step_7" / "actor"
+        path = tmp_path / str(turn) / blocked
+        path.parent.mkdir(parents=True)
+        path.write_text("mine") if kind == "file" else path.symlink_to("nowhere")
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(make_folder, folder) for _ in range(8)]:
+                done.result()
+        (aside,) = path.parent.glob(f"{path.name}.aside.*")
+        assert folder.is_dir()
+        assert aside.read_text() == "mine" if kind == "file" else aside.is_symlink()
+
+
+def test_a_folder_that_has_the_name_of_a_file_is_renamed(tmp_path: Path) -> None:
+    (tmp_path / "data.pt" / "mine").mkdir(parents=True)
+    write_text(tmp_path, "data.pt", "new")
+    assert (tmp_path / "data.pt").read_text() == "new" and (tmp_path / "data.pt.aside.1" / "mine").is_dir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.json").write_text("new")
+    (tmp_path / "huggingface" / "config.json").mkdir(parents=True)
+    move_files(tmp_path / "new", tmp_path, "huggingface")
+    assert names(tmp_path / "huggingface") == ["config.json", "config.json.aside.1"]
 
 
 def test_a_link_to_a_checkpoint_goes_with_it(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from verl.base_config import WrongInput
 from verl.utils import envs, hdfs_io
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.files import CONTENTS as CONTENTS
+from verl.utils.checkpoint.files import HF_FOLDER as HF_FOLDER
 from verl.utils.checkpoint.files import FileRecord
 from verl.utils.checkpoint.files import find_latest_ckpt_path as find_latest_ckpt_path
 from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_checkpoint_tracker_filename
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 logger = logging.getLogger(__name__)
-
-HF_FOLDER = "huggingface"
 
 
 @dataclass(eq=False)
@@ -210,6 +209,8 @@ class BaseCheckpointManager(ABC):
             return []
         with files.temporary_folder(folder, name) as unfinished:
             write(unfinished)
+            if self.source_folder is None or Path(self.source_folder).resolve() != (folder / name).resolve():
+                files.remove_folder(folder / name)  # else a resume would lack the model that training started from
             return files.move_files(unfinished, folder, name)
 
     def check_parts(self, key: str) -> None:

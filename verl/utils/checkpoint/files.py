@@ -39,6 +39,10 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 LAYOUT_NAME = "fsdp_config.json"
 MEGATRON_LAYOUT_NAME = "megatron_config.json"
 LAYOUT_NAMES = (LAYOUT_NAME, MEGATRON_LAYOUT_NAME)
+HF_FOLDER = "huggingface"
+ADAPTER_FOLDER = "lora_adapter"
+TENSORS_FOLDER = "dist_ckpt"
+"""Of Megatron-Core."""
 STEP_FOLDER = "global_step_"
 """Name of the folder of a checkpoint, before its step."""
 UNFINISHED = ".verl.tmp"
@@ -120,7 +124,7 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
             write(summing)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
+        _put(unfinished, path)
     except (OSError, RuntimeError) as error:
         reason = error if isinstance(error, OSError) else summing.error
         if reason is None:
@@ -321,20 +325,28 @@ def renamed_problem(step_folder: StrPath, role_folder: StrPath) -> str | None:
 def remove_stale_files(folder: StrPath, world_size: int, rank: int, layout_name: str = LAYOUT_NAME) -> None:
     """Remove this rank's manifest from an earlier save into the same folder, before its files are overwritten.
 
-    Rank 0 also removes leftovers of an interrupted save or of another world size. No rank may write yet.
+    Rank 0 also removes leftovers of an interrupted save or of another world size, and adapters and tensors of
+    Megatron-Core, which the save need not have. No rank may write yet.
     """
-    Path(folder, manifest_name(world_size, rank)).unlink(missing_ok=True)
+    _remove_file(Path(folder, manifest_name(world_size, rank)))
     if rank != 0:
         return
-    for name in LAYOUT_NAMES:
-        if name != layout_name:  # left by another engine
-            Path(folder, name).unlink(missing_ok=True)
+    for path in (Path(folder, name) for name in LAYOUT_NAMES if name != layout_name):  # left by another engine
+        if path.is_dir():
+            _set_aside(path, is_folder=True)
+        _remove_file(path)
+    for name in (ADAPTER_FOLDER, TENSORS_FOLDER):
+        remove_folder(Path(folder, name))
+    remove_unfinished(folder)
     for path in Path(folder).iterdir():
         found = _RANK_FILE.search(path.name)
-        if path.is_dir() and path.name.endswith(".tmp"):
-            shutil.rmtree(path, ignore_errors=True)
-        elif (found and int(found[1]) != world_size) or path.name.endswith(".tmp"):
-            path.unlink(missing_ok=True)
+        if found and int(found[1]) != world_size:
+            _remove_file(path)
+
+
+def _remove_file(path: Path) -> None:
+    with suppress(FileNotFoundError, IsADirectoryError):  # a folder is not ours
+        path.unlink()
 
 
 # ---- step folders
@@ -347,8 +359,6 @@ def get_checkpoint_tracker_filename(root_path: StrPath) -> str:
 
 def write_tracker_atomically(root_path: StrPath, global_step: int) -> None:
     """Name a step as the latest checkpoint; a save does this last."""
-    if (tracker := Path(root_path, TRACKER_NAME)).is_dir():
-        _set_aside(tracker)
     write_text(root_path, TRACKER_NAME, str(global_step))
 
 
@@ -361,16 +371,47 @@ def remove_tracker(root_path: StrPath) -> None:
 
 
 def make_folder(folder: StrPath) -> None:
-    """Make a folder; what has its name and is none, such as a file or a link to nowhere, is renamed."""
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        _set_aside(Path(folder))
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    """Make a folder; what has its name, or that of the step above, and is none, such as a link to nowhere, is renamed.
+
+    Several processes may do so at once.
+    """
+    path = Path(folder)
+    for place in (path.parent, path):
+        if (place == path or step_in_name(place) is not None) and os.path.lexists(place) and not place.is_dir():
+            _set_aside(place, is_folder=False)
+    path.mkdir(parents=True, exist_ok=True)
 
 
-def _set_aside(path: Path) -> None:
-    names = (path.with_name(f"{path.name}.aside.{number}") for number in itertools.count(1))
-    free = next(name for name in names if not os.path.lexists(name))
-    path.rename(free)
+def remove_folder(path: Path) -> None:
+    """Remove a folder of an older save; a link that has its name is renamed."""
+    if path.is_symlink():
+        _set_aside(path, is_folder=False)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _put(written: Path, path: Path) -> None:
+    """Give a file its name; a folder that has the name is renamed."""
+    if path.is_dir() and not path.is_symlink():
+        _set_aside(path, is_folder=True)
+    written.replace(path)
+
+
+def _set_aside(path: Path, is_folder: bool) -> None:
+    """Rename what has the name of a part of a checkpoint; nothing happens if another process has been faster.
+
+    The new name is taken before. The system gives that of a file to no folder, such as one that another process has
+    made meanwhile, and that of a folder to no file.
+    """
+    for number in itertools.count(1):
+        free = path.with_name(f"{path.name}.aside.{number}")
+        with suppress(FileExistsError):
+            free.mkdir() if is_folder else free.touch(exist_ok=False)
+            break
+    try:
+        path.rename(free)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        free.rmdir() if is_folder else free.unlink()
+        return
     logger.warning("%s is not what a checkpoint has there: it was renamed to %s", path, free.name)
 
 
@@ -475,19 +516,25 @@ def _warn_once(text: str) -> None:
     logger.warning(text)
 
 
+def remove_unfinished(folder: StrPath, name: str = "*") -> None:
+    """Remove the files and folders, of any or of one name, that killed processes were writing in a folder."""
+    for left in Path(folder).glob(f".{name}.*{UNFINISHED}"):
+        is_folder = left.is_dir() and not left.is_symlink()
+        with suppress(OSError), _handle_of(left, os.O_DIRECTORY if is_folder else os.O_RDWR | os.O_NONBLOCK) as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True) if is_folder else left.unlink()
+
+
 @contextmanager
 def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
     """Create a temporary folder in ``folder``, on the same disk as the final place of its files.
 
     Those of the same ``name`` that killed processes have left are removed.
     """
-    for left in Path(folder).glob(f".{glob.escape(name)}.*{UNFINISHED}"):
-        with suppress(OSError), _handle_of(left) as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+    remove_unfinished(folder, glob.escape(name))
     with (
         tempfile.TemporaryDirectory(UNFINISHED, f".{name}.", folder, ignore_cleanup_errors=True) as path,
-        _handle_of(path) as handle,
+        _handle_of(path, os.O_DIRECTORY) as handle,
     ):
         with suppress(OSError):  # no locks there
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -495,8 +542,8 @@ def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
 
 
 @contextmanager
-def _handle_of(folder: StrPath) -> Iterator[int]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _handle_of(path: StrPath, flags: int) -> Iterator[int]:
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield handle
     finally:
@@ -506,13 +553,13 @@ def _handle_of(folder: StrPath) -> Iterator[int]:
 def move_files(source: Path, folder: StrPath, name: str) -> list[FileRecord]:
     """Flush the files of ``source`` to disk, move them into ``folder/name``, and return their records."""
     target = Path(folder, name)
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     records = []
     for path in sorted(p for p in source.rglob("*") if p.is_file()):
         relative = path.relative_to(source)
         record = record_file(source, str(relative))
-        (target / relative).parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target / relative)
+        make_folder((target / relative).parent)
+        _put(path, target / relative)
         records.append(FileRecord(f"{name}/{relative}", record.num_bytes, record.crc32))
     sync_folder(target)
     return records

@@ -84,7 +84,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         """
         folder = Path(local_path)
         self.check_parts("save_contents")
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         files.remove_stale_files(folder, self.world_size, self.rank)
         self.barrier()
         records = [self._write_part(folder, "model", self.model.state_dict)] if self.should_save_model else []

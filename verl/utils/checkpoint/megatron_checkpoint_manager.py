@@ -8,7 +8,6 @@ hold them. Random states are the exception: they belong to ranks.
 import copy
 import json
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,11 +123,10 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         self.check_parts("save_contents")
         self.finish_checkpoint()
         folder = Path(local_path)
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         files.remove_stale_files(folder, self.world_size, self.rank, files.MEGATRON_LAYOUT_NAME)
         if self.rank == 0:
-            shutil.rmtree(folder / TENSORS_FOLDER, ignore_errors=True)
-            (folder / TENSORS_FOLDER).mkdir()
+            files.make_folder(folder / TENSORS_FOLDER)
         self.barrier()
         records = [self._write_random_state(folder)] if self.should_save_extra else []
         records += self._write_shared_files(folder, named_weights)

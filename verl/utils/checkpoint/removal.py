@@ -68,10 +68,8 @@ def remove_leftovers(root: StrPath) -> list[Path]:
     Links are not followed: they may lead to the folders of another run.
     """
     folders = [folder for _, folder in files.step_folders(root) if not folder.is_symlink()]
-    for unfinished in (path for folder in (Path(root), *folders) for path in folder.glob(f".*{files.UNFINISHED}")):
-        with _lock_of(unfinished) as handle:
-            if handle is not None:
-                unfinished.unlink()
+    for folder in (Path(root), *folders):
+        files.remove_unfinished(folder)
     marks = [mark for folder in folders for mark in (folder / MARK_NAME, *folder.glob(f"*/{MARK_NAME}"))]
     return [mark.parent for mark in marks if not mark.parent.is_symlink() and _is_removed_by(mark)]
 

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from verl.utils.checkpoint.files import TENSORS_FOLDER as TENSORS_FOLDER
 from verl.utils.checkpoint.files import CheckpointError, reading
 from verl.utils.loading import load_pickle, load_tensors
 
-TENSORS_FOLDER = "dist_ckpt"
 BACKEND_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
 OPTIMIZER_KEYS = "optimizer."

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from verl.base_config import WrongInput, one_line
 from verl.models.transformers.balancing import returns_router_logits
+from verl.utils.checkpoint.files import ADAPTER_FOLDER as ADAPTER_FOLDER
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import ADAPTED, ADAPTER_MARK, ADAPTER_PREFIX, full_tensor, without_wrappers
 from verl.utils.model import VISION_TOWERS, is_named, stored_buffers
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from verl.workers.config import HFModelConfig
 
-ADAPTER_FOLDER = "lora_adapter"
 ALL_LINEAR = "all-linear"
 _DEFAULT = "default"
 _READ_BY_PARENT = {
