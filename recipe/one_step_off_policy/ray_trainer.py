@@ -199,5 +199,6 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         step = super()._load_checkpoint()
         files = [path for path in self.checkpoints.extra_files if path.name == FILE_NAME]
         for path in files if step is not None else ():
+            self.checkpoints.check_extra_file(path)
             self._kept = load_generation(path, list(self.run_config.trainer.trusted_classes))
         return step

@@ -554,6 +554,26 @@ def test_another_batch_size_than_in_the_checkpoint_is_named(tmp_path, caplog):
         assert ("data.train_batch_size=1024, and was 8 in the checkpoint" in caplog.text) == warns
 
 
+def test_a_file_of_a_recipe_that_was_changed_is_named(tmp_path):
+    state = RunState(seed=1, total_steps=9, step=2)
+    reader = SimpleNamespace(load_checkpoint=lambda path, del_local_after_load: None)
+    checkpoints = checkpoints_of(tmp_path, state, {"actor": WritingGroup(tmp_path)})
+    checkpoints.loader = Loader()
+    path = checkpoints.begin() / "generation.pkl"
+    path.write_bytes(b"responses")
+    checkpoints.save(extra_files=[path.name])
+    checkpoints.groups = {"actor": reader}
+    checkpoints.load(path.parent)
+    (found,) = checkpoints.extra_files
+    checkpoints.check_extra_file(found)
+    for content in (b"responsez", b"response"):
+        path.write_bytes(content)
+        with pytest.raises(IncompleteCheckpointError, match="global_step_2 cannot be resumed from: generation.pkl has"):
+            checkpoints.check_extra_file(found)
+    path.unlink()
+    checkpoints.check_extra_file(found)  # whoever reads it names it
+
+
 def test_an_adaptive_weight_goes_on_unless_its_start_was_changed(tmp_path, caplog):
     def checkpoints(coef):
         node = {"trainer": {"default_local_dir": str(tmp_path)}, "algorithm": {"kl_ctrl": {"kl_coef": coef}}}

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,16 @@ from verl.trainer.run.resume import (
 )
 from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
-from verl.utils.checkpoint.files import STEP_FOLDER, CheckpointError, step_folders, write_file
+from verl.utils.checkpoint.files import (
+    STEP_FOLDER,
+    CheckpointError,
+    FileRecord,
+    Manifest,
+    file_problems,
+    record_file,
+    step_folders,
+    write_file,
+)
 from verl.utils.checkpoint.model_fields import fields_problem, forward_fields
 from verl.utils.checkpoint.removal import SaveMark, remove_checkpoint, remove_leftovers
 from verl.utils.dataset.factory import (
@@ -123,6 +132,7 @@ class Checkpoints:
     learners: Mapping[str, Any] = field(default_factory=dict)
     reference: Mapping[str, Any] = field(default_factory=dict)
     extra_files: Sequence[Path] = field(init=False, default=())
+    _extra_records: Sequence[FileRecord] = field(init=False, default=())
     goes_on_at: DataPosition | None = field(init=False, default=None)
     newest_step: int | None = field(init=False, default=None)
     _later: dict[str, Any] = field(init=False, default_factory=dict)
@@ -208,6 +218,7 @@ class Checkpoints:
             driver["learned"] = position.learned
         if extra_files:
             driver["extra_files"] = list(extra_files)
+            driver["extra_records"] = [asdict(record_file(folder, name)) for name in extra_files]
         save_driver_state(folder, position.loader_state, driver)
         if remote is not None:
             hdfs_io.makedirs(remote, exist_ok=True)
@@ -276,6 +287,7 @@ class Checkpoints:
         state.epoch = _count(driver, "epoch") if "epoch" in driver else (state.step - 1) // len(self.loader)
         state.spares_drawn = _count(driver, "spares_drawn") if "spares_drawn" in driver else 0
         self.extra_files = [folder / Path(name).name for name in driver.get("extra_files", ())]
+        self._extra_records = [FileRecord(**each) for each in driver.get("extra_records", ())]
         if "kl_ctrl_in_reward" in driver and not self._starts_with_another_weight(driver):
             self.kl_ctrl.load_state_dict(driver["kl_ctrl_in_reward"])
         if driver.get("seed", state.seed) != state.seed:
@@ -289,6 +301,15 @@ class Checkpoints:
         words = "algorithm.kl_ctrl.kl_coef=%s, and was %s in the checkpoint: the run goes on with the new weight"
         logger.warning(words, given, driver["kl_coef"])
         return True
+
+    def check_extra_file(self, path: Path) -> None:
+        """Compare one of ``extra_files`` with what the recipe has written; older checkpoints do not tell.
+
+        Raises: IncompleteCheckpointError naming a file that was changed; one that is missing is left to the recipe.
+        """
+        records = [record for record in self._extra_records if record.name == path.name and path.exists()]
+        if problems := list(file_problems(path.parent, Manifest(1, 0, 0, records), checksums=True)):
+            raise damaged_checkpoint(path.parent, problems, ANOTHER)
 
     def after_draw(self) -> None:
         """Restore what had been learned between the place in the data and the checkpoint, once the batch is drawn."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_STATE_NAME = "run_state.json"
+TOKENS_KEY = "total_tokens"
 _DIGEST_KEY = "data_digest"
 _BATCH_KEY = "train_batch_size"
 _RANKS_KEY = "data_parallel_size"
@@ -152,7 +153,7 @@ class CheckpointHandler:
         counted = Path(folder, RUN_STATE_NAME)
         if counted.exists():
             with restoring(counted):
-                self.run_state = dict(json.loads(counted.read_text(encoding="utf-8")))
+                self.run_state = _counters(json.loads(counted.read_text(encoding="utf-8")))
             _check_step(counted, self.run_state, step)
         position = self._position(Path(folder), step)
         self.engine.load_checkpoint(folder)
@@ -211,6 +212,16 @@ class CheckpointHandler:
     def _barrier() -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
+
+
+def _counters(content: Any) -> dict[str, Any]:
+    """Return the counters of a run. Raises: ValueError for another value."""
+    counters = dict(content)
+    for name in (_STEP_KEY, _BATCH_KEY, _RANKS_KEY, TOKENS_KEY):
+        value = counters.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name}={value!r} is no integer of 0 or more")
+    return counters
 
 
 def _check_step(path: Path, content: Mapping[str, Any], step: int) -> None:
