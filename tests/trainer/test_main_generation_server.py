@@ -44,10 +44,11 @@ def test_greedy_responses_are_those_of_transformers(ray_cluster, folder, tmp_pat
     assert table["number"].to_pylist() == list(range(len(QUESTIONS)))
 
 
-def test_requests_reach_the_servers_as_they_are_meant(folder, tmp_path):
+def test_requests_reach_the_servers_as_they_are_meant(folder, tmp_path, caplog):
     """Prompts as tokens, a seed for each sample, the sampling of the run, and responses in their order."""
     with Ownership() as owner:
         changes = ("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.top_p=0.5")
+        changes += ("+data.apply_chat_template_kwargs.enable_thinkng=true",)
         generation = main_generation_server.prepare(build(folder, tmp_path / "x.parquet", *changes), owner)
     servers = [TokenServer(generation.tokenizer, lambda prompt: prompt[9:12]) for _ in range(2)]
     found = generation._generate(servers, [3, 0])
@@ -56,6 +57,7 @@ def test_requests_reach_the_servers_as_they_are_meant(folder, tmp_path):
     assert len(asked) == 4 and len({params["seed"] for _, params in asked}) == 4
     assert all(prompt in generation.prompts for prompt, _ in asked)
     assert {(params["temperature"], params["top_p"], params["max_tokens"]) for _, params in asked} == {(1.0, 0.5, 8)}
+    assert "the chat template does not read enable_thinkng=true: without effect" in caplog.text
 
 
 def test_images_reach_the_servers(vision_folder, tmp_path):
@@ -81,6 +83,7 @@ def test_images_reach_the_servers(vision_folder, tmp_path):
         ),
         (["actor_rollout_ref.rollout.ignore_eos=true"], r"rollout\.ignore_eos=true: must be false"),
         (["actor_rollout_ref.rollout.top_p=2"], r"actor_rollout_ref\.rollout\.top_p=2"),
+        (["+actor_rollout_ref.model.override_config.rope_thta=1e6"], "names rope_thta, which the model does not read"),
         (["actor_rollout_ref.model.path=/no/such/model"], r"actor_rollout_ref\.model\.path=.*/no/such/model"),
     ],
 )

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -252,8 +253,10 @@ def test_the_older_tree_trains_on_columns_of_text(options, monkeypatch, tmp_path
     assert read(tmp_path / "log.jsonl")[1]["val/loss"] < before
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tmp_path):
-    whole = run(options, monkeypatch, tmp_path / "whole.jsonl")[1]
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(options, monkeypatch, tmp_path, caplog):
+    unread = "+data.apply_chat_template_kwargs.enable_thinkng=true"
+    whole = run(options, monkeypatch, tmp_path / "whole.jsonl", unread)[1]
+    assert caplog.text.count("the chat template does not read enable_thinkng=true: without effect") == 1
     folder = f"trainer.default_local_dir={tmp_path}/stopped"
     run(options, monkeypatch, tmp_path / "first.jsonl", folder, "trainer.save_freq=3", "trainer.total_training_steps=7")
     assert (tmp_path / "stopped" / "latest_checkpointed_iteration.txt").read_text() == "7"
@@ -441,6 +444,29 @@ def test_a_state_of_the_loader_with_a_wrong_value_is_refused_by_the_name_of_its_
         assert str(path) in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[",
+        "[]x",
+        "3",
+        '["a"]',
+        '{"step": "1"}',
+        '{"total_tokens": null}',
+        '{"total_tokens": -1}',
+        '{"total_tokens": 1.5}',
+    ]
+    + ['{"data_parallel_size": "x"}', '{"train_batch_size": [8]}', '{"data_parallel_size": true}'],
+)
+def test_damaged_counters_are_refused_by_the_name_of_their_file(tmp_path, content):
+    handler(tmp_path, 0, 1).save_checkpoint(1)
+    path = tmp_path / "global_step_1" / "run_state.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"{path} cannot be restored"):
+        handler(tmp_path, 0, 1).load_checkpoint()
+
+
 class Curriculum:
     """The state of a data set of the user's."""
 
@@ -579,14 +605,8 @@ def test_a_death_while_a_checkpoint_is_written_beside_training_leaves_the_one_be
 def test_a_kill_before_the_first_save_leaves_the_checkpoint_that_the_user_chose(options, tmp_path, engine):
     if engine:
         pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
-    root, log = tmp_path / "checkpoints", tmp_path / "log.jsonl"
-    keys = [*options, *engine, "trainer.save_freq=2", "trainer.total_training_steps=6"]
-    command = [sys.executable, "-m", "verl.trainer.sft_trainer", *keys, f"hydra.run.dir={tmp_path}/hydra"]
-
-    def train(*words, fault=""):
-        environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": os.getcwd(), "VERL_FAULT": fault}
-        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
+    root = tmp_path / "checkpoints"
+    train = partial(command, tmp_path, *options, *engine, "trainer.save_freq=2", "trainer.total_training_steps=6")
 
     def losses():
         entries = read_entries(root / "metrics.jsonl")
@@ -603,6 +623,44 @@ def test_a_kill_before_the_first_save_leaves_the_checkpoint_that_the_user_chose(
     assert train("trainer.resume_mode=disable", fault="kill:save_checkpoint:step=2")[0] == -signal.SIGKILL
     code, output = train()
     assert code == 2 and f"names no checkpoint, but {root}/global_step_6 is complete" in output
+
+
+@pytest.mark.full
+def test_a_resume_on_megatron_takes_changed_settings_and_refuses_another_model(options, tmp_path):
+    """As on FSDP, in processes of their own."""
+    pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
+    train = partial(command, tmp_path, *options, *MEGATRON, "trainer.save_freq=3", "trainer.test_freq=-1")
+    code, output = train("trainer.total_training_steps=3", "optim.lr_warmup_steps=4")
+    assert code == 0, output
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "kept")
+    shape = ["optim.lr_decay_style=cosine", "optim.min_lr=3e-3", "trainer.total_training_steps=6"]
+    changed = ["optim.lr=3e-2", "optim.weight_decay=0.2", "optim.betas=[0.8,0.95]", "optim.lr_warmup_steps=2", *shape]
+    told = ["lr=0.03, and was 0.01", "weight_decay=0.2, and was 0.01", "betas=[0.8,0.95], and was [0.9,0.999]"]
+    told += ["lr_warmup_steps=2, and was 4", "lr_decay_style=cosine, and was constant"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-2)
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 2, 6, min_lr_rate=0.1)
+    new = []
+    for _ in range(6):
+        new += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    keeps = ["optim.use_checkpoint_opt_param_scheduler=true", f"trainer.default_local_dir={tmp_path}/kept"]
+    for more, folder, rates in (([], "checkpoints", new[3:]), (keeps, "kept", [0.0075, 0.01, 0.01])):
+        code, output = train(*changed, *more)
+        assert code == 0 and all(f"optim.{text} in the checkpoint" in output for text in told), output
+        entries = read_entries(tmp_path / folder / "metrics.jsonl")
+        assert [entries[step]["data"]["train/lr"] for step in (4, 5, 6)] == pytest.approx(rates)
+    code, output = train(*changed, "+model.override_config.rms_norm_eps=1e-3")
+    assert code == 2 and "another model: this run's has rms_norm_eps=0.001, and 1e-06 in" in output
+
+
+def command(folder, *words, fault=""):
+    """Train in a process of its own; return its exit code and what it has written."""
+    log, outputs = folder / "log.jsonl", f"hydra.run.dir={folder}/hydra"
+    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": os.getcwd(), "VERL_FAULT": fault}
+    train = [sys.executable, "-m", "verl.trainer.sft_trainer", *words, outputs]
+    done = subprocess.run(train, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
 
 
 def start_two(arguments, log):

@@ -52,6 +52,8 @@ class FilterGroupsConfig(BaseConfig):
     Source: DAPO (arXiv:2503.14476), section 3.2.
     """
 
+    _is_closed = True
+
     enable: bool = setting(False, "drop such prompts and draw others")
     metric: str | None = setting(None, "acc, score, seq_reward, or another value that the scorer returns")
     max_num_gen_batches: int = setting(0, "most draws of one step; 0 or less: no limit")

@@ -22,7 +22,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config.generation import GenerationConfig
-from verl.utils.chat_template import render_chat
+from verl.utils.chat_template import render_chat, tell_unread_options
 from verl.utils.dataset.files import (
     ColumnCheck,
     DataError,
@@ -92,6 +92,8 @@ class Generation:
 
     def _give_notices(self) -> None:
         """Warn of keys that change no response here."""
+        template = templater_of(self.tokenizer, self.processor).chat_template
+        tell_unread_options(self.config.data.apply_chat_template_kwargs, template)
         rollout, samples = self.rollout, self.config.data.n_samples
         idle = [f"rollout.n={rollout.n} (data.n_samples={samples} counts)"] if rollout.n not in (1, samples) else []
         idle += ["rollout.calculate_log_probs=true (the output holds texts)"] if rollout.calculate_log_probs else []

@@ -5,12 +5,11 @@ Nothing here imports torch, so that a wrong key is answered in about a second.
 
 import logging
 import os
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -365,25 +364,15 @@ def check_chat_template(run: RunConfig) -> None:
     found = None if is_given else chat_template_of(Path(os.path.expanduser(path)))
     given = in_data or model.custom_chat_template or (found and found[1])
     if isinstance(given, str):
-        _tell_unread_options(run.data.apply_chat_template_kwargs, given)
+        from verl.utils.chat_template import tell_unread_options
+
+        tell_unread_options(run.data.apply_chat_template_kwargs, given)
     if isinstance(in_data, str):
         check_template_ends("data.apply_chat_template_kwargs.chat_template", in_data)
     if model.custom_chat_template:
         check_template_ends("actor_rollout_ref.model.custom_chat_template", model.custom_chat_template)
     elif found is not None:
         check_template_ends(f"actor_rollout_ref.model.{key}={found[0]}", found[1])
-
-
-_OPTIONS = ("chat_template", "add_generation_prompt", "continue_final_message", "documents", "tools")
-"""Options of a chat that transformers reads itself."""
-
-
-def _tell_unread_options(options: Mapping[str, Any], template: str) -> None:
-    """Name the options that a chat template does not: they have no effect."""
-    unread = [name for name in options if name not in _OPTIONS and not re.search(rf"\b{re.escape(name)}\b", template)]
-    if unread:
-        shown = ", ".join(f"{name}={as_yaml(options[name])}" for name in unread)
-        logger.warning("data.apply_chat_template_kwargs: the chat template does not read %s: without effect", shown)
 
 
 def check_template_ends(name: str, template: str) -> None:

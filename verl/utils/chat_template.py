@@ -1,5 +1,6 @@
 """Chat templates, which are programs: rendering within a time limit, and a trial in a process before a run starts."""
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from verl.base_config import WrongInput
+from verl.base_config import WrongInput, as_yaml
 from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, time_limit
 
@@ -18,6 +19,8 @@ TRIAL_TIMEOUT_S = 10.0
 _MAY_LOOP = re.compile(r"range|macro|recursive|lipsum|\*|\d{5}")
 _SHOWN_CHARS = 200
 _in_thread = threading.local()
+
+logger = logging.getLogger(__name__)
 
 
 class ChatTemplateTimeout(jinja2.TemplateError):
@@ -111,3 +114,22 @@ def _render_once(template: str) -> None:
     """Render as transformers does, apart from its filters and tags: those who lack them raise, which is no problem."""
     messages = [{"role": "user", "content": "1 + 1 = ?"}]
     _environment().from_string(template).render(messages=messages, add_generation_prompt=True)
+
+
+_OF_TRANSFORMERS = ("chat_template", "add_generation_prompt", "continue_final_message", "documents", "tools")
+"""Options of a chat that transformers reads itself."""
+
+
+def tell_unread_options(options: Mapping[str, Any], template: object) -> None:
+    """Name the options of ``data.apply_chat_template_kwargs`` that a chat template does not: they have no effect.
+
+    A template among the options replaces the given one; of a model that has several, or none, nothing is told.
+    """
+    template = options.get("chat_template") or template
+    if not isinstance(template, str):
+        return
+    given = [name for name in options if name not in _OF_TRANSFORMERS]
+    unread = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        shown = ", ".join(f"{name}={as_yaml(options[name])}" for name in unread)
+        logger.warning("data.apply_chat_template_kwargs: the chat template does not read %s: without effect", shown)

@@ -91,6 +91,9 @@ def test_more_problems_than_a_terminal_shows_go_to_a_file(monkeypatch):
     file = Path(lines[-1].rpartition(" ")[2])
     assert len(file.read_text().splitlines()) == MOST_PROBLEMS + 6 and file.stat().st_mode & 0o777 == 0o600
     file.unlink()
+    with monkeypatch.context() as full:
+        full.setattr(cli, "NamedTemporaryFile", lambda *_, **__: open("/dev/full", "w"))
+        assert len(problems_shown(error).splitlines()) == MOST_PROBLEMS + 6  # all of them, without a file
     monkeypatch.setattr(cli, "_invocation", cli._Invocation(only_checks=True))
     assert len(problems_shown(error).splitlines()) == MOST_PROBLEMS + 6  # a check writes no file
     assert len(problems_shown(ValueError("a\n" * 50)).splitlines()) == 5

@@ -1,7 +1,8 @@
 """An unknown key in any node of any command is refused, or told where code of the user may read it."""
 
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError
 from verl.trainer import preflight
 from verl.trainer.config.cli import CONFIG_DIR, prepare_arguments, tell_unread_keys
+from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.config.generation_server import parse_generation_server
 from verl.trainer.config.keys import dotted_keys, is_free, is_under, select
+from verl.trainer.config.sft import parse_sft_config
 from verl.trainer.config.validation import checked_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,6 +117,8 @@ FREE = {
     "custom_reward_function.reward_kwargs": (TOLD, "custom_reward_function.reward_kwargs"),
     "global_profiler.global_tool_config": (REFUSED, "there is no such tool"),
     "data.apply_chat_template_kwargs": (LATER, "by the chat template: trainer/preflight.py"),
+    "reward_model.overlong_buffer": (REFUSED, "there is no such key"),
+    "algorithm.filter_groups": (REFUSED, "there is no such key"),
     "ray_kwargs.ray_init": (LATER, "by the arguments of ray.init: trainer/run/launch.py"),
 }
 """Node that takes free keys, or its last name -> what becomes of a key there that nothing reads."""
@@ -149,6 +155,56 @@ def test_every_free_node_answers_a_key_that_nothing_reads(
     checked_config(config)
     (notice,) = [text for text in caplog.messages if text.startswith("without effect in this run: ")]
     assert [node for node in told if node not in notice] == []
+
+
+SMALL = {
+    "prime_trainer": ["reward_model.micro_batch_size_per_gpu=2", "data.oversample_factor=2.0"],
+    "sft_trainer": ["data.train_files={file}", "data.val_files={file}", "model.partial_pretrain={model}"],
+    "sft_trainer_engine": ["data.train_files={file}", "data.val_files={file}", "model.path={model}"],
+    "generation": ["data.path={file}", "data.output_path=out", "model.path={model}", "rollout.name=vllm"],
+    "generation_server": ["data.train_files={file}", "data.output_path=out"],
+}
+"""What a small run of a command needs, beyond that of the main trainer where ``PARSERS`` has no other."""
+PARSERS: dict[str, Callable[[Any], object]] = {
+    "sft_trainer": parse_sft_config,
+    "sft_trainer_engine": parse_sft_config,
+    "generation": GenerationConfig.parse,
+    "generation_server": parse_generation_server,
+}
+SHARED_BY_GENERATION = [f"{SHARED}.model.path={{model}}", f"{SHARED}.rollout.name=vllm"]
+SHARED_BY_GENERATION += [f"{SHARED}.rollout.tensor_model_parallel_size=1"]
+ROLES_THAT_ARE_OFF = {
+    "one_step_off_ppo_megatron_trainer": (f"{SHARED}.ref.megatron", "reward_model.megatron"),
+    "prime_trainer": ("critic",),
+    "spin_trainer": ("critic",),
+    "sppo_trainer": ("critic",),
+    "generation_server": (f"{SHARED}.actor", f"{SHARED}.ref", "critic", "reward_model", "custom_reward_function"),
+}
+"""Roles that a small run of a tree does not have: known keys of theirs have no effect either, without a word."""
+OTHER_TREES = [name for name in TREES if not name.startswith(("ppo_", "dapo_megatron")) and "evaluation" not in name]
+
+
+@pytest.mark.parametrize("name", OTHER_TREES)
+def test_every_free_node_of_other_commands_answers_too(composed: Any, small_run: list[str], name: str) -> None:
+    files = {each.partition("=")[0].rpartition(".")[2]: each.partition("=")[2] for each in small_run}
+    words = [*SMALL.get(name, []), *(SHARED_BY_GENERATION if name == "generation_server" else [])]
+    words = [each.format(file=files["train_files"], model=files["path"]) for each in words]
+    config = composed(*words, name=name, base=name not in PARSERS, folder=TREES[name])
+    OmegaConf.set_struct(config, False)
+    free = [node for node in all_nodes(name)[1] if not is_under(node, ROLES_THAT_ARE_OFF.get(name, ()))]
+    free = [node for node in free if node != "global_profiler.global_tool_config" or name not in PARSERS]
+    check = PARSERS.get(name, partial(checked_config, recipe_nodes=("algorithm.filter_groups",)))
+    for node in free:
+        OmegaConf.update(config, at(node), 1, force_add=True)
+    with pytest.raises(ConfigError) as info:
+        check(config)
+        raise ConfigError([])  # all are answered later
+    found = {violation.key: violation.expected for violation in info.value.violations}
+    moved = {"model.fsdp_config.wrap_policy": "engine.wrap_policy"} if name == "sft_trainer" else {}
+    for node in (node for node in free if answer(node)[0] is REFUSED):
+        place = moved.get(node, node)
+        key = place if place.endswith("override_config") else at(place)
+        assert key in found, node
 
 
 def test_a_reward_model_that_is_off_tells_its_free_nodes(composed: Any, caplog: pytest.LogCaptureFixture) -> None:

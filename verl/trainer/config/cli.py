@@ -244,7 +244,12 @@ def problems_shown(error: Exception | str) -> str:
     if not problems:
         return "\n".join([brief("\n".join(lines)), *notes])
     shown = lines if only_checks() or len(problems) <= MOST_PROBLEMS else lines[: MOST_PROBLEMS + 1]
-    more = [f"  ... and {len(lines) - len(shown)} more, in {_saved(lines)}"] if len(lines) > len(shown) else []
+    more = []
+    if len(lines) > len(shown):
+        try:
+            more = [f"  ... and {len(lines) - len(shown)} more, in {_saved(lines)}"]
+        except OSError:  # such as of a full disk
+            shown = lines
     return "\n".join([brief("\n".join(shown), len(shown)), *more, *notes])
 
 

@@ -8,13 +8,14 @@ from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import ConfigError, Violation, matches, parse_node, read_fields
+from verl.base_config import ConfigError, Violation, as_yaml, matches, parse_node, read_fields
 from verl.trainer.config.rules.files import data_file_rules, existing_part
 from verl.trainer.config.run_config import RayConfig
 from verl.utils.dataset.config import DataConfig
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.config.engine import DEVICES, NCCL_TIMEOUT_S
 from verl.workers.config.model import path_problems, read_config_json
+from verl.workers.config.overrides import override_problems
 from verl.workers.config.tokenizer_files import tokenizer_problems
 from verl.workers.rollout.engine_settings import media_settings
 
@@ -101,8 +102,11 @@ class GenerationConfig:
             yield Violation("data.apply_chat_template_kwargs", data.apply_chat_template_kwargs, "must be a mapping")
         if "model.path" not in broken:
             path = self.model.path
-            problems = [*path_problems(path)] or [*tokenizer_problems(path, read_config_json(path))]
+            fields, changes = read_config_json(path), self.model.override_config
+            problems = [*path_problems(path)] or [*tokenizer_problems(path, fields)]
             yield from (Violation("model.path", path, problem) for problem in problems)
+            wrong = override_problems(fields, changes)
+            yield from (Violation("model.override_config", as_yaml(changes), problem) for problem in wrong)
         for key in ("data.n_samples", "data.batch_size", "trainer.nnodes", "trainer.n_gpus_per_node"):
             value = attrgetter(key)(self)
             if not matches(value, int) or not 1 <= value <= _MOST:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -26,9 +26,10 @@ from verl.trainer.run.ending import Ending, EndRequested, Grace, end_interrupted
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
 from verl.trainer.run.owner import Ownership
 from verl.trainer.run.resume import batches_after
-from verl.trainer.sft.checkpoint import CheckpointHandler
+from verl.trainer.sft.checkpoint import TOKENS_KEY, CheckpointHandler
 from verl.trainer.sft.preflight import holds_text_pairs
 from verl.utils import envs
+from verl.utils.chat_template import tell_unread_options
 from verl.utils.dataset.factory import SeededRandomSampler, load_class, stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset, SFTTensorCollator
 from verl.utils.device import get_device_name
@@ -206,6 +207,9 @@ class SFTTrainer:
         seed_process(settings.trainer.seed, "sft", self.rank)
         import_external_libs(settings.model.external_lib)
         self.tokenizer = settings.model.tokenizer
+        if self.rank == 0:
+            options: Any = OmegaConf.to_container(self.tree.data.apply_chat_template_kwargs, resolve=True)
+            tell_unread_options(options, self.tokenizer.chat_template)
         # Reading the data before the model shows its errors sooner.
         self.train_dataset = self._dataset(settings.data.train_files)
         self.val_dataset = self._dataset(settings.data.val_files) if settings.data.val_files else None
@@ -293,7 +297,7 @@ class SFTTrainer:
         """Train to the last step with validation and checkpoints; continue from a checkpoint if there is one."""
         step = self.checkpoints.load_checkpoint()
         output = SupervisedOutput(self.config.trainer, self.tree, self.engine, self.rank, step, self.total_steps)
-        self.total_tokens = int(self.checkpoints.run_state.get("total_tokens", 0))
+        self.total_tokens: int = self.checkpoints.run_state.get(TOKENS_KEY, 0)
         restored_from = self.checkpoints.restored_from
         first = self.train_loader if restored_from is None else batches_after(restored_from, self.train_loader)
         epochs = itertools.chain([first], itertools.repeat(self.train_loader))
@@ -347,7 +351,7 @@ class SFTTrainer:
         if ends or self._due(self.config.trainer.save_freq, step):
             timing: dict[str, float] = {}
             with marked_timer("save_checkpoint", timing):
-                self.checkpoints.save_checkpoint(step, {"total_tokens": self.total_tokens})
+                self.checkpoints.save_checkpoint(step, {TOKENS_KEY: self.total_tokens})
             output.add(timing, step)
         if ends:
             self.checkpoints.finish_checkpoint()
