@@ -105,7 +105,7 @@ READERS = [
     Reader(ENGINES, "model_dtype seed", "workers/engine/fsdp/build.py", "self.engine_config", ENGINE + "test_engine_contract.py::test_value_head"),
     Reader(ENGINES[:2], "seed", "workers/roles/base.py", "engine_config", "tests/workers/roles/test_random_state.py::test_dropout_repeats_and_a_resumed_run_takes_it_up"),
     Reader(ENGINES, "param_offload optimizer_offload", "workers/engine/fsdp/engine.py", "config", UNCHANGED),
-    Reader(ENGINES[:2], "entropy_from_logits_with_chunking", "workers/engine/fsdp/engine.py", "self.engine_config", "tests/utils/numerics/test_log_probs.py::test_value_and_gradient_equal_plain_log_softmax"),
+    Reader(ENGINES[:2], "entropy_from_logits_with_chunking", "workers/engine/fsdp/engine.py", "config", "tests/utils/numerics/test_log_probs.py::test_value_and_gradient_equal_plain_log_softmax"),
     Reader(ENGINES, "fsdp_size ulysses_sequence_parallel_size", "workers/engine/fsdp/layout.py", "config", UNCHANGED),
     Reader((ACTOR, REF), "entropy_from_logits_with_chunking", "workers/roles/base.py", LOOP, UNCHANGED),
     Reader((ACTOR, REF, "critic"), "ulysses_sequence_parallel_size", "workers/roles/base.py", LOOP, UNCHANGED),

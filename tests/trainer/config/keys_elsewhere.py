@@ -112,9 +112,8 @@ VALUES: dict[str, dict[str, list[str]]] = {
 }
 """Values that have a decision of their own."""
 
-COMING = [key for key in KEYS["built"] if key not in ("reward.num_workers", f"{CORRECTION}.bypass_mode")] + [
-    "data.function_tool_path"
-]
+DONE = "reward.num_workers bypass_mode steps action full_determinism .trace. max_samples chunk_size".split()
+COMING = [key for key in KEYS["built"] if not any(word in key for word in DONE)] + ["data.function_tool_path"]
 for _key in COMING:
     KEYS["built" if _key in KEYS["built"] else "alias"].remove(_key)
     KEYS["feature"].append(_key)

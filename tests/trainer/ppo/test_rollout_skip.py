@@ -71,3 +71,27 @@ def test_mappings_as_configuration_and_any_batch(prompts, samples, tmp_path, cap
         assert torch.equal(group.generate_sequences(MagicMock()).batch["response"], first.batch["response"])
         assert "Successfully load pre-generated data from" in capsys.readouterr().out
     assert torch.equal(DataProto.load_from_disk(skip.curr_path_dump).batch["prompt"], first.batch["prompt"])
+
+
+def test_chosen_steps_and_the_first_rollout_again(tmp_path):
+    calls = []
+
+    def ask(token, step, **options):
+        rollout = {"n": 1, "skip_dump_dir": str(tmp_path), **options}
+        config = OmegaConf.create(
+            {"actor_rollout_ref": {"rollout": rollout}, "data": {"train_batch_size": 1}, "trainer": {}}
+        )
+
+        def generate(prompts):
+            calls.append(step)
+            answer = torch.full((1, 1), len(calls))
+            return DataProto.from_dict({"prompts": prompts.batch["input_ids"], "responses": answer})
+
+        group = SimpleNamespace(generate_sequences=generate)
+        RolloutSkip(config, group).wrap_generate_sequences()
+        prompts = DataProto.from_dict({"input_ids": torch.tensor([[token]])}, meta_info={"global_steps": step})
+        return group.generate_sequences(prompts).batch["responses"].item()
+
+    assert ask(5, 1, skip_steps=[1]) == 1 and ask(5, 1, skip_steps=[1]) == 1
+    assert ask(5, 2, skip_steps=[1]) == 2  # generated, although the file has these prompts
+    assert ask(7, 3, skip_action="repeat") == 1 and ask(7, 3) == 3

@@ -163,3 +163,16 @@ def test_generated_rows(tokenizer, parquet, row, custom):
     assert type(create_rl_dataset(path, config, tokenizer, None, is_train=False)) is RLHFDataset
     with pytest.raises(TypeError, match=r"data\.datagen\.name='Mine'"):
         create_rl_dataset(path, {**config, "datagen": {"path": custom, "name": "Mine"}}, tokenizer, None)
+
+
+def test_only_the_first_rows_are_read(tokenizer, parquet, row):
+    files = [parquet([row("a"), row("b")], "a.parquet"), parquet([row("c"), row("d")], "b.parquet")]
+    config = {**CONFIG, "return_full_prompt": True, "train_max_samples": 3, "val_max_samples": 1}
+
+    def texts(is_train, **changes):
+        dataset = create_rl_dataset(files, config | changes, tokenizer, None, is_train)
+        return [dataset[i]["full_prompts"][8] for i in range(len(dataset))], dataset.rows_digest
+
+    assert [*texts(True)[0], *texts(False)[0]] == ["a", "b", "c", "a"]
+    assert texts(True, train_max_samples=-1)[0] == texts(True, train_max_samples=9)[0] == ["a", "b", "c", "d"]
+    assert texts(True)[1] != texts(True, train_max_samples=-1)[1]

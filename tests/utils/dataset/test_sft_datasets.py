@@ -337,3 +337,12 @@ def test_tools_that_are_no_list_are_named(tokenizer, parquet, tools):
     path = parquet([say(("user", "q"), ("assistant", "a"), tools=tools)])
     with pytest.raises(DataError, match=r"row 0, .*: its tools in column 'tools' (are no JSON|must be a list)"):
         build(tokenizer, path, CHATML)[0]
+
+
+def test_only_the_first_rows_are_learnt_from(tokenizer, parquet):
+    chats = parquet([say(("user", "a"), ("assistant", reply)) for reply in "bcd"])
+    pairs = parquet([{"prompt": "a", "response": reply} for reply in "bcd"], "pairs.parquet")
+    config = {"max_length": 32}
+    for cls, path in ((MultiTurnSFTDataset, chats), (SFTDataset, pairs)):
+        tokenizer.chat_template = CHATML
+        assert [len(cls(path, tokenizer, config, max_samples=most)) for most in (-1, 2, 9)] == [3, 2, 3]

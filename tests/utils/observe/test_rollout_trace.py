@@ -17,7 +17,12 @@ import torch
 from verl.base_config import ConfigError
 from verl.protocol import DataProto
 from verl.trainer.ppo.records import trace_batch
-from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
+from verl.utils.observe.rollout_trace import (
+    RolloutTraceConfig,
+    rollout_trace_attr,
+    rollout_trace_op,
+    rollout_trace_span,
+)
 from verl.workers.config import TraceConfig
 
 
@@ -295,3 +300,16 @@ def test_weave_itself_sends_the_traces(tmp_path, monkeypatch):
     assert generate["parent_id"] == fail["parent_id"] == turn["id"] and decode["parent_id"] == generate["id"]
     assert decode["inputs"] == {"ids": [98], "upper": True} and decode["output"] == "B"
     assert "KeyError" in fail["exception"] and generate["output"] == {"text": "B"}
+
+
+def test_some_samples_of_a_step_are_traced_with_all_their_trajectories(recorder):
+    RolloutTraceConfig.init("project", "run", recorder.backend, max_samples_per_step=2)
+
+    def traced(*samples, step, validate=False):
+        return [RolloutTraceConfig.takes(sample, step, validate) for sample in samples]
+
+    assert traced("a", "b", "c", "a", "b", step=1) == [True, True, False, True, True]
+    assert traced("c", step=2) == [True] and traced("d", "e", "f", step=2, validate=True) == [True, True, False]
+    with rollout_trace_attr(sample_index="g", step=2, validate=True), rollout_trace_span("left out", {}) as keep:
+        keep(1)
+    assert "left out" not in str(vars(recorder))

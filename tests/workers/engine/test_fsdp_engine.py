@@ -452,3 +452,22 @@ def test_schedules_that_need_a_length_say_so(changes: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(ValueError, match="total_training_steps"):
         build_scheduler(optimizer, FSDPOptimizerConfig(**changes))
+
+
+def test_deterministic_algorithms_and_rows_at_once(folder: Path) -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+        patch.setenv("FLASH_ATTENTION_DETERMINISTIC", "")
+        try:
+            cases.build(folder)
+            assert torch.are_deterministic_algorithms_enabled() == before[0]
+            cases.build(folder, engine={"full_determinism": True})
+            assert torch.are_deterministic_algorithms_enabled()
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    plain = cases.build(folder, engine={"entropy_from_logits_chunk_size": 5})
+    chunks = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
+    rows = cases.build(folder, engine=chunks)
+    assert plain.forward.entropy_chunk_size is None and rows.forward.entropy_chunk_size == 5
+    assert step(rows) == pytest.approx(step(plain), rel=1e-5)

@@ -774,3 +774,22 @@ def test_a_failure_gets_the_lowest_score_that_the_scorer_states(tokenizer, batch
     own.limits = ScoringLimits(failure_score=0.25)
     assert own(batch).sum(-1).tolist() == [0.25] * 3
     assert set(LOWEST_SCORES) == set(SCORERS.values()) | set(PREFIXES.values())
+
+
+MANAGER = """
+from verl.workers.reward_manager import AbstractRewardManager
+from verl.workers.rewards.scoring import Score
+class Halves(AbstractRewardManager):
+    def score(self, samples):
+        return [Score(0.5)] * len(samples)
+"""
+
+
+def test_a_manager_in_a_file(tokenizer, batch, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MANAGER)
+    manager = load_reward_manager(config(reward_model={"reward_manager": f"{path}:Halves"}), tokenizer, 0)
+    assert type(manager).__name__ == "Halves"
+    assert torch.equal(manager(batch), expected([0.5] * 3))
+    with pytest.raises(ValueError, match="has no 'Thirds'"):
+        load_reward_manager(config(reward_model={"reward_manager": f"{path}:Thirds"}), tokenizer, 0)

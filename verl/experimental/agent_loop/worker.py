@@ -84,7 +84,12 @@ class AgentLoopWorkerBase:
         envs.write_default({"MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE": str(_MOST_TRACES)})
         self._flush: asyncio.Future[None] | None = None
         RolloutTraceConfig.init(
-            trainer.project_name, trainer.experiment_name, trace.backend, trace.token2text, self.tokenizer.decode
+            trace.project_name or trainer.project_name,
+            trace.experiment_name or trainer.experiment_name,
+            trace.backend,
+            trace.token2text,
+            self.tokenizer.decode,
+            trace.max_samples_per_step_per_worker,
         )
 
     async def prepare(self, names: Sequence[str] | None = None) -> None:

@@ -54,8 +54,9 @@ class DynamicGenDataset(RLHFDataset):
         tokenizer: PreTrainedTokenizerBase,
         config: Mapping[str, Any],
         processor: ProcessorMixin | None = None,
+        max_samples: int = -1,
     ) -> None:
-        super().__init__(data_files, tokenizer, config, processor)
+        super().__init__(data_files, tokenizer, config, processor, max_samples)
         self.serialize_dataset = True  # generated rows are in no file
         node = config.get("datagen")
         cls = load_class(node, "data.datagen", AbstractDataGenerator, ("path", "name"))

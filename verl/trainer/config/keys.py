@@ -39,15 +39,26 @@ FREE_FORM = (
 )
 """Ends of nodes under which any key may be added: their readers, or their dataclasses, check what is in them."""
 
+_FSDP_ENGINES = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config")
+
 OPTIONAL = (
     "actor_rollout_ref.actor.use_rollout_log_probs",
+    *(f"actor_rollout_ref.{role}.entropy_from_logits_chunk_size" for role in ("actor", "ref")),
+    *(f"{node}.full_determinism" for node in _FSDP_ENGINES),
     "actor_rollout_ref.rollout.limit_images",
+    "actor_rollout_ref.rollout.skip_action",
+    "actor_rollout_ref.rollout.skip_steps",
+    "actor_rollout_ref.rollout.trace.experiment_name",
+    "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker",
+    "actor_rollout_ref.rollout.trace.project_name",
     "critic.model.custom_chat_template",
     "critic.model.freeze_vision_tower",
     "data.cache_dir",
     "data.gen_batch_size",
     "data.image_key",
     "data.need_tools_kwargs",
+    "data.train_max_samples",
+    "data.val_max_samples",
     "data.video_key",
     "rollout.repetition_penalty",
     "rollout.seed",
@@ -58,7 +69,8 @@ OPTIONAL = (
 """Keys that code reads and no YAML file holds; with or without a leading +. Their dataclasses say what they mean."""
 
 _MEDIA = tuple(f"data.media.{each.name}" for each in fields(MediaConfig))
-_OPTIONAL_IN_SFT = ("data.image_key", "data.video_key", "data.media", *_MEDIA)
+_LIMITS = ("data.train_max_samples", "data.val_max_samples")
+_OPTIONAL_IN_SFT = ("data.image_key", "data.video_key", "data.media", *_MEDIA, *_LIMITS, "engine.full_determinism")
 
 NO_READER = ("trainer.log_freq", "trainer.rl_logging_board_dir", "trainer.tensorboard_dir")
 """Keys of published commands that nothing reads: accepted with a warning."""

@@ -629,13 +629,12 @@ _ALL = (
 )
 
 _COMING = re.compile(
-    r"^skip\..*(steps|action)|full_determinism|\.trace\.|max_samples|image_patch_size|ignore_input_ids"
-    r"|function_tool_path|chunk_size|^global_profiler\.(relocate|finish)|tool_config\.torch"
+    r"image_patch_size|ignore_input_ids|function_tool_path|^global_profiler\.(relocate|finish)|tool_config\.torch"
 )
 
 ROWS: tuple[Row, ...] = tuple(
     replace(row, decision=FEATURE, is_ours=False, to=None, accepts=(False,))
-    if row.decision in (BUILT, ALIAS) and _COMING.search(row.key) and row.to is not _deterministic_engine
+    if row.decision in (BUILT, ALIAS) and _COMING.search(row.key)
     else row
     for row in _ALL
 )

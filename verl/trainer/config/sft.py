@@ -97,6 +97,8 @@ class DataOptions(BaseConfig):
 
     train_files: str | list[str] = setting("~/data/gsm8k/train.parquet", "training rows: a file or a list")
     val_files: str | list[str] | None = setting(None, "validation rows: a file or a list")
+    train_max_samples: int = setting(-1, "first rows of the training files that are read; -1: all", at_least=-1)
+    val_max_samples: int = setting(-1, "first rows of the validation files that are read; -1: all", at_least=-1)
     train_batch_size: int = setting(256, "rows of one optimizer step", at_least=1)
     micro_batch_size: int | None = setting(None, "deprecated: micro_batch_size_per_gpu")
     micro_batch_size_per_gpu: int | None = setting(4, "rows of a pass of one worker")

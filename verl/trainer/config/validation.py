@@ -34,7 +34,7 @@ from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
 from verl.workers.config import PolicyLossConfig
 from verl.workers.config.rollout import ROLLOUTS
-from verl.workers.rewards.signature import SCORER_CALLS
+from verl.workers.rewards.signature import SCORER_CALLS, class_in_file
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,8 @@ def _name_rules(run: RunConfig) -> Iterator[Violation]:
     ):
         module, registry, unknown = REGISTRIES[key]
         known = [*ours, *getattr(sys.modules.get(module), registry, ())]  # without an import, nothing is registered
-        is_known = name is None or name in known  # null: a recipe without one
+        is_in_file = name == manager and class_in_file(manager) is not None
+        is_known = name is None or name in known or is_in_file  # null: a recipe without one
         if is_known or (name == manager and may_register(run.custom_reward_function.path)):
             continue
         row = row_of(key, name)

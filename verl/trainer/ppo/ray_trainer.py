@@ -384,7 +384,13 @@ class RayPPOTrainer:
         )
         self._trackers = self.output.tracking.logger
         trace = rollout.trace
-        RolloutTraceConfig.init(options.project_name, options.experiment_name, trace.backend, trace.token2text)
+        RolloutTraceConfig.init(
+            trace.project_name or options.project_name,
+            trace.experiment_name or options.experiment_name,
+            trace.backend,
+            trace.token2text,
+            max_samples_per_step=trace.max_samples_per_step_per_worker,
+        )
         algorithm = self.run_config.algorithm
         veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
         self.step_record = StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)

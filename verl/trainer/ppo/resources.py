@@ -164,6 +164,8 @@ def steps_known_early(run: RunConfig) -> int | None:
     if not all(path.endswith(".parquet") for path in files):
         return None
     rows = sum(pq.read_metadata(path).num_rows for path in files)
+    most = data.most_rows(is_train=True)
+    rows = rows if most < 0 else min(rows, most)
     return int(rows) // data.loader_batch_size * run.trainer.total_epochs
 
 

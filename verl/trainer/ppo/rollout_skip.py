@@ -21,7 +21,9 @@ class RolloutSkip:
 
     The first batch goes to ``curr_path_dump``, a file in ``actor_rollout_ref.rollout.skip_dump_dir`` whose name is that
     of the run with the shape of its batches. Later batches go to files next to it, one per step and draw. A file is
-    used only for the prompts that it was generated from, if it holds them. Validation is always generated.
+    used only for the prompts that it was generated from, if it holds them; with ``skip_action=repeat`` the first file
+    is used for all prompts, whose scores then mean nothing. Validation, and a step that is not one of ``skip_steps``,
+    are always generated.
     """
 
     def __init__(self, config: Any, rollout_wg: Any) -> None:
@@ -34,6 +36,8 @@ class RolloutSkip:
         self.project_name = _name(data.get("project_name"), trainer.get("project_name"))
         self.dumped_dir = Path(rollout.get("skip_dump_dir", DEFAULT_FOLDER)).expanduser()
         self.dumped_dir.mkdir(parents=True, exist_ok=True)
+        self.steps = rollout.get("skip_steps")
+        self.repeats = rollout.get("skip_action") == "repeat"
         self.trusted_classes = list(trainer.get("trusted_classes") or ())
         self._rollout_wg = rollout_wg
 
@@ -73,7 +77,7 @@ class RolloutSkip:
             except (OSError, ValueError, CheckpointError) as error:
                 logger.warning("%s cannot be read (%s); generating the rollout again", path, error)
                 continue
-            if _fits(kept, prompts):
+            if _fits(kept, prompts) or (self.repeats and path == self.curr_path_dump):
                 get_console().info("RolloutSkip: Successfully load pre-generated data from %s", path)
                 return kept
         return None
@@ -92,7 +96,8 @@ class RolloutSkip:
             return True
         meta = prompts.meta_info
         sampled = not meta.get("validate", False) and meta.get("do_sample", True)
-        return bool(sampled) and len(prompts) in (self.gbs * self.n, 0)
+        is_chosen = self.steps is None or meta.get("global_steps") in self.steps
+        return bool(sampled) and is_chosen and len(prompts) in (self.gbs * self.n, 0)
 
     def _path_of_step(self, prompts: DataProto | None) -> Path:
         meta = prompts.meta_info if isinstance(prompts, DataProto) else {}

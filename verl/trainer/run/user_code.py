@@ -31,6 +31,7 @@ from verl.utils import envs
 from verl.utils.processes import die_with_parent, start_process
 from verl.utils.time_limit import error_text
 from verl.workers.config import PolicyLossConfig
+from verl.workers.rewards.signature import class_in_file
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ def code_of(run: RunConfig, broken: Collection[str] = (), of_fork: bool = False)
         code.names |= {"algorithm.adv_estimator": run.algorithm.adv_estimator}
         if type(loss) is PolicyLossConfig:  # the class of a recipe's node names its losses
             code.names["actor_rollout_ref.actor.policy_loss.loss_mode"] = loss.loss_mode
-        if not may_register(run.custom_reward_function.path):
+        manager = run.reward_model.reward_manager
+        if not may_register(run.custom_reward_function.path) and not class_in_file(manager):
             code.names["reward_model.reward_manager"] = run.reward_model.reward_manager
     code.names = {key: name for key, name in code.names.items() if name and key not in broken}
     return code

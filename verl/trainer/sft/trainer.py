@@ -62,9 +62,16 @@ Row = dict[str, Any]
 
 
 def create_sft_dataset(
-    data_paths: str | list[str], data_config: Any, tokenizer: Any, *, processor: Any = None
+    data_paths: str | list[str],
+    data_config: Any,
+    tokenizer: Any,
+    *,
+    processor: Any = None,
+    max_samples: int = -1,
 ) -> Dataset[Row]:
     """Build the data set of supervised training: the user's class, conversations, or pairs of prompt and response.
+
+    Args: ``max_samples`` is how many of the first rows are used; -1: all.
 
     Raises: ValueError naming the key of a class that cannot be used, DataError for rows that cannot.
     """
@@ -74,7 +81,8 @@ def create_sft_dataset(
     # A class of the user that derives from pairs of text may take no processor; it then refuses images.
     takes = issubclass(cls, SFTDataset) and "processor" in inspect.signature(cls).parameters
     media = {"processor": processor} if takes or issubclass(cls, MultiTurnSFTDataset) else {}
-    return cls(parquet_files=data_paths, tokenizer=tokenizer, config=data_config, **media)
+    limit = {"max_samples": max_samples} if max_samples >= 0 else {}
+    return cls(parquet_files=data_paths, tokenizer=tokenizer, config=data_config, **media, **limit)
 
 
 def padded_batch(rows: Mapping[str, Any], pad_token_id: int, marks_predictors: bool = False) -> DataProto:
@@ -211,8 +219,9 @@ class SFTTrainer:
             options: Any = OmegaConf.to_container(self.tree.data.apply_chat_template_kwargs, resolve=True)
             tell_unread_options(options, self.tokenizer.chat_template)
         # Reading the data before the model shows its errors sooner.
-        self.train_dataset = self._dataset(settings.data.train_files)
-        self.val_dataset = self._dataset(settings.data.val_files) if settings.data.val_files else None
+        self.train_dataset = self._dataset(settings.data.train_files, settings.data.train_max_samples)
+        files, most = settings.data.val_files, settings.data.val_max_samples
+        self.val_dataset = self._dataset(files, most) if files else None
         self._plan()
         settings.optim.total_training_steps = self.total_steps
         self.engine: BaseEngine = EngineRegistry.new(
@@ -250,9 +259,11 @@ class SFTTrainer:
                 expected = f"needs the package torch_npu, which is not installed: install it; {expected}"
             raise ConfigError([Violation("trainer.device", device, expected)])
 
-    def _dataset(self, files: str | list[str]) -> Dataset[Row]:
+    def _dataset(self, files: str | list[str], max_samples: int) -> Dataset[Row]:
         # A data set of the user reads keys that this trainer does not know, so it gets the tree.
-        dataset = create_sft_dataset(files, self.tree.data, self.tokenizer, processor=self.config.model.processor)
+        dataset = create_sft_dataset(
+            files, self.tree.data, self.tokenizer, processor=self.config.model.processor, max_samples=max_samples
+        )
         self.marks_predictors = isinstance(dataset, SFTDataset)
         return dataset
 

@@ -55,6 +55,8 @@ class DataConfig(BaseConfig):
     use_shm: bool = setting(False, "read the files from a copy in shared memory")
     train_files: str | list[str] = setting("~/data/rlhf/gsm8k/train.parquet", "training rows: a file or a list")
     val_files: str | list[str] | None = setting("~/data/rlhf/gsm8k/test.parquet", "validation rows: a file or a list")
+    train_max_samples: int = setting(-1, "first rows of the training files that are read; -1: all", at_least=-1)
+    val_max_samples: int = setting(-1, "first rows of the validation files that are read; -1: all", at_least=-1)
     prompt_key: str = setting("prompt", "column of the prompt, a list of messages", empty=False)
     reward_fn_key: str = setting("data_source", "column whose value selects the scorer", empty=False)
     max_prompt_length: int = setting(512, "tokens of the longest prompt", at_least=1)
@@ -145,6 +147,10 @@ class DataConfig(BaseConfig):
     def prompts_per_step(self) -> int:
         """The prompts of one training step, unless dynamic sampling chooses them."""
         return self.loader_batch_size
+
+    def most_rows(self, is_train: bool) -> int:
+        """Return how many of the first rows of the files are read; -1 if all are."""
+        return self.train_max_samples if is_train else self.val_max_samples
 
     @property
     def train_paths(self) -> list[str]:

@@ -71,6 +71,9 @@ def create_rl_dataset(
         # verl.experimental is a higher layer, so it is loaded by name and only if the config asks for it.
         cls = load_extern_type("pkg://verl.experimental.dynamic_dataset.dynamicgen_dataset", "DynamicGenDataset")
     arguments = {"data_files": data_paths, "tokenizer": tokenizer, "processor": processor, "config": data_config}
+    most = DataConfig.of_data_set(data_config).most_rows(is_train)
+    if most >= 0:
+        arguments["max_samples"] = most
     if cls is not None:
         _check_parameters(cls, arguments)
     return (cls or RLHFDataset)(**arguments)

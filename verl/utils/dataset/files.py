@@ -274,6 +274,15 @@ def _misfit(path: str, first: str, error: Exception) -> DataError:
     )
 
 
+def first_rows(tables: list[pa.Table], most: int) -> list[pa.Table]:
+    """Return the first ``most`` rows of several tables, one after the other; all if it is negative."""
+    kept = []
+    for table in tables:
+        kept.append(table if most < 0 else table.slice(0, most))
+        most = most if most < 0 else most - kept[-1].num_rows
+    return kept
+
+
 def rows_digest(tables: Iterable[pa.Table], kept: np.ndarray | None = None) -> str:
     """Return a digest of the rows in their order, whatever row groups the files have; ``kept`` are those in use."""
     digest = _Digest()

@@ -89,6 +89,7 @@ class RLHFDataset(Dataset):
         tokenizer: owns the chat template.
         config: the ``data`` node.
         processor: the processor of a vision-language model.
+        max_samples: how many of the first rows are used; -1: all.
 
     Attributes: ``rows_digest`` tells the rows of the files, and their order, from others; checkpoints hold it.
 
@@ -103,7 +104,9 @@ class RLHFDataset(Dataset):
         tokenizer: PreTrainedTokenizerBase,
         config: Node,
         processor: ProcessorMixin | None = None,
+        max_samples: int = -1,
     ) -> None:
+        self.max_samples = max_samples
         settings = DataConfig.of_data_set(config)
         self.original_data_files = files.as_file_list(data_files)
         self.tokenizer = tokenizer
@@ -143,7 +146,7 @@ class RLHFDataset(Dataset):
 
     def _read_files_and_tokenize(self) -> None:
         self.data_files = files.localize(self.original_data_files, self.cache_dir, self.use_shm)
-        tables = [self.read_table(path) for path in self.data_files]
+        tables = files.first_rows([self.read_table(path) for path in self.data_files], self.max_samples)
         tables = files.with_columns(tables, self.settings.media_columns().values())
         for path, table in zip(self.data_files, tables, strict=True):
             files.refuse_maps(path, table.schema)

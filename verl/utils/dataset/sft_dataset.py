@@ -132,6 +132,7 @@ class SFTDataset(Dataset):
         tokenizer: PreTrainedTokenizerBase,
         config: Node,
         processor: ProcessorMixin | None = None,
+        max_samples: int = -1,
     ) -> None:
         settings = DataConfig.of_data_set(config)
         self.tokenizer = tokenizer
@@ -145,7 +146,7 @@ class SFTDataset(Dataset):
         self.prompts: list[str] = []
         self.responses: list[str] = []
         self._tables: list[pa.Table] = []
-        tables = [files.read_parquet(path) for path in self.data_files]
+        tables = files.first_rows([files.read_parquet(path) for path in self.data_files], max_samples)
         self.rows_digest = files.rows_digest(tables)
         for path, table in zip(self.data_files, tables, strict=True):
             columns = [name for name in settings.media_columns().values() if name in table.column_names]
@@ -270,6 +271,7 @@ class MultiTurnSFTDataset(Dataset):
         tokenizer: PreTrainedTokenizerBase,
         config: Node | None = None,
         processor: ProcessorMixin | None = None,
+        max_samples: int = -1,
     ) -> None:
         config = config or {}
         settings = DataConfig.of_data_set(config)
@@ -290,11 +292,11 @@ class MultiTurnSFTDataset(Dataset):
         self.tokenizer = tokenizer
         self._warned = False
         self._warned_of_end = False
-        self._read(files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm))
+        self._read(files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm), max_samples)
 
-    def _read(self, paths: list[str]) -> None:
+    def _read(self, paths: list[str], max_samples: int = -1) -> None:
         self.data_files = paths
-        self._tables = [files.read_parquet(path) for path in paths]
+        self._tables = files.first_rows([files.read_parquet(path) for path in paths], max_samples)
         self._ends = np.cumsum([table.num_rows for table in self._tables])
         self.rows_digest = files.rows_digest(self._tables)
         for path, table in zip(paths, self._tables, strict=True):

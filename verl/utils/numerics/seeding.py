@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.utils import envs
+
 _RUN_NAMESPACE = uuid.UUID("6f0c4ad2-7f5a-5c2b-9d0e-3b1f6e8a4c17")
 
 
@@ -27,6 +29,12 @@ def mix(value: np.ndarray) -> np.ndarray:
     value = (value ^ (value >> np.uint64(30))) * MIX_FACTOR
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+def compute_deterministically() -> None:
+    """Let torch take deterministic algorithms in this process; an operation that has none warns."""
+    envs.write_default({"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"})
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def derive_seed(run_seed: int, *path: int | str) -> int:

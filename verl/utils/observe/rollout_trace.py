@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from verl.utils import envs
 
@@ -39,6 +39,9 @@ class RolloutTraceConfig:
     _backend: "_Mlflow | _Weave | None" = None
     _token2text = False
     _decode: Decode | None = None
+    _most_samples: int | None = None
+    _samples: ClassVar[dict[tuple[int | None, bool], set[int | str | None]]] = {}
+    """The samples that have been traced in the latest step, of training or of validation."""
 
     @classmethod
     def init(
@@ -48,18 +51,33 @@ class RolloutTraceConfig:
         backend: str | None,
         token2text: bool = False,
         decode: Decode | None = None,
+        max_samples_per_step: int | None = None,
     ) -> None:
         """Start to send traces to a project of the backend; None sends none.
 
-        Args: ``decode`` lets ``token2text`` add texts to all spans with token ids.
+        Args: ``decode`` lets ``token2text`` add texts to all spans with token ids. Of each step only the first
+        ``max_samples_per_step`` samples of this process are traced, with all their trajectories; None: all.
         Raises: ValueError for an unknown backend, ImportError if its package is not installed.
         """
         if backend not in (None, *BACKENDS):
             raise ValueError(f"rollout.trace.backend={backend!r} must be null or one of {', '.join(BACKENDS)}")
         cls.finish()
         cls._token2text, cls._decode = token2text, decode
+        cls._most_samples, cls._samples = max_samples_per_step, {}
         if backend is not None:
             cls._backend = (_Mlflow if backend == "mlflow" else _Weave)(project_name, experiment_name)
+
+    @classmethod
+    def takes(cls, sample: int | str | None, step: int | None, validate: bool) -> bool:
+        """Whether a sample of a step is traced: it has been already, or there is room for one more."""
+        if cls._most_samples is None:
+            return True
+        if (step, validate) not in cls._samples:
+            cls._samples = {(step, validate): set()}
+        samples = cls._samples[step, validate]
+        if len(samples) < cls._most_samples:
+            samples.add(sample)
+        return sample in samples
 
     @classmethod
     def get_backend(cls) -> str | None:
@@ -81,6 +99,7 @@ class RolloutTraceConfig:
         """Forget the backend and its options, without flushing: a test starts from here."""
         cls._backend = None
         cls._token2text, cls._decode = False, None
+        cls._most_samples, cls._samples = None, {}
 
     @classmethod
     def flush(cls) -> None:
@@ -107,7 +126,7 @@ def rollout_trace_attr(
 ) -> Iterator[None]:
     """Collect all spans of the enclosed code in one trace with these attributes."""
     backend = RolloutTraceConfig._backend
-    if backend is None:
+    if backend is None or not RolloutTraceConfig.takes(sample_index, step, validate):
         yield
         return
     given = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n}

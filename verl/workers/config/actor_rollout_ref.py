@@ -38,7 +38,8 @@ class FSDPRefConfig(RefConfig):
     """The reference policy on FSDP."""
 
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
-    entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs 2048 rows at a time")
+    entropy_from_logits_with_chunking: bool = setting(False, "compute log-probs some rows at a time")
+    entropy_from_logits_chunk_size: int = setting(2048, "those rows", at_least=1)
     entropy_checkpointing: bool = setting(False, "no effect: there is one implementation")
 
     @property

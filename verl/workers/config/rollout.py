@@ -121,6 +121,11 @@ class TraceConfig(BaseConfig):
 
     backend: str | None = setting(None, "where traces go; null: nowhere", one_of=BACKENDS)
     token2text: bool = setting(False, "traces hold texts as well as tokens")
+    project_name: str | None = setting(None, "project of the traces; null: trainer.project_name")
+    experiment_name: str | None = setting(None, "run in the traces; null: trainer.experiment_name")
+    max_samples_per_step_per_worker: int | None = setting(
+        None, "prompts that one worker traces in a step, with all their responses; null: all", at_least=1
+    )
 
     def rules(self) -> Iterator[Violation]:
         """Yield a backend whose package is not installed."""
@@ -201,6 +206,8 @@ class RolloutConfig(LogProbConfig):
     trace: TraceConfig = field(default_factory=TraceConfig)
     skip_rollout: bool = setting(False, "read responses from skip_dump_dir if it has them")
     skip_dump_dir: str = setting("/tmp/rollout_dump", "folder of kept responses")
+    skip_steps: list[int] | None = setting(None, "training steps that read kept responses; null: all")
+    skip_action: str = setting("cache", "a step has its responses, or that of the first", one_of=("cache", "repeat"))
     skip_tokenizer_init: bool = setting(True, "the engine loads no tokenizer")
     profiler: ProfilerConfig | None = setting(None, "profiling of this role")
     layered_summon: bool = setting(False, "gather adapters layer by layer")

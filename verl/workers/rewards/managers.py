@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import WrongInput
+from verl.utils.import_utils import load_extern_type
 from verl.utils.process_pool import DeadlinePool, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
@@ -24,7 +25,7 @@ from verl.workers.rewards.scoring import (
     Score,
     ScoringLimits,
 )
-from verl.workers.rewards.signature import SCORER_CALLS, Example, ScorerCall
+from verl.workers.rewards.signature import SCORER_CALLS, Example, ScorerCall, class_in_file
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -201,10 +202,12 @@ def register(name: str) -> Callable[[Manager], Manager]:
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """Return the registered class of that name.
+    """Return the registered class of that name, or the class that ``file.py:Class`` names.
 
-    Raises: ValueError for an unknown name.
+    Raises: ValueError for an unknown name, or a file or class that cannot be loaded.
     """
+    if in_file := class_in_file(name):
+        return load_extern_type(*in_file)
     if name not in REWARD_MANAGER_REGISTRY:
         raise WrongInput(  # callers match the first words
             f"Unknown reward manager: {name}: "

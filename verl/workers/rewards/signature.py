@@ -56,3 +56,9 @@ MANAGER_KWARGS: dict[str, tuple[str, ...]] = {
     "prime": ("num_processes",),
 }
 """The keys that ``reward_model.reward_kwargs`` may hold for each manager; those of ``batch`` go to the scorer."""
+
+
+def class_in_file(manager: str | None) -> tuple[str, str] | None:
+    """Return path and class of a reward manager that is named as ``file.py:Class``; None for a registered name."""
+    path, _, name = (manager or "").rpartition(":")
+    return (path, name) if path else None

@@ -292,6 +292,7 @@ def engine_config_of(config: RoleConfig) -> AnyEngineConfig:
 _SHARED_KEYS: dict[str, int | bool] = {
     "ulysses_sequence_parallel_size": 1,
     "entropy_from_logits_with_chunking": False,
+    "entropy_from_logits_chunk_size": 2048,
     "entropy_checkpointing": False,
     "use_torch_compile": True,
 }

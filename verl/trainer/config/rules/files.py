@@ -15,7 +15,7 @@ from verl.trainer.config.run_config import RunConfig
 from verl.utils.checkpoint.files import step_in_name
 from verl.utils.fs import unreadable_kind
 from verl.utils.import_utils import python_file
-from verl.workers.rewards.signature import ASYNCHRONOUS, SCORER_CALLS, call_problem
+from verl.workers.rewards.signature import ASYNCHRONOUS, SCORER_CALLS, call_problem, class_in_file
 
 RUN_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 """Keys of ``trainer`` that name folders of a run."""
@@ -34,6 +34,9 @@ def file_rules(run: RunConfig) -> Iterator[Violation]:
         yield from data_file_rules("data.val_files", run.data.val_files, required=False)
     scorer = run.custom_reward_function
     sampler = run.data.sampler
+    key = "reward_model.reward_manager"
+    if in_file := class_in_file(run.reward_model.reward_manager):
+        yield from python_file_rules(key, in_file[0], key, in_file[1])[0]
     for node, path_key, path, name_key, name in (
         ("custom_reward_function", "path", scorer.path, "name", scorer.name),
         ("data.custom_cls", "path", run.data.custom_cls.path, "name", run.data.custom_cls.name),

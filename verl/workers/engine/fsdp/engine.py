@@ -35,6 +35,7 @@ from verl.utils.device import current_device, get_torch_device
 from verl.utils.fsdp_utils import gradient_norm, local_gradients, move_optimizer_state
 from verl.utils.import_utils import is_own
 from verl.utils.numerics.lr_schedules import num_warmup_steps, schedule_factor
+from verl.utils.numerics.seeding import compute_deterministically
 from verl.workers.config.engine import DEVICES, STRATEGIES
 from verl.workers.engine.background_load import wait_for_weights, when_filled
 from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
@@ -74,6 +75,8 @@ class FSDPEngine(BaseEngine):
     def initialize(self) -> None:
         """Build the model, optimizer and schedule, and load the pretrained weights."""
         config = self.engine_config
+        if config.full_determinism:
+            compute_deterministically()
         must_wrap = config.offload_policy or precision_policy(config, current_device()) is not None
         self.layout = make_layout(config, must_wrap)
         builder = ModelBuilder(
@@ -186,7 +189,7 @@ class FSDPEngine(BaseEngine):
             lead=self.lead,
             takes_media=takes_media,
             fused_head=has_fused_head(self.base_model) and not self.is_value_model,
-            entropy_chunk_size=2048 if self.engine_config.entropy_from_logits_with_chunking else None,
+            entropy_chunk_size=_chunk_size(self.engine_config),
             offload_activations=offload_activations,
             shares_prefixes=shares_prefixes,
             asks_for_rows=asks_for_rows,
@@ -490,6 +493,11 @@ def schedule_settings(config: "FSDPOptimizerConfig") -> Settings:
         raise WrongInput(f"optim.lr_scheduler_type=cosine needs optim.total_training_steps > 0, got {total}")
     shape = {"min_lr_ratio": config.min_lr_ratio or 0.0, "num_cycles": config.num_cycles}
     return settings | {"total_training_steps": total} | shape
+
+
+def _chunk_size(config: "FSDPEngineConfig") -> int | None:
+    """Return the rows of logits that are computed at once; None: as many as suit the device."""
+    return config.entropy_from_logits_chunk_size if config.entropy_from_logits_with_chunking else None
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: "FSDPOptimizerConfig") -> LambdaLR:
