@@ -1,5 +1,6 @@
 """Which prompts need no tokenization: a bound that holds for every text, or none."""
 
+import unicodedata
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from examples.tiny_model import byte_tokenizer
 from verl.utils import chat_template
 from verl.utils.dataset import rl_dataset, token_bounds
-from verl.utils.dataset.token_bounds import TokenCounter, count_tokens, most_tokens
+from verl.utils.dataset.token_bounds import TokenCounter, count_tokens, fewest_tokens, most_tokens
 from verl.utils.time_limit import TimeLimitExceeded
 
 
@@ -40,6 +41,40 @@ def test_no_text_has_more_tokens_than_the_bound(name: str, text: str) -> None:
     usual = len(BOUNDED[name](text, add_special_tokens=False)["input_ids"])
     assert usual <= bound(text)
     assert count_tokens(BOUNDED[name], [text, "ab"]) == [usual, 2]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text("\u1fef\u1100\u1161\u11a8e\u0301\u212a<|end|>"))
+@example(text="\u1fef" * 40)  # NFC writes three bytes as one
+@example(text="<|assistant|>" * 40)
+def test_no_text_has_fewer_tokens_than_the_bound(name: str, text: str) -> None:
+    bound = fewest_tokens(BOUNDED[name])
+    assert bound is not None
+    assert bound(text) <= len(BOUNDED[name](text, add_special_tokens=False)["input_ids"])
+
+
+def test_nfc_makes_a_third_of_a_text_at_most() -> None:
+    for point in range(0x110000):
+        written = chr(point)
+        whole = unicodedata.normalize("NFC", written)
+        if 0xD800 <= point < 0xE000 or whole == written:
+            continue
+        assert len(written.encode()) <= 3 * len(whole.encode())
+        assert len(unicodedata.normalize("NFD", written).encode()) <= 3 * len(whole.encode())
+    syllables = [chr(0xAC00 + at) for at in range(11_172)]
+    assert all(len(unicodedata.normalize("NFD", each).encode()) <= 9 for each in syllables)
+
+
+def test_some_tokenizers_have_no_lower_bound() -> None:
+    swallows = _with()
+    swallows.add_tokens([AddedToken("<|x|>", rstrip=True, normalized=False)])
+    removes = _with(pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), BYTES]))
+    for tokenizer in (swallows, removes, _with(BYTES, normalizers.NFKC()), _with(BYTES, normalizers.Replace("a", ""))):
+        assert fewest_tokens(tokenizer) is None
+    longer = _with()
+    longer.add_tokens(["a" * 1_000])
+    assert fewest_tokens(longer)("a" * 2_000) == 2 == len(longer("a" * 2_000, add_special_tokens=False)["input_ids"])
 
 
 def _split(pattern: str, behavior: str = "isolated") -> Any:

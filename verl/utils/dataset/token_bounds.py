@@ -11,6 +11,8 @@ _CUTS_ONLY = {"Sequence", "Split", "Digits", "Punctuation", "ByteLevel"}
 """Pre-tokenizers that cut a text and add nothing to it, if ``ByteLevel`` adds no space."""
 _NFC_GROWTH = 3
 """The most bytes of UTF-8 that NFC makes of one. Source: Unicode FAQ, Normalization, "maximum expansion factors"."""
+_NFC_SHRINKAGE = 3
+"""The most bytes of UTF-8 of which NFC makes one: U+1FEF becomes a backtick, and three letters of Hangul a syllable."""
 
 
 def most_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int] | None:
@@ -28,6 +30,33 @@ def most_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int] | No
     if type(normalizer).__name__ != "NFC":
         return None
     return lambda text: len(text) if text.isascii() else _NFC_GROWTH * len(text.encode("utf-8", "surrogatepass"))
+
+
+def fewest_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int] | None:
+    """Return a function that bounds the number of tokens of a text from below, without special tokens around it.
+
+    A token of byte-level byte-pair encoding stands for no more bytes than the longest one. None for other tokenizers,
+    and for those that drop a part of a text.
+    """
+    backend = _usual_backend(tokenizer)
+    if backend is None or type(backend.model).__name__ != "BPE" or not _is_byte_level(backend.pre_tokenizer):
+        return None
+    added = list(backend.get_added_tokens_decoder().values())
+    parts = list(_parts(json.loads(backend.pre_tokenizer.__getstate__())))
+    if any(token.lstrip or token.rstrip for token in added) or any(part.get("behavior") == "Removed" for part in parts):
+        return None
+    longest = max([*map(len, backend.get_vocab(False)), *(len(token.content.encode()) for token in added)])
+    normalizer = backend.normalizer
+    if normalizer is not None and type(normalizer).__name__ != "NFC":
+        return None
+    shrinkage = 1 if normalizer is None else _NFC_SHRINKAGE
+
+    def fewest(text: str) -> int:
+        if text.isascii():
+            return -(-len(text) // longest)
+        return -(-len(text.encode("utf-8", "surrogatepass")) // (longest * shrinkage))
+
+    return fewest
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:

@@ -11,12 +11,13 @@ import pytest
 
 from tests.experimental.agent_loop.token_server import TokenServer
 from verl.experimental.agent_loop.endpoint import Endpoint, Session
+from verl.experimental.agent_loop.endpoint.requests import parse_chat
 from verl.experimental.agent_loop.endpoint.server import Access, Limits
 
 from .agents import SAMPLING, build, ids
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-LIMITS = Limits(body_bytes=20_000, body_s=1.0, answer_s=2.0)
+LIMITS = Limits(body_bytes=20_000, body_s=1.0, answer_s=2.0, messages=50, tools=5)
 DEEP = b'{"messages": ' + b"[" * 9000 + b"]" * 9000 + b"}"
 
 Steps = Callable[[aiohttp.ClientSession, Access, Session, TokenServer], Awaitable[None]]
@@ -87,11 +88,18 @@ REFUSED: list[tuple[Any, str]] = [
     (HELLO | {"top_p": 2}, "top_p=2"),
     (HELLO | {"seed": 2**70}, "seed="),
     (HELLO | {"stop": [""]}, "stop="),
-    (HELLO | {"stop": ["x"] * 100}, "stop=.*at most 16 texts"),
+    (HELLO | {"stop": ["x"] * 100}, "stop has 100 entries: it must have at most 16"),
     (HELLO | {"stop": {"a": 1}}, "stop="),
     (HELLO | {"stream": "yes"}, 'stream="yes": must be true or false'),
     (HELLO | {"stream_options": 5}, "stream_options=5"),
     (HELLO | {"logprobs": 3}, "logprobs=3: must be true or false"),
+    ({"messages": HELLO["messages"] * 51}, "messages has 51 entries: it must have at most 50"),
+    ({"messages": ["x"] * 51}, "messages has 51 entries"),
+    (HELLO | {"tools": [{}] * 6}, "tools has 6 entries: it must have at most 5"),
+    (HELLO | {"stop": [7] * 1000}, "stop has 1000 entries"),
+    (message(content="x" * 15_000), r"messages\[0\].content has at least \d+ tokens, and a trajectory has room for"),
+    (message(content="é" * 3_000), r"messages\[0\].content has at least \d+ tokens"),
+    (message(content=[{"type": "text", "text": "x" * 7_000}] * 2), r"messages\[0\].content has at least"),
     (message(content="x" * 100), "the prompt has 103 tokens, and a trajectory starts with at most 64"),
 ]
 REFUSED_COMPLETIONS: list[tuple[Any, str]] = [
@@ -100,6 +108,7 @@ REFUSED_COMPLETIONS: list[tuple[Any, str]] = [
     ({"prompt": ["a", "b"]}, "send a request for each prompt"),
     ({"prompt": [1.5]}, "prompt="),
     ({"prompt": "a", "logprobs": 5}, "logprobs=5: must be 0 or 1"),
+    ({"prompt": "x" * 15_000}, r"prompt has at least \d+ tokens"),
     ({"prompt": "a", "echo": True}, "echo=true: is not supported"),
 ]
 
@@ -141,6 +150,48 @@ def test_a_request_that_does_not_arrive_ends() -> None:
             assert response.status == 408 and "within 1 s" in (await response.json())["error"]["message"]
 
     serve(steps)
+
+
+def test_connections_that_send_no_request_are_shut() -> None:
+    async def steps(client: aiohttp.ClientSession, access: Access, session: Session, server: TokenServer) -> None:
+        port = int(access.base_url.split(":")[2].partition("/")[0])
+        for opening in (b"", b"POST", b"GET /health HTTP/1.1\r\nHost: a\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(opening)
+            assert await reader.read() == b""  # the server closes it
+            writer.close()
+
+    serve(steps)
+
+
+LONG = [message(content="x" * 15_000), message(content="🙂" * 1_500), {"prompt": "x" * 15_000}]
+
+
+@pytest.mark.parametrize("body", LONG, ids=range(3))
+def test_what_cannot_fit_is_not_encoded(body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+
+    def counted(usual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, text: Any, *args: Any, **options: Any) -> Any:
+            encoded.append(len(text))
+            return usual(self, text, *args, **options)
+
+        return call
+
+    async def steps(client: aiohttp.ClientSession, access: Access, session: Session, server: TokenServer) -> None:
+        kind = type(session.policy.tokenizer)
+        for name in ("__call__", "encode"):
+            monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
+        path = "/completions" if "prompt" in body else "/chat/completions"
+        status, answer = await post(client, access, body, path=path)
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert not [size for size in encoded if size > 1_000]
+
+    serve(steps)
+
+
+def test_an_agent_of_many_turns_is_served() -> None:
+    assert len(parse_chat({"messages": [{"role": "user", "content": "a"}] * 4_001}).messages) == 4_001
 
 
 def test_a_client_that_goes_away_cancels_its_request() -> None:

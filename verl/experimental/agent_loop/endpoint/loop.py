@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
-from verl.experimental.agent_loop.endpoint.server import Endpoint, Limits
+from verl.experimental.agent_loop.endpoint.requests import MOST_MESSAGES, MOST_TOOLS
+from verl.experimental.agent_loop.endpoint.server import MOST_BODY_BYTES, Endpoint, Limits
 from verl.experimental.agent_loop.endpoint.session import CLIENT_SAMPLING, Policy, Session, Templates
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_columns
@@ -52,6 +53,7 @@ class EndpointAgentLoop(AgentLoopBase):
         client_sampling: what to do with a temperature, or the like, that differs from that of the run: ``refuse`` the
             request, ``ignore`` the value, or ``apply`` it, which trains on tokens as if the run had sampled them.
         answer_timeout_s: the most seconds of a request.
+        most_body_mb, most_messages, most_tools: the most megabytes, messages and tools of a request.
     """
 
     def __init__(
@@ -60,13 +62,18 @@ class EndpointAgentLoop(AgentLoopBase):
         host: str = "127.0.0.1",
         client_sampling: str = "refuse",
         answer_timeout_s: float = 3600.0,
+        most_body_mb: float = MOST_BODY_BYTES / 2**20,
+        most_messages: int = MOST_MESSAGES,
+        most_tools: int = MOST_TOOLS,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if client_sampling not in CLIENT_SAMPLING:
             raise WrongInput(f"client_sampling={client_sampling!r}: must be one of {', '.join(CLIENT_SAMPLING)}")
         self._host = host
-        self._limits = Limits(answer_s=answer_timeout_s)
+        self._limits = Limits(
+            body_bytes=int(most_body_mb * 2**20), answer_s=answer_timeout_s, messages=most_messages, tools=most_tools
+        )
         node = self.config.actor_rollout_ref
         self._policy = Policy(
             server_manager=self.server_manager,

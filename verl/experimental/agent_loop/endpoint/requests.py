@@ -9,6 +9,10 @@ from typing import Any
 from verl.base_config import one_line
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MOST_MESSAGES = 10_000
+MOST_TOOLS = 1_024
+_MOST_PARTS = 10_000
+"""Of the parts of a message, and of its tool calls."""
 _MOST_STOPS = 16
 _MOST_STOP_LENGTH = 1000
 """Of the stop strings of a request, and of the characters of each."""
@@ -124,16 +128,19 @@ def parse_body(body: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
-    """Return a chat request.
+def parse_chat(
+    body: Mapping[str, Any], most_messages: int = MOST_MESSAGES, most_tools: int = MOST_TOOLS
+) -> ChatRequest:
+    """Return a chat request with at most so many messages and tools.
 
     Raises: RequestError naming the field.
     """
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise _wrong("messages", given, "must be a list of messages, with at least one")
+    _check_count("messages", given, most_messages)
     messages = [_message(each, f"messages[{number}]") for number, each in enumerate(given)]
-    tools = _objects(body.get("tools"), "tools")
+    tools = _objects(body.get("tools"), "tools", most_tools)
     for number, tool in enumerate(tools):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict) or not _is_name(function.get("name")):
@@ -206,10 +213,12 @@ def _sampling(body: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 def _stops(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else [] if value is None else value
+    if isinstance(texts, list):
+        _check_count("stop", texts, _MOST_STOPS)
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise _wrong("stop", value, "must be a text or a list of texts that are not empty")
-    if len(texts) > _MOST_STOPS or any(len(text) > _MOST_STOP_LENGTH for text in texts):
-        raise _wrong("stop", value, f"must be at most {_MOST_STOPS} texts of {_MOST_STOP_LENGTH} characters")
+    if any(len(text) > _MOST_STOP_LENGTH for text in texts):
+        raise _wrong("stop", value, f"must be texts of at most {_MOST_STOP_LENGTH} characters")
     for text in texts:
         _check_text(text, "stop")
     return tuple(texts)
@@ -286,9 +295,17 @@ def parse_arguments(text: str) -> Any:
         return text
 
 
-def _objects(value: Any, where: str) -> list[dict[str, Any]]:
+def _check_count(where: str, values: Sequence[Any], most: int) -> None:
+    """Refuse a list before its parts are looked at, if there are too many."""
+    if len(values) > most:
+        raise RequestError(f"{where} has {len(values)} entries: it must have at most {most}", where)
+
+
+def _objects(value: Any, where: str, most: int = _MOST_PARTS) -> list[dict[str, Any]]:
     if value is None:
         return []
+    if isinstance(value, list):
+        _check_count(where, value, most)
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise _wrong(where, value, "must be a list of objects")
     return value

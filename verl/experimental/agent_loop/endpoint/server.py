@@ -21,6 +21,8 @@ from verl.experimental.agent_loop.endpoint.answers import (
 )
 from verl.experimental.agent_loop.endpoint.history import Answer
 from verl.experimental.agent_loop.endpoint.requests import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
     ChatRequest,
     CompletionRequest,
     RequestError,
@@ -41,11 +43,13 @@ BODY_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost: bytes of its body, seconds to send it, and seconds until the answer."""
+    """What a request may cost: bytes, messages and tools of its body, seconds to send it, and until the answer."""
 
     body_bytes: int = MOST_BODY_BYTES
     body_s: float = BODY_TIMEOUT_S
     answer_s: float = 3600.0
+    messages: int = MOST_MESSAGES
+    tools: int = MOST_TOOLS
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ class Endpoint:
         session = self._session(request)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # as the openai package says it
         with _noted(session), self._underway(session):
-            asked = parse_chat(await self._body(request))
+            asked = parse_chat(await self._body(request), self._limits.messages, self._limits.tools)
             answer = await self._limited(session.chat(asked, is_retry))
         body = chat_body(answer, asked.options, session.policy.model, session.policy.tokenizer)
         return await _send(request, asked, body)

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from verl.experimental.agent_loop.endpoint.stops import cut_at_stop
 from verl.experimental.agent_loop.servers import RequestAbortedError
 from verl.experimental.agent_loop.trajectory import ToolCall, Trajectory, turn_seed
 from verl.utils.chat import ChatFormat, ChatFormatError
+from verl.utils.dataset.token_bounds import fewest_tokens
 from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import ServerError, TokenOutput
 
@@ -46,6 +47,7 @@ class Templates:
         self._options = dict(options)
         self._most = most
         self._formats: dict[str, ChatFormat] = {}
+        self.fewest_tokens = fewest_tokens(tokenizer)
 
     def of(self, tools: Sequence[dict[str, Any]]) -> ChatFormat:
         """Return the format with these tools.
@@ -174,6 +176,7 @@ class Session:
         Args: ``is_retry`` says that the client sends its last request again, because it saw no answer.
         Raises: RequestError; ServerError if no server can answer.
         """
+        self._check_sizes(_texts_of(request))
         repeated = self._repeated(request) if is_retry else None
         if repeated is not None:
             return repeated
@@ -185,6 +188,7 @@ class Session:
     async def complete(self, request: CompletionRequest) -> Answer:
         """Return the continuation of a text or of tokens; see ``chat``."""
         prompt = request.prompt
+        self._check_sizes([("prompt", prompt)] if isinstance(prompt, str) else [])
         found: tuple[Segment[TextHistory], str | list[int]] | None
         found = _longest([(segment, segment.history.later(request)) for segment in self._texts])
         if found is not None:
@@ -198,6 +202,23 @@ class Session:
         answer = await self._ask(segment, request.options, added, [])
         segment.history.record(request, answer)
         return answer
+
+    def _check_sizes(self, texts: Iterable[tuple[str, str]]) -> None:
+        """Refuse a text that surely has more tokens than a trajectory, before any is encoded: that takes seconds a MB.
+
+        Raises: RequestError naming the text.
+        """
+        most = self.policy.prompt_length + self.policy.response_length
+        fewest = self.policy.templates.fewest_tokens
+        for where, text in texts:
+            if fewest is not None and len(text) > most and (count := fewest(text)) > most:
+                self.is_full = True
+                raise RequestError(
+                    f"{where} has at least {count} tokens, and a trajectory has room for {most} "
+                    "(data.max_prompt_length + data.max_response_length)",
+                    where,
+                    code=FULL,
+                )
 
     def _repeated(self, request: ChatRequest) -> Answer | None:
         """Return the answer to a request that a client sends again."""
@@ -369,3 +390,11 @@ _NEUTRAL: dict[str, float] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
+
+
+def _texts_of(request: ChatRequest) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a request and where they stand."""
+    for number, message in enumerate(request.messages):
+        yield f"messages[{number}].content", message["content"]
+    for number, tool in enumerate(request.tools):
+        yield f"tools[{number}]", str(tool["function"].get("description") or "")
