@@ -178,6 +178,7 @@ def test_what_is_refused(root, tmp_path, capsys):
 
 
 LAYOUT = "fsdp_config.json"
+CONFIG = "huggingface/config.json"
 MANIFESTS = [f"manifest_world_size_2_rank_{rank}.json" for rank in range(2)]
 SHARDS = [f"model_world_size_2_rank_{rank}.pt" for rank in range(2)]
 
@@ -215,6 +216,37 @@ DAMAGES = {
     "dtype": (lambda at: changed(at / LAYOUT, source_dtype=["x"]), f"broken/{LAYOUT} cannot be read"),
     "dtypes": (lambda at: changed(at / LAYOUT, other_dtypes={"a": "float99"}), f"broken/{LAYOUT} cannot be read"),
     "permissions": (lambda at: changed(at / LAYOUT, weights_mode="x"), f"broken/{LAYOUT} cannot be read"),
+    **{
+        f"permissions {mode}": (
+            lambda at, mode=mode: changed(at / LAYOUT, weights_mode=mode),
+            f"broken/{LAYOUT} cannot be",
+        )
+        for mode in (True, -1, 10**12)
+    },
+    "manifest without a step": (
+        lambda at: changed(at / MANIFESTS[0], global_step="x"),
+        f"{MANIFESTS[0]} cannot be read",
+    ),
+    "manifest of numbers": (
+        lambda at: changed(at / MANIFESTS[0], files=[{"name": 3, "num_bytes": 1, "crc32": 2}]),
+        f"{MANIFESTS[0]} cannot be read",
+    ),
+    "shard of numbers": (
+        lambda at: replaced(at, SHARDS[1], lambda path: torch.save({1: torch.zeros(1)}, path)),
+        f"broken/{SHARDS[1]} holds no tensors by name",
+    ),
+    "null configuration": (
+        lambda at: replaced(at, CONFIG, lambda path: path.write_text("null")),
+        "broken/huggingface holds no valid model configuration: ",
+    ),
+    "configuration of no model": (
+        lambda at: replaced(at, CONFIG, lambda path: changed(path, num_attention_heads=0)),
+        "broken/huggingface holds no valid model configuration: ZeroDivisionError",
+    ),
+    "negative size": (
+        lambda at: replaced(at, CONFIG, lambda path: changed(path, hidden_size=-8)),
+        "broken/huggingface holds no valid model configuration: RuntimeError",
+    ),
     "other number of ranks": (lambda at: changed(at / LAYOUT, world_size=4), "rank_0.json is missing: rank 0 did not"),
     "manifest of another rank": (
         lambda at: shutil.copy(at / MANIFESTS[0], at / MANIFESTS[1]),

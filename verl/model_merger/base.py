@@ -3,6 +3,7 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,8 @@ class BaseMerger(ABC):
             self.source_dtype: torch.dtype | None = None if written is None else DTYPES[written]
             self.weights_mode: int | None = layout.get("weights_mode")
             self.prefixed: bool = layout.get(PREFIXED_KEY, False)
-            if not isinstance(self.weights_mode, int | None):
-                raise TypeError(f"weights_mode={self.weights_mode!r} must be an integer")
+            if self.weights_mode not in (None, *range(0o10000)) or isinstance(self.weights_mode, bool):
+                raise TypeError(f"weights_mode={self.weights_mode!r} must hold permissions, from 0 to {0o7777}")
             self.other_dtypes = {name: DTYPES[dtype] for name, dtype in dict(layout.get("other_dtypes", {})).items()}
 
     @staticmethod
@@ -117,9 +118,21 @@ class BaseMerger(ABC):
         found = sorted({str(path.parent) for path in layouts})
         return f"{expected}; use one of {', '.join(found)}" if found else expected
 
+    @contextmanager
+    def using_config(self) -> Iterator[None]:
+        """Name the model's configuration in whatever its code raises."""
+        try:
+            yield
+        except files.CheckpointError:
+            raise
+        except Exception as error:
+            reason = one_line(str(error) if isinstance(error, ValueError | OSError) else repr(error))
+            raise files.CheckpointError(
+                f"{self.folder / HF_FOLDER} holds no valid model configuration: {reason}"
+            ) from error
+
     def _load_config(self) -> "PretrainedConfig":
         """Return the model configuration of the checkpoint, with the tie that the options ask for."""
-        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
         path = self.folder / HF_FOLDER
@@ -127,13 +140,10 @@ class BaseMerger(ABC):
             raise files.CheckpointError(
                 f"{path / 'config.json'} is missing: copy it back, or that of the model that training started from"
             )
-        try:
+        with self.using_config():
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 path, trust_remote_code=self.options.trust_remote_code
             )
-        except (OSError, ValueError, StrictDataclassError) as error:
-            reason = one_line(str(error))
-            raise files.CheckpointError(f"{path} holds no valid model configuration: {reason}") from error
         if self.options.tie_word_embedding:
             config.tie_word_embeddings = True
         return config

@@ -62,7 +62,7 @@ class FSDPMerger(BaseMerger):
         if self.options.is_value_model and not self.is_value_model:
             raise CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no tensor {HEAD}weight")
         auto_class = get_value_model_class(self.config) if self.is_value_model else get_hf_auto_model_class(self.config)
-        with parameters_on_meta():
+        with self.using_config(), parameters_on_meta():
             model: PreTrainedModel = auto_class.from_config(
                 self.config, trust_remote_code=self.options.trust_remote_code
             )
@@ -187,6 +187,8 @@ def _read(path: Path) -> dict[str, Tensor | DTensor]:
 
 def _checked(path: Path, state: object) -> dict[str, Tensor | DTensor]:
     """Return what a file holds, if that is tensors by name."""
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} holds no tensors by name: copy the file of the checkpoint back")
-    return state
+    if isinstance(state, dict) and all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
+        return state
+    raise CheckpointError(f"{path} holds no tensors by name: copy the file of the checkpoint back")

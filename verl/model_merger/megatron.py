@@ -41,10 +41,11 @@ class MegatronMerger(BaseMerger):
         self.is_value_model = torch_dist.holds_value_head(self.reader)
         if options.is_value_model and not self.is_value_model:
             raise files.CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no value head")
-        self.sources = self._find_sources()
+        with self.using_config():
+            self.sources = self._find_sources()
+            if self.is_value_model:
+                self.config = value_model_config(self.config)
         self.num_tensors = sum(len(source.names) for source in self.sources)
-        if self.is_value_model:
-            self.config = value_model_config(self.config)
 
     @staticmethod
     def needed_files(manifest: files.Manifest) -> list[files.FileRecord]:

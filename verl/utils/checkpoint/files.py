@@ -201,6 +201,8 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
     with reading(name, f": rank {rank} did not finish writing"):
         content = json.loads(Path(readable_file(Path(folder, name))).read_text(encoding="utf-8"))
         files = [FileRecord(**entry) for entry in content["files"]]
+        if type(content["global_step"]) is not int or not all(isinstance(record.name, str) for record in files):
+            raise ValueError("global_step must be an integer, and the name of each file a text")
         if (content["world_size"], content["rank"]) != (world_size, rank):
             raise ValueError(f"it is that of rank {content['rank']} of {content['world_size']}")
         return Manifest(content["world_size"], content["rank"], content["global_step"], files)
@@ -234,7 +236,7 @@ def read_world_size(folder: StrPath) -> int:
     path = layout_file(folder)
     with reading(path.name):
         world_size = json.loads(Path(readable_file(path)).read_text(encoding="utf-8"))["world_size"]
-        if not isinstance(world_size, int) or not 0 < world_size <= _MOST_RANKS:
+        if type(world_size) is not int or not 0 < world_size <= _MOST_RANKS:
             raise ValueError(f"world_size={world_size!r} must be an integer of 1 or more")
         return world_size
 
