@@ -33,6 +33,14 @@ def _pointer(data: DataProto, key: str = "x") -> int:
     return data.batch[key].data_ptr()
 
 
+def test_none_is_nothing() -> None:
+    """Callers give None for what they do not have."""
+    empty = DataProto(batch=None, non_tensor_batch=None, meta_info=None)  # type: ignore[arg-type]
+    assert len(empty) == 0 and (empty.non_tensor_batch, empty.meta_info) == ({}, {})
+    rows = DataProto(_batch().batch, None)  # type: ignore[arg-type]
+    assert len(rows) == 6 and rows.non_tensor_batch == {}
+
+
 def test_slices_and_chunks_are_views() -> None:
     data = _batch()
     row_bytes = data.batch["x"].stride(0) * data.batch["x"].element_size()

@@ -57,12 +57,16 @@ class Violation(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Keys below ``node`` that nothing reads while the key ``switch`` has the value ``off``."""
+    """Keys below ``node`` that nothing reads while the key ``switch`` has the value ``off``.
+
+    ``reason`` says why, if the switch does not tell.
+    """
 
     switch: str
     off: Any
     node: str
     names: tuple[str, ...]
+    reason: str = ""
 
 
 class WrongInput(ValueError):
@@ -226,6 +230,7 @@ class BaseConfig(Mapping[str, Any]):
     _mutable_fields: ClassVar[frozenset[str]] = frozenset()
     _is_closed: ClassVar[bool] = False  # whether a node that names no class may hold no other keys either
     _is_open: ClassVar[bool] = False  # whether a node that names this class may hold other keys too
+    _replaced: ClassVar[Mapping[str, str]] = {}  # older keys of this node, and what to write instead
     _idle: ClassVar[tuple[Idle, ...]] = ()  # what a recipe adds to ``verl.trainer.config.rules.no_effect``
 
     _target_: str = ""
@@ -355,6 +360,8 @@ def matches(value: Any, hint: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if hint is type(None):
         return value is None
+    if origin is typing.Literal:
+        return any(value is each for each in arguments)
     if isinstance(value, hint):
         return True
     # A node may be a dataclass of the user, or still a plain mapping if a caller builds only its parent.
@@ -368,6 +375,8 @@ def _describe(hint: Any) -> str:
         return "null"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(each) for each in arguments)
+    if origin is typing.Literal:
+        return ", ".join(map(as_yaml, arguments))
     if origin in (list, tuple):
         return f"a list whose items are each {_describe(arguments[0])}" if arguments else "a list"
     return names.get(origin or hint, "a mapping")
@@ -479,7 +488,8 @@ class NodeReader:
         before = len(self.unknown)
         for key in more if is_strict else ():
             similar = ", ".join(nearest(key, known)) or "none"
-            expected = f"there is no such key; the nearest in this node: {similar}"
+            expected = getattr(own, "_replaced", {}).get(key)
+            expected = expected or f"there is no such key; the nearest in this node: {similar}"
             self.unknown.append(Violation(key, value[key], expected).under(path))
         self.violations += self.unknown[before:]
         node = self._made(own, children, path, is_strict)

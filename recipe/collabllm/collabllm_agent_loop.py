@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
-from verl.experimental.agent_loop.tool_agent_loop import Conversation, State, ToolAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import AgentState, Conversation, ToolAgentLoop
 from verl.experimental.agent_loop.trajectory import MODEL, TURNS_COLUMN, turn_columns
 from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import ABORTED, FULL
@@ -106,11 +106,11 @@ class CollabLLMAgentLoop(ToolAgentLoop):
             turn_scores=[],
             tool_rewards=[],
         )
-        handlers = {State.INTERACTING: self._interact, State.GENERATING: self._generate}
+        handlers = {AgentState.INTERACTING: self._interact, AgentState.GENERATING: self._generate}
         try:
             await self._start(copy)
-            state = State.TERMINATED if self._has_enough(copy) else State.INTERACTING
-            while state is not State.TERMINATED:
+            state = AgentState.TERMINATED if self._has_enough(copy) else AgentState.INTERACTING
+            while state is not AgentState.TERMINATED:
                 state = await handlers[state](copy)
             return copy
         finally:

@@ -17,6 +17,7 @@ from verl.workers.config.reward_model import RewardModelModelConfig
 LOSSES = ("ce", "dpo", "bon_acc", "bon_rm")
 UPDATES = ("before", "after", "reverse", "none")
 _MODEL = "reward_model.model"
+_NO_KL = "PRIME has no KL term in the reward; one in the loss is actor_rollout_ref.actor.use_kl_loss=true"
 _OPTIM = ("lr", "lr_warmup_steps", "lr_warmup_steps_ratio", "weight_decay", "betas", "grad_clip", "lr_scheduler_type")
 
 
@@ -72,19 +73,22 @@ class PRIMEAlgoConfig(AlgoConfig):
     Source: PRIME (arXiv:2502.01456), equation 5.
     """
 
-    _idle = (Idle("reward_model.enable", False, "algorithm", ("reward_dpo_coef",)),)
+    _idle = (
+        Idle("reward_model.enable", False, "algorithm", ("reward_dpo_coef",)),
+        Idle("algorithm.use_kl_in_reward", True, "algorithm", ("use_kl_in_reward", "kl_penalty"), _NO_KL),
+        Idle(
+            "algorithm.use_kl_in_reward", True, "algorithm.kl_ctrl", ("type", "kl_coef", "horizon", "target_kl"), _NO_KL
+        ),
+    )
 
     adv_estimator: str = setting("rloo", "estimator of both streams", one_of=("rloo",), hint="PRIME has this one")
     kl_ctrl: PRIMEKLControlConfig = field(default_factory=PRIMEKLControlConfig)
     reward_gt_coef: float = setting(5.0, "weight of the outcome, which is the score of the reward function")
     reward_dpo_coef: float = setting(5.0, "weight of the scores of the tokens, from the reward model")
 
-    def rules(self) -> Iterator[Violation]:
-        """Apply the rules of ``AlgoConfig``, and reject a KL penalty in the reward."""
-        yield from super().rules()
-        if self.use_kl_in_reward:
-            expected = "is not read by the advantage of PRIME: write actor_rollout_ref.actor.use_kl_loss=true instead"
-            yield Violation("use_kl_in_reward", True, expected)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.__dict__["use_kl_in_reward"] = False
 
 
 @dataclass

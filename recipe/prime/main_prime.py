@@ -29,6 +29,11 @@ class PRIMETaskRunner(TaskRunner):
             pool = "reward_pool" if reward.enable_resource_pool else "global_pool"
             self._add(Role.RewardModel, PRIMERewardModelWorker, pool)
 
+    def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
+        """Choose the worker of the reference policy, if the loss has a KL term: the reward has none."""
+        config.algorithm.use_kl_in_reward = False
+        super().add_ref_policy_worker(config, ref_policy_cls)
+
     def trainer_class(self) -> type:
         """Choose the trainer that trains the reward model and filters prompts."""
         from .prime_ray_trainer import RayPRIMETrainer

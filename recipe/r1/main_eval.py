@@ -9,7 +9,7 @@ from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_eval import run_eval
 
 
-@hydra_main("r1_evaluation", config_path="config")
+@hydra_main("evaluation", config_path="config")
 def main(config: DictConfig) -> None:
     """Score with the composed configuration."""
     run_eval(config)

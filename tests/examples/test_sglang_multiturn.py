@@ -1,12 +1,18 @@
 """The examples of conversations: their curriculum, and the tasks of their CPU scripts."""
 
+from pathlib import Path
+
 import pandas as pd
 import pytest
+from hydra import compose, initialize_config_dir
 
 from examples.data_preprocess.gsm8k import synthetic_tables
 from examples.sglang_multiturn.curriculum import EasiestFirst
 from examples.sglang_multiturn.sums.make_task import tables
 from verl.interactions.gsm8k_interaction import WRONG
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.trainer.config.cli import CONFIG_DIR, Command, fitted_overrides
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import gsm8k
 
@@ -27,6 +33,18 @@ def test_easy_problems_come_first():
     first, second = (list(EasiestFirst(many, {"seed": seed})) for seed in (1, 2))
     assert first != second and sorted(first) == sorted(second) == list(range(50))
     assert load_extern_type("examples/sglang_multiturn/curriculum.py", "EasiestFirst").__name__ == "EasiestFirst"
+
+
+@pytest.mark.parametrize("name", ["gsm8k_multiturn_sf_grpo", "retool_multiturn_grpo"])
+def test_configurations_with_a_code_interpreter(name):
+    folder = str(Path("examples/sglang_multiturn/config").absolute())
+    command = Command("ppo_trainer", CONFIG_DIR)
+    assert fitted_overrides(["data.train_batch_size=8"], name, folder, command=command) == ["data.train_batch_size=8"]
+    with initialize_config_dir(folder, version_base=None):
+        rollout = compose(name).actor_rollout_ref.rollout
+    assert rollout.mode == "async" and rollout.multi_turn.enable
+    (tool,) = initialize_tools_from_config(rollout.multi_turn.tool_config_path)
+    assert isinstance(tool, SandboxFusionTool) and tool.name == "code_interpreter"
 
 
 def test_second_attempts():

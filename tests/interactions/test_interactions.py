@@ -14,7 +14,7 @@ from verl.interactions.base import BaseInteraction, last_text
 from verl.interactions.environment_interaction import EnvironmentFault, EnvironmentInteraction, reset_text
 from verl.interactions.gsm8k_interaction import Gsm8kInteraction
 from verl.interactions.simulated_user_interaction import SimulatedUserInteraction
-from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+from verl.interactions.utils.interaction_registry import get_interaction_class, initialize_interactions_from_config
 from verl.interactions.weather_interaction import WeatherInteraction
 from verl.utils.chat_endpoint import EndpointError
 
@@ -50,6 +50,35 @@ def test_interactions_are_made_by_name(tmp_path: Path) -> None:
     }
     assert found["weather"].config == {"a": 1, "name": "weather"}
     assert Gsm8kInteraction({}).name == "interaction_agent"
+
+
+def test_a_subclass_reads_the_state_of_each_instance() -> None:
+    """As forks write it: the class by its name, and a score of their own from what the instance keeps."""
+
+    class Lenient(get_interaction_class(GSM8K)):  # type: ignore[misc]
+        async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+            kept = self._instance_dict[instance_id]
+            return 0.5 if kept["ground_truth"] in kept["response"] else 0.0
+
+    async def talk() -> list[Any]:
+        interaction = Lenient({})
+        first = await interaction.start_interaction(ground_truth=42)
+        second = await interaction.start_interaction(ground_truth="7")
+        answered = await interaction.generate_response(first, [user("6 x 7?"), assistant("It is 42.")])
+        kept = dict(interaction._instance_dict)
+        await interaction.finalize_interaction(first)
+        return [answered[2], kept[first], kept[second], list(interaction._instance_dict) == [second]]
+
+    score, first, second, has_forgotten = asyncio.run(talk())
+    assert score == 0.5 and has_forgotten
+    assert first == {"ground_truth": "42", "response": "It is 42.", "reward": 0.5}
+    assert second == {"ground_truth": "7", "response": "", "reward": 0.0}
+
+
+@pytest.mark.parametrize("name", ["verl.tools.gsm8k_tool.Gsm8kTool", "verl.no_module.It", "It"])
+def test_a_name_that_is_no_interaction_is_refused(name: str) -> None:
+    with pytest.raises(WrongInput, match=name.rpartition(".")[2]):
+        get_interaction_class(name)
 
 
 @pytest.mark.parametrize(

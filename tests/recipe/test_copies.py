@@ -28,7 +28,7 @@ RECIPES = {
     "entropy": Recipe("main_entropy", "entropy_ray_trainer", "entropy_trainer"),
     "one_step_off_policy": Recipe("main_ppo", "ray_trainer", "one_step_off"),
     "prime": Recipe("main_prime", "prime_ray_trainer", "prime_trainer"),
-    "r1": Recipe("main_eval", None, "r1_evaluation", "scoring.timeout_s=41"),
+    "r1": Recipe("main_eval", None, "evaluation", "scoring.timeout_s=41"),
     "spin": Recipe("main_spin", "spin_trainer", "spin_trainer"),
     "sppo": Recipe("main_sppo", "sppo_ray_trainer", "sppo_trainer"),
 }

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
         "[BREAKING][trainer] refactor: fit takes no arguments",
         "[BREAKING] [trainer] refactor: fit takes no arguments",
         "[docs] docs: a page on x: y",
+        "[doc] docs: a page on x",
     ],
 )
 def test_right_titles(title: str) -> None:

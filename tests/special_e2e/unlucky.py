@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.experimental.agent_loop import AgentLoopOutput, register
-from verl.experimental.agent_loop.tool_agent_loop import Conversation, State, ToolAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import AgentState, Conversation, ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.calls import ToolError
@@ -73,7 +73,7 @@ class Short(ToolAgentLoop):
 class Strict(Short):
     """Fails with its tool, as loops of users do."""
 
-    async def _process_tools(self, talk: Conversation) -> State:
+    async def _process_tools(self, talk: Conversation) -> AgentState:
         state = await super()._process_tools(talk)
         (call,) = talk.trajectory.turns[-1].calls
         if call.outcome != "ok":

@@ -39,7 +39,7 @@ CONFIG_OF_MODULE = {
     "recipe.prime.main_prime": "prime_trainer",
     "recipe.spin.main_spin": "spin_trainer",
     "recipe.sppo.main_sppo": "sppo_trainer",
-    "recipe.r1.main_eval": "r1_evaluation",
+    "recipe.r1.main_eval": "evaluation",
     "verl.trainer.main_ppo": "ppo_trainer",
     "verl.trainer.sft_trainer": "sft_trainer_engine",
     "verl.trainer.fsdp_sft_trainer": "sft_trainer",

@@ -44,6 +44,24 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+def test_a_subclass_reads_the_state_of_each_instance() -> None:
+    class Strict(Gsm8kTool):
+        def best(self, instance_id: str) -> tuple[str, str, float]:
+            kept = self._instance_dict[instance_id]
+            return kept["ground_truth"], kept["response"], kept["reward"]
+
+    async def call() -> list[tuple[str, str, float]]:
+        tool = Strict({})
+        instance, _ = await tool.create(ground_truth="3")
+        found = [tool.best(instance)]
+        for answer in ("3", "4"):
+            await tool.execute(instance, {"answer": answer})
+            found.append(tool.best(instance))
+        return found
+
+    assert asyncio.run(call()) == [("3", "", 0.0), ("3", "3", 1.0), ("3", "4", 1.0)]
+
+
 # ---- schemas
 
 

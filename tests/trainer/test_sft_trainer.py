@@ -30,7 +30,8 @@ from verl.trainer.sft.preflight import check_checkpoint
 from verl.trainer.sft_trainer import SFTTrainer, padded_batch
 from verl.utils.checkpoint import verify_checkpoint
 from verl.utils.checkpoint.files import Manifest, write_text, write_tracker_atomically
-from verl.utils.dataset.factory import SeededRandomSampler, stateful_loader
+from verl.utils.dataset.factory import SeededRandomSampler
+from verl.utils.dataset.loader import stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
 from verl.utils.observe.record import read_entries
 from verl.utils.report.compare import compare_runs

@@ -22,6 +22,7 @@ class AdvantageEstimator(StrEnum):
 
 ADV_ESTIMATORS = tuple(name.value for name in AdvantageEstimator)
 POLICY_LOSSES = ("vanilla", "gspo", "gpg", "geo_mean", "clip_cov", "kl_cov", "cispo", "sapo")
+POLICY_LOSS_ALIASES = {"clip-cov": "clip_cov", "kl-cov": "kl_cov"}
 Unit = Literal["token", "sequence", "constant", "micro_batch"]
 BY_LENGTH = "seq-mean-token-sum-norm"
 """The mode of loss aggregation that divides the sum of each sequence by a constant length."""

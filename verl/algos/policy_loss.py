@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
 from verl.algos.aggregate import Sum, agg_unit, by_length, row_weights, rows_by_share, sum_of_mean, unit_count
-from verl.algos.names import POLICY_LOSSES
+from verl.algos.names import POLICY_LOSS_ALIASES, POLICY_LOSSES
 from verl.base_config import WrongInput
 from verl.utils.numerics.seeding import GOLDEN, MIX_FACTOR, mix
 
@@ -208,10 +208,11 @@ def _entry(name: str) -> _Entry:
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """Return a registered loss.
+    """Return a registered loss, also by another spelling of its name.
 
     Raises: ValueError for an unknown name.
     """
+    name = POLICY_LOSS_ALIASES.get(name, name)
     if name not in POLICY_LOSS_REGISTRY:
         raise WrongInput(
             f"Unsupported loss mode: {name}: "  # callers match these words

@@ -1,7 +1,6 @@
 """A user who says whether an answer to GSM8K is right."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import WrongInput
@@ -12,18 +11,15 @@ RIGHT = "Your response is correct!"
 WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
 
 
-@dataclass
-class _Question:
-    ground_truth: str
-    response: str = ""
-
-
 class Gsm8kInteraction(BaseInteraction):
-    """Ends the conversation with score 1 at the right answer, a number after ``####``; else asks to try again."""
+    """Ends the conversation with score 1 at the right answer, a number after ``####``; else asks to try again.
+
+    Subclasses read ``_instance_dict``: instance -> its ``ground_truth``, last ``response`` and ``reward``.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._instances: dict[str, _Question] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Keep ``ground_truth``, the right answer, for a trajectory.
@@ -35,21 +31,22 @@ class Gsm8kInteraction(BaseInteraction):
             key = "extra_info.interaction_kwargs.ground_truth"
             raise WrongInput(f"a row has no right answer for the interaction {self.name}: write {key}")
         instance_id = await super().start_interaction(instance_id)
-        self._instances[instance_id] = _Question(str(ground_truth))
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": str(ground_truth), "reward": 0.0}
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
         """Say whether the last message of the model has the right answer."""
-        self._instances[instance_id].response = last_text(messages, "assistant") or ""
-        score = await self.calculate_score(instance_id)
+        question = self._instance_dict[instance_id]
+        question["response"] = last_text(messages, "assistant") or ""
+        question["reward"] = score = await self.calculate_score(instance_id)
         right = score == 1.0
         return right, RIGHT if right else WRONG, score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """Return 1 if the last answer is right, else 0."""
-        question = self._instances[instance_id]
-        return gsm8k.compute_score(question.response, question.ground_truth)
+        question = self._instance_dict[instance_id]
+        return gsm8k.compute_score(question["response"], question["ground_truth"])
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the trajectory."""
-        self._instances.pop(instance_id, None)
+        self._instance_dict.pop(instance_id, None)

@@ -116,6 +116,10 @@ class DataProto:
     meta_info: MetaInfo = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.non_tensor_batch is None:  # callers may write it, as for the batch
+            self.non_tensor_batch = {}
+        if self.meta_info is None:
+            self.meta_info = {}
         self.check_consistency()
 
     # ---- construction

@@ -2,7 +2,6 @@
 
 import asyncio
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import WrongInput
@@ -13,22 +12,18 @@ NO_IMPROVEMENT = -0.05
 """Reward of an answer that scores no better than the best one before."""
 
 
-@dataclass
-class _Answers:
-    ground_truth: Any
-    answer: str = ""
-    best: float = 0.0
-
-
 class AnswerTool(BaseTool):
-    """Scores answers against the ``ground_truth`` that ``create`` gets."""
+    """Scores answers against the ``ground_truth`` that ``create`` gets.
+
+    Subclasses read ``_instance_dict``: instance -> its ``ground_truth``, last ``response`` and best score, ``reward``.
+    """
 
     default_name = ""
     default_description = ""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
-        self._instances: dict[str, _Answers] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return what the model is told about the tool."""
@@ -54,23 +49,25 @@ class AnswerTool(BaseTool):
                 f"a row has no ground truth for {self.name}: write tools_kwargs.{self.name}.create_kwargs.ground_truth"
             )
         instance_id, response = await super().create(instance_id)
-        self._instances[instance_id] = _Answers(ground_truth)
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
         return instance_id, response
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         """Score ``answer``. The reward is 0 if it scores better than all before, else ``NO_IMPROVEMENT``."""
-        answers = self._instances[instance_id]
-        answers.answer = str(parameters.get("answer", ""))
+        kept = self._instance_dict[instance_id]
+        kept["response"] = str(parameters.get("answer", ""))
         score = await self.calc_reward(instance_id)
-        reward = 0.0 if score > answers.best else NO_IMPROVEMENT
-        answers.best = max(answers.best, score)
-        return ToolResponse(text=f"The answer {answers.answer!r} has the score {score:g}."), reward, {}
+        reward = 0.0 if score > kept["reward"] else NO_IMPROVEMENT
+        kept["reward"] = max(kept["reward"], score)
+        return ToolResponse(text=f"The answer {kept['response']!r} has the score {score:g}."), reward, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """Return the score of the last answer, 0 without one."""
-        answers = self._instances[instance_id]
-        return await asyncio.to_thread(self.score, answers.answer, answers.ground_truth) if answers.answer else 0.0
+        kept = self._instance_dict[instance_id]
+        if not kept["response"]:
+            return 0.0
+        return await asyncio.to_thread(self.score, kept["response"], kept["ground_truth"])
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Forget the instance."""
-        self._instances.pop(instance_id, None)
+        self._instance_dict.pop(instance_id, None)

@@ -14,10 +14,14 @@ from verl.tools.calls import OUTCOME, BadArguments, ToolOutcome
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
+from verl.utils.import_utils import lazy_exports
 from verl.utils.vision.limits import MediaConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+_POOL = ("PoolMode", "TokenBucketWorker", "init_visual_execution_pool")  # forks and tests import them
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.tools.utils.execution_pool"))
 
 FAILED = -0.05
 """Reward of a call that shows nothing."""

@@ -16,8 +16,12 @@ from verl.tools.utils.running import RunningCalls
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.http_client import url_problem
+from verl.utils.import_utils import lazy_exports
 from verl.utils.sandbox import Run, SandboxError, Test, isolation_problem, run_tests
 from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely_async
+
+_POOL = ("ExecutionWorker", "PoolMode", "TokenBucketWorker", "init_execution_pool")  # forks and tests import them
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.tools.utils.execution_pool"))
 
 PYTHON = "python"
 _STATUS = {"TimeLimitExceeded": "timeout", "Error": "runtime error"}

@@ -14,7 +14,11 @@ from verl.tools.utils.running import RunningCalls
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.http_client import NoReply, NoReplyInTime, post_json, url_problem
+from verl.utils.import_utils import lazy_exports
 from verl.utils.parsing import parse_json
+
+_POOL = ("PoolMode", "TokenBucketWorker", "init_search_execution_pool")  # forks and tests import them
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.tools.utils.execution_pool"))
 
 RETRIED = frozenset({500, 502, 503, 504})
 NOTHING_FOUND = "No search results found."

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
@@ -15,8 +16,15 @@ from PIL import Image
 
 from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
 from verl.base_config import WrongInput, omega_conf_to_dataclass
+from verl.experimental.agent_loop.agent_loop import get_trajectory_info
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
-from verl.experimental.agent_loop.tool_agent_loop import InteractionError, InteractionNameError, ToolAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import (
+    AgentData,
+    AgentState,
+    InteractionError,
+    InteractionNameError,
+    ToolAgentLoop,
+)
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_seed
 from verl.interactions.base import BaseInteraction
 from verl.tools.base_tool import BaseTool
@@ -108,6 +116,29 @@ def tools_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     item = {"class_name": f"{__name__}.Probe", "config": {"type": "native"}, "tool_schema": SCHEMA}
     path.write_text(yaml.dump({"tools": [item]}))
     return path
+
+
+def test_what_loops_of_forks_import():
+    """A loop of a fork keeps its state in ``AgentData`` and goes from state to state, as established ones do."""
+    data = AgentData(
+        messages=[{"role": "user", "content": "?"}], image_data=None, metrics={}, request_id="r", tools_kwargs={}
+    )
+    other = AgentData([], None, {}, "s", {}, interaction=None, interaction_kwargs={"name": "gsm8k"})
+    data.response_ids += [1, 2]
+    data.response_mask += [1, 1]
+    data.assistant_turns += 1
+    assert (data.interaction, data.interaction_kwargs, other.interaction_kwargs) == (None, {}, {"name": "gsm8k"})
+    assert (other.prompt_ids, other.response_ids, other.assistant_turns, other.tool_calls) == ([], [], 0, [])
+    states = ["PENDING", "GENERATING", "PROCESSING_TOOLS", "INTERACTING", "TERMINATED"]
+    assert [AgentState[name].value for name in states] == [name.lower() for name in states]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_samples_of_a_prompt_are_numbered(validate):
+    index = np.array([4, 4, 4, 7, 4, 4], dtype=object)
+    rows = asyncio.run(get_trajectory_info(3, index, validate))
+    assert [(row["sample_index"], row["rollout_n"]) for row in rows] == [(4, 0), (4, 1), (4, 2), (7, 0), (4, 0), (4, 1)]
+    assert all(row["step"] == 3 and row["validate"] is validate for row in rows)
 
 
 def config_of(tools_file: Path | None, **changes: Any) -> DictConfig:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner
+from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner, refuse_two_numbers
 from verl.base_config import ConfigError
+from verl.trainer.config.cli import prepare_arguments
 from verl.trainer.config.validation import checked_config
 
 ROOT = Path(__file__).parents[3]
@@ -67,6 +68,19 @@ def test_what_cannot_run_is_refused_with_the_key(key: str, value: Any, expected:
         assert str(value).lower() in str(told)
     if not expected.startswith("has no"):
         assert len(refused.value.violations) == 1
+
+
+def test_the_established_keys_give_the_devices_of_the_servers() -> None:
+    config = composed(**{"rollout.nnodes": 2, "rollout.n_gpus_per_node": 4})
+    refuse_two_numbers(config)
+    shared = check(config).actor_rollout_ref
+    assert (shared.rollout.nnodes, shared.rollout.n_gpus_per_node) == (2, 4)
+    words = ["rollout.nnodes=2", "rollout.n_gpus_per_node=4"]
+    fitted = prepare_arguments(words, NAMES[0], str(ROOT / "recipe/one_step_off_policy/config"))
+    assert fitted == words
+    refuse_two_numbers(composed(**{f"{ROLLOUT}.nnodes": 2}))
+    with pytest.raises(ConfigError, match=r"rollout\.nnodes=2: .*actor_rollout_ref\.rollout\.nnodes=3"):
+        refuse_two_numbers(composed(**{f"{ROLLOUT}.nnodes": 3, "rollout.nnodes": 2}))
 
 
 def test_dynamic_sampling_is_refused() -> None:

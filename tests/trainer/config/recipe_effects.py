@@ -64,6 +64,9 @@ DYNAMIC_SAMPLING = (
     Reader("reward_model.overlong_buffer", "enable", "workers/rewards/managers.py", "overlong_buffer_cfg", REWARDS + "test_dapo_punishes_long_responses"),
     Reader("reward_model.overlong_buffer", "len penalty_factor log", "workers/rewards/managers.py", "self.overlong_buffer_cfg", REWARDS + "test_dapo_punishes_long_responses"),
 )
+DEVICES_OF_SERVERS = (
+    Reader("rollout", "nnodes n_gpus_per_node", "recipe/one_step_off_policy/main_ppo.py", LOOP, "tests/recipe/one_step_off_policy/test_rules.py::test_the_established_keys_give_the_devices_of_the_servers"),
+)
 ESTIMATOR, KL_PENALTY = ("trainer/ppo/ray_trainer.py", "algorithm"), ("algos/kl.py", "kl_ctrl")
 POLICY_LOSS = tuple(("algos/policy_loss.py", each) for each in ("config", "options", "config.policy_loss"))
 NO_ESTIMATOR = Unread("algorithm", "adv_estimator gamma lam norm_adv_by_std_in_grpo")
@@ -78,8 +81,8 @@ RECIPES = {
         *DYNAMIC_SAMPLING,
         Reader("reward_model.reward_kwargs", "max_resp_len overlong_buffer_cfg", "workers/rewards/managers.py", "self", REWARDS + "test_dapo_punishes_long_responses"),
     )),
-    "one_step_off_ppo_trainer": Recipe("recipe/one_step_off_policy", "ppo_trainer"),
-    "one_step_off_ppo_megatron_trainer": Recipe("recipe/one_step_off_policy", "ppo_megatron_trainer"),
+    "one_step_off_ppo_trainer": Recipe("recipe/one_step_off_policy", "ppo_trainer", DEVICES_OF_SERVERS),
+    "one_step_off_ppo_megatron_trainer": Recipe("recipe/one_step_off_policy", "ppo_megatron_trainer", DEVICES_OF_SERVERS),
     "prime_trainer": Recipe("recipe/prime", "ppo_trainer", (
         Reader("data", "filter_accuracy accuracy_lower_bound accuracy_upper_bound filter_truncate oversample_factor", TRAINER, "data", PRIME + "test_it_keeps_whole_prompts_the_preferred_ones_first"),
         Reader("algorithm", "reward_gt_coef reward_dpo_coef", TRAINER, "node", PRIME + "test_outcomes_alone_give_the_formula_by_hand"),
@@ -124,7 +127,7 @@ RECIPES = {
         Reader("algorithm", "sppo_eta", "recipe/sppo/sppo_ray_trainer.py", "build_node(self.config.algorithm, SPPOAlgoConfig)", SPPO + "test_rewards_minus_the_soft_mean_stand_at_each_token"),
         Reader("algorithm", "use_kl_in_reward kl_penalty", "trainer/ppo/ray_trainer.py", "algorithm"),
     ), (ESTIMATOR, *POLICY_LOSS), (NO_ESTIMATOR, NO_OTHER_LOSS, NO_CLIP, Unread(ACTOR, "loss_agg_mode loss_scale_factor"))),
-    "r1_evaluation": Recipe("recipe/r1", "evaluation"),
+    "evaluation": Recipe("recipe/r1", "evaluation"),
     "ppo_trainer_split": Recipe("examples/split_placement", "ppo_trainer"),
 }
 # fmt: on

@@ -8,10 +8,10 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from recipe.prime.config import PRIMEDataConfig, PRIMEModelConfig, PRIMERewardModelConfig
-from recipe.prime.main_prime import run_prime
+from recipe.prime.main_prime import PRIMETaskRunner, run_prime
 from verl.base_config import ConfigError, WrongInput, build_node
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.config.validation import validate_config
+from verl.trainer.config.validation import checked_config, validate_config
 from verl.trainer.ppo.resources import set_schedule_steps
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,6 +42,20 @@ def test_what_is_right(base):
     assert violations(base, {"reward_model.enable": False}) == {}
 
 
+def test_kl_in_the_reward_has_no_effect_and_the_notice_says_what_has(base, caplog):
+    config = base.copy()
+    OmegaConf.update(config, "algorithm.use_kl_in_reward", True)
+    OmegaConf.update(config, "algorithm.kl_ctrl.kl_coef", 0.1)
+    run = checked_config(config)
+    told = "algorithm.use_kl_in_reward=true (PRIME has no KL term in the reward; one in the loss is "
+    assert told + "actor_rollout_ref.actor.use_kl_loss=true)" in caplog.text
+    assert "algorithm.kl_ctrl.kl_coef=0.1" in caplog.text
+    assert not run.algorithm.use_kl_in_reward and not run.needs_reference
+    runner = PRIMETaskRunner()
+    runner.add_ref_policy_worker(config, type("Worker", (), {}))
+    assert runner.mapping == {}, "no reference is built"
+
+
 def test_a_step_draws_more_prompts_than_it_trains_on(base):
     run = RunConfig.parse(base)
     assert isinstance(run.data, PRIMEDataConfig)
@@ -50,7 +64,6 @@ def test_a_step_draws_more_prompts_than_it_trains_on(base):
 
 WRONG = {
     "algorithm.adv_estimator": ("grpo", "must be rloo; PRIME has this one"),
-    "algorithm.use_kl_in_reward": (True, "write actor_rollout_ref.actor.use_kl_loss=true"),
     "data.oversample_factor": (1.3, "times data.train_batch_size=8 must be an integer, it is 10.4"),
     "data.gen_batch_size": (12, "follows data.train_batch_size and data.oversample_factor: write null"),
     "data.accuracy_lower_bound": (0.9, "must be at most data.accuracy_upper_bound=0.8"),

@@ -13,7 +13,7 @@ from verl.trainer.config.keys import select
 from verl.trainer.config.validation import checked_config
 
 NAMES = list(effects.RECIPES)
-TRAINED = [name for name in NAMES if name not in ("r1_evaluation", "dapo_megatron_trainer")]
+TRAINED = [name for name in NAMES if name not in ("evaluation", "dapo_megatron_trainer")]
 
 
 def unread_keys(name: str, always: bool = False) -> list[tuple[str, tuple[str, object] | None]]:

@@ -1,6 +1,7 @@
 """Both trees of supervised fine-tuning lead to one, and are checked before anything starts."""
 
 import json
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError
 from verl.trainer.config.sft import MOVED, as_engine_tree, parallel_sizes, parse_sft_config
 from verl.trainer.sft.preflight import check_rows, idle_sharing
+from verl.trainer.sft.trainer import SFTTrainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.files import DataError
 from verl.utils.observe.tracking import check_backends
@@ -51,6 +53,15 @@ def test_the_older_tree_is_moved(trees):
     assert omega_conf_to_dataclass(moved.checkpoint).save_contents == ["model", "optimizer", "extra"]
     newer = trees["sft_trainer_engine"]
     assert as_engine_tree(newer) is newer
+
+
+@pytest.mark.parametrize("name", ["sft_trainer", "sft_trainer_engine"])
+def test_false_is_never(trees, name):
+    config = trees[name].copy()
+    config.trainer.save_freq = config.trainer.test_freq = False
+    trainer = parse_sft_config(config).trainer
+    assert not SFTTrainer._due(SimpleNamespace(steps_per_epoch=2, total_steps=4), trainer.test_freq, 4)
+    assert trainer.save_freq is False
 
 
 @pytest.mark.parametrize(

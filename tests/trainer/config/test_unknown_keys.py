@@ -10,7 +10,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from verl.base_config import ConfigError
+from verl.base_config import ConfigError, omega_conf_to_dataclass
 from verl.trainer import preflight
 from verl.trainer.config.cli import CONFIG_DIR, prepare_arguments, tell_unread_keys
 from verl.trainer.config.generation import GenerationConfig
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RECIPES = {
     path.stem: str(path.parent)
     for path in sorted(ROOT.glob("recipe/*/config/*.yaml"))
-    if path.stem.endswith(("_trainer", "_evaluation"))
+    if path.stem.endswith("_trainer")
 }
 TREES = {
     "ppo_trainer": CONFIG_DIR,
@@ -242,6 +242,29 @@ REPLACED = {
     "actor_rollout_ref.actor.tis_imp_ratio_cap": (2.0, "algorithm.rollout_is_threshold"),
     "global_profiler.tool_config": ({"nsys": {"discrete": True}}, "global_profiler.global_tool_config"),
 }
+
+
+def test_the_remedy_of_options_of_profilers_is_accepted(composed: Any) -> None:
+    told = refused(["global_profiler.tool_config.npu.level=level0", "+global_profiler.tool_config.torch.step_start=0"])
+    role, run = "actor_rollout_ref.actor.profiler.tool_config", "global_profiler.global_tool_config"
+    assert told and all(role in text and run in text for text in told.values())
+    places = {"npu": role, "torch": role, "nsys": run, "torch_memory": run}
+    words = [f"{places[tool]}.{tool}={{}}" for tool in places] + [f"{role}.npu.level=level0"]
+    assert refused(words) == {}
+    checked_config(composed(*(f"++{word}" for word in words)))
+
+
+@pytest.mark.parametrize("cap", [2.0, -1])
+def test_the_node_of_the_actor_names_what_replaced_the_cap(composed: Any, cap: float) -> None:
+    """Also where only the worker reads the node, as in a fork. The command takes the value that meant off."""
+    key = "actor_rollout_ref.actor.tis_imp_ratio_cap"
+    assert (refused([f"{key}={cap}"]) == {}) == (cap == -1)
+    assert prepare_arguments([f"+{key}=-1"], "ppo_trainer", CONFIG_DIR) == []
+    config = composed(f"+actor_rollout_ref.actor.tis_imp_ratio_cap={cap}")
+    with pytest.raises(
+        ConfigError, match=r"leave it out if it is -1, which meant off; else write algorithm\.rollout_is"
+    ):
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
 @pytest.mark.parametrize("name", ["ppo_trainer", "prime_trainer", "generation_server"])

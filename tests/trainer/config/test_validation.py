@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
 from verl.algos.kl import check_kl_penalty
 from verl.algos.names import ADV_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
-from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError, as_yaml
+from verl.algos.policy_loss import POLICY_LOSS_REGISTRY, get_policy_loss_fn
+from verl.base_config import BaseConfig, ConfigError, UnsupportedConfigError, as_yaml, omega_conf_to_dataclass
 from verl.trainer.config.keys import OPTIONAL, select
 from verl.trainer.config.rules.no_effect import FOLLOWS, IDLE, UNSUPPORTED
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
@@ -99,6 +99,34 @@ def test_a_batch_is_divided_by_every_engine_that_shares_it_out(base):
     assert violations(base, apart, use_reference_policy=False, use_critic=False) == {}
 
 
+@pytest.mark.parametrize(("written", "name"), [("clip-cov", "clip_cov"), ("kl-cov", "kl_cov")])
+def test_losses_have_another_spelling(base, written, name):
+    key = f"{ACTOR}.policy_loss.loss_mode"
+    assert violations(base, {key: written}) == {}
+    config = changed(base, {key: written})
+    assert RunConfig.parse(config).actor_rollout_ref.actor.policy_loss.loss_mode == name
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).policy_loss.loss_mode == name
+    assert get_policy_loss_fn(written) is POLICY_LOSS_REGISTRY[name]
+
+
+def test_values_as_published_scripts_write_them(base):
+    changes = {"trainer.test_freq": False, "trainer.save_freq": False, "custom_reward_function.name": None}
+    assert violations(base, changes) == {}
+    config = base.copy()
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value)
+    run = RunConfig.parse(config)
+    assert run.trainer.test_freq <= 0 and run.trainer.save_freq <= 0
+    assert run.custom_reward_function.name == "compute_score"
+
+
+def test_experts_of_an_engine_on_the_devices_of_the_trainer_are_shared_as_the_message_says(base):
+    replicas = {f"{ROLLOUT}.data_parallel_size": 2, f"{ROLLOUT}.expert_parallel_size": 2}
+    told = violations(base, replicas)[f"{ROLLOUT}.data_parallel_size"]
+    assert "a larger tensor_model_parallel_size and the same expert_parallel_size. Here: write 1" in told
+    assert violations(base, {f"{ROLLOUT}.{name}_parallel_size": 2 for name in ("tensor_model", "expert")}) == {}
+
+
 def test_servers_need_not_divide_the_workers_of_the_trainer(base):
     assert violations(base, SERVED | {f"{ROLLOUT}.data_parallel_size": 4, f"{ROLLOUT}.n_gpus_per_node": 8}) == {}
 
@@ -134,6 +162,8 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
         ({"trainer.n_gpus_per_node": -1}, "trainer.n_gpus_per_node", "1 or more"),
         ({"trainer.resume_mode": "always"}, "trainer.resume_mode", "auto, disable, resume_path"),
         ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path", "global_step_<N>"),
+        ({"trainer.test_freq": True}, "trainer.test_freq", "must be an integer or false"),
+        ({"trainer.save_freq": "never"}, "trainer.save_freq", "must be an integer or false"),
         ({"trainer.logger": ["console", "wandbb"]}, "trainer.logger", "list of trackers"),
         ({"trainer.use_legacy_worker_impl": "maybe"}, "trainer.use_legacy_worker_impl", "auto, enable, disable"),
         ({"actor_rollout_ref.hybrid_engine": False}, "actor_rollout_ref.hybrid_engine", "needs servers"),

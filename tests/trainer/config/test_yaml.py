@@ -34,6 +34,11 @@ def test_style():
         ("# one\na: 1\n# two\nb: 2\n", "4: no blank line before the comment of 'b'"),
         ("# one\na: 1  # more\n", "2: inline comment"),
         ("# one\na:\n\n  b: '#1'\n", "4: no comment above the key 'b'"),
+        ("# one\na:\n\n# two\n  b: 1\n", "4: the comment does not begin in the column of its key 'b'"),
+        ("  # one\na: 1\n", "1: the comment does not begin in the column of its key 'a'"),
+        ("# one\na: [1\n", "3: no YAML: "),
+        ("a text\n", "1: no keys"),
+        ("", "1: no keys"),
     ],
 )
 def test_style_check_sees(tmp_path, text, problem):
@@ -42,6 +47,12 @@ def test_style_check_sees(tmp_path, text, problem):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and f"x.yaml:{problem}" in result.stdout
     assert len(result.stdout.splitlines()) == 1
+
+
+def test_style_check_names_a_file_that_does_not_exist(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "check_yaml_style.py"), str(tmp_path / "x.yaml")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and "x.yaml: no such file or folder" in result.stdout
 
 
 TRAINERS = ("ppo_trainer", "ppo_megatron_trainer")

@@ -43,6 +43,8 @@ from verl.trainer.run.resume import (
 )
 from verl.utils.checkpoint import files, write_tracker_atomically
 from verl.utils.checkpoint.files import Manifest, step_folders, write_text
+from verl.utils.dataset import loader
+from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.factory import create_rl_sampler, digest_of, warn_of_other_data
 from verl.utils.dataset.files import rows_digest
 from verl.utils.observe.record import RunRecord
@@ -109,6 +111,62 @@ def test_a_resumed_run_sees_the_rows_that_an_uninterrupted_one_sees(tmp_path, wo
     assert seen == whole
     assert first.state.epoch == driver["epoch"] == (stop * batches - 1) // 2  # two batches an epoch
     assert second.state.epoch == (7 * batches - 1) // 2
+
+
+LOADER_WITH_TWO_PROCESSES = {
+    "_snapshot": {
+        "_snapshot_step": 1,
+        "_last_yielded_worker_id": 0,
+        "_main_snapshot": {
+            "_num_workers": 2,
+            "_sampler_iter_state": {
+                "samples_yielded": 4,
+                "sampler_iter_state": {"seed": 5, "epoch": 1, "position": 4, "num_rows": 11, "num_replicas": 1},
+            },
+            "_index_sampler_state": None,
+            "_sampler_iter_yielded": 1,
+            "_IterableDataset_len_called": None,
+            "_shared_seed": None,
+            "_base_seed": 4064269471072392264,
+        },
+        "_worker_snapshots": {
+            "worker_0": {"worker_id": 0, "fetcher_state": None, "dataset_state": None},
+            "worker_1": {"worker_id": 1, "fetcher_state": None, "dataset_state": None},
+        },
+    },
+    "_steps_since_snapshot": 0,
+    "_iterator_finished": False,
+}
+"""What an older version wrote after three steps, where loaders had as many processes as configured."""
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize("workers", [0, 8])
+def test_a_checkpoint_of_an_older_version_goes_on_with_the_processes_of_this_machine(
+    tmp_path, monkeypatch, caplog, workers, cores
+):
+    monkeypatch.setattr(loader, "usable_cores", lambda: list(range(cores)))
+    save_driver_state(tmp_path, LOADER_WITH_TWO_PROCESSES, {"seed": 1, "epoch": 1})
+    trainer = trainer_at_start(7, workers)
+    state, driver = load_driver_state(tmp_path)
+    trainer.train_dataloader.load_state_dict(state)
+    trainer.state.step = 3
+    trainer.state.epoch = driver["epoch"]
+    assert trainer.train_dataloader.num_workers == min(workers, cores)
+    assert caplog.text.count("data.dataloader_num_workers=8") == (workers > cores)
+    assert list(draw(trainer)) == [[[9, 2, 7, 8]], [[6, 3, 9, 4]], [[1, 10, 7, 0]], [[7, 10, 1, 2]]]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("batch_size", "processes"), [(None, 1), (6, 2), (2, 3)])
+def test_loaders_start_no_more_processes_than_they_can_use(monkeypatch, batch_size, processes):
+    """The first case is the default: the validation set is one batch."""
+    monkeypatch.setattr(loader, "usable_cores", lambda: [0, 1, 2])
+    data = DataConfig(val_batch_size=batch_size)
+    validation = loaders.validation_loader(data, 1, Numbers(), None)
+    assert validation.num_workers == processes
+    assert [row for batch in validation for row in batch["x"].tolist()] == list(range(ROWS))
 
 
 def test_another_batch_size_is_named_and_continues_at_the_next_row(tmp_path, caplog):

@@ -1,6 +1,7 @@
 """Step and validation metrics against hand-computed cases and the definition by loops."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -163,6 +164,19 @@ def test_validation_metrics_equal_their_definition(with_pred):
         assert got[source].keys() == want[source].keys()
         for name in want[source]:
             assert got[source][name] == pytest.approx(want[source][name], abs=1e-12), (source, name)
+
+
+def test_the_helpers_of_forks_give_what_the_trainer_reports():
+    rewards, answers = [0.0, 3.0, 1.0, 2.0], ["a", "b", "b", "c"]
+    rows = [{"pred": answer, "val": reward} for answer, reward in zip(answers, rewards, strict=True)]
+    got = metric_utils.process_validation_metrics(["d"] * 4, ["p"] * 4, {"reward": rewards, "pred": answers})["d"]
+    best, worst = metric_utils.bootstrap_metric(rewards, subset_size=2, reduce_fns=[np.max, np.min], seed=42)
+    majority = partial(metric_utils.calc_maj_val, vote_key="pred", val_key="val")
+    (voted,) = metric_utils.bootstrap_metric(rows, subset_size=4, reduce_fns=[majority])
+    for name, found in (("best@2", best), ("worst@2", worst), ("maj@4", voted)):
+        assert found == pytest.approx((got["reward"][f"{name}/mean"], got["reward"][f"{name}/std"]), abs=1e-12)
+    assert majority(rows) == 3.0
+    assert metric_utils.bootstrap_metric(rewards, 2, [np.mean], n_bootstrap=5, seed=1) != [best]
 
 
 def test_validation_metrics_of_many_responses():

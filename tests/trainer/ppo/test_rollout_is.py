@@ -196,6 +196,19 @@ def test_by_hand():
     assert metrics["mismatch/rollout_is_catastrophic_token_fraction"] == pytest.approx(1 / 5)
 
 
+@pytest.mark.parametrize("threshold", [1.5, 3.0])
+def test_token_level_truncate(threshold):
+    """Each weight is its ratio, at most the threshold; small ratios stay, and nothing is added to the denominator."""
+    ratio = torch.tensor([[0.2, 1.0, 2.0], [1.6, 9.0, 7.0]])
+    rollout, mask = torch.full((2, 3), -2.0), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    data, metrics = compute_rollout_importance_weights(
+        rollout + ratio.log(), rollout, mask, "token", "truncate", threshold, None, None
+    )
+    torch.testing.assert_close(data.batch["rollout_is_weights"], ratio.clamp(max=threshold) * mask)
+    assert metrics["mismatch/rollout_is_max"] == pytest.approx(9.0)
+    assert metrics["mismatch/rollout_is_veto_fraction"] == 0.0
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_make_what_the_rollout_samples_an_estimate_for_training(level):
     """Over all sequences of two tokens: a mean under the rollout, weighted, is the mean under training."""

@@ -1,15 +1,19 @@
 """The order of rows over epochs and resumes, and the classes that the config can name."""
 
+import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils.data import SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.utils.dataset import RLHFDataset
-from verl.utils.dataset.factory import SeededRandomSampler, create_rl_dataset, create_rl_sampler, stateful_loader
+from verl.utils.dataset.factory import SeededRandomSampler, create_rl_dataset, create_rl_sampler
+from verl.utils.dataset.loader import stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn
 
 CONFIG = {"max_prompt_length": 16, "filter_overlong_prompts": False, "seed": 3}
@@ -45,6 +49,85 @@ def test_a_resumed_loader_goes_on_with_the_same_batches(dataset, workers, epoch,
     rest = [batch["index"].tolist() for batch in resumed]
     assert rest == whole[epoch][batches:]
     assert orders(resumed, 1)[0] == whole[epoch + 1]
+
+
+class Growing(torch.utils.data.Dataset):
+    """Has a state: how many rows this copy has been asked for."""
+
+    asked = 0
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return index, self.asked
+
+    def state_dict(self):
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state):
+        self.asked = state["asked"]
+
+
+class Backwards(torch.utils.data.Sampler):
+    """A sampler of the user that has no state: a resume skips the rows that it had yielded."""
+
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        return iter(reversed(range(40)))
+
+
+def draw(loader, count):
+    """Draw so many batches, from as many epochs as it takes."""
+    batches = (batch for epoch in itertools.repeat(loader) for batch in epoch)
+    return list(itertools.islice(batches, count))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("sampler", [partial(SeededRandomSampler, range(40), seed=3), Backwards])
+@pytest.mark.parametrize("numbers", [(8, 2, 0), (0, 3, 1), (2, 2, 2)])
+def test_a_resume_with_other_numbers_of_processes_reads_the_same_rows(sampler, numbers):
+    """The loaders stop within the first epoch, at its end, and within the second."""
+
+    def make(processes):
+        options = {"batch_size": 4, "sampler": sampler(), "collate_fn": list, "drop_last": True}
+        return stateful_loader(Growing(), num_workers=processes, **options)
+
+    whole = [[row for row, _ in batch] for batch in draw(make(0), 17)]
+    state: dict = {}
+    drawn = []
+    for processes, batches in zip(numbers, (3, 7, 7), strict=True):
+        loader = make(processes)
+        loader.load_state_dict(state)
+        drawn += draw(loader, batches)
+        state = loader.state_dict()
+    assert [[row for row, _ in batch] for batch in drawn] == whole
+    assert drawn[3][0][1] > 1  # the data set went on from its state
+
+
+def test_what_a_data_set_has_learned_is_not_replaced_by_the_copy_of_a_process():
+    class Learning(Growing):
+        on_batch_end = None  # the driver tells it of each step, and saves its state
+
+    options = {"batch_size": 4, "sampler": SeededRandomSampler(range(40), seed=3), "collate_fn": list}
+    running = stateful_loader(Learning(), num_workers=1, **options)
+    next(iter(running))
+    restored = Learning()
+    restored.load_state_dict({"asked": 100})
+    resumed = stateful_loader(restored, num_workers=0, **options)
+    resumed.load_state_dict(running.state_dict())
+    assert [asked for _, asked in next(iter(resumed))] == [101, 102, 103, 104]
+
+
+def test_a_state_that_lags_behind_its_batches_keeps_its_number_of_processes():
+    options = {"batch_size": 4, "sampler": SeededRandomSampler(range(40), seed=3), "collate_fn": list}
+    lagging = stateful_loader(Growing(), num_workers=1, snapshot_every_n_steps=3, **options)
+    next(iter(lagging))
+    with pytest.raises(ValueError, match=r"write data\.dataloader_num_workers=1"):
+        stateful_loader(Growing(), num_workers=0, **options).load_state_dict(lagging.state_dict())
 
 
 def test_epochs_and_seeds_differ_and_repeat(dataset):

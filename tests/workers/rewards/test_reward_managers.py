@@ -1,5 +1,6 @@
 """Reward managers: where a score lands, what scorers may return, and what a bad scorer is answered with."""
 
+import asyncio
 import math
 import signal
 import sys
@@ -16,6 +17,7 @@ import torch
 
 from examples.tiny_model import byte_tokenizer
 from tests.waiting import wait_until
+from verl.compat import prime_scoring
 from verl.experimental.agent_loop import rewards
 from verl.protocol import DataProto
 from verl.trainer.ppo import reward
@@ -24,6 +26,7 @@ from verl.utils.process_pool import IsolatedFunction
 from verl.utils.reward_score import LOWEST_SCORES, PREFIXES, SCORERS
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
+from verl.workers.reward_manager.prime import parallel_compute_score_async, run_reward_scoring
 from verl.workers.rewards.loading import load_reward_manager, resolve_reward
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.scoring import RewardError, ScoringLimits
@@ -525,6 +528,27 @@ def test_prime(tokenizer, batch, scorer_file, caplog):
     processes = [worker.process for worker in rewards.pool._workers]
     rewards.pool.close()
     assert processes and not any(process.poll() is None for process in processes)
+
+
+def test_prime_scores_in_processes_for_forks(monkeypatch):
+    """One response raises, one takes too long, and one is scored by a tuple."""
+    monkeypatch.setattr(prime_scoring, "TIMEOUT_S", 5.0)
+
+    def scorer(task, completion, reference, extra_info):  # in no module, so a process need not import one
+        if completion == "bad":
+            raise ValueError("no answer")
+        while completion == "slow":
+            pass
+        right = completion == reference
+        return (right, "reason") if task == "pair" else right * (extra_info or {"weight": 1})["weight"]
+
+    tasks, completions = ["pair", "own", "own", "own"], ["4", "bad", "slow", "4"]
+    infos = [None, None, None, {"weight": 0.5}]
+    scoring = parallel_compute_score_async(scorer, completions, ["4"] * 4, tasks, infos, num_processes=1)
+    assert asyncio.run(scoring) == [1.0, 0.0, 0.0, 0.5]
+    assert run_reward_scoring(scorer, ["4"], ["5"], ["own"]) == [0.0]
+    with pytest.raises(ValueError, match="argument"):
+        run_reward_scoring(scorer, ["4"], [], ["own"])
 
 
 def test_limits_come_from_the_configuration(tokenizer):

@@ -63,7 +63,7 @@ class InteractionTimeoutError(TimeoutError):
     """An interaction has not answered before its deadline; the message names it."""
 
 
-class State(Enum):
+class AgentState(Enum):
     """What a trajectory does next."""
 
     PENDING = "pending"
@@ -149,6 +149,34 @@ class Conversation:
         return dict((self.tools_kwargs.get(tool) or {}).get(f"{method}_kwargs") or {})
 
 
+@dataclass
+class AgentData:
+    """One trajectory while it grows, for loops of forks, which import it; ``ToolAgentLoop`` has ``Conversation``.
+
+    A loop fills what its constructor does not take.
+    """
+
+    messages: list[Message]
+    image_data: Any
+    metrics: dict[str, Any]
+    request_id: str
+    tools_kwargs: dict[str, Any]
+    interaction: "BaseInteraction | None" = None
+    interaction_kwargs: dict[str, Any] | None = None
+    prompt_ids: list[int] = field(init=False, default_factory=list)
+    response_ids: list[int] = field(init=False, default_factory=list)
+    response_mask: list[int] = field(init=False, default_factory=list)
+    response_logprobs: list[float] = field(init=False, default_factory=list)
+    turn_scores: list[float] = field(init=False, default_factory=list)
+    tool_rewards: list[float] = field(init=False, default_factory=list)
+    user_turns: int = field(init=False, default=0)
+    assistant_turns: int = field(init=False, default=0)
+    tool_calls: list[FunctionCall] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.interaction_kwargs = self.interaction_kwargs or {}
+
+
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
     """Lets the model call tools, or answer a user, until it says something without a call.
@@ -189,15 +217,15 @@ class ToolAgentLoop(AgentLoopBase):
         Args: ``kwargs`` has ``raw_prompt``, ``multi_modal_data``, ``tools_kwargs`` and ``interaction_kwargs``.
         """
         handlers = {
-            State.PENDING: self._start,
-            State.GENERATING: self._generate,
-            State.PROCESSING_TOOLS: self._process_tools,
-            State.INTERACTING: self._interact,
+            AgentState.PENDING: self._start,
+            AgentState.GENERATING: self._generate,
+            AgentState.PROCESSING_TOOLS: self._process_tools,
+            AgentState.INTERACTING: self._interact,
         }
         talk = self._begin(sampling_params, kwargs)
         try:
-            state = State.PENDING
-            while state is not State.TERMINATED:
+            state = AgentState.PENDING
+            while state is not AgentState.TERMINATED:
                 state = await handlers[state](talk)
             return await self._outputs(talk)
         finally:
@@ -241,13 +269,13 @@ class ToolAgentLoop(AgentLoopBase):
             )
         return known[name]
 
-    async def _start(self, talk: Conversation) -> State:
+    async def _start(self, talk: Conversation) -> AgentState:
         if talk.interaction is not None:
             start = talk.interaction.start_interaction
             await self._in_time(talk.interaction, "start_interaction", start(talk.id, **talk.interaction_kwargs))
-        return State.GENERATING
+        return AgentState.GENERATING
 
-    async def _generate(self, talk: Conversation) -> State:
+    async def _generate(self, talk: Conversation) -> AgentState:
         """Sample a turn, and find out what it asks for."""
         trajectory, params = talk.trajectory, dict(talk.sampling_params)
         params["max_tokens"] = min(trajectory.room, params.get("max_tokens") or trajectory.room)
@@ -274,16 +302,16 @@ class ToolAgentLoop(AgentLoopBase):
             talk.calls = calls[: self.settings.max_parallel_calls]
         talk.messages.append(_assistant(text, said, talk.calls) if calls else _assistant(text))
         if cut or self._has_enough(talk):
-            return State.TERMINATED
+            return AgentState.TERMINATED
         if calls:
-            return State.PROCESSING_TOOLS
-        return State.TERMINATED if talk.interaction is None else State.INTERACTING
+            return AgentState.PROCESSING_TOOLS
+        return AgentState.TERMINATED if talk.interaction is None else AgentState.INTERACTING
 
     def _has_enough(self, talk: Conversation) -> bool:
         most_model, most_user = self.settings.max_assistant_turns, self.settings.max_user_turns
         return bool(most_model and talk.model_turns >= most_model) or bool(most_user and talk.user_turns >= most_user)
 
-    async def _process_tools(self, talk: Conversation) -> State:
+    async def _process_tools(self, talk: Conversation) -> AgentState:
         """Run the calls of the last turn, all at the same time."""
         started = time.perf_counter()
         running = [asyncio.create_task(self._recorded_call(talk, call)) for call in talk.calls]
@@ -358,7 +386,7 @@ class ToolAgentLoop(AgentLoopBase):
             raise TypeError(f"create returned {type(given).__name__}, not (instance id, ToolResponse)")
         return given[0], given[1]
 
-    async def _interact(self, talk: Conversation) -> State:
+    async def _interact(self, talk: Conversation) -> AgentState:
         """Let the user answer the last turn."""
         assert talk.interaction is not None
         started = time.perf_counter()
@@ -375,7 +403,7 @@ class ToolAgentLoop(AgentLoopBase):
             talk.turn_scores.append(score)
         if ends:
             talk.trajectory.add("user", [], seconds, text=text)
-            return State.TERMINATED
+            return AgentState.TERMINATED
         message = self.parts.chat.control.of_others({"role": "user", "content": text})
         return self._add(talk, "user", [message], seconds, text=text)
 
@@ -408,7 +436,7 @@ class ToolAgentLoop(AgentLoopBase):
         calls: Sequence[ToolCall] = (),
         text: str | None = None,
         shown: Shown | None = None,
-    ) -> State:
+    ) -> AgentState:
         """Append messages and the next generation prompt; end the trajectory if nothing more would fit."""
         chat, trajectory = self.parts.chat, talk.trajectory
         last = trajectory.response_ids[-1] if trajectory.response_ids else None
@@ -434,14 +462,14 @@ class ToolAgentLoop(AgentLoopBase):
             seen_ids = expanded.token_ids
         if len(seen_ids) >= trajectory.room:  # not even one token could follow
             trajectory.add(role, [], seconds, calls, text)
-            return State.TERMINATED
+            return AgentState.TERMINATED
         talk.messages += messages
         if shown:
             media = {"images": shown.images, "videos": shown.videos, "expanded_ids": seen_ids}
             trajectory.add(role, grown.token_ids, seconds, calls, text, **media)
         else:
             trajectory.add(role, grown.token_ids, seconds, calls, text)
-        return State.GENERATING
+        return AgentState.GENERATING
 
     def _restart(
         self,
@@ -454,7 +482,7 @@ class ToolAgentLoop(AgentLoopBase):
         seconds: float,
         calls: Sequence[ToolCall],
         text: str | None,
-    ) -> State:
+    ) -> AgentState:
         """Go on with a new prompt, since the chat template shows earlier turns differently now.
 
         Args: ``seen_size`` is how many tokens the engine makes of ``prompt_ids`` with ``media``.
@@ -464,11 +492,11 @@ class ToolAgentLoop(AgentLoopBase):
         beyond = max(0, seen_size - self.prompt_length)  # the row holds it at the head of its response
         room = min(trajectory.room, self.response_length - beyond)
         if room <= 0:
-            return State.TERMINATED
+            return AgentState.TERMINATED
         talk.messages += messages
         talk.earlier.append(trajectory)
         talk.trajectory = Trajectory(prompt_ids, room, media)
-        return State.GENERATING
+        return AgentState.GENERATING
 
     def _shortened(self, text: str) -> str:
         """Cut the text of a tool: side ``left`` keeps its head, ``right`` its tail, ``middle`` half of each."""

@@ -22,6 +22,15 @@ def initialize_interactions_from_config(interaction_config_file: str) -> dict[st
     return interactions
 
 
+def get_interaction_class(cls_name: str) -> type[BaseInteraction]:
+    """Import the class of a dotted name, for forks and tests, which import this function.
+
+    Raises: WrongInput, whatever the import raises.
+    """
+    item = ClassItem("get_interaction_class", cls_name, {}, {})
+    return import_class(item, BaseInteraction)  # type: ignore[type-abstract]
+
+
 def read_interactions_file(path: str) -> dict[str, ClassItem]:
     """Read and check a file of interactions without importing their classes; return its items by name.
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from verl.workers.config import ActorConfig
+
 ALIAS, ACCEPTED, BUILT, FEATURE, REFUSED = "alias", "accepted", "built", "feature", "refused"
 DECISIONS = (ALIAS, ACCEPTED, BUILT, FEATURE, REFUSED)
 """A key is translated to ours; asks for what this version does anyway; is one of ours; will come; will not come."""
@@ -580,12 +582,10 @@ def _profiling() -> Iterator[Row]:
 _DISTILLATION = "on-policy distillation: a teacher scores what the policy samples"
 
 _OLDER_NAMES = {
-    f"{_ACTOR}.tis_imp_ratio_cap": "was replaced: write algorithm.rollout_is_threshold=<cap>, "
-    "algorithm.rollout_is=true and algorithm.rollout_is_mode=truncate",
-    f"{_ACTOR}.profile": "was replaced: write actor_rollout_ref.actor.profiler.enable=true, "
-    "global_profiler.tool=torch and global_profiler.steps=[...]",
+    **{f"{_ACTOR}.{key}": text for key, text in ActorConfig._replaced.items()},
     "actor_rollout_ref.profiler": "was divided: write actor_rollout_ref.actor.profiler, actor_rollout_ref.ref.profiler",
-    "global_profiler.tool_config": "was renamed: write global_profiler.global_tool_config",
+    "global_profiler.tool_config": "was divided: write global_profiler.global_tool_config for nsys and torch_memory, "
+    "and for npu and torch the role's key, such as actor_rollout_ref.actor.profiler.tool_config",
     "trainer.controller_nsight_options": "moved: write global_profiler.global_tool_config.nsys."
     "controller_nsight_options",
     "trainer.npu_profile": "was replaced: write global_profiler.tool=npu, actor_rollout_ref.actor.profiler.enable=true "
@@ -596,11 +596,14 @@ _OLDER_NAMES = {
 }
 """Keys of earlier versions, and what replaces them."""
 
+_OFF = {f"{_ACTOR}.tis_imp_ratio_cap": (-1, -1.0)}
+"""Their values that asked for what nobody needs to write."""
+
 
 def _older_names() -> Iterator[Row]:
     for key, text in _OLDER_NAMES.items():
         meaning, _, instead = text.partition(": ")
-        yield Row(key, REFUSED, meaning, instead, roots=())
+        yield Row(key, REFUSED, meaning, instead, accepts=_OFF.get(key, ()), roots=())
 
 
 _ALL = (

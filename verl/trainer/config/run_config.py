@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -52,7 +52,7 @@ class TrainerConfig(BaseConfig):
     live_view: str = setting("auto", "view on a terminal", one_of=("auto", "table", "bar", "lines", "off"))
     nnodes: int = setting(1, "nodes", at_least=1)
     n_gpus_per_node: int = setting(8, "workers of each node", at_least=1)
-    save_freq: int = setting(-1, "steps between checkpoints; 0 or less: none")
+    save_freq: int | Literal[False] = setting(-1, "steps between checkpoints; 0 or less, or false: none")
     esi_redundant_time: int = setting(0, "seconds of safety before rented capacity expires", at_least=0)
     save_on_sigterm_s: float | None = setting(
         None, "seconds after SIGTERM to save the last full step", above=0, at_most=MOST_SECONDS
@@ -62,7 +62,7 @@ class TrainerConfig(BaseConfig):
     trusted_classes: list[str] = setting([], "classes of yours that the loader state of a checkpoint may hold")
     val_before_train: bool = setting(True, "validate the starting weights")
     val_only: bool = setting(False, "end after that validation")
-    test_freq: int = setting(-1, "steps between validations; 0 or less: none")
+    test_freq: int | Literal[False] = setting(-1, "steps between validations; 0 or less, or false: none")
     critic_warmup: int = setting(0, "first steps, which train only the critic", at_least=0)
     default_hdfs_dir: str | None = setting(None, "remote folder that checkpoints are copied to")
     del_local_ckpt_after_load: bool = setting(False, "delete the checkpoint that was resumed from")

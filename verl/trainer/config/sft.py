@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -138,8 +138,8 @@ class TrainerOptions(BaseConfig):
     record_digests: bool = setting(True, "keep digests of batch, weights and random state")
     report: bool = setting(True, "write report.html at the end")
     seed: int = setting(1, "seed of the order of the data", at_most=MOST_SEED)
-    save_freq: int | str = setting(-1, "steps between checkpoints; 0 or less: none", hint=_PERIOD)
-    test_freq: int | str = setting(-1, "steps between validations; 0 or less: none", hint=_PERIOD)
+    save_freq: int | str | Literal[False] = setting(-1, "steps between checkpoints; 0 or less: none", hint=_PERIOD)
+    test_freq: int | str | Literal[False] = setting(-1, "steps between validations; 0 or less: none", hint=_PERIOD)
     max_ckpt_to_keep: int | None = setting(None, "checkpoints kept; null: all", at_least=1)
     save_on_sigterm_s: float | None = setting(
         None, "seconds after SIGTERM to save the last full step", above=0, at_most=MOST_SECONDS

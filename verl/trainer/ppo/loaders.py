@@ -1,6 +1,7 @@
 """Data loaders of the trainer, and the batches that they yield."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from verl.experimental.agent_loop.registry import ONE_TURN
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import batches_after
 from verl.utils.dataset.config import DataConfig
-from verl.utils.dataset.factory import stateful_loader
+from verl.utils.dataset.loader import loader_processes, stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
 from verl.workers.config.rollout import serves
@@ -22,6 +23,8 @@ from verl.workers.rollout.engine_settings import media_settings
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
+
+logger = logging.getLogger(__name__)
 
 Rows = Mapping[str, Any]
 """A batch as the loader yields it: column name -> tensor or array."""
@@ -41,15 +44,21 @@ def train_loader(
 ) -> StatefulDataLoader:
     """Return the loader of full training batches, in the order of the sampler.
 
+    It has at most as many processes as this process may use cores, and says so if that is fewer than wanted.
+
     Raises: EmptyLoaderError when the data do not fill one batch.
     """
     assert isinstance(dataset, Sized), "a training set needs a length"
+    processes = loader_processes(data.dataloader_num_workers)
+    if processes < data.dataloader_num_workers:
+        words = "data.dataloader_num_workers=%d: %d prepare rows, as many as there are cores"
+        logger.warning(words, data.dataloader_num_workers, processes)
     loader = stateful_loader(
         dataset,
         batch_size=data.loader_batch_size,
         drop_last=True,
         sampler=sampler,
-        num_workers=data.dataloader_num_workers,
+        num_workers=processes,
         collate_fn=collate_fn or default_collate_fn,
         generator=torch.Generator().manual_seed(seed),
     )
@@ -71,12 +80,14 @@ def validation_loader(
     assert isinstance(dataset, Sized), "a validation set needs a length"
     if not len(dataset):
         raise EmptyLoaderError("data.val_files has no usable row")
+    batch_size = data.val_batch_size or len(dataset)
+    batches = -(-len(dataset) // batch_size)
     return stateful_loader(
         dataset,
-        batch_size=data.val_batch_size or len(dataset),
+        batch_size=batch_size,
         shuffle=data.validation_shuffle,
         drop_last=False,
-        num_workers=data.dataloader_num_workers,
+        num_workers=min(loader_processes(data.dataloader_num_workers), batches),
         collate_fn=collate_fn or default_collate_fn,
         generator=torch.Generator().manual_seed(seed),
     )

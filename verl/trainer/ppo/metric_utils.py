@@ -1,7 +1,7 @@
 """Metrics that the driver computes: of the batch of a step, its times and throughput, and of a validation."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -345,6 +345,31 @@ def _source_metrics(
     for (name, metric), parts in values.items():  # sorted, so that the order of the prompts does not change the sum
         result.setdefault(name, {})[metric] = float(np.sort(np.concatenate(parts)).mean())
     return result
+
+
+# For forks and tests, which import these two
+
+
+def bootstrap_metric(
+    data: Sequence[Any],
+    subset_size: int,
+    reduce_fns: Sequence[Callable[[list[Any]], float]],
+    n_bootstrap: int = 1000,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """Return mean and deviation of each function over random subsets of the data, drawn with replacement."""
+    draws = np.random.RandomState(seed).choice(len(data), size=(n_bootstrap, subset_size), replace=True)
+    subsets = [[data[i] for i in draw] for draw in draws]
+    found = np.array([[reduce(subset) for subset in subsets] for reduce in reduce_fns])
+    return [(float(values.mean()), float(values.std())) for values in found]
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+    """Return the value of the most frequent vote, that of its first row; of equally frequent votes the first counts."""
+    votes = Counter(row[vote_key] for row in data)
+    winner, _ = votes.most_common(1)[0]
+    value: float = next(row[val_key] for row in data if row[vote_key] == winner)
+    return value
 
 
 # Progress

@@ -30,7 +30,8 @@ from verl.trainer.sft.checkpoint import TOKENS_KEY, CheckpointHandler
 from verl.trainer.sft.preflight import holds_text_pairs
 from verl.utils import envs
 from verl.utils.chat_template import tell_unread_options
-from verl.utils.dataset.factory import SeededRandomSampler, load_class, stateful_loader
+from verl.utils.dataset.factory import SeededRandomSampler, load_class
+from verl.utils.dataset.loader import loader_processes, stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset, SFTTensorCollator
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
@@ -296,7 +297,7 @@ class SFTTrainer:
             batch_size=self.config.data.train_batch_size // ranks,
             sampler=sampler,
             drop_last=train,
-            num_workers=0 if get_device_name() == "cpu" else LOADER_WORKERS,
+            num_workers=0 if get_device_name() == "cpu" else loader_processes(LOADER_WORKERS),
             collate_fn=SFTTensorCollator(self.config.data.pad_mode),
             # Creating an iterator draws the seed of its workers; the global generator must keep its restored state.
             generator=torch.Generator().manual_seed(self.config.trainer.seed),

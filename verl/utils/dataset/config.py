@@ -69,7 +69,9 @@ class DataConfig(BaseConfig):
     return_full_prompt: bool = setting(False, "rows carry their templated text as full_prompts")
     shuffle: bool = setting(True, "training rows come in random order")
     seed: int | None = setting(None, "seed of that order; null: trainer.seed", at_most=MOST_SEED)
-    dataloader_num_workers: int = setting(8, "processes that prepare rows", at_least=0, at_most=MOST_PROCESSES)
+    dataloader_num_workers: int = setting(
+        8, "processes that prepare rows; at most the cores", at_least=0, at_most=MOST_PROCESSES
+    )
     validation_shuffle: bool = setting(False, "validation rows come in random order")
     filter_overlong_prompts: bool = setting(False, "drop rows whose prompt exceeds max_prompt_length")
     filter_overlong_prompts_workers: int = setting(1, "processes that count tokens for the filter", at_least=1)

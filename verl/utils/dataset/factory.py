@@ -2,13 +2,11 @@
 
 import inspect
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.base_config import WrongInput
@@ -179,13 +177,6 @@ def check_order(saved: str | None, sampler: Sampler | None) -> None:
     problem = None if own is None else order_problem(saved, own)
     if problem is not None:
         raise SamplerSettingError(problem)
-
-
-def stateful_loader(dataset: Dataset, **options: Any) -> StatefulDataLoader:
-    """Return a loader that can save and restore its position; ``options`` go to ``StatefulDataLoader``."""
-    with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(dataset=dataset, **options)
 
 
 class FileOrderSampler(SequentialSampler):

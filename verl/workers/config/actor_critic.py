@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.algos.names import FULL_KL, KL_ESTIMATORS, LOSS_AGG_MODES
+from verl.algos.names import FULL_KL, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSS_ALIASES
 from verl.base_config import MOST_SEED, BaseConfig, ConfigError, Violation, setting
 from verl.utils.checkpoint.files import CONTENTS, DEFAULT_CONTENTS
 from verl.utils.profiler.config import ProfilerConfig
@@ -131,6 +131,10 @@ class PolicyLossConfig(BaseConfig):
     tau_pos: float = setting(1.0, "temperature of sapo for positive advantages", above=0)
     tau_neg: float = setting(1.05, "temperature of sapo for negative advantages", above=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.__dict__["loss_mode"] = POLICY_LOSS_ALIASES.get(str(self.loss_mode), self.loss_mode)
+
     def rules(self) -> Iterator[Violation]:
         """Yield an empty range of covariances."""
         lower, upper = self.clip_cov_lb, self.clip_cov_ub
@@ -143,6 +147,13 @@ class ActorConfig(TrainedConfig):
     """The policy under training, on any engine."""
 
     _mutable_fields = TrainedConfig._mutable_fields | {"ppo_infer_micro_batch_size_per_gpu"}
+    _replaced = {
+        "tis_imp_ratio_cap": "was replaced: leave it out if it is -1, which meant off; else write "
+        "algorithm.rollout_is_threshold=<cap>, algorithm.rollout_is=true, algorithm.rollout_is_mode=truncate and "
+        "algorithm.rollout_is_veto_threshold=null",
+        "profile": "was replaced: write actor_rollout_ref.actor.profiler.enable=true, global_profiler.tool=torch and "
+        "global_profiler.steps=[...]",
+    }
 
     ppo_max_token_len_per_gpu: int = setting(16384, "tokens of a pass of one worker", at_least=1)
     ppo_infer_max_token_len_per_gpu: int = setting(16384, "tokens of a log-prob pass of one worker")

@@ -39,8 +39,12 @@ class CustomRewardFunctionConfig(BaseConfig):
     """A scorer of the user, in place of the one that the data source selects."""
 
     path: str | None = setting(None, "Python file or pkg://module that defines the scorer")
-    name: str = setting("compute_score", "name of the function", empty=False)
+    name: str | None = setting("compute_score", "name of the function; null: compute_score", empty=False)
     reward_kwargs: dict[str, Any] = setting({}, "further arguments of the function")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.__dict__["name"] = self.name or type(self).name
 
 
 @dataclass

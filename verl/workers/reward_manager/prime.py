@@ -1,3 +1,7 @@
-"""Established path of ``PrimeRewardManager``."""
+"""Established path of ``PrimeRewardManager``, and of scoring in processes."""
 
+from verl.utils.import_utils import lazy_exports
 from verl.workers.rewards.managers import PrimeRewardManager as PrimeRewardManager
+
+_SCORING = ("parallel_compute_score_async", "run_reward_scoring")
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_SCORING, "verl.compat.prime_scoring"))

@@ -148,7 +148,7 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
     own = [entry for part in parts for entry in part._idle]
     own += [] if shared.rollout.name == "sglang" else [IDLE_IN_A_WORKER]
     own += _padded_models(run)
-    for switch, off, node, names in IDLE + own + switched:
+    for switch, off, node, names, reason in IDLE + own + switched:
         if select(tree, switch) != off or (node.startswith("critic") and run.critic is None):
             continue
         if switch == f"{ROLLOUT}.mode" and shared.rollout.serves != (off == "async"):  # the mode alone does not decide
@@ -156,7 +156,7 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
         if not run.reward_model.enable and any(key.startswith(_OF_AN_ENABLED_REWARD_MODEL) for key in (switch, node)):
             continue
         for key, value, _ in _changed(run, tree, node, names):
-            yield Violation(key, value, f"{switch}={as_yaml(off)}", Kind.IDLE, (switch,))
+            yield Violation(key, value, reason or f"{switch}={as_yaml(off)}", Kind.IDLE, (switch,))
 
 
 def _padded_models(run: RunConfig) -> Iterator[Idle]:
@@ -208,8 +208,9 @@ UNSUPPORTED = [
     Unsupported(
         ROLLOUT,
         ("data_parallel_size",),
-        "is not supported with hybrid_engine=true: each group of tensor_model_parallel_size workers has one engine and "
-        "its share of the batch",
+        "is not supported with hybrid_engine=true: each group of tensor_model_parallel_size workers is such a replica, "
+        "with its share of the batch. To share experts over more workers, write a larger tensor_model_parallel_size "
+        "and the same expert_parallel_size. Here",
         switch="actor_rollout_ref.hybrid_engine",
     ),
     Unsupported("actor_rollout_ref.actor", ("fsdp_config.forward_only", "megatron.forward_only"), _TRAINS),
