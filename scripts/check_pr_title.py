@@ -7,10 +7,10 @@ import re
 import sys
 
 MODULES = frozenset(
-    "algo algos bench cfg checkpoint checkpoint_engine ckpt ci compat config data deployment device doc docker docs env "
-    "examples fsdp hardware interactions megatron misc mcore model models observe perf profiler protocol ray recipe reward "
-    "rewards rollout sandbox scripts sft sglang single_controller sync tests third_party tool tools trainer "
-    "training_utils utils vision vllm worker workers".split()
+    "algo algos bench cfg checkpoint checkpoint_engine ckpt ci compat config data deployment device doc docker docs "
+    "env examples fsdp hardware interactions megatron misc mcore model models observe perf profiler protocol ray "
+    "recipe reward rewards rollout sandbox scripts sft sglang single_controller sync tests third_party tool tools "
+    "trainer training_utils utils vision vllm worker workers".split()
 )
 """What a change touches: folders of ``verl/`` and of the repository, backends, and the names established for both."""
 
