@@ -1,4 +1,4 @@
-"""No code but ``verl.utils.loading`` unpickles a file, and nothing trusts code of a repository by itself."""
+"""One module unpickles files, one opens images, and nothing trusts code of a repository by itself."""
 
 import ast
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ UNPICKLERS = {
     "pandas": {"read_pickle"},
     "jsonpickle": {"decode", "loads"},
     "multiprocessing.reduction": {"ForkingPickler", "loads"},
+    "PIL.Image": {"open"},
     "torch.jit": {"load"},
     "torch.hub": {"load", "load_state_dict_from_url"},
     "torch.package": {"PackageImporter"},
@@ -32,13 +33,16 @@ UNPICKLERS = {
     "torch.distributed.checkpoint": {"load", "load_state_dict"},
     "torch.distributed.checkpoint.state_dict_loader": {"load", "load_state_dict"},
 }
-"""Functions and classes that can run code from what they read."""
+"""Functions and classes that can run code from what they read; Pillow starts Ghostscript for PostScript."""
 
 EXCEPTIONS = {
     ("verl/utils/loading.py", "pickle._Unpickler"): "the list of classes stands there",
     ("verl/utils/loading.py", "torch.load"): "it reads by that list",
     ("scripts/bench/dispatch.py", "pickle.loads"): "it times the loading of what it has pickled itself",
     ("scripts/bench/driver_scaling.py", "pickle.loads"): "it times the loading of what it has pickled itself",
+    ("verl/utils/megatron/dist_checkpointing.py", "torch.distributed.checkpoint.load_state_dict"): "it gets a reader "
+    "that takes all parts from verl.utils.checkpoint.torch_dist",
+    ("verl/utils/vision/images.py", "PIL.Image.open"): "it says which formats may be opened",
     ("verl/utils/process_pool.py", "cloudpickle.loads"): "between a process and the processes that it starts",
 }
 """Uses that are right, and why. Ray and torch.distributed unpickle inside themselves what processes of a run send."""
@@ -148,6 +152,9 @@ def test_only_the_module_for_loading_unpickles_files() -> None:
         "import importlib\nimportlib.import_module('pickle').loads(b)",
         "def f(b):\n    import pickle\n    return pickle.loads(b)",
         "import torch\ntorch.storage._load_from_bytes(b)",
+        "from PIL import Image\nImage.open(f)",
+        "import PIL.Image\nPIL.Image.open(f)",
+        "from PIL.Image import open as read\nread(f)",
     ],
 )
 def test_what_the_check_finds(source: str) -> None:

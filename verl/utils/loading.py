@@ -94,7 +94,7 @@ class UntrustedClassError(CheckpointError):
 
 
 @contextmanager
-def _named(source: StrPath | BinaryIO) -> Iterator[None]:
+def naming(source: StrPath | BinaryIO) -> Iterator[None]:
     """Raise a CheckpointError that names the file, whatever the reading of it raises."""
     try:
         yield
@@ -130,7 +130,7 @@ def load_tensors(source: StrPath | BinaryIO, mmap: bool = False) -> State:
     level = mesh_logger.level
     mesh_logger.setLevel(logging.ERROR)  # an unpickled mesh has no process groups: only its local tensors are used
     try:
-        with _named(source):
+        with naming(source):
             state: State = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     finally:
         mesh_logger.setLevel(level)
@@ -149,7 +149,7 @@ def load_state(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
     reader = types.ModuleType("listed_pickle")
     reader.Unpickler = _unpickler_for(path, trusted_classes)  # type: ignore[attr-defined]
     copy = io.BytesIO()
-    with _named(path):
+    with naming(path):
         # A copy, since torch could find another content than the checked one in an archive made for that purpose.
         with _state_archive(path) as archive, zipfile.ZipFile(copy, "w") as checked:
             for entry in archive.infolist():
@@ -164,7 +164,7 @@ def untrusted_classes(path: StrPath, trusted_classes: Iterable[str]) -> list[str
 
     Raises: CheckpointError when the file is compressed, too large, or not a file of ``torch.save``.
     """
-    with _named(path), _state_archive(path) as archive:
+    with naming(path), _state_archive(path) as archive:
         found = set()
         for code, argument, _ in _codes(archive):
             if code.name == "GLOBAL":  # torch.save names nothing in another way
@@ -178,7 +178,7 @@ def texts_in_state(path: StrPath, name: str) -> list[str]:
 
     Raises: as ``untrusted_classes``.
     """
-    with _named(path), _state_archive(path) as archive:
+    with naming(path), _state_archive(path) as archive:
         arguments = [argument for code, argument, _ in _codes(archive) if "PUT" not in code.name]
     return [text for key, text in pairwise(arguments) if key == name and isinstance(text, str)]
 
@@ -218,7 +218,7 @@ def load_pickle(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
 
     Raises: FileNotFoundError; UntrustedClassError, CheckpointError naming the file.
     """
-    with open(path, "rb") as file, _named(path):
+    with open(path, "rb") as file, naming(path):
         return _unpickler_for(path, trusted_classes)(file).load()
 
 
@@ -227,7 +227,7 @@ def unpickle_text(content: bytes, source: str) -> str:
 
     Raises: UntrustedClassError; CheckpointError for anything but a text.
     """
-    with _named(source):
+    with naming(source):
         text = _unpickler_for(source, ())(io.BytesIO(content)).load()
         if not isinstance(text, str):
             raise TypeError(f"it holds a {type(text).__name__}, no text")

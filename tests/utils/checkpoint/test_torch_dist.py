@@ -1,7 +1,9 @@
 """Distributed checkpoints that another person made: their index and their parts run nothing."""
 
 import json
+import os
 import pickle
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.ranks import use_one_thread
 from verl.utils.checkpoint.files import CheckpointError, record_file
@@ -46,10 +51,10 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_tensors_are_read_and_objects_checked(folder: Path) -> None:
+def test_tensors_and_objects_are_read(folder: Path) -> None:
     reader = TorchDistReader(folder)
-    reader.check_objects()
     assert reader.names() == {"weight"} and reader.read("weight").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert reader.load_part(MetadataIndex("extra.scale")) == 1
 
 
 def test_a_prepared_index_runs_nothing(folder: Path, tmp_path: Path) -> None:
@@ -57,7 +62,7 @@ def test_a_prepared_index_runs_nothing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\.metadata names pathlib\.Path\.touch"):
         TorchDistReader(folder)
     (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
-    with pytest.raises(CheckpointError, match="cannot be read .it holds a dict"):
+    with pytest.raises(CheckpointError, match="cannot be read .*it holds a dict"):
         TorchDistReader(folder)
     assert not (tmp_path / "made").exists()
 
@@ -67,7 +72,7 @@ def test_a_prepared_part_runs_nothing(tmp_path: Path) -> None:
     dcp.save({"extra": Attack(tmp_path / "made")}, checkpoint_id=tmp_path / "at", no_dist=True)
     (tmp_path / "at" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     with pytest.raises(CheckpointError, match="does not hold extra where it should"):
-        TorchDistReader(tmp_path / "at").check_objects()
+        TorchDistReader(tmp_path / "at").load_part(MetadataIndex("extra"))
     assert not (tmp_path / "made").exists()
 
 
@@ -75,7 +80,6 @@ def test_a_prepared_part_runs_nothing(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda entry, place: setattr(entry, "size", torch.Size([1 << 40])), "lists weight with more bytes"),
-        (lambda entry, place: setattr(place, "relative_path", "/etc/hostname"), "hostname is missing"),
         (lambda entry, place: setattr(place, "offset", 1), "does not hold weight where it should"),
     ],
 )
@@ -86,3 +90,59 @@ def test_an_index_that_lies_is_named(folder: Path, change: Any, message: str) ->
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match=message):
         TorchDistReader(folder).read("weight")
+
+
+def change_places(folder: Path, **values: Any) -> None:
+    """Give every part of an index other places."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        vars(place).update(values)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+PATHS: list[Any] = ["sub/__0_0.distcp", "../at/__0_0.distcp", "/etc/hostname", "./__0_0.distcp", "__0_0.distcp/"]
+PATHS += ["", ".", "..", "sub//__0_0.distcp", b"__0_0.distcp", 3, None, Path("__0_0.distcp"), ["__0_0.distcp"]]
+PATHS += ["a\0b", "x" * 300]
+PLACES: list[dict[str, Any]] = [
+    *({"relative_path": path} for path in PATHS),
+    *({"transform_descriptors": value} for value in (["zstd"], ("zstd", "x"), "zstd", {"zstd": 1})),
+    *({"offset": value} for value in (-1, 1 << 62, 1.5, "0", None, True)),
+    *({"length": value} for value in (-1, 1 << 62, 0, 1, 1.5, "9", None)),
+]
+
+
+@pytest.mark.parametrize("values", PLACES, ids=str)
+def test_a_part_is_in_a_file_of_the_same_folder(folder: Path, values: dict[str, Any]) -> None:
+    change_places(folder, **values)
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+        TorchDistReader(folder).read("weight")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_generated_place_leads_out_of_the_folder(folder: Path, data: st.DataObject) -> None:
+    names = st.text(st.sampled_from("a./\\\0~ \n__0_0.distcp"), max_size=12)
+    values = st.none() | st.integers() | st.text() | st.floats() | st.lists(st.text(), max_size=2)
+    change_places(
+        folder,
+        relative_path=data.draw(names | st.builds("{}/__0_0.distcp".format, names) | values),
+        offset=data.draw(st.integers(-4, 4) | values),
+        transform_descriptors=data.draw(st.none() | values),
+    )
+    try:
+        reader = TorchDistReader(folder)
+    except CheckpointError:
+        return
+    for place in reader.index.storage_data.values():
+        assert os.path.dirname(os.path.normpath(folder / place.relative_path)) == str(folder)
+
+
+def test_a_named_pipe_is_no_part(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    change_places(folder, relative_path="pipe")
+    with pytest.raises(CheckpointError, match="is a named pipe, not a file"):
+        TorchDistReader(folder).read("weight")
+    (folder / ".metadata").unlink()
+    os.mkfifo(folder / ".metadata")
+    with pytest.raises(CheckpointError, match="is a named pipe, not a file"):
+        TorchDistReader(folder)

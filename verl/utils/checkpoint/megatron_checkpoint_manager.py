@@ -272,8 +272,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.world_size > 1:
             dist.all_gather_object(names, names[0])
         try:
-            reader = TorchDistReader(folder / TENSORS_FOLDER)  # on each rank: Megatron-Core loads without a check
-            reader.check_objects()
+            reader = TorchDistReader(folder / TENSORS_FOLDER)
         except files.CheckpointError as error:
             return [str(error)]
         if self.rank != 0:

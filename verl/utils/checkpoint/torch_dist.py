@@ -1,24 +1,21 @@
 """Reader of Megatron-Core's torch_dist folders, one tensor at a time, without ranks or Megatron-Core."""
 
-import io
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from verl.utils.checkpoint.files import TENSORS_FOLDER as TENSORS_FOLDER
 from verl.utils.checkpoint.files import CheckpointError, reading
-from verl.utils.loading import load_pickle, load_tensors
+from verl.utils.fs import readable_file
+from verl.utils.loading import load_pickle, load_tensors, naming
 
 BACKEND_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
@@ -38,25 +35,23 @@ class TorchDistReader:
         self.folder = Path(folder)
         path = self.folder / BACKEND_FILE
         with reading(path, ": the folder is not a complete distributed checkpoint"):
-            backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+            backend = json.loads(Path(readable_file(path)).read_text(encoding="utf-8"))["sharded_backend"]
         if backend != "torch_dist":
             raise CheckpointError(f"{path} says sharded_backend={backend!r}: only torch_dist is supported")
         path = self.folder / INDEX_FILE
-        try:
-            index = load_pickle(path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: the save did not finish") from None
-        if not isinstance(index, Metadata):
-            raise CheckpointError(f"{path} cannot be read (it holds a {type(index).__name__})")
-        self._entries = index.state_dict_metadata
-        self._places = index.storage_data
-        self._tensors = {
-            name: entry for name, entry in self._entries.items() if isinstance(entry, TensorStorageMetadata)
-        }
-        available = sum(file.stat().st_size for file in self.folder.iterdir())
-        for name, entry in self._tensors.items():
-            if entry.size.numel() * entry.properties.dtype.itemsize > available:
-                raise CheckpointError(f"{path} lists {name} with more bytes than the files of the folder have")
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing: the save did not finish")
+        with naming(path):
+            self.index = load_pickle(readable_file(path))
+            if not isinstance(self.index, Metadata):
+                raise TypeError(f"it holds a {type(self.index).__name__}")
+            self._places = _checked_places(path, self.index)
+            entries = self.index.state_dict_metadata.items()
+            self._tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+            available = sum(file.stat().st_size for file in self.folder.iterdir())
+            for name, entry in self._tensors.items():
+                if entry.size.numel() * entry.properties.dtype.itemsize > available:
+                    raise CheckpointError(f"{path} lists {name} with more bytes than the files of the folder have")
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -94,37 +89,52 @@ class TorchDistReader:
             )
         return whole
 
-    def check_objects(self) -> None:
-        """Read the parts that are no tensors, which Megatron-Core unpickles whatever they are.
+    def load_part(self, index: MetadataIndex) -> Any:
+        """Return what is stored at one place of the index; it can run no code. Nothing else opens files of parts.
 
-        Raises: CheckpointError naming one that could run code.
+        Raises: CheckpointError naming the file.
         """
-        for place in self._places:
-            if isinstance(self._entries.get(place.fqn), BytesStorageMetadata):
-                self._load_part(place)
-
-    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        path, tensor = self._load_part(MetadataIndex(name, chunk.offsets))
-        if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes:
-            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise CheckpointError(f"{path} holds {name} as {found}, not {tuple(chunk.sizes)}")
-        return tensor
-
-    def _load_part(self, index: MetadataIndex) -> tuple[Path, object]:
-        """Return what is stored at one place of the index, and its file."""
         place = self._places.get(index)
         if place is None:
             raise CheckpointError(f"{self.folder / INDEX_FILE} does not say where {index.fqn} is")
-        path = self.folder / Path(place.relative_path).name  # a checkpoint has no file in another folder
+        path = self.folder / place.relative_path
         try:
-            with path.open("rb") as file:
-                file.seek(place.offset)
-                content = file.read(place.length)
-            return path, load_tensors(io.BytesIO(content))
+            with open(readable_file(path), "rb") as file:
+                if place.offset + place.length > path.stat().st_size:
+                    raise CheckpointError("the file ends before it")
+                return load_tensors(_create_file_view(file, place.offset, place.length))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{path} does not hold {index.fqn} where it should ({error})") from error
+
+    def _read_chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        index = MetadataIndex(name, chunk.offsets)
+        tensor = self.load_part(index)
+        if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes:
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            path = self.folder / self._places[index].relative_path
+            raise CheckpointError(f"{path} holds {name} as {found}, not {tuple(chunk.sizes)}")
+        return tensor
+
+
+def _checked_places(path: Path, index: Metadata) -> dict[MetadataIndex, _StorageInfo]:
+    """Return where the parts of a checkpoint are: in files of its own folder, as they were saved.
+
+    Raises: CheckpointError naming the index and the part.
+    """
+    places: dict[MetadataIndex, _StorageInfo] = dict(index.storage_data)
+    for part, place in places.items():
+        file, span = place.relative_path, (place.offset, place.length)
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
+            raise CheckpointError(f"{path} places {part.fqn} in {file!r}: it must be in a file of the same folder")
+        if place.transform_descriptors:
+            raise CheckpointError(f"{path} gives {part.fqn} transforms {place.transform_descriptors!r}: must be none")
+        if not all(isinstance(value, int) and value >= 0 for value in span):
+            raise CheckpointError(
+                f"{path} places {part.fqn} at {span!r}: offset and length must be integers of 0 or more"
+            )
+    return places
 
 
 def holds_value_head(reader: TorchDistReader) -> bool:

@@ -1,17 +1,31 @@
 """Distributed checkpoints in Megatron-Core's torch_dist format, which any parallel layout can read."""
 
+import io
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    load_state_dict,
+)
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.futures import Future
 
 from verl.utils.checkpoint.files import CheckpointError
-from verl.utils.checkpoint.torch_dist import VOCABULARY
+from verl.utils.checkpoint.torch_dist import VOCABULARY, TorchDistReader
+from verl.utils.loading import load_tensors
 from verl.utils.megatron import cpu_support
 
 cpu_support.install()
@@ -21,10 +35,16 @@ from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
 
@@ -133,13 +153,72 @@ def save_dist_checkpointing(
     return PendingSave(request, then)
 
 
+class _CheckedParts(FileSystemReader):
+    """What ``TorchDistReader`` has opened and checked. The reader of torch would unpickle the files itself."""
+
+    def __init__(self, checked: TorchDistReader) -> None:
+        super().__init__(checked.folder)
+        self.checked = checked
+
+    def read_metadata(self) -> Metadata:
+        return self.checked.index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the items of a plan."""
+        for item in plan.items:
+            part = self.checked.load_part(item.storage_index)
+            if item.type == LoadItemType.BYTE_IO:
+                stored = io.BytesIO()  # the planner unpickles it
+                torch.save(part, stored)
+                stored.seek(0)
+                planner.load_bytes(item, stored)
+            else:
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(narrow_tensor_by_index(part, item.storage_offsets, item.lengths))
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class _LoadParts(TorchDistLoadShardedStrategy):
+    """Load the parts of a checked folder. Megatron-Core's own strategy opens the files by the reader of torch."""
+
+    def __init__(self, checked: TorchDistReader) -> None:
+        super().__init__()
+        self.checked = checked
+
+    def load(self, sharded_state_dict: State, checkpoint_dir: str | Path) -> State:
+        """Return the state with its parts; collective."""
+        tensors = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
+        grouped, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state = mcore_to_pyt_state_dict(grouped, True)
+        planner = MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
+        )
+        load_state_dict(state, _CheckedParts(self.checked), planner=planner)
+        plain = {name: _unwrap_pyt_sharded_tensor(part) for name, part in state.items()}
+        loaded: State = _replace_sharded_keys_with_state_dict_keys(plain, flat, renamed)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
+class _LoadCommon(TorchCommonLoadStrategy):
+    """Load what all ranks share, as tensors and plain values."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> State:
+        return load_tensors(Path(checkpoint_dir) / COMMON_STATE_FNAME)
+
+
 def load_dist_checkpointing(sharded_state_dict: State, ckpt_dir: str | Path) -> State:
     """Read the parts that ``sharded_state_dict`` describes from a folder; collective.
 
-    Raises: CheckpointError naming tensors that are missing or have another shape.
+    Raises: CheckpointError naming tensors that are missing or have another shape, and files that could run code.
     """
+    strategies = _LoadParts(TorchDistReader(ckpt_dir)), _LoadCommon()
     try:
-        state: State = dist_checkpointing.load(sharded_state_dict, str(ckpt_dir))
+        state: State = dist_checkpointing.load(sharded_state_dict, str(ckpt_dir), *strategies)
     except CheckpointException as error:  # a BaseException of torch, with one failure per rank
         reasons = {str(reason[0]) for reason in error.failures.values()}
         hint = "it belongs to another model: " if any("shape mismatch" in reason for reason in reasons) else ""

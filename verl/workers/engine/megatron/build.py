@@ -365,7 +365,6 @@ class ModelBuilder:
         state = sharded_weights(chunks)
         try:
             reader = TorchDistReader(folder)
-            reader.check_objects()
             if self.is_value_model and self.makes_head and not holds_value_head(reader):
                 for part in state.values():
                     for key in [key for key in part if key.startswith("output_layer.")]:
