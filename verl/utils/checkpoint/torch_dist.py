@@ -102,7 +102,8 @@ class TorchDistReader:
             with open(readable_file(path), "rb") as file:
                 if place.offset + place.length > path.stat().st_size:
                     raise CheckpointError("the file ends before it")
-                return load_tensors(_create_file_view(file, place.offset, place.length))
+                part: Any = _create_file_view(file, place.offset, place.length)
+                return load_tensors(part)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
         except (CheckpointError, OSError) as error:
