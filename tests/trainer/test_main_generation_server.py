@@ -1,16 +1,24 @@
 """``main_generation_server`` with a real server: greedy responses are those of transformers."""
 
+import os
 import re
+import signal
+import time
+from contextlib import suppress
 
 import pyarrow.parquet as pq
 import pytest
+import ray
 from hydra import compose, initialize_config_dir
 
 from tests.experimental.agent_loop.token_server import TokenServer
 from tests.trainer.test_main_generation import QUESTIONS, folder, handlers, reference, vision_folder
-from verl.trainer import main_generation_server
+from tests.workers.rollout.test_standalone import Mortal
+from verl.trainer import generation_server, main_generation_server
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.run.owner import Ownership
+from verl.workers.rollout import standalone
+from verl.workers.rollout.server import ServerError
 
 __all__ = ["folder", "handlers", "vision_folder"]  # fixtures
 
@@ -42,6 +50,42 @@ def test_greedy_responses_are_those_of_transformers(ray_cluster, folder, tmp_pat
     table = pq.read_table(output)
     assert table["responses"].to_pylist() == reference(folder)
     assert table["number"].to_pylist() == list(range(len(QUESTIONS)))
+
+
+def test_a_server_whose_engine_has_died_starts_again(ray_cluster, folder, tmp_path, monkeypatch, caplog):
+    def mortal_class_of(config):
+        return type("Mortals", (standalone.replica_class_of(config),), {"server_class": Mortal})
+
+    monkeypatch.setattr(generation_server, "replica_class_of", mortal_class_of)
+    with Ownership() as owner:
+        generation = main_generation_server.prepare(build(folder, tmp_path / "x.parquet"), owner)
+    with generation._workers() as (server,):
+        pid = found = ray.get(server.ready.remote())["pid"]
+        ray.get(server.lose_engine.remote())
+        while found == pid:
+            time.sleep(0.1)
+            with suppress(ServerError, ray.exceptions.RayActorError):  # it is about to end, or starts
+                found = ray.get(server.ready.remote())["pid"]
+    assert "rollout server vllm_server_0_0 starts again: " in caplog.text
+    assert "the engine has died" in caplog.text
+
+
+@pytest.mark.full
+def test_the_only_engine_that_dies_is_replaced_and_no_response_changes(ray_cluster, folder, tmp_path, monkeypatch):
+    generate = generation_server.ServerGeneration._generate
+    killed = []
+
+    def killing(self, servers, rows):
+        if not killed:
+            killed.append(ray.get(servers[0].ready.remote())["engine_pids"][-1])
+            os.kill(killed[0], signal.SIGKILL)
+        return generate(self, servers, rows)
+
+    monkeypatch.setattr(generation_server.ServerGeneration, "_generate", killing)
+    output = tmp_path / "x.parquet"
+    greedy = ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.server.max_start_wait_time=100000")
+    main_generation_server.run_generation_server(build(folder, output, *greedy))
+    assert killed and pq.read_table(output)["responses"].to_pylist() == reference(folder)
 
 
 def test_requests_reach_the_servers_as_they_are_meant(folder, tmp_path, caplog):

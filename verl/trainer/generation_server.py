@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -19,8 +20,7 @@ from verl.utils.dataset.vision_utils import Media
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import sampling_of
-from verl.workers.rollout.replica import RolloutReplica
-from verl.workers.rollout.standalone import replica_class_of
+from verl.workers.rollout.standalone import StandaloneServers, replica_class_of
 
 _DAY_S = 86_400.0
 
@@ -30,25 +30,21 @@ class ServerGeneration(Generation):
 
     @contextmanager
     def _workers(self) -> Iterator[Any]:
-        """Start the servers and yield their handles; in the end, release their resources in the cluster."""
+        """Start the servers and yield their handles; replace those whose engines die, and release all in the end."""
         role, trainer = self.config.worker.actor_rollout_ref, self.config.trainer
         config: RolloutConfig = omega_conf_to_dataclass(role.rollout)
-        replica_class = replica_class_of(config)
-        count = trainer.nnodes * trainer.n_gpus_per_node // config.workers_per_engine
-        replicas: list[RolloutReplica] = []
+        config = replace(config, nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
+        servers = StandaloneServers(
+            replica_class_of(config), config, role.model, trainer.device, waits_for_weights=False
+        )
         try:
             with phase("init_model"):
-                for rank in range(count):
-                    replica = replica_class(rank, config, role.model, trainer.n_gpus_per_node)
-                    replica.device_name = trainer.device
-                    replicas.append(replica)
-                    replica.init_standalone()
-                for replica in replicas:
+                for replica in servers.replicas:
                     replica.wait_until_ready()
-            yield [replica.server_handle for replica in replicas]
+            with servers.watched(None):
+                yield list(servers.handles.values())
         finally:
-            for replica in replicas:
-                replica.shutdown()
+            servers.shutdown()
 
     def _generate(self, workers: Any, rows: Sequence[int]) -> list[list[str]]:
         """Return the responses of each row; ``workers`` are handles of servers."""

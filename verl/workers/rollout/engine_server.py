@@ -156,6 +156,7 @@ class EngineServer(ABC):
         self._error: ServerError | None = None
         self._is_dead = asyncio.Event()
         self._asked = 0
+        self._beginning = asyncio.Lock()
         self._heart: asyncio.Task[None] | None = None
         self._step: int | None = None
         self._is_reborn = False
@@ -181,16 +182,11 @@ class EngineServer(ABC):
     # ---- life and death
 
     async def ready(self) -> dict[str, Any]:
-        """Return where the server runs, and the size of its engine; the first call starts the heartbeat."""
+        """Return where the server runs, and the size of its engine."""
         import ray
 
         self._check_alive()
-        if self._heart is None:
-            await self._ask(self._engine.set_version(self._version), "a version of the weights")
-            if self._is_paused:
-                await self._ask(self._engine.pause(), "a pause")
-            self._begin_heartbeat()
-            self._is_reborn = ray.get_runtime_context().was_current_actor_reconstructed
+        await self._begin()
         context = ray.get_runtime_context()
         return {
             "node": context.get_node_id(),
@@ -200,9 +196,20 @@ class EngineServer(ABC):
             "engine_workers": self._engine.workers,
         }
 
-    def _begin_heartbeat(self) -> None:
-        if self._heart is None:
-            self._heart = asyncio.get_running_loop().create_task(self._beat())
+    async def _begin(self) -> None:
+        """Tell the engine the version of its weights, and start the heartbeat, once.
+
+        A server that Ray has started again may get a request first.
+        """
+        import ray
+
+        async with self._beginning:
+            if self._heart is None:
+                await self._ask(self._engine.set_version(self._version), "a version of the weights")
+                if self._is_paused:
+                    await self._ask(self._engine.pause(), "a pause")
+                self._heart = asyncio.get_running_loop().create_task(self._beat())
+                self._is_reborn = ray.get_runtime_context().was_current_actor_reconstructed
 
     async def _beat(self) -> None:
         watch = asyncio.create_task(self._watch())  # an engine may also die while it is asked
@@ -288,6 +295,8 @@ class EngineServer(ABC):
             ServerError if the engine is gone.
         """
         self._check_alive()
+        if self._heart is None and not self._is_hybrid:
+            await self._begin()
         request = self._form.request(prompt_ids, request_id, image_data, multi_modal_data)
         if not self._is_paused:  # else the request waits, if need be for weights
             self._check_usable()

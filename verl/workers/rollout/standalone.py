@@ -67,7 +67,8 @@ class StandaloneServers:
     A server that has died, or whose engine has, is started again and gets the current weights, before a generation
     (``sync``) and during one (``watched``). Its handle stays the same.
 
-    Args: ``device_name`` is the kind of their devices.
+    Args: ``device_name`` is the kind of their devices. Without ``waits_for_weights`` the servers read those of the
+        model's files, and serve at once.
     Attributes: ``replaced`` names the servers that were started again, in order.
     """
 
@@ -77,9 +78,10 @@ class StandaloneServers:
         config: "RolloutConfig",
         model_config: "HFModelConfig | Any",
         device_name: str,
+        waits_for_weights: bool = True,
     ) -> None:
         per_node = config.n_gpus_per_node
-        count = config.nnodes * (per_node // config.workers_per_engine)
+        count = config.nnodes * per_node // config.workers_per_engine
         self.replicas = [replica_class(rank, config, model_config, per_node) for rank in range(count)]
         self.replaced: list[str] = []
         self._pids: dict[str, int] = {}
@@ -87,7 +89,7 @@ class StandaloneServers:
         self._lock = threading.Lock()
         for replica in self.replicas:
             replica.device_name = device_name
-            replica.init_standalone(waits_for_weights=True)
+            replica.init_standalone(waits_for_weights)
 
     @property
     def handles(self) -> dict[str, Actor]:
@@ -111,8 +113,8 @@ class StandaloneServers:
             raise ServerError(f"rollout servers were lost in {_ATTEMPTS} updates of their weights, at last: {lost}")
 
     @contextmanager
-    def watched(self, send: Send, keeps_weights: bool = False) -> Iterator[None]:
-        """Replace servers that die meanwhile, and give them the current weights.
+    def watched(self, send: Send | None, keeps_weights: bool = False) -> Iterator[None]:
+        """Replace servers that die meanwhile, and give them the current weights if there is a trainer to ``send`` them.
 
         With ``keeps_weights`` the servers have older weights that a batch goes on with: none gets others while one of
         them lives.
@@ -128,6 +130,11 @@ class StandaloneServers:
             raise
         finally:
             watch.stop()
+
+    def shutdown(self) -> None:
+        """End all servers, and give their devices back."""
+        for replica in self.replicas:
+            replica.shutdown()
 
     def look_after(self, send: Send | None, keeps_weights: bool, stop: threading.Event) -> None:
         """Look for dead servers once, and replace them unless nobody needs them any more.
@@ -153,12 +160,12 @@ class StandaloneServers:
             return list(pool.map(look, self.replicas))
 
     def _is_well(self, replica: RolloutReplica) -> bool:
-        """Whether a server lives and has weights; one that Ray has started again has none."""
+        """Whether a server lives and has weights; one that waits for them and that Ray has started again has none."""
         try:
             health = ray.get(replica.server_handle.health.remote(self._deadline_s), timeout=2 * self._deadline_s)
         except Exception:  # servers of users may raise anything; one that cannot tell its health is not used
             return False
-        return bool(health["version"] != NO_WEIGHTS)
+        return not replica.waits_for_weights or bool(health["version"] != NO_WEIGHTS)
 
     def _restart_if_dead(self, replica: RolloutReplica) -> None:
         """Start a server again whose engine has ended, without waiting for it; Ray starts one whose process has."""
@@ -207,8 +214,7 @@ class ServerWatch:
                 self._servers.look_after(self._send, self._keeps_weights, self._stop)
         except Exception as error:  # the other thread raises it
             self.failures.append(error)
-            for replica in self._servers.replicas:
-                replica.shutdown()
+            self._servers.shutdown()
 
     def stop(self) -> None:
         """End the watch, and wait until it has ended."""

@@ -17,6 +17,7 @@ from verl.utils.vllm import import_vllm
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, PACKED_VARIABLE, WEIGHT_BACKEND
 from verl.workers.rollout.vllm_rollout.media import use_training_positions
+from verl.workers.rollout.vllm_rollout.sockets import in_folder
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
 from verl.workers.rollout.weight_channel import Layout, Rendezvous, WeightGroup, read_shared
 
@@ -152,6 +153,15 @@ class WorkerExtension:
 
     weight_transfer_engine: WeightReceiver
     _weight_update_active: bool
+
+    @property
+    def distributed_init_method(self) -> str:
+        """The address at which the workers of the engine meet; vLLM sets it."""
+        return self._address
+
+    @distributed_init_method.setter
+    def distributed_init_method(self, address: str) -> None:
+        self._address = in_folder(address)
 
     def verl_abort_update(self) -> None:
         """End an update that failed; the next one may start."""
