@@ -112,8 +112,11 @@ VALUES: dict[str, dict[str, list[str]]] = {
 }
 """Values that have a decision of their own."""
 
-DONE = "reward.num_workers bypass_mode steps action full_determinism .trace. max_samples chunk_size".split()
-COMING = [key for key in KEYS["built"] if not any(word in key for word in DONE)] + ["data.function_tool_path"]
+DONE = [
+    *("reward.num_workers", "bypass_mode", "steps", "action", "full_determinism", ".trace.", "max_samples"),
+    *("chunk_size", "function_tool_path", "image_patch_size", "ignore_input_ids"),
+]
+COMING = [key for key in KEYS["built"] if not any(word in key for word in DONE)]
 for _key in COMING:
     KEYS["built" if _key in KEYS["built"] else "alias"].remove(_key)
     KEYS["feature"].append(_key)

@@ -105,6 +105,18 @@ def test_templates(tokenizer, parquet, caplog, template, row, expected):
         assert tokenizer.decode(item["input_ids"][:4]) == "<|user|>sq<|end|>"
 
 
+@pytest.mark.parametrize("ignores", [None, True, False])
+def test_turns_that_render_otherwise_in_the_whole(tokenizer, parquet, caplog, ignores):
+    path = parquet([say(("user", "q"), ("assistant", "t>>a"), ("user", "r"), ("assistant", "t>>b"))])
+    rows = build(tokenizer, path, FORGETFUL, ignore_input_ids_mismatch=ignores)
+    if ignores is False:
+        with pytest.raises(DataError, match=r"row 0.*write data\.ignore_input_ids_mismatch=true"):
+            _ = rows[0]
+        return
+    assert learnt(tokenizer, rows[0]) == ["t>>a<|end|>", "t>>b<|end|>"]
+    assert ("the single turns are used" in caplog.text) == (ignores is None)
+
+
 def test_the_last_turn_has_the_end_that_a_rollout_has(tokenizer, parquet, caplog):
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
     talk = say(("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b"))

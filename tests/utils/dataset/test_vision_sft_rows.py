@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
 from tests.utils.dataset.test_vision_rows import clip, encoded, picture
@@ -164,3 +165,11 @@ def test_data_sets_of_text_refuse_images(processors: Any, parquet: Any) -> None:
         RMDataset(path, tokenizer)
     with pytest.raises(DataError, match=r"row 1, column 'images' .* the model has no processor"):
         SFTDataset(path, tokenizer, {})
+
+
+def test_images_are_cut_to_the_patches_that_the_configuration_names(processors: Any) -> None:
+    processor = processors[next(iter(VL_KINDS))]
+    row = {"images": [{"image": Image.new("RGB", (130, 70)), "resized_height": 70, "resized_width": 130}]}
+    encoders = [MediaEncoder(processor, DataConfig(image_patch_size=side)) for side in (None, 20)]
+    sizes = [encoder.take(dict(row)).images[0].size for encoder in encoders]
+    assert sizes[0] != sizes[1] == (120, 80)  # multiples of two patches

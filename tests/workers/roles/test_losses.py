@@ -341,3 +341,18 @@ def test_rows_without_shares_are_counted_as_before() -> None:
         found = run(ppo_loss, config, SPLITS[2], [*names, SHARE_COLUMN], ["log_probs"], numbers() | shares)
         assert found["loss"] == plain["loss"]
         assert torch.equal(found["gradients"]["log_probs"], plain["gradients"]["log_probs"])
+
+
+def test_log_probs_of_the_rollout_bring_the_metrics_of_the_pass_that_no_longer_runs() -> None:
+    data = numbers()
+    part = DataProto.from_dict(
+        tensors={
+            "response_mask": data["response_mask"],
+            "old_log_probs": data["log_probs"].clone(),
+            "rollout_log_probs": data["log_probs"].clone(),
+            "advantages": torch.ones(ROWS, WIDTH),
+        }
+    )
+    output = {"log_probs": data["log_probs"], "entropy": torch.ones(ROWS, WIDTH)}
+    found = [set(ppo_loss(actor(use_rollout_log_probs=bypass), output, part)[1]) for bypass in (False, True)]
+    assert "actor/entropy" not in found[0] and "actor/entropy" in found[1] and found[0] < found[1]

@@ -24,7 +24,7 @@ from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, ToolCall, Traj
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.calls import CallResult, ToolMethodError, ToolOutcome, answer_of, execute_call, unknown_tool
 from verl.tools.schemas import ToolResponse
-from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.tools.utils.tool_registry import tools_of
 from verl.utils.chat import ChatFormat, ControlTexts, Difference, Restarted, uncut, whole_differences
 from verl.utils.dataset.vision_utils import MediaError
 from verl.workers.rollout.schemas import Message as SchemaMessage
@@ -96,7 +96,7 @@ class Parts:
         Raises: WrongInput naming the file or the template's fault.
         """
         node = config.actor_rollout_ref.rollout.multi_turn
-        made = initialize_tools_from_config(node.tool_config_path) if node.tool_config_path else []
+        made = tools_of(node)
         tools = {tool.name: tool for tool in made}
         schemas = [tool.get_openai_tool_schema().model_dump(exclude_none=True) for tool in made]
         options = dict(config.data.get("apply_chat_template_kwargs") or {})

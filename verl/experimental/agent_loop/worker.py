@@ -169,7 +169,7 @@ class AgentLoopWorkerBase:
     def _warn_of_idle_files(self, names: Sequence[str]) -> None:
         """Warn once if files of tools or users are named, and all rows go to the loop that asks once."""
         turns = self.rollout_config.multi_turn
-        idle = [key for key in ("tool_config_path", "interaction_config_path") if turns[key]]
+        idle = [key for key in ("tool_config_path", "function_tool_path", "interaction_config_path") if turns[key]]
         if idle and set(names) == {ONE_TURN} and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from verl.base_config import WrongInput
 from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import function_tools
 from verl.tools.mcp_base_tool import MCPBaseTool, McpToolConfig
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.tools.utils.mcp_client import McpError, McpServer, read_servers, require_mcp
@@ -40,6 +41,20 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
             places[tool.name] = item.where
         tools += made
     return tools
+
+
+def tools_of(turns: Mapping[str, Any]) -> list[BaseTool]:
+    """Make the tools that ``rollout.multi_turn`` names: those of a file of tools, and of a file of functions.
+
+    Raises: WrongInput naming the file, and a name that both have.
+    """
+    path, functions = turns.get("tool_config_path"), turns.get("function_tool_path")
+    listed = initialize_tools_from_config(path) if path else []
+    plain = function_tools(functions) if functions else []
+    twice = sorted({tool.name for tool in listed} & {tool.name for tool in plain})
+    if twice:
+        raise WrongInput(f"{functions}: {', '.join(twice)}: {path} has a tool of that name: rename one of them")
+    return [*listed, *plain]
 
 
 def read_tools_file(path: str) -> list[ClassItem]:

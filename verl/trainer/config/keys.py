@@ -46,6 +46,7 @@ OPTIONAL = (
     *(f"actor_rollout_ref.{role}.entropy_from_logits_chunk_size" for role in ("actor", "ref")),
     *(f"{node}.full_determinism" for node in _FSDP_ENGINES),
     "actor_rollout_ref.rollout.limit_images",
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path",
     "actor_rollout_ref.rollout.skip_action",
     "actor_rollout_ref.rollout.skip_steps",
     "actor_rollout_ref.rollout.trace.experiment_name",
@@ -56,6 +57,7 @@ OPTIONAL = (
     "data.cache_dir",
     "data.gen_batch_size",
     "data.image_key",
+    "data.image_patch_size",
     "data.need_tools_kwargs",
     "data.train_max_samples",
     "data.val_max_samples",
@@ -69,8 +71,10 @@ OPTIONAL = (
 """Keys that code reads and no YAML file holds; with or without a leading +. Their dataclasses say what they mean."""
 
 _MEDIA = tuple(f"data.media.{each.name}" for each in fields(MediaConfig))
-_LIMITS = ("data.train_max_samples", "data.val_max_samples")
-_OPTIONAL_IN_SFT = ("data.image_key", "data.video_key", "data.media", *_MEDIA, *_LIMITS, "engine.full_determinism")
+_ROWS = tuple(
+    f"data.{name}" for name in ("train_max_samples", "val_max_samples", "image_patch_size", "ignore_input_ids_mismatch")
+)
+_OPTIONAL_IN_SFT = ("data.image_key", "data.video_key", "data.media", *_MEDIA, *_ROWS, "engine.full_determinism")
 
 NO_READER = ("trainer.log_freq", "trainer.rl_logging_board_dir", "trainer.tensorboard_dir")
 """Keys of published commands that nothing reads: accepted with a warning."""

@@ -517,7 +517,7 @@ def _data() -> Iterator[Row]:
     yield Row("data.mm_processor_kwargs", ALIAS, text, to=_processor)
     yield Row("data.audio_key", REFUSED, "there are no models that hear here", "remove it", roots=both)
     text = "supervised training goes on where parts of a chat do not render as the whole"
-    yield Row("data.ignore_input_ids_mismatch", BUILT, text, is_ours=True, roots=both)
+    yield Row("data.ignore_input_ids_mismatch", BUILT, text, is_ours=True, roots=both[1:])
 
 
 def _actor() -> Iterator[Row]:
@@ -631,9 +631,7 @@ _ALL = (
     *_older_names(),
 )
 
-_COMING = re.compile(
-    r"image_patch_size|ignore_input_ids|function_tool_path|^global_profiler\.(relocate|finish)|tool_config\.torch"
-)
+_COMING = re.compile(r"^global_profiler\.(relocate|finish)|tool_config\.torch")
 
 ROWS: tuple[Row, ...] = tuple(
     replace(row, decision=FEATURE, is_ours=False, to=None, accepts=(False,))

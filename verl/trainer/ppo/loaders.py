@@ -18,7 +18,6 @@ from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.loader import loader_processes, stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
-from verl.workers.config.engines import media_engine
 from verl.workers.config.rollout import serves
 from verl.workers.rollout.engine_settings import media_settings
 
@@ -111,7 +110,7 @@ def complete_data_node(config: DictConfig) -> None:
         if OmegaConf.select(config, "data.seed") is None:
             config.data.seed = config.trainer.seed
         config.data.limit_images = OmegaConf.select(config, f"{rollout}.limit_images")
-        engine = media_engine(OmegaConf.select(config, f"{rollout}.name"))
+        engine = "sglang" if OmegaConf.select(config, f"{rollout}.name") == "sglang" else "vllm"
         options = OmegaConf.select(config, f"{rollout}.engine_kwargs.{engine}") or {}
         config.data.limit_mm_per_prompt, config.data.mm_processor_kwargs = media_settings(engine, options)
         config.data.prompt_tools = _prompt_tools(config)
@@ -120,12 +119,13 @@ def complete_data_node(config: DictConfig) -> None:
 def _prompt_tools(config: DictConfig) -> dict[str, Any] | None:
     """Return the tools that count for the filter of long prompts, as ``DataConfig.prompt_tools``; None without any."""
     rollout = config.actor_rollout_ref.rollout
-    path = OmegaConf.select(rollout, "multi_turn.tool_config_path")
-    if not serves(rollout) or not path or not config.data.get("filter_overlong_prompts"):
+    turns = OmegaConf.select(rollout, "multi_turn") or {}
+    has_tools = turns.get("tool_config_path") or turns.get("function_tool_path")
+    if not serves(rollout) or not has_tools or not config.data.get("filter_overlong_prompts"):
         return None
-    from verl.tools.utils.tool_registry import initialize_tools_from_config
+    from verl.tools.utils.tool_registry import tools_of
 
-    tools = initialize_tools_from_config(path)
+    tools = tools_of(turns)
     schemas = [tool.get_openai_tool_schema().model_dump(exclude_none=True) for tool in tools]
     written = json.dumps(schemas).replace("$", "\\u0024")  # a configuration resolves ${...} in texts
     settings: RolloutConfig = omega_conf_to_dataclass(rollout)

@@ -100,6 +100,12 @@ class DataConfig(BaseConfig):
     tools_key: str = setting("tools", "supervised training: column of the tools")
     enable_thinking_key: str = setting("enable_thinking", "supervised training: column of the switch of thinking")
     max_length: int = setting(1024, "supervised training: tokens of the longest row", at_least=1)
+    image_patch_size: int | None = setting(
+        None, "side of a patch of the vision tower in pixels; null: that of the processor", at_least=1
+    )
+    ignore_input_ids_mismatch: bool | None = setting(
+        None, "supervised training: rows whose turns render otherwise in the whole; true: as they are, false: refused"
+    )
     pad_mode: str = setting("right", "supervised training: where rows are padded")
 
     def rules(self) -> Iterator[Violation]:

@@ -290,7 +290,7 @@ class MultiTurnSFTDataset(Dataset):
         self.truncation = files.checked_truncation(settings)
         self.apply_chat_template_kwargs = dict(settings.apply_chat_template_kwargs)
         self.tokenizer = tokenizer
-        self._warned = False
+        self._warned = settings.ignore_input_ids_mismatch is True
         self._warned_of_end = False
         self._read(files.localize(files.as_file_list(parquet_files), use_shm=settings.use_shm), max_samples)
 
@@ -367,7 +367,10 @@ class MultiTurnSFTDataset(Dataset):
     def _compare(
         self, chat: ChatFormat, encoder: TurnEncoder, messages: list[Row], ids: list[int], end: str | None, where: str
     ) -> None:
-        """Warn of the first row whose last turn has no end, and of the first that the template writes otherwise."""
+        """Warn of the first row whose last turn has no end, and of the first that the template writes otherwise.
+
+        Raises: DataError for the latter with ``data.ignore_input_ids_mismatch=false``.
+        """
         if end is None and not self._warned_of_end:
             self._warned_of_end = True
             logger.warning(
@@ -378,6 +381,12 @@ class MultiTurnSFTDataset(Dataset):
         if encoder.outputs or self._warned:
             return
         if ids != chat.encode(chat.render(plain(messages)) + (end or "")):
+            if self.settings.ignore_input_ids_mismatch is False:
+                raise DataError(
+                    f"{where}: the tokens of the single turns differ from those of the whole conversation, because the "
+                    "chat template renders earlier turns differently: write data.ignore_input_ids_mismatch=true to "
+                    "train on the single turns"
+                )
             self._warned = True
             logger.warning(
                 "%s: the tokens of the single turns differ from those of the whole conversation, because the chat "

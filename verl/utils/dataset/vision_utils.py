@@ -305,11 +305,6 @@ def check_video(video: Described, media: MediaConfig = DEFAULT_MEDIA) -> None:
         raise MediaError(f"the video {_short(source)} cannot be read: no such file")
     elif scheme not in (None, "http", "https"):
         raise MediaError(f"the video {_short(source)} cannot be read: write a path, or an address with https://")
-    elif scheme is None:
-        try:
-            _checked_path(source, media)
-        except OSError as error:
-            raise MediaError(f"the video {_short(source)} cannot be read: {error}") from error
 
 
 def _described(video: Described) -> dict[str, Any]:
@@ -449,7 +444,8 @@ class MediaEncoder:
         self.limits = settings.media
         self.kwargs = dict(settings.mm_processor_kwargs)
         self.rope = vision_rope(processor)
-        self.patch_size = getattr(getattr(processor, "image_processor", None), "patch_size", None) or 14
+        own = getattr(getattr(processor, "image_processor", None), "patch_size", None)
+        self.patch_size = settings.image_patch_size or own or 14
 
     def take(self, row: Row) -> Media:
         """Take the image and video columns out of a row and load their entries.

@@ -7,12 +7,12 @@ from verl.base_config import Violation, WrongInput, nearest
 from verl.experimental.agent_loop.registry import known_names, read_agent_loops
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.interactions.utils.interaction_registry import read_interactions_file
+from verl.tools.function_tool import function_names
 from verl.tools.utils.tool_registry import read_tools_file
 from verl.trainer.config.rules.files import python_file_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
-from verl.workers.config.engines import ENGINES, SERVED_ROLLOUTS
-from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, RolloutConfig
+from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, SERVED_ROLLOUTS, RolloutConfig
 
 _KEY = "actor_rollout_ref.rollout"
 _NEEDED = ("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "temperature")
@@ -56,8 +56,7 @@ def server_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     if shared.hybrid_engine:
         return
     hybrid = "actor_rollout_ref.hybrid_engine"
-    no_servers = ENGINES.keys() - {*SERVED_ROLLOUTS}
-    if f"{_KEY}.mode" not in broken and (not rollout.serves or rollout.name in no_servers):
+    if f"{_KEY}.mode" not in broken and (not rollout.serves or rollout.name not in SERVED_ROLLOUTS):
         expected = f"needs servers: write {_KEY}.mode=async and {_KEY}.name=vllm or sglang, or {hybrid}=true"
         yield Violation(hybrid, False, expected, others=(f"{_KEY}.mode", f"{_KEY}.name"))
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "n_gpus_per_node")
@@ -113,7 +112,11 @@ def multi_turn_rules(run: RunConfig) -> Iterator[Violation]:
         near = ", ".join(nearest(turns.format, names)) or "none"
         expected = f"is no format of tool calls: write one of {', '.join(names)} (the nearest: {near})"
         yield Violation(f"{key}.format", turns.format, expected)
-    files = {"tool_config_path": read_tools_file, "interaction_config_path": read_interactions_file}
+    files = {
+        "tool_config_path": read_tools_file,
+        "function_tool_path": function_names,
+        "interaction_config_path": read_interactions_file,
+    }
     for name, read in files.items():
         path = turns[name]
         if path:
