@@ -51,7 +51,7 @@ def train_loader(
     assert isinstance(dataset, Sized), "a training set needs a length"
     processes = loader_processes(data.dataloader_num_workers)
     if processes < data.dataloader_num_workers:
-        words = "data.dataloader_num_workers=%d: %d prepare rows, as many as there are cores"
+        words = "data.dataloader_num_workers=%d: %d processes prepare rows, as many as there are usable cores"
         logger.warning(words, data.dataloader_num_workers, processes)
     loader = stateful_loader(
         dataset,
