@@ -294,7 +294,7 @@ def field_violation(cls: type, name: str, value: Any) -> Violation:
 
 
 class FieldHelp(NamedTuple):
-    """What a person wants to know about a field: its meaning, its type with the legal values, its default."""
+    """The help for a field: its meaning, its type with the legal values, its default."""
 
     meaning: str
     type: str

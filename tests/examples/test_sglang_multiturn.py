@@ -12,7 +12,9 @@ from examples.sglang_multiturn.sums.make_task import tables
 from verl.interactions.gsm8k_interaction import WRONG
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
 from verl.tools.utils.tool_registry import initialize_tools_from_config
-from verl.trainer.config.cli import CONFIG_DIR, Command, fitted_overrides
+from verl.trainer.config.overrides import fitted_overrides
+from verl.trainer.config.unread_keys import Command
+from verl.trainer.config.written import CONFIG_DIR
 from verl.utils.import_utils import load_extern_type
 from verl.utils.reward_score import gsm8k
 

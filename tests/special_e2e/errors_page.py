@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
 
-from verl.trainer.config.cli import NOT_LOOKED_AT
+from verl.trainer.config.invocation import NOT_LOOKED_AT
 
 from .conftest import REPOSITORY, Workspace
 from .wrong_input_cases import CASES
@@ -39,8 +39,8 @@ TITLES = {
 HEAD = (
     "# Messages\n\n"
     "Messages for wrong input, of `python -m verl.trainer.main_ppo` unless the section says otherwise. Nearly all are "
-    "found before Ray is imported, in a second or two; only a start whose configuration names modules of yours "
-    "imports them, in a process of its own, which takes several seconds. Unknown keys and values of the wrong type "
+    "found before Ray is imported, within seconds; modules of yours, which a process of its own imports, take the "
+    "longest. Unknown keys and values of the wrong type "
     "end the command at once. All other problems come in one message, and `--check` finds all of both kinds. Only "
     "your code or the workers can find those marked with ◦; `error.log` in `trainer.default_local_dir` then holds the "
     "whole trace. The exit code is 2 for a wrong input, and 1 for any other failure.\n\n"

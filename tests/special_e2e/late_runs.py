@@ -14,7 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.trainer.config.cli import CONFIG_DIR, fitted_overrides, hydra_main
+from verl.trainer.config.cli import CONFIG_DIR, hydra_main
+from verl.trainer.config.overrides import fitted_overrides
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 
 CASES_VARIABLE = "LATE_RUNS"

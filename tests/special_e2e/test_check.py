@@ -1,14 +1,16 @@
 """All problems of all stages at once: by ``--check``, and by a start unless it stops at keys and types."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from verl.trainer.config.cli import NOT_LOOKED_AT
+from verl.trainer.config.invocation import NOT_LOOKED_AT
 
-from .conftest import Workspace
-from .wrong_input_stages import COMBINED, STAGES, combined
+from .conftest import REPOSITORY, Workspace
+from .launcher import REACHED_RAY
+from .wrong_input_stages import COMBINED, STAGES, combined, corrected
 from .wrong_inputs import USAGE_ERROR, Case, Launcher, Place, run_alone, verdict, words
 
 CHECK = {"--check": ""}
@@ -54,6 +56,33 @@ def test_a_start_finds_the_problems_of_all_later_stages_at_once(number: int, lau
     answer = launcher.run(combined(late), place)
     assert verdict(combined(late), answer) == ("clear", ""), answer.output
     assert NOT_LOOKED_AT not in answer.output
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_what_the_check_names_is_all_that_a_start_finds(
+    number: int, launcher: Launcher, workspace: Workspace, tmp_path: Path
+) -> None:
+    """With everything corrected as the messages say, the check passes, and the start goes on to Ray."""
+    answer = launcher.run(corrected(COMBINED[number], CHECK), Place(tmp_path / "check", workspace))
+    assert answer.code == 0 and "passed all checks" in answer.output.splitlines(), answer.output
+    answer = launcher.run(corrected(COMBINED[number]), Place(tmp_path / "start", workspace))
+    assert answer.code == REACHED_RAY, answer.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(len(COMBINED)))
+def test_a_corrected_command_trains(number: int, workspace: Workspace, tmp_path: Path) -> None:
+    """Workers and agent loops find nothing either, up to the end of the first step."""
+    place = Place(tmp_path / "run", workspace)
+    place.folder.mkdir()
+    make = corrected(COMBINED[number]).make
+    assert callable(make)
+    overrides = dict(make(place)) | {"trainer.total_training_steps": 1, "trainer.test_freq": -1}  # type: ignore[arg-type]
+    name = f"corrected_{number}"
+    folder = Path(overrides.pop("trainer.default_local_dir", workspace.folder / name))
+    env = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(place.folder)])}
+    run = workspace.train(name, overrides | {"trainer.default_local_dir": folder}, env=env)
+    assert run.returncode == 0 and (folder / "metrics.jsonl").read_text()
 
 
 def test_recipes_and_supervised_training_are_checked_too(launcher: Launcher, place: Place, tmp_path: Path) -> None:

@@ -94,6 +94,16 @@ def test_navigation_lists_every_page_once() -> None:
     assert {page for page in listed if f"]({page})" not in index} == {"index.md"}
 
 
+def test_the_page_of_the_trainer_names_each_key() -> None:
+    page = (ROOT / "docs/trainer.md").read_text()
+    keys = {}
+    for name in ("ppo_trainer", "sft_trainer_engine"):
+        tree: Any = yaml.safe_load((ROOT / f"verl/trainer/config/{name}.yaml").read_text())
+        keys[name] = tree["trainer"].keys() - {"_target_"}
+    assert keys["ppo_trainer"] | keys["sft_trainer_engine"] <= set(re.findall(r"`(\w+)`", page))
+    assert set(re.findall(r"`(\w+)` ◦", page)) == keys["ppo_trainer"] & keys["sft_trainer_engine"]
+
+
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     """Links, anchors and the names whose docstrings the API pages show; the warnings of mkdocs are errors."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")

@@ -19,15 +19,15 @@ from recipe.entropy.main_entropy import EntropyTaskRunner
 from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner
 from tests.special_sanity.test_docs import PAGES
 from verl.base_config import ConfigError
-from verl.trainer.config.cli import make_names_absolute
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.generation_server import parse_generation_server
 from verl.trainer.config.keys import OPTIONAL, dotted_keys, is_free
 from verl.trainer.config.other_versions import ROWS
+from verl.trainer.config.overrides import make_names_absolute
 from verl.trainer.config.rules import profiler
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.sft import parse_sft_config
-from verl.trainer.config.validation import checked_config
+from verl.trainer.config.validation import examined_config
 from verl.trainer.ppo.utils import need_critic
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +192,9 @@ def assert_starts(script: Path, config: DictConfig, module: str) -> None:
 def check(config: DictConfig, module: str) -> None:
     """Check a configuration as a start of the module does."""
     nodes, rules = RECIPE_NODES[module], RECIPE_RULES.get(module)
-    checked_config(config, RunConfig.parse(config).needs_reference, need_critic(config), nodes, recipe_rules=rules)
+    examined_config(
+        config, RunConfig.parse(config).needs_reference, need_critic(config), nodes, recipe_rules=rules
+    ).checked()
 
 
 def use_files_of_the_test(config: DictConfig, folder: Path) -> None:

@@ -162,6 +162,20 @@ def test_an_agent_loop(logprobs: bool) -> None:
     assert [asked[2]["max_tokens"] for asked in server.asked] == [96, 96 - 3 - 15]
 
 
+def test_an_estimator_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from verl.algos import advantage
+
+    monkeypatch.setattr(advantage, "ADV_ESTIMATOR_REGISTRY", dict(advantage.ADV_ESTIMATOR_REGISTRY))
+    estimate = run(code_of("algorithms.md", "def half_grpo"))["half_grpo"]
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 5.0]])
+    advantages, returns = estimate(
+        rewards, torch.tensor([[1, 1], [1, 0], [1, 1]]), np.array(["a", "a", "b"], dtype=object)
+    )
+    assert advantages.tolist() == returns.tolist() == [[0.0, 0.0], [2.0, 0.0], [2.5, 2.5]]
+
+
 def test_a_parser_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
 

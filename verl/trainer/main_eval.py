@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -67,15 +67,16 @@ def run_eval(config: DictConfig) -> None:
     from verl.trainer.run.refusal import checked, end_of_checks
     from verl.utils.observe.console import get_console
 
-    path, rows, scorer = checked(lambda: prepare(config))
-    end_of_checks()
     tree: Any = OmegaConf.to_container(config.ray_kwargs, resolve=True)
+    cluster, wrong_cluster = parse_node(tree, RayConfig, "ray_kwargs")
+    path, rows, scorer = checked(lambda: prepare(config, wrong_cluster))
+    end_of_checks()
 
     def score() -> None:
         scores = score_on_ray(path, rows, scorer, config.scoring.timeout_s)
         get_console().info(json.dumps(summarise(rows, scores, partial(failure_score, config, scorer))))
 
-    run_offline(parse_node(tree, RayConfig)[0], "cpu", score)
+    run_offline(cluster, "cpu", score)
 
 
 def failure_score(config: DictConfig, scorer: Scorer, data_source: str) -> float | None:
@@ -85,15 +86,19 @@ def failure_score(config: DictConfig, scorer: Scorer, data_source: str) -> float
     return stated_failure_score(ScoringLimits(failure_score=config.scoring.failure_score), scorer, data_source)
 
 
-def prepare(config: DictConfig) -> tuple[str, list[Row], Scorer]:
-    """Return the path of the file, its rows and the scorer, after all checks.
+def prepare(config: DictConfig, wrong: Iterable[Violation] = ()) -> tuple[str, list[Row], Scorer]:
+    """Return the path of the file, its rows and the scorer, after all checks; ``wrong`` are those of other nodes.
 
     Raises: ValueError naming the key, or file, row and column.
     """
     from verl.utils.reward_score import data_source_problem, default_compute_score
     from verl.workers.rewards.loading import get_custom_reward_fn
 
-    violations = [*data_file_rules("data.path", config.data.path, required=True), *_scoring_rules(config.scoring)]
+    violations = [
+        *wrong,
+        *data_file_rules("data.path", config.data.path, required=True),
+        *_scoring_rules(config.scoring),
+    ]
     if violations:
         raise ConfigError(violations)
     check_remote({"data.path": [config.data.path]})

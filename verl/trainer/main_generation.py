@@ -37,6 +37,7 @@ def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
 
     parsed = GenerationConfig.parse(config)
     from verl.trainer.run.inputs import check_machine, check_model, check_remote, check_written_columns
+    from verl.trainer.run.user_code import check_engine
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
@@ -46,6 +47,7 @@ def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
     check_model("model.path", parsed.model.path)
     columns = {f"data.{kind}_key": (name, f"{kind}s") for kind, name in parsed.media_settings().media_columns().items()}
     check_written_columns(columns, [parsed.data.path])
+    check_engine(parsed.rollout.demand(trainer.device, "rollout"), parsed.rollout.name, parsed.cluster)
     output = Path(parsed.data.output_path).expanduser()
     owner.take("data.output_path", parsed.data.output_path, output.with_name(f".{output.name}.owner"))
     from verl.trainer.generation import Generation

@@ -39,6 +39,7 @@ def prepare(config: DictConfig, owner: "Ownership") -> "ServerGeneration":
 
     parsed = parse_generation_server(config)
     from verl.trainer.run.inputs import check_machine, check_model, check_remote, check_written_columns
+    from verl.trainer.run.user_code import check_engine
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
@@ -49,6 +50,8 @@ def prepare(config: DictConfig, owner: "Ownership") -> "ServerGeneration":
     check_model("actor_rollout_ref.model.path", parsed.model.path)
     columns = {f"data.{kind}_key": (name, f"{kind}s") for kind, name in parsed.media_settings().media_columns().items()}
     check_written_columns(columns, [parsed.data.path])
+    demand = parsed.rollout.demand(trainer.device)._replace(mode="async")
+    check_engine(demand, parsed.rollout.name, parsed.cluster)
     output = Path(parsed.data.output_path).expanduser()
     owner.take("data.output_path", parsed.data.output_path, output.with_name(f".{output.name}.owner"))
     from verl.trainer.generation_server import ServerGeneration

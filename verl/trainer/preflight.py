@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation, as_yaml, config_error
-from verl.trainer.config.cli import noted, only_checks, tell_unread_keys
+from verl.trainer.config.invocation import noted, only_checks
 from verl.trainer.config.keys import is_under
 from verl.trainer.config.run_config import RunConfig, TrainerConfig
+from verl.trainer.config.unread_keys import tell_unread_keys
 from verl.trainer.config.validation import examined_config
 from verl.trainer.config.written import is_written
 from verl.trainer.run.environment import check_environment

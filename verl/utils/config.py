@@ -25,6 +25,6 @@ def validate_config(
 
     Raises: ConfigError listing everything that is wrong.
     """
-    from verl.trainer.config.validation import checked_config
+    from verl.trainer.config.validation import examined_config
 
-    checked_config(config, use_reference_policy, use_critic, recipe_nodes, of_fork=True)
+    examined_config(config, use_reference_policy, use_critic, recipe_nodes, of_fork=True).checked()

@@ -1,4 +1,4 @@
-"""The names of an engine's arguments, read without importing the engine, which takes seconds."""
+"""The names of the arguments of engines and of Ray, read without importing them, which takes seconds."""
 
 import ast
 import importlib.util
@@ -50,6 +50,15 @@ def vllm_arguments() -> frozenset[str]:
         methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
         names |= {each.arg for method in methods if node.name == "LLM" for each in _parameters(method) if names}
     return frozenset(names)
+
+
+@cache
+def ray_arguments() -> frozenset[str]:
+    """Return the names of the arguments of ``ray.init``."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in _sources("ray", "_private/worker.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    init = [node for node in functions if node.name == "init"]
+    return frozenset(each.arg for node in init for each in (*node.args.args, *node.args.kwonlyargs))
 
 
 def _sources(package: str, pattern: str) -> list[Path]:

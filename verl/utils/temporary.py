@@ -12,7 +12,12 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-RUN, FORK, SANDBOX, SGLANG, VLLM = _KINDS = ("run", "fork", "sandbox", "sglang", "vllm")
+RUN = "run"
+FORK = "fork"
+SANDBOX = "sandbox"
+SGLANG = "sglang"
+VLLM = "vllm"
+_KINDS = (RUN, FORK, SANDBOX, SGLANG, VLLM)
 _LOCK_NAME = "lock"
 _SHARED_MEMORY_NAME = "shared_memory"
 _SHARED_MEMORY = Path("/dev/shm")

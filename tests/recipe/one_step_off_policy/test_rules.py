@@ -8,8 +8,8 @@ from hydra import compose, initialize_config_dir
 
 from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner, refuse_two_numbers
 from verl.base_config import ConfigError
-from verl.trainer.config.cli import prepare_arguments
-from verl.trainer.config.validation import checked_config
+from verl.trainer.config.overrides import prepare_arguments
+from verl.trainer.config.validation import examined_config
 
 ROOT = Path(__file__).parents[3]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -33,7 +33,7 @@ def composed(name: str = NAMES[0], folder: str = "recipe/one_step_off_policy/con
 
 def check(config: Any) -> Any:
     nodes, rules = OneStepOffTaskRunner.recipe_nodes, OneStepOffTaskRunner.recipe_rules
-    return checked_config(config, recipe_nodes=nodes, recipe_rules=rules)
+    return examined_config(config, recipe_nodes=nodes, recipe_rules=rules).checked()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from verl.trainer.config.cli import make_names_absolute
+from verl.trainer.config.overrides import make_names_absolute
 
 CONFIG_DIR = str(Path(__file__).resolve().parents[3] / "verl" / "trainer" / "config")
 

@@ -12,17 +12,12 @@ from hydra.errors import HydraException
 
 from verl.base_config import ConfigError, Violation, nearest
 from verl.trainer import main_ppo
-from verl.trainer.config import cli
-from verl.trainer.config.cli import (
-    CONFIG_DIR,
-    MOST_PROBLEMS,
-    NOT_LOOKED_AT,
-    fitted_overrides,
-    help_text,
-    prepare_arguments,
-    problems_shown,
-    unreadable,
-)
+from verl.trainer.config import invocation, problems
+from verl.trainer.config.cli import CONFIG_DIR, unreadable
+from verl.trainer.config.help_text import help_text
+from verl.trainer.config.invocation import NOT_LOOKED_AT
+from verl.trainer.config.overrides import fitted_overrides, prepare_arguments
+from verl.trainer.config.problems import MOST_PROBLEMS, problems_shown
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -92,9 +87,9 @@ def test_more_problems_than_a_terminal_shows_go_to_a_file(monkeypatch):
     assert len(file.read_text().splitlines()) == MOST_PROBLEMS + 6 and file.stat().st_mode & 0o777 == 0o600
     file.unlink()
     with monkeypatch.context() as full:
-        full.setattr(cli, "NamedTemporaryFile", lambda *_, **__: open("/dev/full", "w"))
+        full.setattr(problems, "NamedTemporaryFile", lambda *_, **__: open("/dev/full", "w"))
         assert len(problems_shown(error).splitlines()) == MOST_PROBLEMS + 6  # all of them, without a file
-    monkeypatch.setattr(cli, "_invocation", cli._Invocation(only_checks=True))
+    monkeypatch.setattr(invocation.call, "only_checks", True)
     assert len(problems_shown(error).splitlines()) == MOST_PROBLEMS + 6  # a check writes no file
     assert len(problems_shown(ValueError("a\n" * 50)).splitlines()) == 5
 

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY, register_adv_est
 from verl.base_config import ConfigError
 from verl.trainer.config.rules.files import may_register
-from verl.trainer.config.validation import checked_config
+from verl.trainer.config.validation import examined_config
 from verl.utils.config import validate_config
 
 MINE = {
@@ -25,7 +25,7 @@ def changed(config, changes):
 
 def refused(config, **options):
     try:
-        checked_config(config, **options)
+        examined_config(config, **options).checked()
     except ConfigError as error:
         return [violation.key for violation in error.violations]
     return []

@@ -22,9 +22,11 @@ from tests.trainer.config.keys_elsewhere import (
 )
 from tests.trainer.config.other_versions_page import PAGE, page
 from verl.base_config import ConfigError
-from verl.trainer.config.cli import CONFIG_DIR, keys_help, prepare_arguments
+from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.config.help_text import keys_help
 from verl.trainer.config.keys import select
 from verl.trainer.config.other_versions import ROWS, row_of
+from verl.trainer.config.overrides import prepare_arguments
 
 ROOT = Path(__file__).resolve().parents[3]
 NAME = f"{ROLLOUT}.name=vllm"
@@ -425,7 +427,7 @@ def test_what_is_not_here_is_answered_by_name(decision: str) -> None:
 
 
 def test_values_that_are_not_here_are_answered_by_name(composed_small: Any) -> None:
-    from verl.trainer.config.validation import checked_config
+    from verl.trainer.config.validation import examined_config
 
     named = {key: names[-1] for key, names in VALUES["feature"].items()}
     rows: dict[str, Any] = {key: row_of(key, name) for key, name in named.items()}
@@ -433,7 +435,7 @@ def test_values_that_are_not_here_are_answered_by_name(composed_small: Any) -> N
     answers = refusals(*theirs)
     config = composed_small(*(f"{key}={name}" for key, name in named.items() if rows[key].is_ours))
     with pytest.raises(ConfigError) as info:
-        checked_config(config)
+        examined_config(config).checked()
     answers |= {each.key: each.expected for each in info.value.violations}
     assert [key for key, row in rows.items() if row.message not in answers[key]] == []
 

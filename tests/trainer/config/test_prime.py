@@ -11,7 +11,7 @@ from recipe.prime.config import PRIMEDataConfig, PRIMEModelConfig, PRIMERewardMo
 from recipe.prime.main_prime import PRIMETaskRunner, run_prime
 from verl.base_config import ConfigError, WrongInput, build_node
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.config.validation import checked_config, validate_config
+from verl.trainer.config.validation import examined_config, validate_config
 from verl.trainer.ppo.resources import set_schedule_steps
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,7 +46,7 @@ def test_kl_in_the_reward_has_no_effect_and_the_notice_says_what_has(base, caplo
     config = base.copy()
     OmegaConf.update(config, "algorithm.use_kl_in_reward", True)
     OmegaConf.update(config, "algorithm.kl_ctrl.kl_coef", 0.1)
-    run = checked_config(config)
+    run = examined_config(config).checked()
     told = "algorithm.use_kl_in_reward=true (PRIME has no KL term in the reward; one in the loss is "
     assert told + "actor_rollout_ref.actor.use_kl_loss=true)" in caplog.text
     assert "algorithm.kl_ctrl.kl_coef=0.1" in caplog.text

@@ -10,7 +10,7 @@ from tests.trainer.config import recipe_effects as effects
 from tests.trainer.config import test_every_key_has_an_effect as main
 from verl.base_config import ConfigError
 from verl.trainer.config.keys import select
-from verl.trainer.config.validation import checked_config
+from verl.trainer.config.validation import examined_config
 
 NAMES = list(effects.RECIPES)
 TRAINED = [name for name in NAMES if name not in ("evaluation", "dapo_megatron_trainer")]
@@ -84,7 +84,7 @@ def runs(composed: Any) -> dict[str, DictConfig]:
 def notice(config: DictConfig, caplog: pytest.LogCaptureFixture) -> str:
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="verl.trainer.config.validation"):
-        checked_config(config, recipe_nodes=("algorithm.filter_groups",))
+        examined_config(config, recipe_nodes=("algorithm.filter_groups",)).checked()
     return caplog.text
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from verl.trainer.config.validation import checked_config
+from verl.trainer.config.validation import examined_config
 from verl.trainer.preflight import check_chat_template
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
@@ -24,7 +24,7 @@ def test_a_misspelled_option_has_one_notice(
         f"+{OPTIONS}.{name}" for name in ("enable_thinkng=false", "enable_thinking=false", "add_generation_prompt=true")
     ]
     try:
-        check_chat_template(checked_config(composed(*options, *own)))
+        check_chat_template(examined_config(composed(*options, *own)).checked())
     finally:
         file.unlink()
     (notice,) = [text for text in caplog.messages if "chat template" in text]

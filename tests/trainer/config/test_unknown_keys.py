@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError, omega_conf_to_dataclass
 from verl.trainer import preflight
-from verl.trainer.config.cli import CONFIG_DIR, prepare_arguments, tell_unread_keys
+from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.generation_server import parse_generation_server
 from verl.trainer.config.keys import dotted_keys, is_free, is_under, select
+from verl.trainer.config.overrides import prepare_arguments
 from verl.trainer.config.sft import parse_sft_config
-from verl.trainer.config.validation import checked_config
+from verl.trainer.config.unread_keys import tell_unread_keys
+from verl.trainer.config.validation import examined_config
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = {
@@ -90,7 +92,7 @@ def refused(arguments: list[str], name: str = "ppo_trainer", is_own: bool = Fals
 @pytest.fixture(autouse=True)
 def without_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the search for like keys, which takes a tenth of a second for each."""
-    monkeypatch.setattr("verl.trainer.config.cli.nearest", lambda key, known: [])
+    monkeypatch.setattr("verl.trainer.config.unread_keys.similar_keys", lambda key, known: [])
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -119,7 +121,7 @@ FREE = {
     "data.apply_chat_template_kwargs": (LATER, "by the chat template: trainer/preflight.py"),
     "reward_model.overlong_buffer": (REFUSED, "there is no such key"),
     "algorithm.filter_groups": (REFUSED, "there is no such key"),
-    "ray_kwargs.ray_init": (LATER, "by the arguments of ray.init: trainer/run/launch.py"),
+    "ray_kwargs.ray_init": (REFUSED, "is no argument of ray.init; the nearest"),
 }
 """Node that takes free keys, or its last name -> what becomes of a key there that nothing reads."""
 
@@ -140,7 +142,7 @@ def test_every_free_node_answers_a_key_that_nothing_reads(
     for node in free:
         OmegaConf.update(config, at(node), 1, force_add=True)
     with pytest.raises(ConfigError) as info:
-        checked_config(config)
+        examined_config(config).checked()
     found = {violation.key: violation.expected for violation in info.value.violations}
     for node in free:
         how, words = answer(node)
@@ -152,7 +154,7 @@ def test_every_free_node_answers_a_key_that_nothing_reads(
     told = [node for node in free if answer(node)[0] is TOLD]
     for node in told:
         OmegaConf.update(config, at(node), 1, force_add=True)
-    checked_config(config)
+    examined_config(config).checked()
     (notice,) = [text for text in caplog.messages if text.startswith("without effect in this run: ")]
     assert [node for node in told if node not in notice] == []
 
@@ -193,7 +195,8 @@ def test_every_free_node_of_other_commands_answers_too(composed: Any, small_run:
     OmegaConf.set_struct(config, False)
     free = [node for node in all_nodes(name)[1] if not is_under(node, ROLES_THAT_ARE_OFF.get(name, ()))]
     free = [node for node in free if node != "global_profiler.global_tool_config" or name not in PARSERS]
-    check = PARSERS.get(name, partial(checked_config, recipe_nodes=("algorithm.filter_groups",)))
+    nodes = ("algorithm.filter_groups",)
+    check = PARSERS.get(name, lambda config: examined_config(config, recipe_nodes=nodes).checked())
     for node in free:
         OmegaConf.update(config, at(node), 1, force_add=True)
     with pytest.raises(ConfigError) as info:
@@ -212,23 +215,23 @@ def test_a_reward_model_that_is_off_tells_its_free_nodes(composed: Any, caplog: 
     config = composed()
     for node in nodes:
         OmegaConf.update(config, at(node), 1, force_add=True)
-    checked_config(config)
+    examined_config(config).checked()
     assert [node for node in nodes if f"{node}=" not in caplog.text] == []
 
 
 def test_a_changed_reference_needs_its_path_and_its_fields(composed: Any, small_run: list[str]) -> None:
     changes = ["actor_rollout_ref.actor.use_kl_loss=true", "+actor_rollout_ref.ref.model.override_config.unread_key=1"]
     with pytest.raises(ConfigError, match="is read only beside actor_rollout_ref.ref.model.path"):
-        checked_config(composed(*changes))
+        examined_config(composed(*changes)).checked()
     path = next(each.partition("=")[2] for each in small_run if each.startswith("actor_rollout_ref.model.path"))
     with pytest.raises(ConfigError, match="ref.model.override_config.*names unread_key, which the model does not read"):
-        checked_config(composed(*changes, f"+actor_rollout_ref.ref.model.path={path}"))
+        examined_config(composed(*changes, f"+actor_rollout_ref.ref.model.path={path}")).checked()
 
 
 def test_unread_options_of_experts_are_refused(composed: Any) -> None:
     config = composed("+actor_rollout_ref.model.override_config.moe_config.freeze_moe_ruter=true")
     with pytest.raises(ConfigError, match="names moe_config.freeze_moe_ruter, which nothing reads"):
-        checked_config(config)
+        examined_config(config).checked()
 
 
 REPLACED = {
@@ -251,7 +254,7 @@ def test_the_remedy_of_options_of_profilers_is_accepted(composed: Any) -> None:
     places = {"npu": role, "torch": role, "nsys": run, "torch_memory": run}
     words = [f"{places[tool]}.{tool}={{}}" for tool in places] + [f"{role}.npu.level=level0"]
     assert refused(words) == {}
-    checked_config(composed(*(f"++{word}" for word in words)))
+    examined_config(composed(*(f"++{word}" for word in words))).checked()
 
 
 @pytest.mark.parametrize("cap", [2.0, -1])
@@ -282,7 +285,7 @@ def test_a_tree_that_no_command_has_read_is_told_of_replaced_keys(composed: Any)
     for key, (value, _) in REPLACED.items():
         OmegaConf.update(config, key, value, force_add=True)
     with pytest.raises(ConfigError) as info:
-        checked_config(config)
+        examined_config(config).checked()
     assert set(REPLACED) <= {violation.key for violation in info.value.violations}
 
 
@@ -299,7 +302,7 @@ def test_a_tree_that_no_command_has_read_is_told_of_unknown_keys(
         for node in left:
             OmegaConf.update(config, at(node), 1, force_add=True)
         try:
-            checked_config(config, of_fork=of_fork)
+            examined_config(config, of_fork=of_fork).checked()
         except ConfigError as error:
             keys = {violation.key for violation in error.violations}
             return [node for node in left if keys & {node, at(node)}]

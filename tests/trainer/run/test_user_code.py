@@ -10,7 +10,8 @@ import pytest
 
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run import user_code
-from verl.trainer.run.user_code import UserCode, UserCodeError, check_user_code
+from verl.trainer.run.user_code import UserCode, UserCodeError, check_engine, check_user_code
+from verl.workers.config.engines import Demand
 
 HERE = RayConfig()
 ESTIMATOR = """
@@ -21,7 +22,16 @@ class Outer:
 @register_adv_est("mine")
 def estimate(**given): ...
 """
+ENGINE = """
+from verl.workers.config.engines import EngineFacts
+from verl.workers.rollout import BaseRollout, HFRollout
+class Good(HFRollout):
+    facts = EngineFacts(devices=("cpu",), loads_checkpoints=True)
+class Unfinished(BaseRollout): ...
+class Plain: ...
+"""
 MODULES = {
+    "engine": ENGINE,
     "mine": ESTIMATOR,
     "lacks": "import no_such_module\n",
     "raises": "raise SystemExit('bye')\n",
@@ -99,3 +109,36 @@ def test_an_import_without_end_is_a_notice_and_leaves_no_process(
     assert "model.external_lib=sleeps: not looked at: its import did not end within 0.5 s" in caplog.text
     mine = psutil.Process(os.getpid()).children(recursive=True)
     assert not [each for each in mine if "verl.trainer.run.user_code" in each.cmdline()]
+
+
+LEAST = Demand("actor_rollout_ref.rollout", "sync", "cpu", 1, "dummy", False)
+
+
+def test_an_engine_is_looked_at_in_the_child_and_answers_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    check_engine(LEAST, "vllm", HERE)
+    check_engine(LEAST, "engine.Good", HERE)
+    assert "engine" not in sys.modules and not caplog.records
+    with pytest.raises(UserCodeError) as raised:
+        check_engine(
+            LEAST._replace(mode="async", device="cuda", num_workers=2, share_weights=True), "engine.Good", HERE
+        )
+    for says in (
+        "actor_rollout_ref.rollout.mode=async: is not supported by Good: write",
+        "trainer.device=cuda: is not supported by Good: write cpu",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: x data_parallel_size must be 1",
+        "actor_rollout_ref.rollout.share_weights=true: is not supported by Good: write false",
+    ):
+        assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("engine.God", "rollout.name=engine.God: engine has no God: write one of its classes: Good"),
+        ("engine.Plain", "rollout.name=engine.Plain: is no rollout engine: derive the class from"),
+        ("engine.Unfinished", "rollout.name=engine.Unfinished: lacks generate_sequences, load, source_checksum"),
+    ],
+)
+def test_what_is_no_engine_is_refused(name: str, says: str) -> None:
+    with pytest.raises(UserCodeError, match=says):
+        check_engine(LEAST, name, HERE)

@@ -2,6 +2,7 @@
 
 import io
 import ipaddress
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -347,6 +348,18 @@ def test_lists_of_other_files_are_no_videos(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(LISTS[name])
     with pytest.raises(MediaError, match="cannot be read"):
         load_video({"video": str(tmp_path / name)})
+
+
+def test_files_that_are_no_videos_are_seen_at_load(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.mp4")
+    with pytest.raises(MediaError, match="pipe.mp4 is a named pipe, not a file"):
+        check_video({"video": str(tmp_path / "pipe.mp4")})
+    (tmp_path / "large.mp4").write_bytes(bytes(1_000_001))
+    with pytest.raises(MediaError, match=r"has 1000001 bytes or more, and data\.media\.max_mb=1"):
+        check_video({"video": f"file://{tmp_path}/large.mp4"}, MediaConfig(max_mb=1))
+    check_video({"video": str(tmp_path / "large.mp4")})
+    with pytest.raises(MediaError, match="no such file"):
+        check_video({"video": "concat:a.mp4|b.mp4"})
 
 
 def test_a_video_has_the_limits_of_images(tmp_path: Path, site: Site) -> None:

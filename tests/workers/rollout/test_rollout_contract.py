@@ -1,4 +1,4 @@
-"""What every rollout does, held for vLLM, SGLang and transformers on the same tiny model."""
+"""What every rollout does, held for vLLM, SGLang, transformers and one from outside on the same tiny model."""
 
 import copy
 import random
@@ -13,15 +13,18 @@ import torch
 from tests.workers.rollout import tiny
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.workers.config import SamplingConfig
+from verl.workers.config.engines import SERVED_ROLLOUTS
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.sharding_manager import complete
 
+OUTSIDE = "examples.rollout_engine.min_p.MinPRollout"
 
-@pytest.fixture(scope="module", params=["vllm", "sglang", "hf"])
+
+@pytest.fixture(scope="module", params=["vllm", "sglang", "hf", OUTSIDE])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A rollout and the model that holds its weights."""
-    if request.param != "hf":
+    if request.param in SERVED_ROLLOUTS:
         pytest.importorskip(request.param)
     if request.param == "sglang":
         request.getfixturevalue("ray_cluster")
@@ -35,7 +38,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         rollout.generate_sequences(tiny.prompts_batch(1))
     tiny.load_all(rollout, model)
     yield rollout, model
-    if request.param != "hf":
+    if request.param in SERVED_ROLLOUTS:
         rollout.shutdown()
 
 
@@ -136,7 +139,7 @@ def test_a_response_does_not_depend_on_the_others_of_its_batch(rollout: BaseRoll
     together = rollout.generate_sequences(prompts)
     order = np.random.default_rng(4).permutation(len(prompts))
     # log-probs of about 7, after two layers in fp32
-    tolerance = {"vllm": 0, "sglang": 1e-5, "hf": 1e-4}[rollout.config.name]
+    tolerance = {"vllm": 0, "sglang": 1e-5, "hf": 1e-4, OUTSIDE: 0}[rollout.config.name]
     for rows in (order, order[:7], order[-1:]):
         part = rollout.generate_sequences(prompts[rows])
         assert torch.equal(part.batch["responses"], together.batch["responses"][rows])
@@ -301,6 +304,8 @@ def test_bad_batches_are_refused(rollout: BaseRollout) -> None:
 def test_fault_point_lies_inside_generation(
     rollout: BaseRollout, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
+    if rollout.config.name == OUTSIDE:
+        pytest.skip("fault points are those of our engines")
     monkeypatch.setenv("VERL_FAULT", "raise:generate:step=1")
     monkeypatch.setenv("VERL_FAULT_FILE", str(tmp_path / "fault"))
     prompts = tiny.prompts_batch(3)

@@ -22,11 +22,11 @@ from verl.experimental.agent_loop.worker import AgentLoopWorkerBase
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.generation_server import parse_generation_server
-from verl.trainer.config.validation import checked_config
+from verl.trainer.config.validation import examined_config
 from verl.trainer.generation_server import ServerGeneration
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.workers.config import SamplingConfig
-from verl.workers.rollout import base
+from verl.workers.rollout import base, get_rollout_class
 from verl.workers.rollout.hf_rollout import Sampler
 
 MODEL = SimpleNamespace(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
@@ -68,7 +68,7 @@ def form_of(name: str, config: Any) -> Any:
 def offline(name: str, config: Any, prompts: DataProto) -> dict[str, Any]:
     """The rollout in the workers' processes, as ``main_generation`` and ``mode=sync`` use it."""
     pytest.importorskip(name)
-    cls = base.get_rollout_class(name)
+    cls = get_rollout_class(name)
     rollout: Any = cls.__new__(cls)
     rollout.config, rollout.seeds = config, RequestSeeds(1)
     params = rollout._sampling_params(prompts)[0]
@@ -196,7 +196,7 @@ def test_the_generation_server_asks_what_offline_generation_asks() -> None:
 
 FOREIGN = ("min_p", "presence_penalty", "frequency_penalty", "stop", "max_tokens", "logprobs", "best_of")
 TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "ppo_trainer": (checked_config, ("actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs")),
+    "ppo_trainer": (examined_config, ("actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs")),
     "generation": (GenerationConfig.parse, ("rollout", "rollout.val_kwargs")),
     "generation_server": (parse_generation_server, ("actor_rollout_ref.rollout",)),
 }

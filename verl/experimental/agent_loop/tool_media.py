@@ -12,6 +12,7 @@ from verl.utils.dataset.vision_utils import MediaError, MissingVideoSupportError
 from verl.utils.vision.fetching import addresses_in
 from verl.utils.vision.limits import MediaConfig
 from verl.utils.vision.positions import media_texts, vision_rope
+from verl.workers.config.engines import media_engine
 from verl.workers.rollout.engine_settings import media_settings
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class MediaRules:
         rope = None if processor is None else vision_rope(processor)
         tokens = frozenset() if rope is None else rope.media_tokens
         texts = media_texts(rope, tokenizer)
-        engine = "sglang" if OmegaConf.select(config, f"{_ROLLOUT}.name") == "sglang" else "vllm"
+        engine = media_engine(OmegaConf.select(config, f"{_ROLLOUT}.name"))
         given, _ = media_settings(engine, OmegaConf.select(config, f"{_ROLLOUT}.engine_kwargs.{engine}") or {})
         limits = {kind: _count(given.get(kind)) for kind in ("image", "video")}
         if engine == "vllm" and type(processor).__name__ in _OF_ONE_VIDEO:

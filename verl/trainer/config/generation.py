@@ -14,6 +14,7 @@ from verl.trainer.config.run_config import RayConfig
 from verl.utils.dataset.config import DataConfig
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.config.engine import DEVICES, NCCL_TIMEOUT_S
+from verl.workers.config.engines import media_engine
 from verl.workers.config.model import path_problems, read_config_json
 from verl.workers.config.overrides import override_problems
 from verl.workers.config.tokenizer_files import tokenizer_problems
@@ -67,22 +68,23 @@ class GenerationConfig:
         tree["nccl_timeout"] = NCCL_TIMEOUT_S
         tree["model"] = {"_target_": "verl.workers.config.HFModelConfig", **tree["model"]}
         nodes, wrong = parse_node({name: tree[name] for name in ("rollout", "model")})
+        cluster, wrong_cluster = parse_node(tree["ray_kwargs"], RayConfig, "ray_kwargs")
         parsed = cls(
             worker=OmegaConf.create({name: tree[name] for name in ("model", "rollout", "actor", "nccl_timeout")}),
             data=read_fields(PromptOptions, config.data),
             trainer=read_fields(WorkerOptions, config.trainer),
             rollout=nodes["rollout"],
             model=nodes["model"],
-            cluster=parse_node(tree["ray_kwargs"], RayConfig)[0],
+            cluster=cluster,
         )
-        violations = [*wrong, *parsed._violations({violation.key for violation in wrong})]
+        violations = [*wrong, *wrong_cluster, *parsed._violations({violation.key for violation in wrong})]
         if violations:
             raise ConfigError(violations)
         return parsed
 
     def media_settings(self) -> DataConfig:
         """Return the columns of images and videos, and the limits and processor arguments of the engine."""
-        engine = "sglang" if self.rollout.name == "sglang" else "vllm"
+        engine = media_engine(self.rollout.name)
         limits, options = media_settings(engine, self.rollout.engine_kwargs.get(engine) or {})
         return DataConfig(
             image_key=self.data.image_key,

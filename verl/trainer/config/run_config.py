@@ -7,9 +7,20 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.config import AlgoConfig
-from verl.base_config import MOST_SECONDS, MOST_SEED, BaseConfig, NodeReader, Tree, Violation, config_error, setting
+from verl.base_config import (
+    MOST_SECONDS,
+    MOST_SEED,
+    BaseConfig,
+    NodeReader,
+    Tree,
+    Violation,
+    config_error,
+    nearest,
+    setting,
+)
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
+from verl.utils.engine_arguments import ray_arguments
 from verl.utils.observe.tracking import Tracking
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config import ActorRolloutRefConfig, CriticConfig, HFModelConfig, RolloutConfig
@@ -99,6 +110,15 @@ class RayConfig(BaseConfig):
 
     ray_init: dict[str, Any] | None = setting(None, "arguments of ray.init")
     timeline_json_file: str | None = setting(None, "file for the Ray timeline at the end of the run")
+
+    def rules(self) -> Iterator[Violation]:
+        """Yield arguments that ``ray.init`` does not take; those that begin with _ are Ray's own."""
+        given = {name: value for name, value in (self.ray_init or {}).items() if not name.startswith("_")}
+        for name in given.keys() - {"num_cpus"}:  # the one in our YAML; to know the others takes a while
+            if name not in ray_arguments():
+                similar = ", ".join(nearest(name, ray_arguments())) or "none"
+                expected = f"is no argument of ray.init; the nearest: {similar}"
+                yield Violation(f"ray_init.{name}", given[name], expected)
 
     @property
     def address(self) -> str:

@@ -3,13 +3,16 @@
 from collections.abc import Collection
 from difflib import SequenceMatcher
 
-_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
 _LR = (f"{_ACTOR}.optim.lr", "critic.optim.lr", "optim.lr")
 _BATCH = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
 _MICRO = (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", "data.micro_batch_size_per_gpu")
 _MODEL_PATH = (f"{_MODEL}.path", "model.path", "model.partial_pretrain")
 _STEPS = ("trainer.total_training_steps",)
-_TRAIN_FILES, _VAL_FILES = ("data.train_files",), ("data.val_files",)
+_TRAIN_FILES = ("data.train_files",)
+_VAL_FILES = ("data.val_files",)
 _RESPONSE = ("data.max_response_length", "rollout.response_length")
 _PROMPT = ("data.max_prompt_length", "rollout.prompt_length")
 _LENGTH = ("data.max_length", *_PROMPT, *_RESPONSE)

@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,7 +33,7 @@ from verl.trainer.config.rules.shared_weights import shared_weight_rules
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
 from verl.workers.config import PolicyLossConfig
-from verl.workers.config.rollout import ROLLOUTS
+from verl.workers.config.engines import ROLLOUTS
 from verl.workers.rewards.signature import SCORER_CALLS, class_in_file
 
 logger = logging.getLogger(__name__)
@@ -65,27 +65,23 @@ def validate_config(
     Raises: ConfigError listing each wrong key with its value and what would be right; it is a NotImplementedError
         too if all that is wrong is not supported.
     """
-    checked_config(config, use_reference_policy, use_critic, recipe_nodes)
+    examined_config(config, use_reference_policy, use_critic, recipe_nodes).checked()
 
 
-def checked_config(
-    config: DictConfig,
-    use_reference: bool | None = None,
-    use_critic: bool | None = None,
-    recipe_nodes: Collection[str] = (),
-    of_fork: bool = False,
-    recipe_rules: Callable[[RunConfig], Iterable[Violation]] | None = None,
-) -> RunConfig:
-    """Parse a tree and apply all rules; without ``use_reference`` and ``use_critic`` the tree decides about both.
+class Examined(NamedTuple):
+    """A parsed tree, with everything that is wrong in it."""
 
-    For ``of_fork`` and ``recipe_rules`` see ``examined_config``.
+    run: RunConfig
+    violations: list[Violation]
 
-    Raises: as ``validate_config``.
-    """
-    run, violations = examined_config(config, use_reference, use_critic, recipe_nodes, of_fork, recipe_rules)
-    if violations:
-        raise config_error(violations)
-    return run
+    def checked(self) -> RunConfig:
+        """Return the parsed tree.
+
+        Raises: as ``validate_config``.
+        """
+        if self.violations:
+            raise config_error(self.violations)
+        return self.run
 
 
 def examined_config(
@@ -96,12 +92,12 @@ def examined_config(
     of_fork: bool = False,
     recipe_rules: Callable[[RunConfig], Iterable[Violation]] | None = None,
     stops_at_types: bool = False,
-) -> tuple[RunConfig, list[Violation]]:
+) -> Examined:
     """Parse a tree, apply all rules, and return it with everything that is wrong.
 
-    A tree ``of_fork`` is read by code of the user, who may add keys, register names and draw prompts for itself: what
-    only that code can know is not refused. ``recipe_rules`` yields what a recipe refuses. In the result a value of the
-    wrong type is replaced by its default.
+    Without ``use_reference`` and ``use_critic`` the tree decides about both. A tree ``of_fork`` is read by code of the
+    user, who may add keys, register names and draw prompts for itself: what only that code can know is not refused.
+    ``recipe_rules`` yields what a recipe refuses. In the result a value of the wrong type is replaced by its default.
 
     Raises: ConfigError if the tree cannot be resolved; with ``stops_at_types`` also if it has unknown keys or values
         of the wrong type, with everything that is wrong in the tree.
@@ -130,7 +126,7 @@ def examined_config(
         raise config_error(violations)
     if not violations:
         _give_notices(run, tree)
-    return run, violations
+    return Examined(run, violations)
 
 
 def _resolved(config: DictConfig) -> tuple[Tree | None, list[Violation]]:

@@ -13,7 +13,8 @@ from hydra.types import RunMode
 
 from verl.trainer.config.keys import is_under, select
 
-_CONFIG_DIR = Path(__file__).parent
+CONFIG_DIR = str(Path(__file__).parent)
+"""The folder of our YAML files."""
 _ABSENT = object()
 
 
@@ -38,7 +39,7 @@ def _files_of_user() -> Iterator[dict[str, Any]]:
     """Yield the contents of the composed files outside our folder, each below the node that it is mounted at."""
     saved = HydraConfig.get()
     for file, node in composed_files(saved.job.config_name, [*saved.overrides.task, *saved.overrides.hydra]):
-        if not file.is_relative_to(_CONFIG_DIR):
+        if not file.is_relative_to(CONFIG_DIR):
             yield content(file, node)
 
 

@@ -18,6 +18,7 @@ from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.loader import loader_processes, stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
+from verl.workers.config.engines import media_engine
 from verl.workers.config.rollout import serves
 from verl.workers.rollout.engine_settings import media_settings
 
@@ -110,7 +111,7 @@ def complete_data_node(config: DictConfig) -> None:
         if OmegaConf.select(config, "data.seed") is None:
             config.data.seed = config.trainer.seed
         config.data.limit_images = OmegaConf.select(config, f"{rollout}.limit_images")
-        engine = "sglang" if OmegaConf.select(config, f"{rollout}.name") == "sglang" else "vllm"
+        engine = media_engine(OmegaConf.select(config, f"{rollout}.name"))
         options = OmegaConf.select(config, f"{rollout}.engine_kwargs.{engine}") or {}
         config.data.limit_mm_per_prompt, config.data.mm_processor_kwargs = media_settings(engine, options)
         config.data.prompt_tools = _prompt_tools(config)

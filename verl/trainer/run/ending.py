@@ -30,7 +30,9 @@ class EndRequested(RuntimeError):
 
 @dataclass
 class Ending:
-    """What a signal leaves of a run; made before the run trains, since its folder may hold what earlier runs left.
+    """The last checkpoint and the command that goes on, for the last line of a run that a signal ends.
+
+    It is made before the run trains, since the folder may hold what earlier runs left.
 
     Attributes: ``folder`` is that of the run; ``resume_mode`` and ``resume_from_path`` say what the command resumes
         from, the latter only if it reads it; ``report`` is whether the run writes one; ``save_s`` holds the seconds

@@ -1,6 +1,5 @@
 """Start and stop Ray in the launching process, and write the message of a failed run."""
 
-import inspect
 import itertools
 import logging
 import math
@@ -19,8 +18,8 @@ import psutil
 import ray
 from hydra.core.hydra_config import HydraConfig
 
-from verl.base_config import WrongInput, as_yaml, nearest
-from verl.trainer.config.cli import MOST_LINES, USAGE_ERROR, brief
+from verl.base_config import WrongInput
+from verl.trainer.config.problems import MOST_LINES, USAGE_ERROR, brief
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import LocalDisplay
 from verl.trainer.run.ending import Ending, EndRequested, Grace, tell_end, written_outputs
@@ -80,7 +79,6 @@ def run_on_ray(
     Raises: SystemExit after a short message on standard error, with the whole trace in ``error.log`` of ``folder``:
         its code is 2 for a wrong input, that of the signal for an interruption, and else 1.
     """
-    checked(partial(check_arguments, cluster.ray_init or {}))
     code = 0
     watch: Watch | None = None
     is_interrupted = False
@@ -197,19 +195,6 @@ def start_ray(
     if is_lean and options.get("log_to_driver") is not False:
         _log_forwarder = LogForwarder()
     return True
-
-
-def check_arguments(options: Mapping[str, Any]) -> None:
-    """Check that ``ray.init`` takes arguments; those that begin with _ are Ray's own.
-
-    Raises: WrongInput naming the key and the nearest arguments.
-    """
-    known = inspect.signature(ray.init).parameters
-    for name, value in options.items():
-        if name not in known and not name.startswith("_"):
-            similar = ", ".join(nearest(name, known)) or "none"
-            key = f"ray_kwargs.ray_init.{name}={as_yaml(value)}"
-            raise WrongInput(f"{key}: is no argument of ray.init; the nearest: {similar}")
 
 
 def stop_forwarding() -> None:

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Self
 
 from verl.base_config import ConfigError, Violation
-from verl.trainer.config.cli import only_checks
+from verl.trainer.config.invocation import only_checks
 from verl.trainer.config.rules.files import existing_part
 from verl.utils.run_owner import LOCK_NAME, Process, read_owner
 

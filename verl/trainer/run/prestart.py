@@ -117,7 +117,7 @@ def fork_server_of(config: Any, has_own_runner: bool = False) -> ForkServer | No
     It does so if the configuration asks for that, or where there can be no server; the checks refuse what asks for one
     nevertheless. ``has_own_runner`` is for a task runner of a recipe, which may start any processes.
     """
-    from verl.trainer.config.cli import only_checks
+    from verl.trainer.config.invocation import only_checks
 
     global _early
     early = _early

@@ -9,7 +9,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, WrongInput, problem_list
-from verl.trainer.config.cli import USAGE_ERROR, brief, only_checks, problems_shown, refused_keys
+from verl.trainer.config.invocation import only_checks, refused_keys
+from verl.trainer.config.problems import USAGE_ERROR, brief, problems_shown
 from verl.utils.interrupts import leave_before_the_run
 from verl.utils.masking import masked_text
 from verl.utils.observe.console import write_line

@@ -22,7 +22,7 @@ from verl.base_config import WrongInput, nearest, one_line, problem_list
 from verl.experimental.agent_loop.registry import read_agent_loops
 from verl.interactions.utils.interaction_registry import read_interactions_file
 from verl.tools.utils.tool_registry import read_tools_file
-from verl.trainer.config.cli import only_checks
+from verl.trainer.config.invocation import only_checks
 from verl.trainer.config.keys import is_under
 from verl.trainer.config.rules.files import may_register
 from verl.trainer.config.run_config import RayConfig, RunConfig
@@ -31,6 +31,7 @@ from verl.utils import envs
 from verl.utils.processes import die_with_parent, start_process
 from verl.utils.time_limit import error_text
 from verl.workers.config import PolicyLossConfig
+from verl.workers.config.engines import Demand, class_outside
 from verl.workers.rewards.signature import class_in_file
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,18 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass
 class UserCode:
-    """What a configuration names: ``modules`` by their key, ``classes`` by the place that names them, and ``names``, by
-    their key, which one of the modules, or our own code, must register; ``more_names`` are known beyond that."""
+    """The modules and classes of the user that a configuration names.
+
+    Attributes: ``modules`` by their key, ``classes`` by the place that names them. One of the modules, or our own code,
+        must register each of ``names``, which are given by their key; ``more_names`` are known beyond that.
+        ``demands`` has the arguments of the ``Demand`` on each rollout class, by its place.
+    """
 
     modules: dict[str, list[str]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     more_names: dict[str, list[str]] = field(default_factory=dict)
+    demands: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class UserCodeError(WrongInput):
@@ -86,6 +92,8 @@ def code_of(run: RunConfig, broken: Collection[str] = (), of_fork: bool = False)
     found[EXTERNAL] = [name.strip() for name in (envs.read(EXTERNAL) or "").split(",") if name.strip()]
     code = UserCode({key: [libs] if isinstance(libs, str) else [*libs] for key, libs in found.items() if libs})
     rollout = shared.rollout
+    if f"{_ROLLOUT}.name" not in broken:
+        _add_engine(code, rollout.demand(run.trainer.device), rollout.name)
     if rollout.serves:
         _add_rollout(code, run, broken)
     if code.modules and not of_fork:
@@ -98,6 +106,20 @@ def code_of(run: RunConfig, broken: Collection[str] = (), of_fork: bool = False)
             code.names["reward_model.reward_manager"] = run.reward_model.reward_manager
     code.names = {key: name for key, name in code.names.items() if name and key not in broken}
     return code
+
+
+def check_engine(demand: Demand, name: str, cluster: RayConfig) -> None:
+    """Check the class of an engine that is not ours; see ``check_user_code``."""
+    code = UserCode()
+    _add_engine(code, demand, name)
+    check_user_code(code, cluster)
+
+
+def _add_engine(code: UserCode, demand: Demand, name: str) -> None:
+    dotted = class_outside(name)
+    if dotted is not None:
+        code.classes[f"{demand.node}.name"] = dotted
+        code.demands[f"{demand.node}.name"] = [*demand]
 
 
 def _add_rollout(code: UserCode, run: RunConfig, broken: Collection[str]) -> None:
@@ -173,7 +195,10 @@ def main() -> None:
         for name in names:
             _sort(_import_problem(f"{key}={name}", name), refused, notices)
     for place, dotted in code.classes.items():
-        _sort(_class_problem(f"{place}={dotted}", dotted), refused, notices)
+        problem = _class_problem(f"{place}={dotted}", dotted)
+        _sort(problem, refused, notices)
+        if problem is None and place in code.demands:
+            refused += _engine_problems(f"{place}={dotted}", dotted, Demand(*code.demands[place]))
     if not refused and not notices:  # else what would register the names was not imported
         refused += _unknown_names(code)
     answers.write(json.dumps([refused, notices]))
@@ -219,6 +244,15 @@ def _class_problem(place: str, dotted: str) -> _Problem | None:
     own = [each for each in classes if getattr(sys.modules[module], each).__module__ == module]
     near = ", ".join(nearest(name, own) or sorted(own)) or "none"
     return _Problem(f"{place}: {module} has no {name}: write one of its classes: {near}", True)
+
+
+def _engine_problems(place: str, dotted: str, demand: Demand) -> list[str]:
+    """Return why a class is no rollout engine, or what the run asks that it does not do."""
+    from verl.workers.rollout.registry import class_problem
+
+    found = resolve_name(dotted)
+    problem = class_problem(found)
+    return [f"{place}: {problem}"] if problem else [*map(str, demand.refused_by(found.__name__, found.facts))]
 
 
 def _unknown_names(code: UserCode) -> Iterator[str]:

@@ -8,9 +8,10 @@ from omegaconf import DictConfig
 
 from verl.base_config import ConfigError
 from verl.models.transformers.packing import packs_rows
-from verl.trainer.config.cli import noted, only_checks, tell_unread_keys
+from verl.trainer.config.invocation import noted, only_checks
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.config.sft import SFTConfig, as_engine_tree, examined_sft_config
+from verl.trainer.config.unread_keys import tell_unread_keys
 from verl.trainer.run.environment import check_processes, check_rendezvous
 from verl.trainer.run.inputs import (
     InputError,

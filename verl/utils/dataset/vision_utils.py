@@ -305,6 +305,11 @@ def check_video(video: Described, media: MediaConfig = DEFAULT_MEDIA) -> None:
         raise MediaError(f"the video {_short(source)} cannot be read: no such file")
     elif scheme not in (None, "http", "https"):
         raise MediaError(f"the video {_short(source)} cannot be read: write a path, or an address with https://")
+    elif scheme is None:
+        try:
+            _checked_path(source, media)
+        except OSError as error:
+            raise MediaError(f"the video {_short(source)} cannot be read: {error}") from error
 
 
 def _described(video: Described) -> dict[str, Any]:

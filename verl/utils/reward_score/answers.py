@@ -148,7 +148,7 @@ def _read_enclosed(tokens: Sequence[str], depth: int) -> Tree | None:
     """Return what stands in the brackets or the environment around all tokens; None without them."""
     if len(tokens) < 2 or not _closes_at_end(tokens):
         return None
-    opening, inside, closing = tokens[0], tokens[1:-1], tokens[-1]
+    opening, *inside, closing = tokens
     if opening.startswith(r"\begin"):
         return _read_environment(opening, inside, depth)
     pieces, _ = _split(inside, _LISTED)

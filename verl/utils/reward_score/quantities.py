@@ -47,7 +47,7 @@ _REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 
 
 class Unit(NamedTuple):
-    """What a number measures: the names of signs such as ``%``, and words such as ``cm``."""
+    """The unit of a number: the names of signs such as ``%``, and words such as ``cm``."""
 
     signs: frozenset[str] = frozenset()
     words: str = ""

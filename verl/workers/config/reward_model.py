@@ -10,15 +10,10 @@ from verl.base_config import MOST_SECONDS, BaseConfig, Violation, setting, type_
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor_critic import micro_batch_rules, packing_rules
 from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
+from verl.workers.config.engines import ROLLOUTS, SERVED_ROLLOUTS
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optimizer import OptimizerConfig
-from verl.workers.config.rollout import (
-    ROLLOUTS,
-    SERVED_ROLLOUTS,
-    RolloutConfig,
-    SamplingConfig,
-    engine_argument_rules,
-)
+from verl.workers.config.rollout import RolloutConfig, SamplingConfig, engine_argument_rules
 
 WITHOUT_MODEL = (
     "enable",

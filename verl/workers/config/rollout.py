@@ -9,10 +9,8 @@ from verl.base_config import BaseConfig, Violation, setting
 from verl.utils.engine_arguments import wrong_sglang_arguments, wrong_vllm_arguments
 from verl.utils.observe.rollout_trace import BACKENDS
 from verl.utils.profiler.config import ProfilerConfig
+from verl.workers.config.engines import ENGINES, NAMES, Demand, arguments_key, class_outside
 
-ROLLOUTS = ("vllm", "sglang", "hf")
-SERVED_ROLLOUTS = ("vllm", "sglang")
-"""Those that answer single requests."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 MAX_TEMPERATURE_VLLM = 2.0
 MAX_PENALTY_SGLANG = 2.0
@@ -35,8 +33,10 @@ _WRONG_ARGUMENTS = {"vllm": wrong_vllm_arguments, "sglang": wrong_sglang_argumen
 def engine_argument_rules(engine: str, engine_kwargs: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield arguments that an engine does not have, or that other keys decide; and what no engine reads."""
     for name, given in engine_kwargs.items():
-        if name not in _WRONG_ARGUMENTS and given:
-            expected = "is no engine with arguments: write vllm or sglang, and the arguments below it"
+        is_outside = class_outside(engine) is not None and name == arguments_key(engine)
+        if name not in _WRONG_ARGUMENTS and given and not is_outside:
+            engines = "vllm or sglang" if class_outside(engine) is None else f"{arguments_key(engine)}, vllm or sglang"
+            expected = f"is no engine with arguments: write {engines}, and the arguments below it"
             yield Violation(f"engine_kwargs.{name}", given, expected)
     if engine in _WRONG_ARGUMENTS:
         own = engine_kwargs.get(engine) or {}
@@ -163,7 +163,7 @@ class RolloutConfig(LogProbConfig):
 
     _mutable_fields = frozenset({"max_model_len", "load_format"})
 
-    name: str = setting("???", "generation engine", one_of=ROLLOUTS)
+    name: str = setting("???", f"generation engine: {NAMES}")
     mode: str = setting("sync", "whether a server generates", one_of=("sync", "async"))
     nnodes: int = setting(1, "nodes of standalone servers", at_least=1)
     n_gpus_per_node: int = setting(8, "devices of each node of standalone servers", at_least=1)
@@ -220,12 +220,18 @@ class RolloutConfig(LogProbConfig):
     @property
     def workers_per_engine(self) -> int:
         """How many workers hold one generation engine; with transformers each worker has one."""
-        return 1 if self.name == "hf" else self.tensor_model_parallel_size * self.data_parallel_size
+        is_alone = self.name in ENGINES and not ENGINES[self.name].spans_workers
+        return 1 if is_alone else self.tensor_model_parallel_size * self.data_parallel_size
 
     @property
     def serves(self) -> bool:
         """Whether the engine answers single requests; with sglang, ``multi_turn.enable`` asks for it too."""
         return serves(self)
+
+    def demand(self, device: str, node: str = "actor_rollout_ref.rollout") -> Demand:
+        """Return what this node asks of the engine, on the devices of the workers."""
+        mode = "async" if self.serves else self.mode
+        return Demand(node, mode, device, self.workers_per_engine, self.load_format, self.share_weights)
 
     @property
     def default_loop(self) -> str:
@@ -239,10 +245,16 @@ class RolloutConfig(LogProbConfig):
         return self.max_model_len or self.prompt_length + self.response_length
 
     def rules(self) -> Iterator[Violation]:
-        """Yield a missing name, layouts that the engines do not have, and keys that exclude each other."""
+        """Yield a name of no engine, layouts that the engines do not have, and keys that exclude each other.
+
+        An engine from outside answers for itself when its class is imported; see ``Demand``.
+        """
         yield from cold_rules(self.temperature)
         if self.name == "???":
-            yield Violation("name", self.name, f"is missing: write one of {', '.join(ROLLOUTS)}")
+            yield Violation("name", self.name, f"is missing: write one of {NAMES}")
+        elif self.name not in ENGINES and class_outside(self.name) is None:
+            yield Violation("name", self.name, f"must be one of {NAMES}")
+            return
         if self.name == "vllm":
             validation = self.val_kwargs.get("temperature", 0)
             for key, value in (("temperature", self.temperature), ("val_kwargs.temperature", validation)):
@@ -254,8 +266,8 @@ class RolloutConfig(LogProbConfig):
             yield Violation("pack_weights", True, f"is not supported by {self.name}: write false, or name=vllm")
         if self.pack_weights and self.dtype in ("float16", "half"):
             yield Violation("pack_weights", True, f"is not supported with dtype={self.dtype}: write false")
-        if self.mode == "async" and self.name == "hf":
-            yield Violation("mode", self.mode, "has no server with name=hf: write sync, or name=vllm")
+        if self.name in ENGINES and self.mode not in ENGINES[self.name].modes:
+            yield Violation("mode", self.mode, f"has no server with name={self.name}: write sync, or name=vllm")
         ranks = self.tensor_model_parallel_size * self.data_parallel_size
         if self.expert_parallel_size not in (1, ranks):
             expected = f"must be 1 or tensor_model_parallel_size x data_parallel_size = {ranks}"

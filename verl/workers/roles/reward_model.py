@@ -49,7 +49,7 @@ class RewardModelWorker(EngineWorker):
         super().__init__(timeout_s=self.config.nccl_timeout)
         for mesh in MESHES:
             if self.config.is_generative:
-                self.register_mesh(mesh, 1 if self.config.name == "hf" else self.config.tensor_model_parallel_size)
+                self.register_mesh(mesh, self.config.as_rollout_config().workers_per_engine)
             else:
                 self.register_engine_mesh(mesh, self.config)
         self.use_profilers(reward_model=self.config.profiler)

@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import WrongInput
-from verl.workers.rollout.base import BaseRollout, get_rollout_class
+from verl.base_config import ConfigError, WrongInput
+from verl.utils.device import get_device_name
+from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.hf_rollout import HFRollout, NaiveRollout
+from verl.workers.rollout.registry import get_rollout_class
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
@@ -29,4 +31,7 @@ def begin_rollout(config: "RolloutConfig", model_config: "HFModelConfig", has_tr
             "actor_rollout_ref.rollout.load_format=dummy waits for the weights of a trainer, and this worker has none: "
             "write load_format=auto"
         )
-    return get_rollout_class(config.name, config.mode).begin(config, model_config)
+    engine = get_rollout_class(config.name, config.mode)
+    if refused := [*config.demand(get_device_name()).refused_by(engine.__name__, engine.facts)]:
+        raise ConfigError(refused)
+    return engine.begin(config, model_config)

@@ -1,10 +1,9 @@
 """The contract of generation engines, and the steps that they share from a batch of prompts to one of responses."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.torch_functional import remove_pad_token
 from verl.utils.vision.positions import continued
+from verl.workers.config.engines import EngineFacts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +46,13 @@ class BaseRollout(ABC):
     leaves a mixture of old and new weights, so ``abort_update`` makes the engine reject requests until a whole update
     has succeeded.
 
-    Attributes: ``unverified`` counts the tensors of the last update that the engine could not read back by itself.
+    ``rollout.name`` may be the dotted name of a subclass anywhere. Its constructor takes the arguments of this one.
+
+    Attributes: ``facts`` tells the checks what the engine can do. ``unverified`` counts the tensors of the last update
+        that the engine could not read back by itself.
     """
+
+    facts: ClassVar[EngineFacts] = EngineFacts()
 
     def __init__(
         self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None"
@@ -377,32 +382,3 @@ def pad_rows(rows: Sequence[Sequence[float]], width: int, fill: float, dtype: ty
     flat = np.fromiter((item for row in rows for item in row), dtype=dtype, count=int(lengths.sum()))
     out[np.arange(width) < lengths[:, None]] = flat
     return out
-
-
-# Registry
-
-ROLLOUT_CLASSES: dict[tuple[str, str], str] = {
-    ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",
-    ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vLLMAsyncRollout",
-    ("sglang", "sync"): "verl.workers.rollout.sglang_rollout.SGLangRollout",
-    ("sglang", "async"): "verl.workers.rollout.sglang_rollout.SGLangRollout",
-    ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
-}
-
-
-class UnknownRolloutError(ValueError, AssertionError):
-    """There is no rollout class for a name and mode."""
-
-
-def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout]:
-    """Import the rollout class of a name and mode.
-
-    Raises: ValueError, which is also an AssertionError, for an unknown name or mode.
-    """
-    if (rollout_name, mode) not in ROLLOUT_CLASSES:
-        raise UnknownRolloutError(
-            f"actor_rollout_ref.rollout.name={rollout_name!r} with mode={mode!r} does not exist: choose one of "
-            f"{sorted(ROLLOUT_CLASSES)}"
-        )
-    module, _, name = ROLLOUT_CLASSES[rollout_name, mode].rpartition(".")
-    return getattr(importlib.import_module(module), name)

@@ -32,6 +32,7 @@ from verl.utils.faults import fault_point
 from verl.utils.model import get_hf_auto_model_class, stored_buffers
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import continued
+from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.base import (
     BaseRollout,
     Bucket,
@@ -95,6 +96,8 @@ class HFRollout(BaseRollout):
     the trainer's weights by the updates of ``BaseRollout``, because a sharded training module would gather its layers
     once per token. ``HFRollout(module, config)`` generates with the given module in its current state.
     """
+
+    facts = ENGINES["hf"]
 
     def __init__(
         self,

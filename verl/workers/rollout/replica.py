@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,6 +17,8 @@ from verl.base_config import WrongInput
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl.utils import envs
 from verl.utils.device import get_device_name
+from verl.workers.config.engines import class_outside
+from verl.workers.rollout.registry import get_rollout_class
 from verl.workers.rollout.server import ServerError
 from verl.workers.rollout.server import TokenOutput as TokenOutput
 
@@ -263,7 +266,7 @@ _RESTART_S = 30.0
 
 
 class RolloutReplicaRegistry:
-    """The classes of replicas by the name of their engine."""
+    """The classes of replicas by the name of their engine; the class of an engine from outside names its own."""
 
     _loaders: dict[str, Callable[[], type[RolloutReplica]]] = {}
 
@@ -278,12 +281,16 @@ class RolloutReplicaRegistry:
 
         Raises: ValueError, which is also an AssertionError, for an unknown name.
         """
-        if name not in cls._loaders:
+        if name in cls._loaders:
+            return cls._loaders[name]()
+        dotted = None if class_outside(name) is None else get_rollout_class(name, "async").facts.replica
+        if dotted is None:
             raise UnknownReplicaError(
                 f"actor_rollout_ref.rollout.name={name!r} has no servers: write one of {sorted(cls._loaders)}, or "
                 "rollout.mode=sync"
             )
-        return cls._loaders[name]()
+        found: type[RolloutReplica] = resolve_name(dotted)
+        return found
 
     @classmethod
     def names(cls) -> Sequence[str]:

@@ -1,5 +1,6 @@
 """Sharding managers: they switch devices and weights between training and generation."""
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from verl.workers.sharding_manager.base import BaseShardingManager
@@ -33,9 +34,6 @@ def build_sharding_manager(engine: "BaseEngine | None", rollout: "BaseRollout") 
     """Return the manager of a rollout and its training engine, if it has one."""
     bucket_bytes = rollout.config.update_weights_bucket_megabytes << 20
     strategy = getattr(getattr(engine, "engine_config", None), "strategy", None)
-    of_megatron: type[HybridShardingManager] = MegatronVLLMShardingManager
-    of_fsdp: type[HybridShardingManager] = FSDPVLLMShardingManager
-    if rollout.config.name == "sglang":
-        of_megatron, of_fsdp = MegatronSGLangShardingManager, FSDPSGLangShardingManager
-    kind = of_megatron if strategy == "megatron" else of_fsdp
+    dotted = rollout.facts.sharding_managers.get("megatron" if strategy == "megatron" else "fsdp")
+    kind = HybridShardingManager if dotted is None else resolve_name(dotted)
     return kind(engine, rollout, bucket_bytes=bucket_bytes)

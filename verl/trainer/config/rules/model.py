@@ -220,7 +220,7 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) 
         ulysses = shared.actor.ulysses_sequence_parallel_size
         yield from head_rules(hf_config, f"{ACTOR}.ulysses_sequence_parallel_size", ulysses, "Ulysses ranks")
     yield from sglang_rules("actor_rollout_ref.rollout.name", rollout.name, hf_config, run.trainer.device)
-    if rollout.name != "hf":
+    if rollout.workers_per_engine > 1:
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         yield from head_rules(hf_config, key, rollout.tensor_model_parallel_size, "tensor-parallel ranks")
 

@@ -9,6 +9,7 @@ from typing import Any
 from verl.base_config import Violation
 from verl.models.transformers.names import REMOTE_FAMILIES
 from verl.trainer.config.run_config import RunConfig
+from verl.workers.config.engines import ENGINES
 from verl.workers.config.model import is_known_tokenizer, is_known_type
 
 KIMI, MINICPMO = "kimi_vl", "minicpmo"
@@ -61,7 +62,7 @@ def family_rules(run: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Viola
         return
     shared = run.actor_rollout_ref
     yield from head_option_rules(hf_config, _MODEL, shared.model.use_fused_kernels, shared.model.use_liger)
-    if shared.rollout.name != "vllm":
+    if shared.rollout.name in ENGINES.keys() - {"vllm"}:
         expected = f"does not run the remote code of model_type={family!r}: write vllm"
         yield Violation("actor_rollout_ref.rollout.name", shared.rollout.name, expected)
     if family == KIMI and shared.rollout.load_format != "dummy":

@@ -10,13 +10,13 @@ from verl.trainer.config.rules.files import python_file_rules
 from verl.trainer.config.rules.model import head_rules, packing_rules, sglang_rules, vision_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.config import OverlongBufferConfig, RewardModelConfig
+from verl.workers.config.engines import SERVED_ROLLOUTS
 from verl.workers.config.model import (
     path_problems,
     positions_of,
     quantized_problem,
     read_config_json,
 )
-from verl.workers.config.rollout import SERVED_ROLLOUTS
 from verl.workers.config.tokenizer_files import tokenizer_problems
 from verl.workers.rewards.signature import MANAGER_KWARGS, SCORER_CALLS
 

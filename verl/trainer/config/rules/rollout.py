@@ -12,7 +12,8 @@ from verl.tools.utils.tool_registry import read_tools_file
 from verl.trainer.config.rules.files import python_file_rules
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
-from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, SERVED_ROLLOUTS, RolloutConfig
+from verl.workers.config.engines import ENGINES, SERVED_ROLLOUTS
+from verl.workers.config.rollout import MAX_LORA_RANK_VLLM, RolloutConfig
 
 _KEY = "actor_rollout_ref.rollout"
 _NEEDED = ("prompt_length", "response_length", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "temperature")
@@ -56,7 +57,8 @@ def server_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     if shared.hybrid_engine:
         return
     hybrid = "actor_rollout_ref.hybrid_engine"
-    if f"{_KEY}.mode" not in broken and (not rollout.serves or rollout.name not in SERVED_ROLLOUTS):
+    no_servers = ENGINES.keys() - {*SERVED_ROLLOUTS}
+    if f"{_KEY}.mode" not in broken and (not rollout.serves or rollout.name in no_servers):
         expected = f"needs servers: write {_KEY}.mode=async and {_KEY}.name=vllm or sglang, or {hybrid}=true"
         yield Violation(hybrid, False, expected, others=(f"{_KEY}.mode", f"{_KEY}.name"))
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "n_gpus_per_node")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.config import FSDPActorConfig
+from verl.workers.config.engines import ENGINES
 from verl.workers.config.model import path_problems, read_config_json
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -48,7 +49,8 @@ def shared_weight_rules(run: RunConfig) -> Iterator[Violation]:
 def _needs_of_the_layout(run: RunConfig) -> Iterator[_Need]:
     shared = run.actor_rollout_ref
     actor, rollout = shared.actor, shared.rollout
-    yield _Need(f"{_ROLLOUT}.name", rollout.name, rollout.name == "vllm", "write vllm", "only vllm can hold them")
+    can_share = rollout.name not in ENGINES or ENGINES[rollout.name].shares_weights  # its class answers for another one
+    yield _Need(f"{_ROLLOUT}.name", rollout.name, can_share, "write vllm", f"{rollout.name} cannot hold them")
     hybrid, size = shared.hybrid_engine, run.trainer.world_size
     yield _Need("actor_rollout_ref.hybrid_engine", hybrid, hybrid, "write true", "servers hold weights of their own")
     is_fsdp = isinstance(actor, FSDPActorConfig)

@@ -17,6 +17,7 @@ from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, get_visible_devices_keyword
 from verl.utils.faults import fault_point
 from verl.utils.vision.multi_modal import count_fetched
+from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.base import (
     BaseRollout,
     Bucket,
@@ -57,6 +58,8 @@ class SGLangRollout(BaseRollout):
 
     Args: without ``waits`` the engine may still be starting; see ``begin``.
     """
+
+    facts = ENGINES["sglang"]
 
     def __init__(
         self,

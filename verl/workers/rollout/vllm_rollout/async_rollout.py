@@ -10,6 +10,7 @@ from verl.base_config import WrongInput
 from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.faults import fault_point
+from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.engine_group import engine_group
 from verl.workers.rollout.server import SamplingParams, ServerError, TokenOutput
 from verl.workers.rollout.vllm_rollout.engine_loop import Ended, EngineLoop, NotStartedError
@@ -29,6 +30,8 @@ class vLLMAsyncRollout(vLLMRollout):
     Rank 0 of a tensor-parallel group takes the requests. The engine is paused from ``release`` or ``begin_update`` on
     until ``resume(["kv_cache"])``.
     """
+
+    facts = ENGINES["vllm"]._replace(modes=("async",))
 
     def __init__(
         self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None" = None

@@ -16,6 +16,7 @@ from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.vllm import import_vllm, patch
+from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.base import (
     BaseRollout,
     Bucket,
@@ -47,6 +48,8 @@ class vLLMRollout(BaseRollout):
     Start it after ``torch.distributed.init_process_group``. It preserves the trainer's random state. On a CPU, vLLM
     turns ``torch.set_num_threads`` into a no-op, so set ``OMP_NUM_THREADS`` before the process starts.
     """
+
+    facts = ENGINES["vllm"]._replace(modes=("sync",))
 
     def __init__(
         self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None" = None

@@ -6,8 +6,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from verl.trainer.config.cli import CONFIG_DIR, keys_help
-from verl.trainer.config.key_help import comments_in, comments_of
+from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.config.help_text import comments_in, comments_of, keys_help
 from verl.trainer.config.keys import dotted_keys, is_free, select
 
 

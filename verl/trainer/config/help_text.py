@@ -1,13 +1,15 @@
-"""The text of ``--help KEY``: meaning, type, default and legal values of a key, or of all keys of a node."""
+"""The text of ``--help``, and that of ``--help KEY``: meaning, type, default and legal values."""
 
+import inspect
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -15,19 +17,93 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import BaseConfig, NodeReader, as_yaml, described_field
 from verl.trainer.config.keys import dotted_keys, optional_keys, select
+from verl.trainer.config.other_versions import row_of
+from verl.trainer.config.overrides import folders
+from verl.trainer.config.problems import leave_refused
 from verl.trainer.config.run_config import parse_tree
 from verl.trainer.config.sft import SFTConfig
+from verl.trainer.config.unread_keys import ABSENT, nearest_text
 
 _LINE = re.compile(r"^( *)(?:#\s?(?P<comment>.*)|(?P<key>[\w.]+):.*)$")
 _WIDTH = 110
+
+
+_USAGE = """\
+{what}
+
+usage: python -m {module} [key=value ...] [flags]
+
+  a.b.c=value             set a key; if it does not exist, the error names the nearest keys
+  +a.b.c=value            add a key below a free node, such as actor_rollout_ref.model.override_config
+  ~a.b.c                  delete a key
+  --check                 check configuration, data, models and your code, write nothing, and exit with 0 or 2
+  --help KEY              meaning, type, default and legal values of a key, or of the keys of a node
+  --cfg job               show the configuration and exit, unchecked; --resolve resolves its interpolations
+  --config-name NAME      compose another file in {folder}, or in --config-dir
+  --hydra-help            flags and groups of Hydra itself
+
+A comment above each key in the YAML files of {folder} gives its meaning, unit and legal values;
+docs/configuration.md says which keys to start with."""
+
+
+def keys_help(words: Iterable[str], config_name: str, folder: str, config_dir: str | None = None) -> str:
+    """Return the help for keys and nodes, which may have values.
+
+    Raises: SystemExit with 2 after a message for a key that does not exist.
+    """
+    texts = []
+    with folders(folder, config_dir):
+        config = hydra.compose(config_name)
+        known = dotted_keys(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
+        for word in words:
+            key = word.partition("=")[0].lstrip("+~")
+            text = key_help(key, config, config_name, folder)
+            row = row_of(key, roots=config) if text is None else None
+            if row is not None:
+                text = f"{key}\n  {row.help}\n"
+            if text is None:
+                leave_refused(f"{key}: there is no such key{nearest_text(key, known)}")
+            texts.append(text)
+    return "\n".join(texts)
+
+
+def help_text(function: Callable[..., Any], config_name: str, folder: str) -> str:
+    """Return the text for a command whose function and configuration are given."""
+    with hydra.initialize_config_dir(folder, version_base=None):
+        tree: Any = OmegaConf.to_container(hydra.compose(config_name), resolve=False)
+    module = inspect.getmodule(function)
+    name = module.__spec__.name if module is not None and module.__spec__ is not None else function.__module__
+    doc = (inspect.getdoc(function) or "").split("\n", 1)[0]
+    missing = [key for key in dotted_keys(tree) if select(tree, key) == "???"]
+    parts = [_USAGE.format(what=doc, module=name, folder=folder)]
+    if missing:
+        parts.append(f"Keys that must be given: {', '.join(missing)}")
+    parts.append("Keys:\n" + "\n".join(_nodes(tree)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _nodes(node: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield a paragraph for each node of the first two levels: its dotted name, and the keys and nodes in it."""
+    own = [f"{key}{'.*' if isinstance(value, Mapping) else ''}" for key, value in node.items() if key != "_target_"]
+    if prefix:
+        yield textwrap.fill(
+            f"{prefix}: {' '.join(own)}", 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+        )
+    if depth < 2:
+        for key, value in node.items():
+            if isinstance(value, Mapping) and (depth == 0 or prefix == "actor_rollout_ref"):
+                yield from _nodes(value, f"{prefix}.{key}" if prefix else key, depth + 1)
+
+
+# ---- one key
 
 
 def key_help(key: str, config: DictConfig, config_name: str, folder: str) -> str | None:
     """Return the help for a key or a node of a composed configuration; None if there is no such key."""
     tree: Any = OmegaConf.to_container(config, resolve=False)
     fields_of = _typed(tree, config)
-    value = select(tree, key, _ABSENT)
-    if value is _ABSENT and key not in optional_keys(dotted_keys(tree)):
+    value = select(tree, key, ABSENT)
+    if value is ABSENT and key not in optional_keys(dotted_keys(tree)):
         return None
     comments = comments_of(config_name, folder)
     if not isinstance(value, Mapping):
@@ -35,9 +111,6 @@ def key_help(key: str, config: DictConfig, config_name: str, folder: str) -> str
     inside = [f"{key}.{name}" for name in value if name != "_target_"]
     entries = [_entry(each, select(tree, each), comments, fields_of) for each in inside]
     return "\n".join([f"{key}: {comments.get(key, 'a node')}\n", *entries])
-
-
-_ABSENT = object()
 
 
 def _typed(tree: Mapping[str, Any], config: DictConfig) -> Any:
@@ -58,7 +131,7 @@ def _entry(key: str, value: Any, comments: Mapping[str, str], run: Any) -> str:
     rows = [] if found is None else [("type", found.type)]
     if isinstance(value, Mapping):
         rows = [("node with", ", ".join(name for name in value if name != "_target_") or "free keys")]
-    elif value is not _ABSENT:
+    elif value is not ABSENT:
         rows.append(("default", "must be given" if value == "???" else as_yaml(value)))
     elif found is not None:
         rows.append(("default", as_yaml(found.default)))

@@ -1,0 +1,36 @@
+"""How the command of this process was called: to run, or with ``--check``."""
+
+from dataclasses import dataclass, field
+
+from verl.base_config import ConfigError, Violation
+
+CHECK = "--check"
+NOT_LOOKED_AT = f"data, models and your code were not looked at: {CHECK} looks at all"
+
+
+@dataclass
+class Call:
+    """A command line: whether it only checks, and the keys that a check has refused and left out."""
+
+    only_checks: bool = False
+    refused: list[Violation] = field(default_factory=list)
+
+
+call = Call()
+
+
+def only_checks() -> bool:
+    """Whether the command was called to check its inputs and stop."""
+    return call.only_checks
+
+
+def refused_keys() -> list[Violation]:
+    """Return what the command line of a check holds that no configuration can: it was left out."""
+    return call.refused
+
+
+def noted(error: ConfigError) -> ConfigError:
+    """Return an error with the remark that the checks have ended early, unless ``--check`` has been given."""
+    if not only_checks():
+        error.add_note(NOT_LOOKED_AT)
+    return error

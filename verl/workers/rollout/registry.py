@@ -1,0 +1,51 @@
+"""The rollout classes by ``rollout.name`` and ``rollout.mode``."""
+
+import inspect
+from pkgutil import resolve_name
+
+from verl.base_config import WrongInput
+from verl.workers.config.engines import NAMES, EngineFacts, class_outside
+from verl.workers.rollout.base import BaseRollout
+
+ROLLOUT_CLASSES: dict[tuple[str, str], str] = {
+    ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",
+    ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vLLMAsyncRollout",
+    ("sglang", "sync"): "verl.workers.rollout.sglang_rollout.SGLangRollout",
+    ("sglang", "async"): "verl.workers.rollout.sglang_rollout.SGLangRollout",
+    ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
+}
+
+
+class UnknownRolloutError(WrongInput, AssertionError):
+    """There is no rollout class for a name and mode."""
+
+
+def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout]:
+    """Import the rollout class of a name and mode.
+
+    Raises: ValueError, which is also an AssertionError, for an unknown name or mode, and for a class that is no engine.
+    """
+    outside = class_outside(rollout_name)
+    if outside is None and (rollout_name, mode) not in ROLLOUT_CLASSES:
+        raise UnknownRolloutError(
+            f"actor_rollout_ref.rollout.name={rollout_name!r} with mode={mode!r} does not exist: write one of {NAMES}, "
+            f"with a mode that it has: {sorted(ROLLOUT_CLASSES)}"
+        )
+    found: type[BaseRollout] = resolve_name(outside or ROLLOUT_CLASSES[rollout_name, mode])
+    problem = class_problem(found)
+    if problem is not None:
+        raise UnknownRolloutError(f"actor_rollout_ref.rollout.name={rollout_name}: {problem}")
+    return found
+
+
+def class_problem(found: object) -> str | None:
+    """Return why an object is no class of a generation engine; None if it is one."""
+    if not (isinstance(found, type) and issubclass(found, BaseRollout)):
+        return "is no rollout engine: derive the class from verl.workers.rollout.BaseRollout"
+    if inspect.isabstract(found):
+        return (
+            f"lacks {', '.join(sorted(found.__abstractmethods__))}: define them, see verl.workers.rollout.BaseRollout"
+        )
+    if not isinstance(found.facts, EngineFacts):
+        return f"has facts={found.facts!r}: write EngineFacts(...) of verl.workers.config.engines"
+    return None
