@@ -106,7 +106,7 @@ def call(name: str, folder: Path, variables: dict[str, str], *words: object) -> 
     own = {"PYTHONPATH": str(REPOSITORY), "HOME": str(folder), "PYTHONWARNINGS": "ignore"}
     command = [python_of(name), str(SCRIPT), backend_of(name), *map(str, words)]
     done = subprocess.run(command, cwd=folder, env=kept | own | variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
     return done.stdout
 
 

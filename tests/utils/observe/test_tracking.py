@@ -116,6 +116,7 @@ def test_a_backend_that_fails_does_not_end_the_run(tmp_path, monkeypatch, caplog
             raise ConnectionError("no end")
 
     service = Service()
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: 0.0)  # no failure takes long
     monkeypatch.setitem(tracking._BACKENDS, "wandb", (None, lambda *_: service))
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
     log = Tracking("project", "run", ["wandb", "file"])

@@ -85,6 +85,7 @@ def log(backend: str, first: int, last: int) -> None:
         record.log(metrics(step, attempt), step)
     tracking.finish()
     assert not tracking.failures, tracking.failures
+    assert backend != "wandb" or not children()  # nothing is left to do at the exit
 
 
 def fail(backend: str, damaged: str) -> None:
@@ -96,7 +97,8 @@ def fail(backend: str, damaged: str) -> None:
         if step == 3:
             time.sleep(BACKGROUND_S)
             if backend == "wandb":
-                kill_children()
+                for child in children():
+                    child.kill()
             else:
                 place.rename(aside)
                 place.touch()
@@ -110,12 +112,11 @@ def fail(backend: str, damaged: str) -> None:
     print("ended", dict(tracking.failures))
 
 
-def kill_children() -> None:
-    """Kill the process that sends the metrics."""
+def children() -> list:
+    """Return the processes that send the metrics."""
     import psutil
 
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
+    return psutil.Process().children(recursive=True)
 
 
 # ---- what the libraries read back

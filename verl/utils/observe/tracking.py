@@ -165,7 +165,17 @@ def _wandb(project_name: str, experiment_name: str, config: Config) -> Backend:
     proxy = (config.get("trainer") or {}).get("wandb_proxy")
     settings = wandb.Settings(https_proxy=proxy) if proxy else None
     wandb.init(project=project_name, name=experiment_name, config=masked(config), settings=settings)
-    return _ModuleLogger(wandb, exit_code=0)
+    backend = _ModuleLogger(wandb)
+    backend.finish = partial(_finish_wandb, wandb)
+    return backend
+
+
+def _finish_wandb(wandb: ModuleType) -> None:
+    """End the run and wandb's process, which Ray would kill before the hook that wandb leaves for the exit."""
+    try:
+        wandb.finish(exit_code=0)
+    finally:
+        wandb.teardown(exit_code=0)
 
 
 def _vemlp_wandb(project_name: str, experiment_name: str, config: Config) -> Backend:
@@ -396,8 +406,9 @@ def _has_netrc_entry(host: str, variables: Mapping[str, str]) -> bool:
     return False
 
 
+_PATIENCE_S = 1.0
 _PAUSE = 10
-"""A backend that fails is left alone for this many times the seconds that it took."""
+"""A backend that takes longer than ``_PATIENCE_S`` to fail is left alone for this many times the seconds it took."""
 
 
 class Tracking:
@@ -442,7 +453,8 @@ class Tracking:
                 instance.log(data=data, step=step)
             except Exception as error:  # libraries raise arbitrary classes
                 now = time.monotonic()
-                self._paused_until[name] = now + _PAUSE * (now - began)
+                if now - began > _PATIENCE_S:
+                    self._paused_until[name] = now + _PAUSE * (now - began)
                 self.failures[name] += 1
                 if str(self.failures[name]).rstrip("0") == "1":  # the 1st, 10th, 100th, ... failure
                     text = f"{type(error).__name__}: {error}"
