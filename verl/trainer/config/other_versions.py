@@ -6,7 +6,7 @@ show or apply it. ``verl.trainer.config.translation`` applies it.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -564,7 +564,7 @@ def _profiling() -> Iterator[Row]:
         "finish_hook_all_ranks": "whether every profiled rank runs it",
         "finish_hook_ranks": "the ranks that run it",
     }.items():
-        yield Row(f"global_profiler.{name}", BUILT, text, is_ours=True)
+        yield Row(f"global_profiler.{name}", FEATURE, text, accepts=(False,))
     for role in (_ACTOR, _REF, _ROLLOUT, "critic", "reward_model"):
         node = f"{role}.profiler.tool_config.torch"
         for name, text in {
@@ -576,7 +576,7 @@ def _profiling() -> Iterator[Row]:
             "active": "mini-batches that are recorded in each cycle",
             "repeat": "cycles; 0: to the end",
         }.items():
-            yield Row(f"{node}.{name}", BUILT, text, is_ours=True)
+            yield Row(f"{node}.{name}", FEATURE, text, accepts=(False,))
 
 
 _DISTILLATION = "on-policy distillation: a teacher scores what the policy samples"
@@ -606,7 +606,7 @@ def _older_names() -> Iterator[Row]:
         yield Row(key, REFUSED, meaning, instead, accepts=_OFF.get(key, ()), roots=())
 
 
-_ALL = (
+ROWS: tuple[Row, ...] = (
     *_entry_points(),
     *_scoring(),
     *_corrections(),
@@ -629,14 +629,5 @@ _ALL = (
     *(row for node in (_ACTOR, _REF, "critic") for row in _megatron(node)),
     *_profiling(),
     *_older_names(),
-)
-
-_COMING = re.compile(r"^global_profiler\.(relocate|finish)|tool_config\.torch")
-
-ROWS: tuple[Row, ...] = tuple(
-    replace(row, decision=FEATURE, is_ours=False, to=None, accepts=(False,))
-    if row.decision in (BUILT, ALIAS) and _COMING.search(row.key)
-    else row
-    for row in _ALL
 )
 """What the command does with each key; of two rows for a key the longer one counts."""
