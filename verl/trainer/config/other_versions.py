@@ -433,7 +433,8 @@ def _scoring() -> Iterator[Row]:
     yield Row("reward.num_workers", BUILT, text, to=_score_processes)
     for name in ("path", "name", "reward_kwargs"):
         ours = f"custom_reward_function.{name}"
-        yield Row(f"reward.{ours}", ALIAS, f"a scorer of yours: `{ours}`", to=ours)
+        text = f"a scorer of yours: `{ours}`"
+        yield Row(f"reward.{ours}", ALIAS, text, to=ours, roots=("actor_rollout_ref", "custom_reward_function"))
     text = "a reward model: `reward_model`, where the keys of its engine stand in the node itself"
     yield Row("reward.reward_model", ALIAS, text, to=_reward_model)
     for node in ("reward.sandbox_fusion", "sandbox_fusion"):
@@ -620,7 +621,7 @@ ROWS: tuple[Row, ...] = (
     *_engine("engine", "engine"),
     *_lora(_MODEL, "actor_rollout_ref"),
     *_lora("critic.model", "actor_rollout_ref"),
-    *_lora("model", "engine"),
+    *_lora("model", "engine", "use_remove_padding"),  # the latter: sft_trainer, which has no node engine
     *_data(),
     *_actor(),
     *_optimizer(f"{_ACTOR}.optim", "actor_rollout_ref"),
