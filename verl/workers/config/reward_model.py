@@ -29,17 +29,21 @@ WITHOUT_MODEL = (
 """Keys of ``reward_model`` that are read without a reward model too."""
 
 
+DEFAULT_SCORER = "compute_score"
+"""Name of the function where ``custom_reward_function.name`` is null."""
+
+
 @dataclass
 class CustomRewardFunctionConfig(BaseConfig):
     """A scorer of the user, in place of the one that the data source selects."""
 
     path: str | None = setting(None, "Python file or pkg://module that defines the scorer")
-    name: str | None = setting("compute_score", "name of the function; null: compute_score", empty=False)
+    name: str | None = setting(DEFAULT_SCORER, f"name of the function; null: {DEFAULT_SCORER}", empty=False)
     reward_kwargs: dict[str, Any] = setting({}, "further arguments of the function")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.__dict__["name"] = self.name or type(self).name
+        self.__dict__["name"] = self.name or DEFAULT_SCORER
 
 
 @dataclass

@@ -17,7 +17,7 @@ from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction, ProcessSt
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
 from verl.utils.time_limit import UserCodeFailed
-from verl.workers.config.reward_model import CustomRewardFunctionConfig, RewardModelConfig, ScoringConfig
+from verl.workers.config.reward_model import DEFAULT_SCORER, RewardModelConfig, ScoringConfig
 from verl.workers.rewards.managers import ISOLATING, AbstractRewardManager, get_reward_manager_cls
 from verl.workers.rewards.scoring import RawScorer
 from verl.workers.rewards.signature import ASYNCHRONOUS, call_problem
@@ -57,7 +57,7 @@ def get_custom_reward_fn(config: Config) -> RawScorer | None:
     path = node.get("path")
     if not path:
         return None
-    name = node.get("name") or CustomRewardFunctionConfig.name
+    name = node.get("name") or DEFAULT_SCORER
     try:
         function = load_extern_type(path, name)
     except FileNotFoundError as error:
@@ -173,7 +173,7 @@ def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
             path,
         )
         return None
-    name = node.get("name") or CustomRewardFunctionConfig.name
+    name = node.get("name") or DEFAULT_SCORER
     kwargs = dict(node.get("reward_kwargs") or {})
     timeout_s = (config.get("trainer") or {}).get("ray_wait_register_center_timeout") or START_TIMEOUT_S
     key = (path, name, repr(kwargs))
