@@ -42,7 +42,11 @@ def test_a_run_that_shares_its_weights_is_right(base, changes):
 @pytest.mark.parametrize(
     ("changes", "key", "told"),
     [
-        ({f"{ROLLOUT}.name": "hf"}, f"{ROLLOUT}.name", f"=hf: does not go with {KEY}=true, because only vllm can"),
+        (
+            {f"{ROLLOUT}.name": "hf"},
+            f"{ROLLOUT}.name",
+            f"=hf: does not go with {KEY}=true, because hf cannot hold them: write vllm",
+        ),
         ({f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name", f"write vllm, or write {KEY}=false"),
         (
             {"actor_rollout_ref.hybrid_engine": False, f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.n_gpus_per_node": 1},

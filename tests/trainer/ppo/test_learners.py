@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from examples.tiny_model import byte_tokenizer
+from recipe.one_step_off_policy.generation import FILE_NAME
 from recipe.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
@@ -379,7 +380,7 @@ def test_a_batch_ahead_is_drawn_again_by_what_the_sampler_knew_then(
     first = make(total)
     seen = run(first, stop)
     if first._next is not None:
-        first._next.save = lambda folder: None
+        first._next.save = lambda folder: Path(folder, FILE_NAME).touch()
     first._save_checkpoint()
     second = make()
     second.checkpoints.load(tmp_path / f"global_step_{stop}")

@@ -196,7 +196,10 @@ def test_the_generation_server_asks_what_offline_generation_asks() -> None:
 
 FOREIGN = ("min_p", "presence_penalty", "frequency_penalty", "stop", "max_tokens", "logprobs", "best_of")
 TREES: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "ppo_trainer": (examined_config, ("actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs")),
+    "ppo_trainer": (
+        lambda config: examined_config(config).checked(),
+        ("actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs"),
+    ),
     "generation": (GenerationConfig.parse, ("rollout", "rollout.val_kwargs")),
     "generation_server": (parse_generation_server, ("actor_rollout_ref.rollout",)),
 }
