@@ -59,8 +59,9 @@ def fetch(url: str, media: MediaConfig) -> bytes:
         sockets.append(connected)
         return connected
 
+    opener = _opener(connect, media)
     try:
-        with _shut_later(sockets, media.max_s), _opener(connect, media).open(url, timeout=media.max_s) as response:
+        with _shut_later(sockets, media.max_s), opener.open(url, timeout=media.max_s) as response:
             content = bytearray()
             while part := response.read1(_READ_BYTES):
                 content += part
