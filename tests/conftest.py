@@ -186,12 +186,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse two processes that would write the same page, but share a server between them; let tests send Ctrl-C.
+    """Refuse two processes that would write the same page, but share a server between them; let tests send signals.
 
-    A shell that starts the suite in the background makes it, and all that it starts, ignore Ctrl-C.
+    A shell that starts the suite in the background makes it, and all that it starts, ignore Ctrl-C; nohup, SIGHUP.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         if config.getoption("--verification"):
             raise pytest.UsageError("--verification needs one process: add -n 0")

@@ -108,10 +108,11 @@ def test_a_resume_with_other_numbers_of_processes_reads_the_same_rows(sampler, n
     assert drawn[3][0][1] > 1  # the data set went on from its state
 
 
-def test_what_a_data_set_has_learned_is_not_replaced_by_the_copy_of_a_process():
-    class Learning(Growing):
-        on_batch_end = None  # the driver tells it of each step, and saves its state
+class Learning(Growing):
+    on_batch_end = None  # the driver tells it of each step, and saves its state
 
+
+def test_what_a_data_set_has_learned_is_not_replaced_by_the_copy_of_a_process():
     options = {"batch_size": 4, "sampler": SeededRandomSampler(range(40), seed=3), "collate_fn": list}
     running = stateful_loader(Learning(), num_workers=1, **options)
     next(iter(running))

@@ -148,6 +148,7 @@ def outputs(monkeypatch):
     class Output:
         tracking = SimpleNamespace(logger={})
         folder = Path("no such folder")
+        kept_step = None
 
         def __init__(self, *arguments):
             pass
