@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -48,6 +49,14 @@ pytest.MonkeyPatch().setattr(OmegaConf, "load", staticmethod(_load))  # as long 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the tests that measure something write it down."""
     parser.addoption("--verification", metavar="PAGE", help="page whose tables take what tests measure")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def start_method() -> Iterator[None]:
+    """Take back the start method of processes that an engine of SGLang sets; with it, loaders of rows import torch."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.fixture(scope="session")
