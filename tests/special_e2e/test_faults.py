@@ -154,4 +154,5 @@ def test_the_next_run_removes_the_temporary_files_of_a_killed_one(workspace, eng
         assert any(name.startswith("verl-") for name in os.listdir(place))
         workspace.train(f"after-{engine}", overrides, {"TMPDIR": place})
         known = ("ray", "verl-permits-")  # the logs of Ray, and locks that all runs of a user share
-        assert not [name for name in os.listdir(place) if not name.startswith(known)]
+        wandb = ("wandb-media", "wandb-artifacts")  # made by its import in a process that SGLang kills
+        assert not [name for name in os.listdir(place) if not name.startswith(known) and not name.endswith(wandb)]
