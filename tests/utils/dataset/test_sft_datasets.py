@@ -355,6 +355,7 @@ def test_only_the_first_rows_are_learnt_from(tokenizer, parquet):
     chats = parquet([say(("user", "a"), ("assistant", reply)) for reply in "bcd"])
     pairs = parquet([{"prompt": "a", "response": reply} for reply in "bcd"], "pairs.parquet")
     config = {"max_length": 32}
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = CHATML
     for cls, path in ((MultiTurnSFTDataset, chats), (SFTDataset, pairs)):
-        tokenizer.chat_template = CHATML
         assert [len(cls(path, tokenizer, config, max_samples=most)) for most in (-1, 2, 9)] == [3, 2, 3]
