@@ -81,12 +81,12 @@ class Row:
 
     @property
     def help(self) -> str:
-        """What ``--help`` says of the key."""
+        """The text that ``--help`` shows for the key."""
         return self.message if self.decision in (FEATURE, REFUSED) else f"a key of another version: {self.meaning}"
 
     @property
     def message(self) -> str:
-        """What a person is told who writes a value that the command does not take."""
+        """The error for a value that the command does not take."""
         if self.decision == FEATURE:
             text = f"is not in this version yet: {self.meaning}"
             return f"{text}. {self.instead}" if self.instead else f"{text}. Remove it"
