@@ -1,4 +1,4 @@
-"""An agent loop that samples one turn, and lets the conversation go on several times to see what comes of it.
+"""An agent loop that samples one turn and continues the conversation several times to judge it.
 
 Source: CollabLLM (arXiv:2502.00640), section 3: the reward of a turn is that of the conversations which it leads to.
 """

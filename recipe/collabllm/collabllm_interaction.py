@@ -41,7 +41,7 @@ class CollabLLMInteractionConfig(BaseConfig):
 
 
 class CollabLLMInteraction(SimulatedUserInteraction):
-    """A user who knows the whole task, ``single_turn_prompt`` of the row, and tells of it what is asked for.
+    """A user who knows the whole task, ``single_turn_prompt`` of the row, and reveals the parts that are asked for.
 
     The conversation ends when the user writes ``[[TERMINATE CHAT]]``.
     """
@@ -63,7 +63,7 @@ class CollabLLMInteraction(SimulatedUserInteraction):
         self._last: dict[str, list[Message]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Keep what the user wants: ``single_turn_prompt``, the whole task, and ``task_desc``, the kind of task.
+        """Keep the user's goal: ``single_turn_prompt``, the whole task, and ``task_desc``, the kind of task.
 
         Raises: WrongInput if the row has no ``single_turn_prompt``.
         """

@@ -51,7 +51,7 @@ class Judge:
         self._limit = ConcurrencyLimit(config.max_concurrency)
 
     async def verdict(self, question: str, key: str) -> Any:
-        """Return what the judge writes under ``key``.
+        """Return the judge's value of ``key``.
 
         Raises: JudgeError if it writes no JSON object with this key, EndpointError if it does not answer.
         """

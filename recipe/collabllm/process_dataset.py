@@ -57,7 +57,7 @@ def prompt_of(example: Row) -> list[Row]:
 
 
 def rl_row(example: Row, kind: str, split: str, index: int) -> Row:
-    """Return a prompt, and what the user of its conversation wants.
+    """Return a prompt and the goal of its user.
 
     Raises: ValueError for a row without a task or a right answer.
     """

@@ -1,4 +1,4 @@
-"""What a run names to score conversations: ``custom_reward_function.path`` is this file.
+"""The scorer of conversations; a run names this file in ``custom_reward_function.path``.
 
 Its import registers the reward manager ``collabllm``.
 """

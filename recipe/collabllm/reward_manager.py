@@ -1,4 +1,4 @@
-"""The reward manager ``collabllm``: a turn is worth what the conversations are worth that it leads to."""
+"""The reward manager ``collabllm``: the score of a turn is the mean score of its continued conversations."""
 
 import asyncio
 import importlib

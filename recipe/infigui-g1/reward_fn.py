@@ -30,7 +30,7 @@ def aer_gui_reward_function(
     ground_truth: str | Sequence[float] | Mapping[str, float],
     extra_info: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Return the reward of a response, and what it consists of.
+    """Return the reward of a response and its parts.
 
     A response in another form has ``score`` 0. Otherwise the score is 1 for the form, plus ``accuracy_reward``. ``acc``
     is whether the first candidate hits.
@@ -56,7 +56,7 @@ def aer_gui_reward_function(
 
 
 def accuracy_reward(points: Sequence[Point], hits: Sequence[bool]) -> float:
-    """Return the efficiency of the candidates: what they achieve by what they cost.
+    """Return the efficiency of the candidates: utility over cost.
 
     With N candidates of which the k-th is the first to hit, it is 1 / sqrt(N k): the costs are N to propose them and k
     to try them, and their geometric mean divides. Without a hit all are tried, which gives -1 / N: a larger search

@@ -23,7 +23,7 @@ Update = dict[str, Sequence[AnyMessage]]
 
 
 class ReactAgentLoop(AgentLoopBase):
-    """Lets the model act and see what its tools answer, until it calls none.
+    """Alternates model turns and tool answers until the model calls no tool.
 
     A subclass sets ``tools``, and may build another graph: its state has ``messages``, and its nodes find the
     ``ChatModel``, with the tools bound, in ``config["configurable"]["model"]``.
@@ -123,7 +123,7 @@ def next_node(state: MessagesState) -> str:
 
 
 def answer_broken_calls(state: MessagesState) -> Update:
-    """Tell the model what is wrong with its calls."""
+    """Answer malformed calls with their error."""
     last = state["messages"][-1]
     broken = last.invalid_tool_calls if isinstance(last, AIMessage) else []
     return {

@@ -61,7 +61,7 @@ class GenerationBatchFuture:
 
     @property
     def digest(self) -> str:
-        """What tells the prompts from others."""
+        """A digest that identifies these prompts."""
         return tensor_digest(tensors_of(self.requests)["input_ids"])
 
     def save(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ _ROLE = "actor_rollout_ref"
 
 
 def one_step_off_rules(run: "RunConfig") -> Iterator[Violation]:
-    """Yield what does not allow to generate the next batch while the present one trains."""
+    """Yield settings that forbid generating the next batch while the present one trains."""
     shared = run.actor_rollout_ref
     if shared.hybrid_engine:
         expected = "must be false: generation and training overlap, so that the servers need devices of their own: "

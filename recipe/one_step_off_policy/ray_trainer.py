@@ -141,7 +141,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         return batch.gen_batch_output
 
     def _recorded(self) -> list[Part]:
-        """Return what was recorded for the timeline of the step, which begins with the generation of its batch."""
+        """Return the spans for the timeline of the step, which begins with the generation of its batch."""
         return [*super()._recorded(), *self._parts]
 
     def _reward_model_need_not_wait(self, prompts: DataProto) -> bool:
@@ -155,7 +155,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
 
     @contextmanager
     def _as_of_step(self, step: int) -> Iterator[None]:
-        """Let what is drawn have the seeds of a step."""
+        """Draw with the seeds of a step."""
         state = self.state
         before = state.step, state.prompts_drawn
         if step != state.step:

@@ -1,4 +1,4 @@
-"""What training and evaluation share: the prompt of a problem, and problems that are made up."""
+"""Shared code of training and evaluation: the prompt of a problem, and generated problems."""
 
 import random
 

@@ -77,7 +77,7 @@ def summed(values: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass
 class Rivals:
-    """What a response is compared with in a pair loss: (B,) each.
+    """The responses that a response is compared with in a pair loss: (B,) each.
 
     Attributes:
         reward: mean reward of the responses to the same prompt that are worse, for a right response, or better, for a

@@ -74,7 +74,7 @@ class PRIMERewardModelWorker(EngineWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
     @DistProfiler.annotate(color="brown", role="reward_model_update", mini_batches=True)
     def update_rm(self, data: DataProto) -> DataProto:
-        """Learn from ``acc`` (B,); returns what ``compute_rm_score`` does, from the passes of the update.
+        """Learn from ``acc`` (B,); return the fields of ``compute_rm_score``, from the passes of the update.
 
         A pair loss also reads the ``RIVALS``.
         """

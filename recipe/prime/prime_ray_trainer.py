@@ -90,7 +90,7 @@ class RayPRIMETrainer(RayPPOTrainer):
         return without_segments(batch, "PRIME's reward model judges whole responses")
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Compute what the step reads, with the old log-probabilities if the policy is the reference."""
+        """Compute the inputs of the step, with the old log-probabilities if the policy is the reference."""
         batch = super().infer(batch, metrics, timing)
         reads_policy = self.reward_node is not None and self.reward_node.model.ref_type == "policy"
         if reads_policy and "old_log_probs" not in tensors_of(batch).keys():
@@ -197,7 +197,7 @@ def compared(batch: DataProto) -> np.ndarray:
 
 
 def outcome_of(batch: DataProto) -> torch.Tensor:
-    """Return the outcome of each response, (B,): what the reward function calls ``acc`` there, else the score."""
+    """Return the outcome of each response, (B,): ``acc`` of the reward function where given, else the score."""
     tensors = tensors_of(batch)
     if "acc" in tensors.keys():
         return tensors["acc"].float()

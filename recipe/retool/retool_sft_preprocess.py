@@ -52,7 +52,7 @@ RAW = RawSet("JoeYing/ReTool-SFT", ("messages",), made_up, splits=("train",))
 
 
 def tool_schemas() -> list[Row]:
-    """Return what the model is told about the tools."""
+    """Return the schemas of the tools."""
     items: list[Row] = yaml.safe_load(TOOL_CONFIG.read_text(encoding="utf-8"))["tools"]
     return [item["tool_schema"] for item in items]
 

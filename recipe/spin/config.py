@@ -35,7 +35,7 @@ class SPINActorConfig(FSDPActorConfig):
         return True
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of an actor; reject what only PPO's loss reads, and what breaks up pairs."""
+        """Apply the rules of an actor; reject keys of PPO's loss and settings that break up pairs."""
         yield from super().rules()
         defaults = {name: FSDPActorConfig.__dataclass_fields__[name].default for name in _OF_PPO}
         for name, default in defaults.items():

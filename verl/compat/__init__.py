@@ -1,4 +1,4 @@
-"""What is here only for forks and names of other versions: ``facades`` says which module needs it.
+"""Code for forks and names of other versions only: ``facades`` names the module that needs each part.
 
 A module goes when no supported version of the established project has its path.
 """

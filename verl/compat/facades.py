@@ -1,4 +1,4 @@
-"""Import paths of the versions since October 2025, over what this version has."""
+"""Import paths of versions since October 2025, mapped to the modules of this version."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _COROUTINE = (
 
 
 class Facade(NamedTuple):
-    """The names of a path: those that are here, with the module that has them, and why others are not.
+    """The names of a path: available names with their module, and the reasons why others are missing.
 
     A name that has changed is written ``module:name``.
     """

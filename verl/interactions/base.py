@@ -1,4 +1,4 @@
-"""What an interaction is."""
+"""The base class of interactions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -39,7 +39,7 @@ class EnvironmentConfig(BaseConfig):
     num_workers: int = setting(32, "environments of a process that work at once", at_least=1)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what cannot be used."""
+        """Yield the faults of the interaction's settings."""
         try:
             re.compile(self.action_pattern or "")
         except re.error as error:
@@ -47,7 +47,7 @@ class EnvironmentConfig(BaseConfig):
 
 
 class TextEnvironment(Protocol):
-    """What an environment must have."""
+    """The methods that an environment must have."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
         """Begin anew and return the first observation, and facts."""
@@ -62,7 +62,7 @@ class EnvironmentFault(RuntimeError):
 
 @dataclass
 class _Episode:
-    """An environment and what has happened in it.
+    """An environment and the course of its episode.
 
     At most one thread works in the environment. If the episode is closed meanwhile, that thread closes the environment
     once it is done, since environments need not bear two threads.
@@ -214,7 +214,7 @@ def _text(environment: Any, observation: Any) -> str:
 
 
 def load_factory(name: str) -> Callable[..., Any]:
-    """Return what a dotted name stands for.
+    """Import the object of a dotted name.
 
     Raises: WrongInput if that cannot be called.
     """

@@ -43,7 +43,7 @@ class SimulatedUserConfig(BaseConfig):
     max_user_turns: int | None = setting(None, "messages of the user", at_least=1)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what cannot be asked."""
+        """Yield the faults of the interaction's settings."""
         problem = url_problem(self.base_url)
         if problem is not None:
             yield Violation("base_url", self.base_url, problem)
@@ -80,7 +80,7 @@ class SimulatedUserInteraction(BaseInteraction):
         self._chats: dict[str, _Chat] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Keep ``goal``, what the user wants, for a trajectory.
+        """Keep ``goal``, the wish of the user, for a trajectory.
 
         Raises: WrongInput if the row has none.
         """

@@ -35,7 +35,7 @@ class VerifiersConfig(BaseConfig):
     arguments: dict[str, Any] = setting({}, "arguments of the environment")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what names no environment."""
+        """Yield the faults of the names of environments."""
         if (self.environment is None) == (self.factory is None):
             text = "write either environment, the id of an installed one, or factory, the dotted name of a function"
             yield Violation("environment", self.environment, text, others=("factory",))
@@ -119,7 +119,7 @@ class VerifiersInteraction(BaseInteraction):
                 await rollout.task
 
     async def _asks(self, rollout: _Rollout) -> str | None:
-        """Return what the environment adds before the next message of the policy; None if it has ended.
+        """Return the messages that the environment adds before the policy's next one; None if it has ended.
 
         Raises: EnvironmentFault if it failed.
         """
@@ -176,7 +176,7 @@ def _client_class() -> Any:
             return Response(id="policy", created=0, model=model, message=message)
 
         def setup_client(self, config: Any) -> Any:
-            """Return what asks."""
+            """Return the client."""
             return config
 
         async def to_native_tool(self, tool: Any) -> Any:
@@ -188,7 +188,7 @@ def _client_class() -> Any:
             return messages, {}
 
         async def get_native_response(self, prompt: Any, model: str, *args: Any, **kwargs: Any) -> Any:
-            """Do what ``get_response`` does."""
+            """Answer like ``get_response``."""
             return await self.get_response(prompt, model)
 
         async def raise_from_native_response(self, response: Any) -> None:

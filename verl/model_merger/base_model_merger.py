@@ -13,7 +13,7 @@ from verl.utils.checkpoint.files import CheckpointError
 
 @dataclass
 class ModelMergerConfig:
-    """The checkpoint, and what becomes of it: ``operation`` is ``merge`` or ``test``."""
+    """The checkpoint and the operation on it, ``merge`` or ``test``."""
 
     operation: str
     backend: str

@@ -186,7 +186,7 @@ def _read(path: Path) -> dict[str, Tensor | DTensor]:
 
 
 def _checked(path: Path, state: object) -> dict[str, Tensor | DTensor]:
-    """Return what a file holds, if that is tensors by name."""
+    """Return the content of a file if it is a mapping from names to tensors."""
     if isinstance(state, dict) and all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
     ):

@@ -81,7 +81,7 @@ def _target_problem(target_dir: str, target: Path, checkpoint: Path) -> str | No
 
 
 def _fields(folder: Path, merger: BaseMerger) -> dict[str, Any]:
-    """Return the ``config.json`` of the checkpoint, with what the merge itself changes."""
+    """Return the ``config.json`` of the checkpoint, with the fields that the merge changes."""
     fields: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     if merger.is_value_model:
         written = json.loads(merger.config.to_json_string(use_diff=False))

@@ -1,4 +1,4 @@
-"""The batch that travels between the driver and the workers, and what is done with it."""
+"""The batch that travels between the driver and the workers, and the operations on it."""
 
 from verl.protocol.collectives import all_gather_data_proto as all_gather_data_proto
 from verl.protocol.data_proto import OLD_LOG_PROBS_VERSION as OLD_LOG_PROBS_VERSION

@@ -1,4 +1,4 @@
-"""Columns by reference: the rows of a column lie in the object store, and a process reads those that it needs.
+"""Columns by reference: the rows of a column lie in the object store, and a process reads the rows that it needs.
 
 ``by_reference`` puts the columns of a batch into the store, in blocks of rows, and leaves a ``LazyTensor`` of each.
 That is a tensor: it has shape and dtype, and every verb of DataProto takes it. Choosing, ordering, repeating and

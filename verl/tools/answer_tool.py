@@ -26,7 +26,7 @@ class AnswerTool(BaseTool):
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return what the model is told about the tool."""
+        """Return the schema of the tool for the model."""
         if self.tool_schema is not None:
             return self.tool_schema
         answer = {"type": "string", "description": "The answer to the question."}

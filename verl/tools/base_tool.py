@@ -1,4 +1,4 @@
-"""What a tool is."""
+"""The base class of tools."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -31,7 +31,7 @@ class BaseTool(ABC):
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return what the model is told about the tool."""
+        """Return the schema of the tool for the model."""
         if self.tool_schema is None:
             raise WrongInput(f"{type(self).__qualname__} has no schema: write tool_schema")
         return self.tool_schema

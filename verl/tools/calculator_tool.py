@@ -1,4 +1,4 @@
-"""A calculator: exact arithmetic on what the model writes, without running any of it."""
+"""A calculator: exact arithmetic on expressions of the model, parsed and never executed."""
 
 import ast
 import operator
@@ -36,7 +36,7 @@ class CalculatorTool(BaseTool):
     """Evaluates ``expression``: numbers, parentheses, and the operators + - * / // % **."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return what the model is told about the tool."""
+        """Return the schema of the tool for the model."""
         if self.tool_schema is not None:
             return self.tool_schema
         expression = {"type": "string", "description": "An arithmetic expression, such as (3 + 4) * 12 / 5."}

@@ -60,7 +60,7 @@ class BadArguments(ToolError):
 
 @dataclass(frozen=True)
 class CallResult:
-    """The end of one call: what the model reads, and what is counted. The reward is None if the tool gave none."""
+    """The result of one call: the answer for the model, and the metrics. The reward is None if the tool gave none."""
 
     response: ToolResponse
     outcome: ToolOutcome

@@ -1,4 +1,4 @@
-"""Plain functions as tools: their type hints and docstrings tell the model what they are."""
+"""Plain functions as tools: their type hints and docstrings become the schema for the model."""
 
 import ast
 import asyncio

@@ -61,7 +61,7 @@ class ImageZoomInTool(BaseTool):
         self._shown: dict[str, int] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return what the model is told about the tool."""
+        """Return the schema of the tool for the model."""
         if self.tool_schema is not None:
             return self.tool_schema
         box = {

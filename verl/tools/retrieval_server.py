@@ -35,7 +35,7 @@ USAGE_ERROR = 2
 
 
 class RequestRefused(Exception):
-    """A request asks for what the server does not do; the message says what."""
+    """The server refuses a request; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Retriever:
         return web.json_response({"documents": len(self.documents)})
 
     async def retrieve(self, request: web.Request) -> web.Response:
-        """Answer a search; the status and ``error`` say what is wrong with a request."""
+        """Answer a search; the status and ``error`` tell the fault of a bad request."""
         if self.key is not None and not hmac.compare_digest(_key_of(request), self.key.encode()):
             return _refused("the key is missing or wrong: send Authorization: Bearer <key>", 401)
         try:

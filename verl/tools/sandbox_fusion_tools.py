@@ -43,7 +43,7 @@ class SandboxToolConfig(BaseConfig):
     allow_unisolated: bool = setting(False, "run code with the rights of the run where this machine cannot isolate it")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what cannot run."""
+        """Yield the faults of the tool's settings."""
         problem = None if self.sandbox_fusion_url is None else url_problem(self.sandbox_fusion_url)
         if problem is not None:
             yield Violation("sandbox_fusion_url", self.sandbox_fusion_url, problem)
@@ -61,7 +61,7 @@ class Ran:
 
 
 class SandboxFusionTool(BaseTool):
-    """Runs ``code`` and answers what it writes. Each call starts anew: nothing is kept from one to the next."""
+    """Runs ``code`` and answers with its output. Each call starts anew, without state of earlier calls."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
@@ -79,7 +79,7 @@ class SandboxFusionTool(BaseTool):
         self._running = RunningCalls()
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return what the model is told about the tool."""
+        """Return the schema of the tool for the model."""
         if self.tool_schema is not None:
             return self.tool_schema
         code = {"type": "string", "description": "The code to run. It shows its results by printing them."}
@@ -126,7 +126,7 @@ class SandboxFusionTool(BaseTool):
                     raise ToolError(f"the code could not be run: {error}") from error
 
     async def abort(self, instance_id: str) -> None:
-        """Cancel what runs for an instance."""
+        """Cancel the running programs of an instance."""
         self._running.cancel(instance_id)
 
     async def _run_here(self, code: str, timeout_s: float) -> Ran:
@@ -170,7 +170,7 @@ def _ran_there(reply: dict[str, Any], timeout_s: float) -> Ran:
 
 
 def _as_read(status: str, stdout: str, stderr: str, timeout_s: float) -> Ran:
-    """Return what the model reads: all that the program wrote, and why it ended if it ended early."""
+    """Return the answer for the model: the program's whole output, and the reason if it ended early."""
     text = stdout + stderr
     if status == "timeout":
         text += f"\nThe program was stopped after {timeout_s:g} s."

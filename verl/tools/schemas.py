@@ -1,4 +1,4 @@
-"""What a tool tells the model about itself, the calls that the model writes, and the answers that it gets.
+"""The schema of a tool, the calls of the model, and the answers to them.
 
 The schemas are those of OpenAI's function calling. They keep fields that they do not know, such as ``items`` of an
 array, so that the model sees what the author of a tool has written.
@@ -31,7 +31,7 @@ class OpenAIFunctionParametersSchema(_Open):
 
 
 class OpenAIFunctionSchema(_Open):
-    """A function: its name, what it does, and its parameters."""
+    """A function: its name, description and parameters."""
 
     name: str = Field(min_length=1)
     description: str
@@ -75,7 +75,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers: text, images and videos, each of which may be missing.
+    """The answer of a tool: text, images and videos, each optional.
 
     Raises: ValueError if images or videos are not in a list.
     """

@@ -49,7 +49,7 @@ class SearchToolConfig(BaseConfig):
     retry_delay_s: float = setting(1.0, "delay after the first attempt; after the n-th n times as long", at_least=0)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield what cannot be asked."""
+        """Yield the faults of the tool's settings."""
         problem = url_problem(self.retrieval_service_url)
         if problem is not None:
             yield Violation("retrieval_service_url", self.retrieval_service_url, problem)
@@ -68,7 +68,7 @@ class SearchTool(BaseTool):
         self._running = RunningCalls()
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return what the model is told about the tool."""
+        """Return the schema of the tool for the model."""
         if self.tool_schema is not None:
             return self.tool_schema
         queries = {"type": "array", "items": {"type": "string"}, "description": "What to search for."}

@@ -10,5 +10,5 @@ PPO_RAY_RUNTIME_ENV = {"env_vars": dict(RUNTIME_ENV_VARS)}
 
 
 def get_ppo_ray_runtime_env() -> dict[str, Any]:
-    """Return the runtime environment for ``ray.init`` on this machine, without what this process sets already."""
+    """Return the runtime environment for ``ray.init``, without variables that this process already has."""
     return runtime_env(get_device_name(), {})

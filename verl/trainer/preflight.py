@@ -111,7 +111,7 @@ _OF_RESUME += ("actor_rollout_ref.model", "critic.model")  # a checkpoint must f
 
 
 def check_resume(run: RunConfig) -> None:
-    """Check the checkpoint that the run resumes from, and name those that the run replaces.
+    """Check the checkpoint that the run resumes from, and name the checkpoints that the run will replace.
 
     Raises: as ``find_resume_folder``.
     """
@@ -208,7 +208,7 @@ def check_files(run: RunConfig, broken: Collection[str] = ()) -> None:
 
 
 def check_data(data: DataConfig, key: str, paths: list[str], findings: Findings) -> list[str]:
-    """Check that the files of a key are parquet files with enough rows and a prompt column; return those that are."""
+    """Check that the files of a key are parquet files with enough rows and a prompt column; return the valid ones."""
     rows: dict[str, int] = {}
 
     def count(path: str) -> None:

@@ -170,7 +170,7 @@ class ChatEndpoint:
         return f"{urlsplit(self.base_url).path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
 
     async def _post_async(self, messages: Messages, end: float) -> tuple[int, float | None, bytes]:
-        """Return what ``_post`` does.
+        """Do the same as ``_post`` without blocking the event loop.
 
         Raises: _Retry if there is no reply.
         """

@@ -109,7 +109,7 @@ def import_class(item: ClassItem, base: type[T]) -> type[T]:
 
 
 def build(item: ClassItem, make: Callable[[], T]) -> T:
-    """Return what ``make`` makes from an item.
+    """Return the result of ``make`` for an item.
 
     Raises: WrongInput naming the item, whatever the class raises.
     """

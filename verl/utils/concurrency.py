@@ -17,7 +17,7 @@ _LOOK_EVERY_S = 0.02
 
 
 async def in_thread(function: Callable[[], T], name: str = "work") -> T:
-    """Return what a function returns, called in a thread of its own.
+    """Call a function in a new thread and return its result.
 
     Thousands may wait at the same time, and one that never returns keeps neither the process alive nor a place in a
     pool. If the caller is cancelled, the function goes on and nobody learns of its result.

@@ -84,7 +84,7 @@ def _parameters(method: ast.FunctionDef) -> list[ast.arg]:
 
 
 def wrong_sglang_arguments(given: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield each name that is no argument of SGLang, or one that other keys decide, and what is wrong with it.
+    """Yield each name that SGLang does not take, or that another key decides, with the reason.
 
     Where SGLang is not installed, its arguments are not known.
     """
@@ -97,7 +97,7 @@ def wrong_sglang_arguments(given: Collection[str]) -> Iterator[tuple[str, str]]:
 
 
 def wrong_vllm_arguments(given: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield each name that is no argument of vLLM, and what is wrong; without vLLM, its arguments are not known."""
+    """Yield each name that vLLM does not take, with the reason; nothing where vLLM is not installed."""
     known = vllm_arguments()
     for name in given:
         if known and name not in known:

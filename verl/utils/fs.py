@@ -44,7 +44,7 @@ _KINDS = {
 
 
 def unreadable_kind(path: str | os.PathLike[str]) -> str | None:
-    """Say what a path is if reading it would block or fail, such as "is a named pipe".
+    """Return the kind of a path that blocks or fails when read, such as "is a named pipe"; else None.
 
     Returns: None for a file that can be read, for a folder, and for a path that does not exist.
     """

@@ -109,7 +109,7 @@ def is_hdfs(path: str) -> bool:
 
 
 def missing_command() -> str | None:
-    """Tell what to do if this machine has no ``hdfs`` command."""
+    """Return the advice for a machine without the ``hdfs`` command; None where it exists."""
     return None if shutil.which("hdfs") else _MISSING
 
 

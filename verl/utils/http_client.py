@@ -26,7 +26,7 @@ class NoReplyInTime(NoReply, TimeoutError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What a service replied; ``retry_after`` is its header ``Retry-After``."""
+    """Reply of a service; ``retry_after`` is its header ``Retry-After``."""
 
     status: int
     body: bytes
@@ -39,7 +39,7 @@ class Reply:
 
 
 def url_problem(url: Any) -> str | None:
-    """Return what is wrong with the address of a service; None if it can be asked."""
+    """Return the fault of a service's address; None if it is valid."""
     if not isinstance(url, str):
         return "write the address of the service, such as http://127.0.0.1:8000"
     try:

@@ -62,7 +62,7 @@ def is_installed(package: str) -> bool:
 
 @contextlib.contextmanager
 def hidden(names: Iterable[str]) -> Iterator[None]:
-    """Let an import of these modules fail, except of those that have been imported."""
+    """Make imports of these modules fail, except modules that are already imported."""
     absent = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # an import of None fails
     try:
@@ -137,7 +137,7 @@ def dotted_name(path: str | Path) -> str:
 
 
 def absolute_name(name: str, folder: str | Path) -> str:
-    """Return a dotted name of a file in ``folder``, where leading dots mean what they mean in an import.
+    """Resolve a dotted name relative to ``folder``, with leading dots as in an import statement.
 
     A recipe names its own classes so, and a copy of it those of the copy: ``..config.MyConfig`` in
     ``recipe/mine/config/mine.yaml`` is ``recipe.mine.config.MyConfig``.
@@ -160,7 +160,7 @@ def is_own(cls: type) -> bool:
 
 
 def external_module_of(function: Callable[..., object]) -> ModuleType | None:
-    """Return the module of a user's file that defines a function, or what a ``partial`` calls; None for any other."""
+    """Return the module of a user's file that defines a function or the target of a ``partial``; else None."""
     inner = getattr(function, "func", function)
     name = getattr(inner, "__module__", None) or ""
     return sys.modules.get(name) if name.startswith(_EXTERNAL) else None

@@ -141,7 +141,7 @@ def _end_fork() -> None:
 
 
 def _begin_child() -> None:
-    """Let signals end a forked process, which must not clean up what its parent uses."""
+    """Let signals end a forked process, which must not clean up the resources of its parent."""
     _end_fork()
     for number, usual in _USUAL.items():
         if signal.getsignal(number) is _on_signal:

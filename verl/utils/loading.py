@@ -106,7 +106,7 @@ def naming(source: StrPath | BinaryIO) -> Iterator[None]:
 
 
 def _import(full: str) -> Any:
-    """Return what a dotted name stands for; a class may stand in another class."""
+    """Import the object of a dotted name, which may be a class nested in another class."""
     module, _, name = full.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -214,7 +214,7 @@ def not_finite(values: "Tensor") -> str | None:
 
 
 def load_pickle(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
-    """Unpickle a file that names only what is listed or trusted.
+    """Unpickle a file that names only listed or trusted classes.
 
     Raises: FileNotFoundError; UntrustedClassError, CheckpointError naming the file.
     """
@@ -270,7 +270,7 @@ class _ListedUnpickler(pickle._Unpickler):
     trusted: frozenset[str]
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a listed or trusted name stands for. Raises: UntrustedClassError."""
+        """Return the object of a listed or trusted name. Raises: UntrustedClassError."""
         full = f"{_RENAMED.get(module, module)}.{name}"
         if full in _CHECKED:
             return _CHECKED[full]

@@ -115,14 +115,14 @@ class _Worker:
         self.send([loader])
 
     def send(self, contents: Iterable[bytes]) -> None:
-        """Send messages as far as the process takes them; ``flush`` sends the rest."""
+        """Send messages until the socket is full; ``flush`` sends the rest."""
         for content in contents:
             self._unsent += _LENGTH.pack(len(content))
             self._unsent += content
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left to send, as far as the process takes it."""
+        """Send pending messages until the socket is full."""
         with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # of a death, ``has_ended`` tells
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
@@ -175,7 +175,7 @@ class _Worker:
         return self._is_killed or (not self.is_starting and not self.calls and self.has_ended())
 
     def interests(self) -> list[tuple[int, int]]:
-        """Return what to wait for, as arguments of ``select.poll.register``."""
+        """Return the descriptor and events to wait for, as arguments of ``select.poll.register``."""
         writable = select.POLLOUT if self._unsent else 0
         return [(self.socket.fileno(), select.POLLIN | writable), (self.pidfd, select.POLLIN)]
 

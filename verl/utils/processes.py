@@ -179,7 +179,7 @@ def descendants() -> set[psutil.Process]:
 
 
 def end_all(processes: Iterable[psutil.Process], only_stopped: bool = False) -> None:
-    """Kill processes that still exist; with ``only_stopped``, those that SIGSTOP keeps from ending by themselves."""
+    """Kill processes that still exist; with ``only_stopped``, only processes that SIGSTOP holds."""
     for process in processes:
         try:
             if not only_stopped or process.status() == psutil.STATUS_STOPPED:

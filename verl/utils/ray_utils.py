@@ -46,7 +46,7 @@ def loopback() -> Iterator[None]:
 
 
 def serialize_without_arrow() -> None:
-    """Let Ray serialize what this process sends without pyarrow, which this process then does not import.
+    """Make Ray serialize without pyarrow in this process, so that it is never imported.
 
     Ray 2.60 registers pyarrow's tables with the first object that it serializes, if pyarrow is installed. Pickle can do
     them too, but would send the whole table of a slice. Remove when Ray waits for a table.

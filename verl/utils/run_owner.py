@@ -95,7 +95,7 @@ def read_owner(file: Path) -> Process | None:
 
 
 def has_owner(folder: Path) -> bool:
-    """Whether a run uses a folder, as far as this machine can see."""
+    """Whether a run uses a folder; true as well if that cannot be told from this machine."""
     file = folder / LOCK_NAME
     if not file.exists():
         return False

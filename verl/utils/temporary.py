@@ -1,4 +1,4 @@
-"""Folders for temporary files whose process may be killed: the next start on the machine removes what is left.
+"""Temporary folders of processes that may be killed: the next start on the machine removes leftovers.
 
 Such a folder holds a file that its process keeps locked. The system takes the lock back when the process ends, however
 it ends, and no other container can take it before.

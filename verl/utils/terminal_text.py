@@ -7,7 +7,7 @@ from verl.utils import envs
 
 
 def escape_in_terminal() -> None:
-    """Let the standard streams of this process and its children escape what their encoding lacks."""
+    """Make the standard streams of this process and its children escape characters that their encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
@@ -15,7 +15,7 @@ def escape_in_terminal() -> None:
 
 
 def locale_problem(text: str) -> str | None:
-    """Say what is wrong with a text which Python reads otherwise than the libraries that open files by UTF-8 names."""
+    """Return the fault of a path that this locale does not decode as UTF-8, as other libraries do; else None."""
     encoding = sys.getfilesystemencoding()
     if encoding == "utf-8" or text.isascii():
         return None

@@ -1,4 +1,4 @@
-"""What a task of the evaluation is."""
+"""The base class of evaluation tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

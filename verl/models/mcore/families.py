@@ -58,7 +58,7 @@ def refuse(limits: Iterable[mcore_limits.Limit]) -> None:
 
 @dataclass(frozen=True)
 class VisionParts:
-    """What a vision-language family has besides its language model.
+    """The parts of a vision-language family besides its language model.
 
     Args:
         sections: frequencies of frame, row and column in a head, if ``config.json`` does not say them.

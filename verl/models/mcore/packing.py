@@ -29,7 +29,7 @@ def places_of(lengths: list[int], aligned: list[int]) -> Tensor:
 
 
 def local_places(lengths: list[int], aligned: list[int], cp_size: int, cp_rank: int) -> Tensor:
-    """Return the position (T,) of each token among those that a rank holds, -1 if another rank holds it."""
+    """Return each token's position (T,) among the tokens of a rank, -1 if another rank holds it."""
     held = held_places(aligned, cp_size, cp_rank)
     local = torch.full((sum(aligned),), -1).index_copy(0, held, torch.arange(len(held)))
     return local[places_of(lengths, aligned)]

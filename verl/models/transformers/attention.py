@@ -30,7 +30,7 @@ VARLEN_ATTENTION = PACKED
 
 @dataclass(frozen=True)
 class LocalMask:
-    """What a layer with local attention gets for a mask where rows are packed, or without padding.
+    """The mask of a layer with local attention where rows are packed, or without padding.
 
     A token sees the last ``window`` tokens up to itself, or those of its own chunk: tokens from a multiple of ``chunk``
     in its sequence on.
@@ -150,7 +150,7 @@ def packed_attention(
 
 
 def causal_mask(length: int, device: torch.device, window: int | None = None, chunk: int | None = None) -> Tensor:
-    """Return what the tokens of a sequence see, (length, length) of bool."""
+    """Return the causal mask of a sequence, (length, length) of bool."""
     at = torch.arange(length, device=device)
     distance = at.unsqueeze(1) - at.unsqueeze(0)
     mask = distance >= 0
@@ -168,7 +168,7 @@ def _by_groups(
     value: Tensor,
     packed: PackedSequences,
 ) -> Tensor:
-    """Attend within batches of sequences of similar length; causal attention never looks at what pads them."""
+    """Attend within batches of sequences of similar length; causal attention never sees their padding."""
     outputs = []
     for group in packed.padded_groups:
         out = attend(*(_as_batch(each, group) for each in (query, key, value)))
@@ -288,7 +288,7 @@ def _unpacked_attention(
 def _varlen_mask(
     attention_mask: Tensor | None = None, local_size: int | None = None, config: Any = None, **kwargs: Any
 ) -> Tensor | LocalMask | None:
-    """Return sdpa's mask for padded rows; for others what local layers see, and nothing for layers that see all.
+    """Return sdpa's mask for padded rows; else the window of a local layer, and None for a global layer.
 
     transformers passes the width of a window or of a chunk as ``local_size``.
     """

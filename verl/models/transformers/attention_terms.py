@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Terms:
-    """What a model adds to attention.
+    """The terms that a model adds to attention.
 
     Attributes:
         softcap: logits become ``softcap * tanh(logits / softcap)``.

@@ -78,7 +78,7 @@ The gradients of copies take memory, for as many heads as queries have (docs/per
 
 @dataclass(frozen=True)
 class _Call:
-    """Some tokens that attend to some tokens; ``bounds`` is what the kernel has to know of them beyond.
+    """A set of queries and the keys that they attend to; ``bounds`` holds the further arguments of the kernel.
 
     A call with ``within`` is causal, the last query at the last key. Each token is a query of one such call, and they
     are in the order of the tokens.
@@ -110,7 +110,7 @@ class _Kernel(Protocol):
     """Attention with the logarithms of its sums, over rows (t, H, D) of a packed row."""
 
     def calls(self, packed: PackedSequences) -> Iterator[_Call]:
-        """Yield the calls that cover what each token of a forest sees once."""
+        """Yield the calls that cover each pair of a token and a visible token of a forest once."""
 
     def forward(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output (t, H, D) and the logarithms of the sums (t, H)."""

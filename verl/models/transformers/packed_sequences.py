@@ -53,7 +53,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Paths:
-    """What each node sees, the nodes above it and then itself: its keys in a causal call of a kernel with boundaries.
+    """The path to each node, its ancestors and itself: its keys in a causal call of a kernel with boundaries.
 
     Attributes:
         keys: the (n,) tokens of the paths, path by path.
@@ -183,7 +183,7 @@ class PackedSequences:
         return until.repeat_interleave(lengths)
 
     def block_mask(self, window: int | None = None) -> Any:
-        """Return what tokens see, as a mask for ``flex_attention``; built once and used by every layer."""
+        """Return the mask for ``flex_attention``, built once and used by every layer."""
         if window not in self._block_masks:
             self._block_masks[window] = self._block_mask(window)
         return self._block_masks[window]

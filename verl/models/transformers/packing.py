@@ -34,7 +34,7 @@ def attention_cap(config: Mapping[str, Any]) -> str | None:
 
 
 def state_along_rows(config: Mapping[str, Any]) -> str | None:
-    """Return what in a config.json tells that layers carry a state along the row; None for a model without."""
+    """Return the field of a config.json that shows that layers carry a state along the row, else None."""
     text = {**config, **(config.get("text_config") or {})}
     kinds = {str(kind) for name in _LAYER_LISTS for kind in text.get(name) or ()}
     for kind in sorted(kinds):

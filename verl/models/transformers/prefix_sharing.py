@@ -53,13 +53,13 @@ def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator
 
 
 def drawn_in_training(config: Mapping[str, Any]) -> list[str]:
-    """Return what a config.json says that training draws for each token, and inference does not."""
+    """Return the random draws per token that a config.json asks for in training but not in inference."""
     experts = [f"experts (model_type={kind})" for kind in _DRAWS_EXPERTS if config.get("model_type") == kind]
     return experts + [f"{name}={rate}" for name, rate in sorted(_drawn(config))]
 
 
 def _drawn(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the rates above 0 of what is drawn for each token: dropout, and noise of routers."""
+    """Yield the rates above 0 of random draws per token: dropout, and noise of routers."""
     for name, value in config.items():
         if name in _PARTS and isinstance(value, Mapping):
             yield from _drawn(value)

@@ -50,7 +50,7 @@ def is_remote_family(config: "PretrainedConfig | None") -> bool:
 
 
 def builds_own_attention(config: "PretrainedConfig | None") -> bool:
-    """Return whether the model picks its attention from a table of its own, which lacks ``verl_varlen``."""
+    """Return whether the model picks its attention from its own table, which lacks ``verl_varlen``."""
     return getattr(config, "model_type", None) == "kimi_vl"
 
 

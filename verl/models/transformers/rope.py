@@ -118,7 +118,7 @@ def install_row_rope(model: nn.Module, length: int | None = None) -> RowRope | N
 
 
 def row_rope_of(model: nn.Module) -> RowRope | None:
-    """Return what ``install_row_rope`` has installed in a model."""
+    """Return the row rope that ``install_row_rope`` put into a model."""
     replaced = (vars(module).get(_FORWARD) for module in model.modules())
     return next((each.args[1] for each in replaced if isinstance(each, partial) and each.func is _forward), None)
 

@@ -1,4 +1,4 @@
-"""What a vision-language model of transformers takes for each token besides its id, for families without an entry.
+"""Inputs per token besides the id for vision-language models of transformers without an entry.
 
 A processor returns it for a prompt: which tokens stand for images, or belong to the prefix. Here it is made from the
 tokens of a whole row, because a response follows the prompt and a tool may show images in it.

@@ -137,7 +137,7 @@ def read_media(
 
 @dataclass(frozen=True)
 class _Shown:
-    """What the tower runs on, and where its features belong; images come before videos.
+    """Inputs of the vision tower and the places of its features; images come before videos.
 
     Args:
         grid: the grids that the tower takes.

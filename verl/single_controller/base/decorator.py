@@ -51,7 +51,7 @@ class DistGlobalInfo:
 
 
 class DispatchGroup:
-    """The part of a worker group that dispatch reads. It keeps what the workers have said of their places.
+    """The part of a worker group that dispatch reads; it caches the mesh coordinates that the workers report.
 
     Each registered method of the workers becomes a method of the group at run time.
     """

@@ -73,7 +73,7 @@ class ExecutionWorker:
         return True
 
     def execute(self, fn: Callable[..., T], *fn_args: Any, **fn_kwargs: Any) -> T | None:
-        """Return what a function returns; None, after a warning, if it raises."""
+        """Call a function and return its result; warn and return None if it raises."""
         limit = self.rate_limit_worker
         if limit is not None:
             ray.get(limit.acquire.remote())

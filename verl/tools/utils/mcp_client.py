@@ -35,7 +35,7 @@ class McpTimeout(McpError):
 
 @dataclass
 class McpServer:
-    """A server, and how it is asked. Each call has a session of its own, so nothing is kept from one to the next.
+    """An MCP server and its transport. Each call opens a new session, so no state passes between calls.
 
     Args:
         rate_limit: calls in a second that a process starts.
@@ -56,7 +56,7 @@ class McpServer:
         self._rate = RateLimit(self.rate_limit)
 
     async def schemas(self) -> list[OpenAIFunctionToolSchema]:
-        """Return what the server says about its tools.
+        """Return the schemas of the server's tools.
 
         Raises: McpError.
         """
@@ -119,7 +119,7 @@ class McpServer:
 
     @asynccontextmanager
     async def _connection(self, statuses: list[int]) -> "AsyncIterator[Client]":
-        """Connect, and note the HTTP statuses of what the server replies."""
+        """Connect, and record the HTTP status of each reply."""
         import httpx2
         from mcp import Client
         from mcp.client.streamable_http import streamable_http_client

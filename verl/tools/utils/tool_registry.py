@@ -102,7 +102,7 @@ def _native_tool(item: ClassItem) -> BaseTool:
 
 
 def _mcp_tools(item: ClassItem) -> list[BaseTool]:
-    """Make a tool of each one on the servers of an item, or of those that ``tool_selected_list`` names."""
+    """Make a tool for each one on the servers of an item, or only for the names in ``tool_selected_list``."""
     tool_class = import_class(item, MCPBaseTool)
     options = build(item, lambda: read_options(None, _own_options(item), McpToolConfig))
     servers = _servers_of(

@@ -59,7 +59,7 @@ class Ending:
         return not self._is_seen() or self._last_step() > self._step_of(self._checkpoint())
 
     def last_line(self) -> str:
-        """Return what a resume takes, what is lost, and the command that goes on."""
+        """Return the last line of a run: its checkpoint, its lost steps, and the command that resumes it."""
         checkpoint = self._checkpoint()
         saved, last = self._step_of(checkpoint), self._last_step()
         if not self._is_seen():
@@ -150,7 +150,7 @@ def end_interrupted(ending: Ending, grace: "Grace") -> int:
 
 
 def _version(file: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is written; None if there is none."""
+    """Return a value that changes whenever the file is written; None without a file."""
     with suppress(OSError):
         status = file.stat()
         return status.st_mtime_ns, status.st_ino, status.st_size

@@ -201,14 +201,14 @@ class Digests(TypedDict):
 
 
 class RankReport(WorkerReport):
-    """A rank's report, with its digests if requested, and what its process recorded for a timeline."""
+    """A rank's report, with its digests if requested and the timeline spans of its process."""
 
     digests: NotRequired[Digests]
     timeline: NotRequired[Part]
 
 
 def take_parts(workers: Mapping[str, Sequence[RankReport]]) -> list[Part]:
-    """Move what the processes recorded out of the reports of all ranks, named by group and rank."""
+    """Move the timeline spans out of the reports of all ranks, named by group and rank."""
     parts = []
     for group, reports in workers.items():
         for report in reports:

@@ -132,7 +132,7 @@ class Ownership:
         return f"belongs to a run that is alive, process {owner.pid}{where}: write another path, or end that run"
 
     def _leave_to_parent(self) -> None:
-        """Give back what a child inherits: one that outlives this process must not keep the locks."""
+        """Close the lock files in a forked child: a child that outlives this process must not keep the locks."""
         self._close()
         for number in _ENDS:
             if signal.getsignal(number) is _free_and_end:

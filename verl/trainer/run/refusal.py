@@ -1,4 +1,4 @@
-"""What the checks before a start refuse: all of it is collected, and told in one message. Imports no Ray."""
+"""Collect the problems that the checks before a start find, and raise them in one message. Imports no Ray."""
 
 import logging
 import sys
@@ -44,7 +44,7 @@ def _problems(error: Exception) -> list[str]:
 
 
 class Findings:
-    """Runs checks to the last one, and keeps what they refuse."""
+    """Runs all checks and keeps the problems that they raise."""
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
@@ -59,7 +59,7 @@ class Findings:
         return True
 
     def refuse(self) -> None:
-        """Raise what was refused: a single error as it is, several as ``SeveralProblems``, each problem once."""
+        """Raise the problems: a single error unchanged, several as ``SeveralProblems``, each once."""
         errors = [*{str(error): error for error in self.errors}.values()]
         if len(errors) == 1:
             raise errors[0]

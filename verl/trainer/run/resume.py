@@ -191,7 +191,7 @@ def _problems(folder: Path, run: RunConfig) -> list[str]:
 
 @contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """Name the file if what it holds cannot be restored, whatever that raises in loaders, samplers and data sets.
+    """Name the file in the error when a loader, sampler or data set cannot restore its content.
 
     Raises: IncompleteCheckpointError.
     """
@@ -265,7 +265,7 @@ def find_misfits(folder: Path, run: RunConfig) -> list[str]:
 def misfit(
     folder: Path, strategy: str, world_size: int, model: HFModelConfig, checkpoint: CheckpointConfig
 ) -> str | None:
-    """Return why the workers of a role cannot read its checkpoint, as far as files on this machine tell."""
+    """Return why the workers of a role cannot read its checkpoint, judged by the files on this machine; else None."""
     problem = files.backend_problem(folder, strategy) or files.world_size_problem(folder, world_size)
     if problem is not None or "model" not in checkpoint.load_contents:
         return problem

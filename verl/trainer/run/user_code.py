@@ -1,4 +1,4 @@
-"""Import the modules that a configuration names in a child process, and see whether they have what it asks for.
+"""Import the modules that a configuration names in a child process, and check the objects that it names.
 
 The modules may import torch, start threads or end their process, so the launching process imports none of them. As a
 command (``python -m verl.trainer.run.user_code``) this is the child: a request in JSON on standard input, the answer on
@@ -66,7 +66,7 @@ class UserCodeError(WrongInput):
 
 
 def check_user_code(code: UserCode, cluster: RayConfig) -> None:
-    """Import what a configuration names, in a child process, and warn of what cannot be imported here.
+    """Import the user code of a configuration in a child process; warn of modules that cannot be imported here.
 
     Raises: UserCodeError naming each name that an imported module does not have, unless the run imports it elsewhere.
     """
@@ -83,7 +83,7 @@ def check_user_code(code: UserCode, cluster: RayConfig) -> None:
 
 
 def code_of(run: RunConfig, broken: Collection[str] = (), of_fork: bool = False) -> UserCode:
-    """Return what a run names; a fork may register names elsewhere, and keys that are ``broken`` are left out."""
+    """Return the user code that a run names; a fork may register names elsewhere, and ``broken`` keys are left out."""
     shared = run.actor_rollout_ref
     models: dict[str, Any] = {"actor_rollout_ref.model": shared.model, "critic.model": run.critic and run.critic.model}
     if run.reward_model.enable:
@@ -153,7 +153,7 @@ def _other_place(cluster: RayConfig) -> str | None:
 
 
 def _answer(code: UserCode) -> tuple[list[str], list[str]]:
-    """Return what the child refuses, and what it could not look at."""
+    """Return the child's errors and its warnings."""
     writes = ["-B"] if only_checks() else []
     process = start_process(
         [sys.executable, *writes, "-m", __name__],
@@ -247,7 +247,7 @@ def _class_problem(place: str, dotted: str) -> _Problem | None:
 
 
 def _engine_problems(place: str, dotted: str, demand: Demand) -> list[str]:
-    """Return why a class is no rollout engine, or what the run asks that it does not do."""
+    """Return the reasons why a class is no rollout engine, or lacks a method that the run needs."""
     from verl.workers.rollout.registry import class_problem
 
     found = resolve_name(dotted)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_sft_inputs(config: DictConfig) -> None:
-    """Check what can be checked before the model is loaded.
+    """Check the inputs of supervised training before the model is loaded.
 
     Raises: WrongInput with everything that is wrong: the dotted key, or file, row and column.
     """
@@ -153,7 +153,7 @@ def _check_file(path: str, data: DictConfig, columns: DataConfig, pairs: DataCon
 def check_checkpoint(
     resume_mode: str, resume_from_path: str | None, run_folder: str, tells: bool = True
 ) -> Path | None:
-    """Return the checkpoint that the run resumes from, if it is whole; with ``tells``, name those that it replaces.
+    """Return the complete checkpoint that the run resumes from; with ``tells``, name the checkpoints that it replaces.
 
     Raises: IncompleteCheckpointError naming the folder, CheckpointError naming the tracker file, or ResumeError when
         ``auto`` finds complete checkpoints and none that the tracker names.

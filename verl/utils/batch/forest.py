@@ -16,7 +16,7 @@ MIN_SHARED_TOKENS = 8
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Rows in an order in which those that begin alike stand together.
+    """Rows ordered so that rows with a common prefix are neighbours.
 
     Attributes:
         order: the rows, (b,).
@@ -207,7 +207,7 @@ def _laid_out(root: _Node, found: Neighbours) -> Forest:
 
 
 def token_keys(ids: Tensor, positions: Tensor, attended: Tensor, media: Tensor | None = None) -> Tensor:
-    """Return what a model sees at each token, (b, L, C) int32.
+    """Return the inputs of the model at each token, (b, L, C) int32.
 
     Positions that count the tokens of their row tell nothing more, and are left out.
 

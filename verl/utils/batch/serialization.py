@@ -34,7 +34,7 @@ SLICED_BYTES = 1 << 22
 
 
 class PicklesItself:
-    """A tensor of a class that says by itself what is sent of it."""
+    """A tensor of a class that defines its own pickling."""
 
 
 def serialize_single_tensor(obj: Tensor) -> TensorTriple:
@@ -127,7 +127,7 @@ class _Dense(NamedTuple):
 
 
 def _dense(entry: Any) -> _Dense | None:
-    """Return what an entry is that is one dense tensor, else None."""
+    """Return the description of an entry that is one dense tensor, else None."""
     if len(entry) == 3:
         name, shape, content = entry
         return _Dense(getattr(torch, name), shape, [(name, content)])

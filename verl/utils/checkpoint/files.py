@@ -178,7 +178,7 @@ class Manifest:
 
 @contextmanager
 def reading(name: StrPath, hint: str = "") -> Iterator[None]:
-    """Raise CheckpointErrors that name a JSON file if it is missing or does not hold what the caller reads."""
+    """Raise CheckpointErrors that name a JSON file if it is missing or lacks an entry that the caller reads."""
     try:
         yield
     except FileNotFoundError:
@@ -209,7 +209,7 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
 
 
 def read_manifests(folder: StrPath, world_size: int) -> tuple[list[Manifest], list[str]]:
-    """Return the manifests of all ranks, and the problems of those that are missing, damaged or of several steps."""
+    """Return the manifests of all ranks, and the problems of missing, damaged or mixed ones."""
     manifests = []
     problems = []
     for rank in range(world_size):
@@ -373,7 +373,7 @@ def remove_tracker(root_path: StrPath) -> None:
 
 
 def make_folder(folder: StrPath) -> None:
-    """Make a folder; what has its name, or that of the step above, and is none, such as a link to nowhere, is renamed.
+    """Make a folder. Rename a file or dangling link that stands at its path or at the path of its step.
 
     Several processes may do so at once.
     """
@@ -399,7 +399,7 @@ def _put(written: Path, path: Path) -> None:
 
 
 def _set_aside(path: Path, is_folder: bool) -> None:
-    """Rename what has the name of a part of a checkpoint; nothing happens if another process has been faster.
+    """Rename a foreign entry at the path of a checkpoint part; do nothing if another process has already done it.
 
     The new name is taken before. The system gives that of a file to no folder, such as one that another process has
     made meanwhile, and that of a folder to no file.
@@ -429,7 +429,7 @@ def as_step(text: str) -> int | None:
 
 
 def tracker_text(tracker: Path) -> str:
-    """Return the content of a tracker file; what is no text has replacement characters.
+    """Return the content of a tracker file, with replacement characters for bytes that are not UTF-8.
 
     Raises: CheckpointError when the file cannot be read.
     """

@@ -67,7 +67,7 @@ class SourceFiles:
     chat_template: str | None = None
 
     def config_fields(self, config: "PretrainedConfig", dtype: torch.dtype | None = None) -> Fields:
-        """Return the ``config.json`` of a trained model: that of the source, with what the run changed on purpose.
+        """Return the ``config.json`` of a trained model: the fields of its source with the changes of the run.
 
         Args: ``dtype`` is that of the weights beside it, if there are any.
         """

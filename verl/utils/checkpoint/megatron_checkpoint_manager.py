@@ -308,7 +308,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         get_cuda_rng_tracker().set_states(state["tracker"])
 
     def _warn_of_changes(self, local_path: str, own: Sequence[State], schedule: State | None) -> None:
-        """Name what this run was configured with and the checkpoint, which is loaded but for the schedule, was not."""
+        """Warn of settings that differ from the checkpoint, whose state is loaded except for the schedule."""
         if self.rank != 0 or self.optimizer is None:
             return
         pairs = [(group, mine) for group, mine in zip(self.optimizer.param_groups, own, strict=True) if "betas" in mine]
@@ -319,7 +319,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         warn_of_changes(local_path, saved, mine, self.keeps_settings)
 
     def _schedule_state(self) -> State:
-        """Return the state of the schedule, with what Megatron-Core leaves out of it."""
+        """Return the state of the schedule, including the fields that Megatron-Core leaves out."""
         assert self.lr_scheduler is not None
         live = vars(self.lr_scheduler)
         return self.lr_scheduler.state_dict() | {name: live[name] for name in _UNSAVED if name in live}

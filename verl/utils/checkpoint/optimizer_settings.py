@@ -50,7 +50,7 @@ def saved_settings(state: State) -> list[Settings]:
 
 
 def changed_settings(saved: Sequence[Settings], own: Sequence[Settings]) -> list[Settings]:
-    """Return what differs in each group from the checkpoint, with the own values."""
+    """Return the settings of each group that differ from the checkpoint, with this run's values."""
     return [
         {key: value for key, value in mine.items() if key in theirs and theirs[key] != value}
         for theirs, mine in zip(saved, own, strict=True)
@@ -104,7 +104,7 @@ def follow_schedule(optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> 
 
 
 def _set_base(schedule: LRScheduler, rates: list[float]) -> None:
-    """Set the base rates of a schedule, and of those that it consists of."""
+    """Set the base rates of a schedule and of the schedules that it consists of."""
     schedule.base_lrs = list(rates)
     for part in getattr(schedule, "_schedulers", ()):
         _set_base(part, rates)

@@ -1,4 +1,4 @@
-"""Removal of checkpoints, and of what a save that was killed has left. Needs no torch.
+"""Removal of checkpoints and of the leftovers of killed saves. Needs no torch.
 
 A save puts a mark into its folder before anything else: a file that names the folder, and on which the process of the
 save holds a lock of the operating system. It removes the mark when all parts are there. A removal does the same. The
@@ -63,7 +63,7 @@ def remove_checkpoint(path: StrPath) -> None:
 
 
 def remove_leftovers(root: StrPath) -> list[Path]:
-    """Remove what killed saves and removals have left below ``root``, and return the partial folders among it.
+    """Remove the leftovers of killed saves and removals below ``root``; return the partial folders among them.
 
     Links are not followed: they may lead to the folders of another run.
     """

@@ -90,7 +90,7 @@ class TorchDistReader:
         return whole
 
     def load_part(self, index: MetadataIndex) -> Any:
-        """Return what is stored at one place of the index; it can run no code. Nothing else opens files of parts.
+        """Load one part of the index without running code. This is the only function that opens part files.
 
         Raises: CheckpointError naming the file.
         """
@@ -120,7 +120,7 @@ class TorchDistReader:
 
 
 def _checked_places(path: Path, index: Metadata) -> dict[MetadataIndex, _StorageInfo]:
-    """Return where the parts of a checkpoint are: in files of its own folder, as they were saved.
+    """Return the file and offset of each part; every file lies in the checkpoint's own folder.
 
     Raises: CheckpointError naming the index and the part.
     """

@@ -113,12 +113,12 @@ def create_rl_sampler(data_config: Node, dataset: Dataset | Sized) -> Sampler:
 
 
 def has_state(learner: Any) -> bool:
-    """Whether an object can save and restore what it has learned."""
+    """Whether an object can save and restore its state."""
     return hasattr(learner, "state_dict") and hasattr(learner, "load_state_dict")
 
 
 def warn_of_lost_state(sampler: Any, dataset: Any) -> None:
-    """Say once what a resume starts anew: a sampler or a data set of the user that cannot save what it has learned."""
+    """Warn once of a user's sampler or data set that a resume starts anew because it cannot save its state."""
     starts_anew = "has no state_dict and load_state_dict: a resumed run starts it anew"
     standard = isinstance(sampler, SequentialSampler | SeededRandomSampler)
     if not standard and not has_state(sampler) and not has_state(iter(sampler)):

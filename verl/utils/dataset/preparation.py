@@ -1,4 +1,4 @@
-"""What the scripts of ``examples/data_preprocess`` share: arguments, reading of a raw data set, and writing."""
+"""Shared code of the scripts in ``examples/data_preprocess``: arguments, reading of a raw data set, and writing."""
 
 import argparse
 import os
@@ -147,7 +147,7 @@ def _no_log_of_the_library() -> Iterator[None]:
 
 
 def rows_of(rows: Any, split: str, make: Callable[[Row, int], Row | None]) -> Iterator[Row]:
-    """Yield what ``make`` makes of each row of a split and its index; a row that it leaves out is None.
+    """Yield ``make(row, index)`` for each row of a split; None where ``make`` drops the row.
 
     Raises: DataError naming the row that it refuses.
     """

@@ -129,7 +129,7 @@ Words = Callable[[str], list[str]]
 
 
 def _cuts(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str] | None, Words] | None:
-    """Return the pattern of added tokens, if there are any, and what cuts a text between them into words.
+    """Return the pattern of added tokens, or None, and the function that splits the text between them into words.
 
     None for tokenizers of which the words of a text cannot be told, or not encoded one by one.
     """

@@ -259,7 +259,7 @@ Findings = Iterator[Finding]
 
 
 def examine(environment: Environment, with_imports: bool = True) -> list[Finding]:
-    """Run all checks; without ``with_imports``, skip those that start processes."""
+    """Run all checks; without ``with_imports``, skip checks that start processes."""
     checks: list[Callable[[Environment], Findings]] = [_machine, _device, _packages, _combinations]
     if with_imports:
         checks.append(_engines)

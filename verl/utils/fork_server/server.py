@@ -1,4 +1,4 @@
-"""Import what the processes of a run need, then fork one of them for each request of ``client.py``.
+"""Import the modules that the processes of a run need, then fork a process for each request of ``client.py``.
 
 ``python server.py SETTINGS``, a JSON object with ``parent`` (id of the launching process), ``listeners`` (handles of
 the sockets for all processes, and perhaps for workers), ``path`` (``sys.path`` of the launching process) and lists of
@@ -53,7 +53,7 @@ def end_with(parent: int) -> None:
 
 
 def load(names: Sequence[str]) -> None:
-    """Import modules, and call the functions that stand after a colon; what fails is left to the processes."""
+    """Import modules and call the functions after a colon; a module that fails here is imported by the processes."""
     for name in names:
         module, _, function = name.partition(":")
         with suppress(Exception):
@@ -194,7 +194,7 @@ class Server(MetaPathFinder):
                 connection.close()
 
     def load(self, modules: Sequence[str]) -> None:
-        """Import what every process needs, and wait for the first request."""
+        """Import the modules that every process needs, and wait for the first request."""
         if self._first is None:
             self._wait_for_first()
         load(modules)
@@ -255,7 +255,7 @@ class Server(MetaPathFinder):
         gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *_USUAL)
 
     def _is_like(self, content: Mapping[str, Any]) -> bool:
-        """Whether the process of a request would have imported what this one has."""
+        """Whether the process of a request would have imported the same modules as this one."""
         environment = content["environment"]
         is_same = deciding(environment, of_ray=False) == self._environment
         return is_same and deciding(environment, of_ray=True) == self._of_ray and bool(content["words"])
@@ -335,7 +335,7 @@ def become(request: Mapping[str, Any], handles: Sequence[int], path: Sequence[st
 
 
 def draw_seeds() -> None:
-    """Give this fork random states of its own, as a new process has; Python does it for its own generator."""
+    """Seed the random generators of this fork anew, as in a new process; Python reseeds its own generator."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

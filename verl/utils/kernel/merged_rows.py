@@ -1,4 +1,4 @@
-"""What attention over a forest does with rows of heads, each in one pass of a Triton kernel.
+"""Triton kernels for the row operations of attention over a forest, one pass each.
 
 Imported only on a GPU. ``TRITON_INTERPRET=1`` runs the same kernels on a CPU, slowly, for tests.
 """

@@ -154,7 +154,7 @@ def save_dist_checkpointing(
 
 
 class _CheckedParts(FileSystemReader):
-    """What ``TorchDistReader`` has opened and checked. The reader of torch would unpickle the files itself."""
+    """Parts that ``TorchDistReader`` has opened and checked; torch's own reader would unpickle the files."""
 
     def __init__(self, checked: TorchDistReader) -> None:
         super().__init__(checked.folder)
@@ -205,7 +205,7 @@ class _LoadParts(TorchDistLoadShardedStrategy):
 
 
 class _LoadCommon(TorchCommonLoadStrategy):
-    """Load what all ranks share, as tensors and plain values."""
+    """Load the state that all ranks share, as tensors and plain values."""
 
     def load_common(self, checkpoint_dir: str | Path) -> State:
         return load_tensors(Path(checkpoint_dir) / COMMON_STATE_FNAME)

@@ -114,7 +114,7 @@ def _exponents(z: Tensor, offset: Tensor, out: Tensor, masked: bool = True) -> N
 
 
 def _step(logits: Tensor, chunk_size: int | None) -> int:
-    """Return the rows of a chunk: those that fit the cache on a CPU, at most ``chunk_size``."""
+    """Return the number of rows in a chunk: as many as fit the cache of a CPU, at most ``chunk_size``."""
     step = rows_per_chunk(logits, chunk_size)
     return step if logits.device.type != "cpu" else max(1, min(step, _CPU_CHUNK_ELEMENTS // logits.shape[-1]))
 

@@ -44,7 +44,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def recycled_like(tensor: Tensor) -> Tensor:
-    """Return what ``empty_like`` does; a large CPU tensor may have the memory of a freed one that was made here."""
+    """Allocate like ``empty_like``; a large CPU tensor may reuse the memory of a freed tensor made here."""
     if tensor.device.type != "cpu" or tensor.nbytes < LARGE_BYTES:
         return empty_like(tensor)
     pages = _taken(tensor.nbytes) or _new_pages(tensor.nbytes)

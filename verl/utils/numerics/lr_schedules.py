@@ -45,7 +45,7 @@ def _cosine(num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float,
 
 
 def schedule_factor(settings: Mapping[str, Any]) -> Factor:
-    """Return the factor by step of the schedule that keys of ``optim`` describe, those that it reads."""
+    """Return the schedule's learning-rate factor by step, from the keys of ``optim``."""
     warmup = settings["lr_warmup_steps"]
     if settings["lr_scheduler_type"] == "constant":
         return _warmed_up(warmup, lambda step: 1.0)

@@ -28,7 +28,7 @@ class PackedProduct:
         return self._product(x.contiguous(), weight, bias)
 
     def weight(self) -> Tensor:
-        """Return the weight in its plain layout, made from what the products use."""
+        """Return the weight in its plain layout, unpacked from the layout of the matrix products."""
         return self._packed.to_dense()
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -113,7 +113,7 @@ def seed_process(run_seed: int, *path: int | str) -> None:
 
 @dataclass(frozen=True)
 class ProcessRandomState:
-    """The state of the random generators that ``seed_process`` seeds, as far as they run on the CPU."""
+    """The state of the CPU random generators that ``seed_process`` seeds."""
 
     python: Any
     numpy: Any

@@ -1,1 +1,1 @@
-"""Record and show what a run does: metrics, digests, traces, curves."""
+"""Record and show a run: metrics, digests, traces, curves."""

@@ -16,7 +16,7 @@ ATTEMPTS_NAME = "attempts.jsonl"
 
 
 class AttemptLine(TypedDict):
-    """One attempt: which row and sample, its servers and requests, when, and what came of it."""
+    """One attempt at a sample: its row, servers and requests, times, and outcome."""
 
     id: str
     uid: str

@@ -1,4 +1,4 @@
-"""The timeline of a step: what each process did when, in a file that https://ui.perfetto.dev opens.
+"""The timeline of a step: the spans of each process, in a file that https://ui.perfetto.dev opens.
 
 A process records spans between ``start`` and ``take``; without ``start``, a span costs one look at a variable. The
 driver gathers the spans of all processes and writes them by ``write_timeline``.
@@ -45,7 +45,7 @@ class Clock(NamedTuple):
         return cls(_host(), time.time(), time.monotonic())
 
     def offset_to(self, other: "Clock") -> float:
-        """Return what turns monotonic seconds of this clock into those of another one.
+        """Return the offset that converts monotonic seconds of this clock to another process's clock.
 
         It is 0 on the same host. Elsewhere it relies on the wall clocks, which NTP keeps within milliseconds.
         """
@@ -65,7 +65,7 @@ def _host() -> str:
 
 @dataclass(slots=True)
 class Span:
-    """What a process did from ``start`` to ``end``, in monotonic seconds.
+    """One activity of a process from ``start`` to ``end``, in monotonic seconds.
 
     Attributes:
         group: spans with the same one belong together.

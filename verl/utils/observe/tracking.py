@@ -389,7 +389,7 @@ def wandb_obstacle(variables: Mapping[str, str]) -> str | None:
 
 
 def _wandb_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return what ``wandb login``, ``wandb offline`` and ``wandb disabled`` have saved for this user and folder."""
+    """Return the settings that the ``wandb`` command saved for this user and folder."""
     folders = (variables.get("WANDB_CONFIG_DIR") or "~/.config/wandb", Path(variables.get("WANDB_DIR") or ".", "wandb"))
     parser = configparser.ConfigParser(interpolation=None)
     with suppress(configparser.Error, UnicodeError):
@@ -436,7 +436,7 @@ class Tracking:
                 raise
 
     def log(self, data: Metrics, step: int, backend: str | list[str] | None = None) -> None:
-        """Send the metrics of a step to all backends, or to those that ``backend`` names.
+        """Send the metrics of a step to all backends, or only to the named ``backend``.
 
         A failing backend causes a warning and does not end the run: the run's record holds the metrics too. One that
         takes long to fail gets no metrics for ten times as long.

@@ -366,7 +366,7 @@ def _mfu(ax: "Axes", entries: Entries) -> None:
 
 
 def _computed(ax: "Axes", entries: Entries) -> None:
-    """Draw the tokens of the batch beside those that phases with shared prefixes compute; nothing without any."""
+    """Draw the batch's tokens next to the tokens computed with shared prefixes; nothing without them."""
     labels = {key: f"computed: {key.removeprefix(_COMPUTED)}" for key in keys_of(entries, _COMPUTED)}
     labels |= dict.fromkeys(keys_of(entries, "train/computed_tokens"), "computed")
     if labels:

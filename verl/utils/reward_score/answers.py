@@ -145,7 +145,7 @@ def _list(kind: str, parts: tuple[Tree, ...]) -> Tree:
 
 
 def _read_enclosed(tokens: Sequence[str], depth: int) -> Tree | None:
-    """Return what stands in the brackets or the environment around all tokens; None without them."""
+    """Return the content of brackets or an environment that enclose all tokens; None without them."""
     if len(tokens) < 2 or not _closes_at_end(tokens):
         return None
     opening, *inside, closing = tokens

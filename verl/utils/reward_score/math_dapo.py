@@ -53,7 +53,7 @@ def verify(
 
 
 def _without_sum(answer: str, truth: str) -> str:
-    """Return 25 for ``m + n = 25`` if the truth is a number: AIME asks for sums of what a problem defines."""
+    """Return 25 for ``m + n = 25`` if the truth is a number: AIME asks for such sums."""
     first, *rest = answer.split("=")
     is_sum = len(set(_LETTER.findall(first))) > 1 and _SUM.search(first) and not any(map(_LETTER.search, rest))
     is_number = rational(normal_form(tokenize(truth))) is not None
@@ -61,7 +61,7 @@ def _without_sum(answer: str, truth: str) -> str:
 
 
 def _stated(answer: str) -> str:
-    """Return what an answer says: the content of its box or of its dollar signs, or all of it."""
+    """Return the content of the answer's box or dollar signs, or the whole answer."""
     boxed = last_boxed_only_string(answer)
     if boxed is not None:
         return remove_boxed(boxed)

@@ -97,7 +97,7 @@ class _Group:
         """Time on a core or in wait for one, in ns, and a time from which on it has not changed."""
 
     def look(self, last: float, now: float) -> float:
-        """Add what has been used since the last look; return how long a thread had a core or waited for one.
+        """Add the time used since the last look; return how long a thread ran or waited for a core.
 
         It is the longest time of a thread: many that wait for one another's core are not awake longer than one.
         """
@@ -140,7 +140,7 @@ def _read(path: str) -> str:
 
 
 def _fields(folder: str) -> list[str]:
-    """Return what the kernel says about a process or thread, from its state on: its name before may hold anything."""
+    """Return the fields of ``/proc/.../stat`` from the state on; the name before them may hold any character."""
     return _read(f"{folder}/stat").rpartition(")")[2].split()
 
 

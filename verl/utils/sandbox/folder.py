@@ -79,7 +79,7 @@ def _go(handle: int, name: str) -> int:
 
 
 def _delete_files(handle: int) -> list[str]:
-    """Delete what is not a folder in an open folder, and return the names of its subfolders."""
+    """Delete all entries of an open folder except subfolders, and return the names of these."""
     subfolders = []
     for name in os.listdir(handle):
         try:

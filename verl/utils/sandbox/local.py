@@ -216,7 +216,7 @@ def _core(cancelled: threading.Event | None) -> Iterator[None]:
 
 
 def _reply(request: dict[str, Any], files: Sequence[int], cancelled: threading.Event | None) -> list[Result]:
-    """Return what a new supervisor says; empty lines are its signs of life."""
+    """Return the first message of a new supervisor; empty lines are its signs of life."""
     reply = _supervise(json.dumps(request), SILENCE_TIMEOUT_S, files, cancelled)
     return [json.loads(line) for line in reply.splitlines() if line]
 

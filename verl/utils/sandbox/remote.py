@@ -84,7 +84,7 @@ async def run_remotely_async(
     memory_limit_mb: int = 1024,
     language: str = "python",
 ) -> dict[str, Any]:
-    """Do what ``run_remotely`` does without blocking the event loop; a cancelled run closes its connection.
+    """Run like ``run_remotely`` without blocking the event loop; a cancelled run closes its connection.
 
     Raises: RemoteSandboxError.
     """

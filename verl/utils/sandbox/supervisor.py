@@ -275,7 +275,7 @@ def kill(pid: int) -> None:
 
 
 def kill_others() -> None:
-    """Kill what a program that was not isolated has left behind, also what has left its process group."""
+    """Kill processes that a program without isolation left behind, inside or outside its process group."""
     for _ in range(MOST_ROUNDS):
         for pid in clock.descendants(SUPERVISOR):
             with suppress(ProcessLookupError):

@@ -45,7 +45,7 @@ def _sources() -> str:
 
 
 def unpacked(sources: dict[str, str]) -> ModuleType:
-    """Return the package ``exchange``, made from the sources of its modules, each after those that it imports.
+    """Return the package ``exchange``, made from the sources of its modules in order of import.
 
     It leaves no trace in ``sys.modules``, where a program would find it.
     """

@@ -1,1 +1,1 @@
-"""SGLang: what of it is installed, its import, and the patches of it."""
+"""SGLang: its installed parts, its import, and our patches."""

@@ -1,4 +1,4 @@
-"""What of SGLang is installed: its version, its kernels, and the stand-in for them."""
+"""The installed SGLang: its version, its kernels, and the stand-in for missing kernels."""
 
 import importlib.machinery
 import importlib.metadata

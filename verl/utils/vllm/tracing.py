@@ -47,7 +47,7 @@ def import_traces_on_use() -> None:
 
 
 def _load(tracing: ModuleType) -> ModuleType:
-    """Execute vLLM's module again: what has been imported from it finds OpenTelemetry there."""
+    """Execute vLLM's module again, so that names imported from it find OpenTelemetry."""
     return importlib.reload(sys.modules[f"{tracing.__name__}.otel"])
 
 

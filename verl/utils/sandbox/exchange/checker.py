@@ -232,7 +232,7 @@ class Checker(Peer):
     # -- the life of a test
 
     def names(self, code: str, tree: ast.Module) -> dict[str, object]:
-        """Return what the test code uses without defining it: libraries, and the program's functions and classes."""
+        """Return the names that the test code uses but does not define: libraries and names of the program."""
         if (module := test_code.forbidden_use(tree)) is not None:
             self.refuse(f"it uses {module}")
         used = test_code.global_names(code)

@@ -28,7 +28,7 @@ class Ended(BaseException):
 
 
 def call(function: Callable[..., object], given: tuple[object, ...], named: tuple[tuple[str, object], ...]) -> object:
-    """Call a function with what another process passed."""
+    """Call a function with arguments from another process."""
     return function(*given, **dict(named))
 
 
@@ -42,7 +42,7 @@ ANSWERS: dict[str, Answer] = {
 
 
 def keep_files(files: list[int]) -> None:
-    """Number open files from 0 and close all others: what a process does that becomes an end."""
+    """Renumber the given open files from 0 and close all others, at the start of an end's process."""
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, len(files)) for descriptor in files]
     for target, descriptor in enumerate(above):
         os.dup2(descriptor, target)
@@ -138,7 +138,7 @@ class Peer:
         return self.exchange(False, action, given)[1]
 
     def exchange(self, captures: bool, action: str, given: tuple[object, ...]) -> tuple[str, object]:
-        """Ask, and return what the other process printed, if that is captured, and its answer."""
+        """Send a request; return the captured output of the other process, if any, and its answer."""
         self.send("ask", captures, action, *given)
         while True:
             kind, content = self.receive()

@@ -29,7 +29,7 @@ _lent: set[str] = set()
 
 
 class Program(Peer):
-    """The end in the program's process. The program can do with it what it likes."""
+    """The end in the program's process, which the program can tamper with."""
 
     def serve(self) -> None:
         """Answer the checker until the test has passed. If it has not, end this process."""
@@ -45,7 +45,7 @@ class Program(Peer):
             os._exit(1)
 
     def described(self, error: BaseException) -> tuple[object, ...]:
-        """Return what the checker raises in its place; the trace begins in the program."""
+        """Return the parts of the exception that the checker raises instead; its trace begins in the program."""
         trace = trace_of(error, PROGRAM_NAME)
         error.__traceback__ = None  # its frames would keep the arguments alive
         return type(error), error.args, text_of(error), error, trace

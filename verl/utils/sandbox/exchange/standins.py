@@ -1,4 +1,4 @@
-"""Stand-ins: what one process holds of an object or an exception class that stays in the other.
+"""Stand-ins: references to objects and exception classes that stay in the other process.
 
 A stand-in passes on every question, operators included. The checker's own stand-ins, which keep the program from
 deciding a comparison, are in ``trust``.

@@ -1,4 +1,4 @@
-"""The code of a test: which names it leaves to the program, what it may not use, and what is rewritten in it.
+"""The code of a test: the names that the program defines, the names that are refused, and the rewriting.
 
 Two questions have no operator that a stand-in could define. So in the code of the test ``a is b`` becomes
 ``same(a) is same(b)``, because an object can have a trusted and an untrusted stand-in, and ``type(a)`` becomes

@@ -1,4 +1,4 @@
-"""What a value is made of: the contents of containers, the parts of numbers and dates, the attributes of objects."""
+"""Parts of values: the contents of containers, the fields of numbers and dates, the attributes of objects."""
 
 import collections
 import itertools

@@ -173,7 +173,7 @@ class _Writer:
         return list(map(self.term, values))
 
     def finish(self) -> list[Node]:
-        """Return the nodes of all values, also of those that the nodes name."""
+        """Return the nodes of all values, including values that other nodes refer to."""
         while len(self._nodes) < len(self._held):
             self._nodes.append(self._node(self._held[len(self._nodes)]))
         return self._nodes
@@ -258,7 +258,7 @@ class _Reader:
         return terms if set(map(type, terms)) <= _PLAIN else list(map(self.value, terms))
 
     def finish(self) -> None:
-        """Fill the new containers, share them, and change those that the sender changed."""
+        """Fill and share the new containers, and apply the sender's changes to known ones."""
         filled = 0
         while filled < len(self._fresh):  # what fills one may bring others
             key, container, terms = self._fresh[filled]
