@@ -127,7 +127,7 @@ class McoreEngineConfig(BaseConfig):
             self.sequence_parallel = False
 
     def rules(self) -> Iterator[Violation]:
-        """Yield options that exclude each other, and those that are not supported or change the model."""
+        """Yield options that exclude each other, are not supported, or change the model."""
         if self.use_dist_checkpointing and self.dist_checkpointing_path is None:
             yield Violation("dist_checkpointing_path", None, "must name a folder with use_dist_checkpointing=true")
         if self.override_mcore_model_config:

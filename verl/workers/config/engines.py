@@ -1,4 +1,4 @@
-"""The generation engines that ``rollout.name`` can name, and what they answer before anything imports them."""
+"""The generation engines that ``rollout.name`` can name, with the facts known before their import."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -13,7 +13,7 @@ _ENGINES = "verl.workers.rollout"
 
 
 class EngineFacts(NamedTuple):
-    """What a generation engine can do: the attribute ``facts`` of its rollout class."""
+    """The abilities of a generation engine: the attribute ``facts`` of its rollout class."""
 
     modes: tuple[str, ...] = ("sync",)
     """Values of ``rollout.mode``; ``async`` needs ``replica``, and a class with the methods of ``vLLMAsyncRollout``."""
@@ -85,7 +85,7 @@ def media_engine(name: str | None) -> str:
 
 
 class Demand(NamedTuple):
-    """What a run asks of its generation engine; ``node`` has the keys that ask."""
+    """The demands of a run on its generation engine; ``node`` is the prefix of their keys."""
 
     node: str
     mode: str
@@ -95,7 +95,7 @@ class Demand(NamedTuple):
     share_weights: bool
 
     def refused_by(self, engine: str, facts: EngineFacts) -> Iterator[Violation]:
-        """Yield what the class ``engine`` with these facts does not do."""
+        """Yield the demands that the class ``engine`` with these facts does not meet."""
         if self.mode not in facts.modes or (self.mode == "async" and facts.replica is None):
             instead = ", ".join(mode for mode in facts.modes if mode != self.mode) or "the name of another engine"
             yield Violation(f"{self.node}.mode", self.mode, f"is not supported by {engine}: write {instead}")

@@ -285,7 +285,7 @@ class HFModelConfig(BaseModelConfig):
         return config_changes(base.to_dict(), _changed_config(self, base).to_dict())
 
     def source_files(self) -> "SourceFiles | None":
-        """Return the files that a checkpoint takes over, but for what the run changes; None if they are elsewhere."""
+        """Return the files that a checkpoint copies, except those that the run changes; None if they are not local."""
         from verl.utils.checkpoint.hf_export import SourceFiles
 
         folders = [cached_folder(path) for path in (self.local_hf_config_path, self.local_tokenizer_path)]

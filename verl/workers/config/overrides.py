@@ -233,7 +233,7 @@ def _refuse(changes: Fields, problems: Iterator[str] | list[str], cause: Excepti
 
 
 def _has_field(config: Any, name: str) -> bool:
-    """Return whether a configuration has a field of its own, not one that all configurations have."""
+    """Return whether a configuration defines a field that not all configurations have."""
     from transformers import PretrainedConfig
 
     common = vars(PretrainedConfig()).keys()
@@ -292,7 +292,7 @@ def _plain(value: Any) -> Any:
 
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Fields:
-    """Return what differs between two configurations as mappings; nodes are compared within."""
+    """Return the differences between two configurations as mappings; nested nodes are compared by field."""
     changes: Fields = {}
     for name, value in after.items():
         old = before.get(name)

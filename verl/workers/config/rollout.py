@@ -31,7 +31,7 @@ _WRONG_ARGUMENTS = {"vllm": wrong_vllm_arguments, "sglang": wrong_sglang_argumen
 
 
 def engine_argument_rules(engine: str, engine_kwargs: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield arguments that an engine does not have, or that other keys decide; and what no engine reads."""
+    """Yield arguments that the engine lacks, that other keys decide, or that no engine reads."""
     for name, given in engine_kwargs.items():
         is_outside = class_outside(engine) is not None and name == arguments_key(engine)
         if name not in _WRONG_ARGUMENTS and given and not is_outside:
@@ -229,7 +229,7 @@ class RolloutConfig(LogProbConfig):
         return serves(self)
 
     def demand(self, device: str, node: str = "actor_rollout_ref.rollout") -> Demand:
-        """Return what this node asks of the engine, on the devices of the workers."""
+        """Return the demands of this node on the engine, on the devices of the workers."""
         mode = "async" if self.serves else self.mode
         return Demand(node, mode, device, self.workers_per_engine, self.load_format, self.share_weights)
 

@@ -269,7 +269,7 @@ class BaseEngine(ABC):
         return make()
 
     def take_segments(self) -> list[passes.Segment]:
-        """Return and forget what passes with shared prefixes have computed; empty if no prefixes are shared."""
+        """Return and forget the segments of passes with shared prefixes; empty without such passes."""
         return []
 
     def take_images(self) -> list[int] | None:
@@ -425,7 +425,7 @@ class BaseEngine(ABC):
 
 
 class EngineRegistry:
-    """Engines by what they model, their backend and the device."""
+    """Engines by model type, backend and device."""
 
     _engines: dict[tuple[str, str, str], type[BaseEngine]] = {}
 

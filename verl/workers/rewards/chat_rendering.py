@@ -187,7 +187,7 @@ def _whole(shape: ChatFormat, chat: list[Message], num_prompt_messages: int, bef
 
 
 def _before_turns(shape: ChatFormat) -> str:
-    """Return what a template writes between its generation prompt and a turn: blanks, or an empty thought."""
+    """Return the text between a template's generation prompt and a turn: blanks, or an empty thought."""
     asked = [{"role": "user", "content": "a"}]
     try:
         shown, whole = shape.render(asked, True), shape.render([*asked, {"role": _MODEL, "content": _MARK}])
@@ -197,7 +197,7 @@ def _before_turns(shape: ChatFormat) -> str:
 
 
 def _has_tools(shape: ChatFormat) -> bool:
-    """Whether a template writes what tools answer; some reject it, and some leave it out."""
+    """Whether a template renders tool answers; some templates reject or drop them."""
     roles = ("user", _MODEL, "tool", _MODEL)
     try:
         return _MARK in shape.render([{"role": role, "content": _MARK if role == "tool" else "a"} for role in roles])

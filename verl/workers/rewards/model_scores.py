@@ -1,4 +1,4 @@
-"""What a reward model reads of a batch, and scores of parts of a batch while the rest of it is still generated."""
+"""Inputs of a reward model, and scores of parts of a batch while the rest is still generated."""
 
 import contextvars
 import threading
@@ -22,7 +22,7 @@ _COLUMNS = ("raw_prompt", "reward_model", "multi_modal_inputs", TURNS_COLUMN)
 
 
 def for_reward_model(batch: DataProto, columns: DataProto | None = None) -> DataProto:
-    """Select what the reward model reads, padded if its workers do not divide the batch.
+    """Select the inputs of the reward model, padded to a multiple of its workers.
 
     Args: ``columns`` has the same rows, with the columns that ``batch`` may lack.
     """

@@ -64,7 +64,7 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     async def health(self, timeout_s: float = 10.0) -> dict[str, float]:
-        """Return what the engine does; see ``RolloutServer.health``."""
+        """Return the state of the engine; see ``RolloutServer.health``."""
         return await self.rollout.health(timeout_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

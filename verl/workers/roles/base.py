@@ -161,12 +161,12 @@ class EngineWorker(Worker, DistProfilerExtension):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_timeline(self) -> None:
-        """Record what this process does until the next ``report_step``, for the timeline of the step."""
+        """Record the spans of this process until the next ``report_step``, for the timeline of the step."""
         timeline.start()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def report_step(self, digests: bool) -> dict[str, Any]:
-        """Return what the record of the run keeps of this rank since the last report.
+        """Return this rank's part of the run's record since the last report.
 
         ``seconds`` are those in each method that the driver has called. They include waiting for other ranks, except
         in ``generation``. ``memory`` is that of this process in GiB, and ``generation`` describes the last one. With

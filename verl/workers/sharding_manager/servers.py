@@ -202,12 +202,12 @@ class ServerWeights:
             raise ServerError(f"it has not answered for {limit_s:g} s") from error
 
     def _call_all(self, names: Mapping[str, Any], call: Callable[[str], Any]) -> dict[str, Any]:
-        """Call several servers at the same time; return the results of those that are not lost."""
+        """Call several servers at the same time; return the results of the live ones."""
         found = self._in_threads({name: partial(lambda name: self._call(call(name)), name) for name in names})
         return dict(found)
 
     def _each(self, targets: Mapping[str, Target], work: Callable[[Target], Any]) -> list[Any]:
-        """Work on all targets at the same time; return the results of those that are not lost."""
+        """Work on all targets at the same time; return the results of the live ones."""
         return [value for _, value in self._in_threads({name: partial(work, each) for name, each in targets.items()})]
 
     def _in_threads(self, work: Mapping[str, Callable[[], Any]]) -> list[tuple[str, Any]]:

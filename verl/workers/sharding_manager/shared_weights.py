@@ -115,7 +115,7 @@ class SharedWeights:
         }
 
     def check_places(self) -> int:
-        """Return how many tensors are shared. Raises: WeightSyncError naming those that are not."""
+        """Return the number of shared tensors. Raises: WeightSyncError naming tensors that are not shared."""
         tensors = self._engine.resident_weights()
         places = self._rollout.weight_places(tensors.keys())
         wrong = [f"{name} ({difference})" for name in tensors if (difference := _apart(tensors[name], places[name]))]
@@ -210,7 +210,7 @@ def _check_form(name: str, tensor: Tensor, place: Tensor) -> None:
 
 
 def _apart(tensor: Tensor, place: Tensor) -> str:
-    """Return in what two views differ; empty if they are the same memory."""
+    """Return the differences between two views; empty if they are the same memory."""
     if (tensor.shape, tensor.dtype, tensor.device) != (place.shape, place.dtype, place.device):
         return f"{tuple(tensor.shape)} {tensor.dtype} there, {tuple(place.shape)} {place.dtype} in the engine"
     if tensor.untyped_storage().data_ptr() != place.untyped_storage().data_ptr():

@@ -59,7 +59,7 @@ class ComputeCopies:
 
     @staticmethod
     def of(module: nn.Module) -> "ComputeCopies | None":
-        """Return what a module computes with, if it is not its own weights."""
+        """Return the copies with which a module computes, if it has any."""
         return module.__dict__.get(_MARK)
 
     def serve_another(self, module: nn.Module) -> None:

@@ -308,7 +308,7 @@ class FSDPEngine(BaseEngine):
         return nullcontext() if copies is None else copies.in_place(trains)
 
     def take_segments(self) -> list[Segment]:
-        """Return and forget what passes with shared prefixes have computed; see ``BaseEngine``."""
+        """Return and forget the segments of passes with shared prefixes; see ``BaseEngine``."""
         segments, self.forward.segments = self.forward.segments, []
         return segments
 

@@ -36,7 +36,7 @@ ModelInputs = dict[str, Any]  # keyword arguments of a transformers model: tenso
 
 
 class Read(NamedTuple):
-    """What the model gives at this rank's positions: ``logits`` (k, V), or the columns of a fused head.
+    """The model's output at this rank's positions: ``logits`` (k, V), or the columns of a fused head.
 
     ``labels`` (k,) are the tokens read there, ``target`` (n,) their places in the flattened (b, R) response. With
     ``readers`` (n,) target i takes the value of position ``readers[i]``, else n = k and they correspond. ``aux_loss``
@@ -138,7 +138,7 @@ class Forward:
         return read.logits.sum() * 0.0
 
     def read(self, rows: DataProto, fused: passes.PassSpec | None) -> tuple[passes.PackedRows, Read]:
-        """Return the packed rows, and what the model gives at this rank's positions.
+        """Return the packed rows and the model's output at this rank's positions.
 
         With ``fused`` the columns are the log-probability of the label and, on request, the entropy.
         """

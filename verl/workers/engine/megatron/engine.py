@@ -263,7 +263,7 @@ class MegatronEngine(BaseEngine):
             )
 
     def take_segments(self) -> list[Segment]:
-        """Return and forget what passes with shared prefixes have computed; see ``BaseEngine``."""
+        """Return and forget the segments of passes with shared prefixes; see ``BaseEngine``."""
         segments = list(self.forward.segments)
         self.forward.segments.clear()
         return segments
