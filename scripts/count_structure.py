@@ -2,7 +2,9 @@
 
 python scripts/count_structure.py                    # this checkout
 python scripts/count_structure.py --base v0.3.0      # with a column for a revision, and the change
-python scripts/count_structure.py --list clones      # where they are: circles, clones, config-get or tuple-assignments
+python scripts/count_structure.py --list clones      # where they are: circles, clones, any, broad-excepts and others
+python scripts/count_structure.py --check            # compare with scripts/structure_limits.toml, which CI does
+python scripts/count_structure.py --lower            # lower the limits of that file to the present figures
 """
 
 import argparse
@@ -10,6 +12,7 @@ import ast
 import fnmatch
 import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -25,6 +28,9 @@ from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LIMITS = "scripts/structure_limits.toml"
+PER_LINES = 10_000
+"""Lines of code to which figures that grow with the code relate."""
 STRICT_PACKAGES = ("protocol", "algos", "single_controller", "workers", "trainer")
 PARSERS = ("verl/trainer/config/", "verl/workers/config/")
 """Folders that parse the configuration, and thus may read keys that can be missing."""
@@ -51,12 +57,38 @@ json.dump({module: sorted(graph.find_modules_directly_imported_by(module)) for m
 
 
 @dataclass(frozen=True)
+class Limit:
+    """A limit of a figure, and the figure to reach."""
+
+    figure: str
+    limit: float
+    target: float
+    at_least: bool = False
+    digits: int = 0
+
+    def holds(self, value: float) -> bool:
+        """Say whether a figure, rounded as in the file, keeps the limit."""
+        rounded = self.rounded(value)
+        return rounded >= self.limit if self.at_least else rounded <= self.limit
+
+    def rounded(self, value: float) -> float:
+        """Round a figure to the digits of the file, to the side that keeps a limit equal to it."""
+        scale = 10**self.digits
+        return (math.floor if self.at_least else math.ceil)(round(value * scale, 6)) / scale
+
+
+@dataclass(frozen=True)
 class Source:
     """One Python file: its path below the checkout, its text and its syntax tree."""
 
     path: str
     text: str
     tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module."""
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
     def lines(self) -> int:
@@ -88,6 +120,58 @@ def names_in_code(source: Source, name: str) -> int:
     """Count a name outside of strings and comments."""
     tokens = tokenize.tokenize(BytesIO(source.text.encode()).readline)
     return sum(token.type == tokenize.NAME and token.string == name for token in tokens)
+
+
+def uses_of_any(sources: list[Source]) -> Iterator[str]:
+    """Yield the places that name ``Any`` or an alias of it (``Actor = Any``), also in an annotation in quotes."""
+    aliases = {(source.module, name) for source in sources for name in aliases_of_any(source)}
+    for source in sources:
+        names = {"Any"} | {name for module, name in aliases if module == source.module}
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ImportFrom):
+                names |= {each.asname or each.name for each in node.names if (node.module, each.name) in aliases}
+        tokens = tokenize.tokenize(BytesIO(source.text.encode()).readline)
+        lines = [token.start[0] for token in tokens if token.type == tokenize.NAME and token.string in names]
+        lines += [line for line, name in quoted_names(source) if name in names]
+        yield from (f"{source.path}:{line}" for line in sorted(lines))
+
+
+def aliases_of_any(source: Source) -> Iterator[str]:
+    """Yield the names that a module gives to ``Any``."""
+    for node in source.tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == "Any":
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def quoted_names(source: Source) -> Iterator[tuple[int, str]]:
+    """Yield the names in annotations that are written in quotes, with their lines."""
+    for node in ast.walk(source.tree):
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+            for part in ast.walk(annotation) if isinstance(annotation, ast.AST) else ():
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield from ((part.lineno, name) for name in re.findall(r"\w+", part.value))
+
+
+def broad_excepts(source: Source) -> Iterator[tuple[int, bool]]:
+    """Yield the lines of handlers that catch every exception, and whether a comment there gives the reason."""
+    lines = source.text.splitlines()
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+        if any(each is None or ast.unparse(each) in ("Exception", "BaseException") for each in caught):
+            around = lines[node.lineno - 1 : node.body[0].lineno]
+            yield node.lineno, any("#" in line for line in around)
+
+
+def imports_by_name(source: Source) -> Iterator[str]:
+    """Yield the modules of the package that ``importlib.import_module`` gets as literals."""
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module")):
+            continue
+        argument = node.args[0]
+        if isinstance(argument, ast.Constant) and str(argument.value).startswith("verl."):
+            yield str(argument.value)
 
 
 def config_gets(source: Source) -> Iterator[int]:
@@ -146,7 +230,10 @@ def imports_of(root: Path) -> dict[str, set[str]]:
     )
     if done.returncode != 0:
         raise RuntimeError(f"grimp cannot read the imports of {root}/verl:\n{done.stderr[-2000:]}")
-    return {module: set(imported) for module, imported in json.loads(done.stdout).items()}
+    found = {module: set(imported) for module, imported in json.loads(done.stdout).items()}
+    for source in sources_of(root):
+        found.setdefault(source.module, set()).update(set(imports_by_name(source)) - {source.module})
+    return found
 
 
 def is_strict(path: str, mypy: dict[str, object]) -> bool:
@@ -177,11 +264,24 @@ def strict_share(sources: list[Source], project: dict[str, object], packages: tu
     return 100 * strict / max(1, sum(source.lines for source in measured))
 
 
-def upward_exceptions(project: dict[str, object]) -> int:
-    """Count the imports that the layer contracts except."""
+def upward_exceptions(project: dict[str, object], facades: set[str]) -> int:
+    """Count the imports that the layer contracts except, each once, without those of façades."""
     tools = project["tool"]
     assert isinstance(tools, dict)
-    return sum(len(contract.get("ignore_imports", [])) for contract in tools["importlinter"]["contracts"])
+    listed = {each for contract in tools["importlinter"]["contracts"] for each in contract.get("ignore_imports", [])}
+    return sum(each.split(" -> ")[0] not in facades for each in listed)
+
+
+def facades_of(root: Path) -> set[str]:
+    """Return the paths of the table of façades."""
+    table = root / "verl/compat/facades.py"
+    if not table.exists():
+        return set()
+    for node in ast.parse(table.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FACADES":
+            assert isinstance(node.value, ast.Dict)
+            return {ast.literal_eval(key) for key in node.value.keys if isinstance(key, ast.Constant)}
+    return set()
 
 
 def places(sources: list[Source]) -> dict[str, list[str]]:
@@ -191,6 +291,14 @@ def places(sources: list[Source]) -> dict[str, list[str]]:
         "config-get": [f"{source.path}:{line}" for source in outside for line in config_gets(source)],
         "tuple-assignments": [f"{source.path}:{line}" for source in sources for line in tuple_assignments(source)],
         "clones": list(clones(sources)),
+        "any": list(uses_of_any(sources)),
+        "broad-excepts": [f"{source.path}:{line}" for source in sources for line, _ in broad_excepts(source)],
+        "excepts-without-reason": [
+            f"{source.path}:{line}"
+            for source in sources
+            for line, has_reason in broad_excepts(source)
+            if not has_reason
+        ],
     }
 
 
@@ -203,14 +311,21 @@ def count(root: Path) -> dict[str, float]:
     found = circles(imports_of(root))
     where = places(sources)
     text = "\n".join(source.text for source in sources)
+    comments = sum(
+        token.type == tokenize.COMMENT
+        for source in sources
+        for token in tokenize.tokenize(BytesIO(source.text.encode()).readline)
+    )
     return {
         "import circles, types included": len(found),
         "modules in circles": sum(map(len, found)),
-        "exceptions from the layers": upward_exceptions(project),
-        "Any": len(re.findall(r"\bAny\b", text)),
+        "exceptions from the layers": upward_exceptions(project, facades_of(root)),
+        "Any, aliases of it included": len(where["any"]),
         "object": sum(names_in_code(source, "object") for source in sources),
         "cast(": sum(names_in_code(source, "cast") for source in sources),
         "type: ignore": len(re.findall(r"#\s*type:\s*ignore", text)),
+        "broad excepts": len(where["broad-excepts"]),
+        "broad excepts without a reason": len(where["excepts-without-reason"]),
         ".get(key, default) on config": len(where["config-get"]),
         "tuple-assignments": len(where["tuple-assignments"]),
         f"clones of {CLONE_LINES} lines or more, pairs": len(where["clones"]),
@@ -219,8 +334,60 @@ def count(root: Path) -> dict[str, float]:
         "files": len(sources),
         "lines": sum(source.lines for source in sources),
         "lines of code": sum(map(code_lines, sources)),
+        "comments per 100 lines of code": 100 * comments / max(1, sum(map(code_lines, sources))),
         "median lines of a file": statistics.median(source.lines for source in sources),
     }
+
+
+def limits_of(root: Path) -> list[Limit]:
+    """Read the limits of a checkout.
+
+    Raises: ValueError for a limit that is stricter than the figure to reach.
+    """
+    table = tomllib.loads((root / LIMITS).read_text(encoding="utf-8"))
+    found = [
+        Limit(figure, **entry, at_least=group == "at_least", digits=group != "at_most")
+        for group, entries in table.items()
+        for figure, entry in entries.items()
+    ]
+    return found
+
+
+def related(figures: dict[str, float], limits: list[Limit]) -> dict[str, float]:
+    """Return the figure of each limit; of those that grow with the code, the number per 10,000 lines of code."""
+    grows = PER_LINES / max(1.0, figures["lines of code"])
+    return {each.figure: figures[each.figure] * (grows if each.digits and not each.at_least else 1) for each in limits}
+
+
+def check(root: Path) -> list[str]:
+    """Print the figures beside their limits, and return a message for each limit that is broken."""
+    limits = limits_of(root)
+    values = related(count(root), limits)
+    rows = [
+        f"| {each.figure} | {each.rounded(values[each.figure]):g} | {each.limit:g} | {each.target:g} |"
+        for each in limits
+    ]
+    print(
+        "\n".join(["| per 10,000 lines of code, or absolute | now | limit | to reach |", "|---|---:|---:|---:|", *rows])
+    )
+    return [
+        f"{each.figure}: {each.rounded(values[each.figure]):g} is {'below' if each.at_least else 'above'} the limit of "
+        f"{each.limit:g} in {LIMITS}: python scripts/count_structure.py --list shows the places"
+        for each in limits
+        if not each.holds(values[each.figure])
+    ]
+
+
+def lower(root: Path) -> None:
+    """Write the present figures into the file of limits, where they are stricter than the limits."""
+    limits = limits_of(root)
+    values = related(count(root), limits)
+    text = (root / LIMITS).read_text(encoding="utf-8")
+    for each in limits:
+        if each.holds(values[each.figure]):
+            entry = re.compile(rf'^("{re.escape(each.figure)}" = {{ limit = )[\d.]+', re.MULTILINE)
+            text = entry.sub(rf"\g<1>{each.rounded(values[each.figure]):g}", text)
+    (root / LIMITS).write_text(text, encoding="utf-8")
 
 
 def checkout(revision: str, folder: Path) -> Path:
@@ -261,11 +428,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="checkout that is counted (this one)")
     parser.add_argument("--base", metavar="REV", help="git revision to compare with")
-    parser.add_argument(
-        "--list", choices=["circles", "clones", "config-get", "tuple-assignments"], help="print places instead"
-    )
+    kinds = ["circles", "clones", "config-get", "tuple-assignments", "any", "broad-excepts", "excepts-without-reason"]
+    parser.add_argument("--list", choices=kinds, help="print places instead")
+    parser.add_argument("--check", action="store_true", help=f"exit 1 if a figure breaks its limit in {LIMITS}")
+    parser.add_argument("--lower", action="store_true", help="lower the limits to the present figures")
     options = parser.parse_args(arguments)
     root = options.root.resolve()
+    if options.lower:
+        lower(root)
+    if options.check and (broken := check(root)):
+        sys.exit("\n".join(broken))
+    if options.check or options.lower:
+        return
     if options.list == "circles":
         from scripts.import_circles import circles
 

@@ -70,6 +70,7 @@ stage "style (ruff format)" "$BIN/python" -m ruff format --check --quiet .
 LINT_IMPORTS="from importlinter.cli import lint_imports_command as run; run()"
 stage "layers" "$BIN/python" -c "$LINT_IMPORTS" --no-logo --no-cache
 stage "import circles" "$BIN/python" -c "$LINT_IMPORTS" --no-logo --no-cache --config .importlinter-types.toml
+stage "structure" "$BIN/python" scripts/count_structure.py --check
 stage "types (mypy)" "$BIN/python" -m mypy --num-workers 2
 stage "YAML style" "$BIN/python" scripts/check_yaml_style.py
 [ "$MODE" = checks ] || run_pytest "$@"
