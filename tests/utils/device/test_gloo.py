@@ -99,3 +99,40 @@ def test_one_thread_leaves_the_heap_whole(threads: str) -> None:
         pytest.skip("this torch or machine does not show the fault: verl/utils/device/gloo.py may be out of date")
     else:
         assert done.returncode < 0  # by a signal
+
+
+def test_keywords_of_later_versions_reach_torch() -> None:
+    """As torch 2.14's ``enable_reconfigure``, which a field of the options has; an unknown one fails as torch's own."""
+    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+LATER = """
+import pytest, torch.distributed as dist
+from verl.utils.device.gloo import use_one_thread
+
+class LaterGroup:
+    class _Options:
+        enable_reconfigure = False
+
+    create_default_device = staticmethod(lambda: None)
+
+    def __init__(self, store, rank, size, options):
+        self.options = options
+
+torch_group, dist.ProcessGroupGloo = dist.ProcessGroupGloo, LaterGroup
+use_one_thread()
+group = LaterGroup(None, 0, 1, timeout=None, enable_reconfigure=True)
+assert (group.options.enable_reconfigure, group.options._threads) == (True, 1)
+with pytest.raises(TypeError, match="of_no_version"):
+    LaterGroup(None, 0, 1, of_no_version=True)
+
+dist.ProcessGroupGloo = torch_group
+def error():
+    with pytest.raises(TypeError) as told:
+        torch_group(dist.HashStore(), 0, 1, of_no_version=True)
+    return str(told.value).partition("Invoked with")[0]
+own = error()
+use_one_thread()
+assert error() == own
+"""

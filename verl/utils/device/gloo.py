@@ -1,11 +1,11 @@
 """Patch of torch: gloo process groups run collectives in one thread, because two corrupt the heap of the process.
 
-The bug is in ``c10d::ProcessGroupGloo::runLoop`` of torch 2.13. After a collective, each thread of a group assigns the
-collective's name to one ``std::string`` of the group (``lastCompletedWorkName``) without holding the lock. Names of
-more than 15 characters, such as ``ALLGATHER_COALESCED`` of ``DTensor.full_tensor``, live on the heap. If both threads
-assign at once, both free the old name, and the process dies later by SIGSEGV or SIGABRT at an unrelated allocation.
-``tests/utils/device/test_gloo.py`` reproduces it. All ranks enqueue the collectives of a group in one order, so a
-single thread changes nothing else.
+The bug is in ``c10d::ProcessGroupGloo::runLoop`` of torch 2.13.0 and 2.14.1. After a collective, each thread of a
+group assigns the collective's name to one ``std::string`` of the group (``lastCompletedWorkName``) without holding the
+lock. Names of more than 15 characters, such as ``ALLGATHER_COALESCED`` of ``DTensor.full_tensor``, live on the heap. If
+both threads assign at once, both free the old name, and the process dies later by SIGSEGV or SIGABRT at an unrelated
+allocation. ``tests/utils/device/test_gloo.py`` reproduces it. All ranks enqueue a group's collectives in one order,
+so a single thread changes nothing else.
 """
 
 import os
@@ -28,7 +28,14 @@ def use_one_thread() -> None:
         return
 
     def __init__(
-        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+        self: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        options: Any = None,
+        *,
+        timeout: timedelta | None = None,
+        **more: Any,
     ) -> None:
         if not isinstance(options, group_class._Options):
             timeout = options if timeout is None else timeout  # torch accepts a timeout as fourth argument
@@ -36,8 +43,12 @@ def use_one_thread() -> None:
             if timeout is not None:
                 options._timeout = timeout
             options._devices = _devices(group_class, envs.read("GLOO_SOCKET_IFNAME") or "")
+            for name in [name for name in more if hasattr(options, name)]:
+                setattr(
+                    options, name, more.pop(name)
+                )  # as enable_reconfigure of torch 2.14, known next to a timeout only
         options._threads = 1
-        make(self, store, rank, size, options)
+        make(self, store, rank, size, options, **more)
 
     __init__.one_thread = True  # type: ignore[attr-defined]
     group_class.__init__ = __init__

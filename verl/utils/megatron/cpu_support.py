@@ -206,8 +206,15 @@ def _without_compiler(jit: types.ModuleType) -> None:
 
 def _random_state_of_cpu(random: types.ModuleType) -> None:
     """Use the CPU's random generator in place of the GPU's (dropout, recompute). From 0.9 on; goes with the proxy."""
-    random._get_cuda_rng_state = _CudaOnCpu.get_rng_state  # type: ignore[attr-defined]
-    random._set_cuda_rng_state = _CudaOnCpu.set_rng_state  # type: ignore[attr-defined]
+    get_from_gpu, set_on_gpu = random._get_cuda_rng_state, random._set_cuda_rng_state
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False, **more: Any) -> torch.Tensor:
+        return get_from_gpu(device, clone, graph_safe, **more) if more else torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False, **more: Any) -> None:
+        set_on_gpu(new_state, device, graph_safe, **more) if more else torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state  # type: ignore[attr-defined]
     # Megatron-Core warns when the CPU's generator has advanced inside a fork, which is intended here.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
@@ -218,7 +225,11 @@ def _splits_on_host(dispatcher: types.ModuleType) -> None:
     Needed from 0.12 on; remove it when ``maybe_move_tensor_to_cpu`` converts host tensors as well.
     """
 
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    move = dispatcher.maybe_move_tensor_to_cpu
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False, **more: Any) -> Any:
+        if more:
+            return move(tensor, as_numpy, record_stream, **more)
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]

@@ -85,11 +85,11 @@ def _restore_steps(optimizer: DistributedOptimizer) -> None:
     """
     original = optimizer._set_main_param_and_optimizer_states
 
-    def restore(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    def restore(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor], **more: Any) -> None:
         group, order = optimizer.model_param_group_index_map[parameter]
         state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
         state["step"] = state["step"].clone()
-        original(parameter, {**tensors, "step": state["step"]})
+        original(parameter, {**tensors, "step": state["step"]}, **more)
 
     optimizer._set_main_param_and_optimizer_states = restore
 

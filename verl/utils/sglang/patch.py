@@ -1,11 +1,13 @@
 """All patches of SGLang, with the versions that need them and the condition for their removal.
 
-They were written for and tested with SGLang 0.5.21 to 0.5.23. They change the process of a scheduler before it starts,
+They were written for and tested with SGLang 0.5.21 to 0.5.23. What takes the place of a function of SGLang hands
+keywords on that it does not know. They change the process of a scheduler before it starts,
 ``sockets_in`` that of the engine's owner, as long as the engine starts, and ``standardize_towers`` any process that
 imports SGLang.
 """
 
 import hashlib
+import inspect
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -93,15 +95,15 @@ def draw_by_seeds() -> None:
     forward, compute_logprobs = sampler.Sampler.forward, OutputLogprobProcessor.compute_logprobs
     drawn_from: dict[str, Tensor] = {}  # in this step: probabilities without excluded tokens, and the rows with limits
 
-    def with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
-        info = from_schedule_batch(cls, batch, vocab_size)
+    def with_seeds(cls: Any, batch: Any, vocab_size: int, **more: Any) -> Any:
+        info = from_schedule_batch(cls, batch, vocab_size, **more)
         if get_exec().kernel.sampling_backend == _SAMPLING_BACKEND and batch.spec_algorithm.is_none():
             seeds = [_seed_of(request) for request in batch.reqs]
             info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device)
         return info
 
-    def init_exact(self: Any) -> None:
-        init(self)
+    def init_exact(self: Any, **more: Any) -> None:
+        init(self, **more)
         self.enable_deterministic = True  # it chooses log_softmax, and nothing else
 
     def forward_of_step(self: Any, *args: Any, **more: Any) -> Any:
@@ -113,9 +115,11 @@ def draw_by_seeds() -> None:
             logprobs = log_probs_within(logprobs, **drawn_from)
         return compute_logprobs(self, logprobs, *args, **more)
 
-    def draw_with(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        if sampling_seed is None:
-            return draw(probs, sampling_seed, positions)
+    def draw_with(
+        probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        if sampling_seed is None or more:
+            return draw(probs, sampling_seed, positions, **more)
         return draw_by_seed(probs, sampling_seed, positions).to(torch.int32)
 
     def draw_limited_with(
@@ -126,9 +130,13 @@ def draw_by_seeds() -> None:
         need_min_p_sampling: bool,
         sampling_seed: Tensor | None,
         positions: Tensor,
+        *,
+        return_filtered_probs: bool = False,
+        max_top_k: int | None = None,
         **more: Any,
     ) -> Any:
-        if sampling_seed is None or more.get("return_filtered_probs"):
+        if sampling_seed is None or return_filtered_probs or more:
+            more |= {"return_filtered_probs": return_filtered_probs, "max_top_k": max_top_k}
             return draw_limited(probs, top_ks, top_ps, min_ps, need_min_p_sampling, None, positions, **more)
         kept = keep_likely(probs, top_ks, top_ps, min_ps)
         is_limited = (top_ks < probs.shape[1]) | (top_ps < 1) | (min_ps > 0)
@@ -163,15 +171,22 @@ def choose_products() -> None:
 
     if get_device_name() != "cpu":
         return
+    apply_linear = UnquantizedLinearMethod.apply
     compute_lm_head = LogitsProcessor._compute_lm_head
 
-    def apply_on_blocks(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product_on_blocks(x, layer.weight, bias)
+    def apply_on_blocks(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
+        return apply_linear(self, layer, x, bias, **more) if more else product_on_blocks(x, layer.weight, bias)
 
     def compute_on_blocks(
-        self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None, **out: Any
+        self: Any,
+        hidden_states: Tensor,
+        lm_head: Any,
+        embedding_bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,  # memory that the result may take; blocks are joined in memory of their own
+        **more: Any,
     ) -> Tensor:
-        return on_blocks(lambda block: compute_lm_head(self, block, lm_head, embedding_bias), hidden_states)
+        return on_blocks(lambda block: compute_lm_head(self, block, lm_head, embedding_bias, **more), hidden_states)
 
     if not has_kernels():  # which pack the weights
         UnquantizedLinearMethod.apply = apply_on_blocks
@@ -191,17 +206,18 @@ def skip_experts_of_others() -> None:
         return
     compute = fused_moe_native.moe_forward_native
 
-    def compute_own(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Tensor:
+    def compute_own(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any, **more: Any) -> Tensor:
         experts = topk_output.topk_ids
         elsewhere = experts < 0
         if not elsewhere.any():
-            return compute(layer, x, topk_output, moe_runner_config)
+            return compute(layer, x, topk_output, moe_runner_config, **more)
         ones = topk_output._replace(  # one expert for each row, since it counts an expert once in a row
             topk_ids=experts.masked_fill(elsewhere, 0).reshape(-1, 1),
             topk_weights=topk_output.topk_weights.masked_fill(elsewhere, 0.0).reshape(-1, 1),
         )
         rows = x.repeat_interleave(experts.shape[1], dim=0)
-        return compute(layer, rows, ones, moe_runner_config).reshape(len(x), -1, x.shape[-1]).sum(dim=1)
+        of_each = compute(layer, rows, ones, moe_runner_config, **more)
+        return of_each.reshape(len(x), -1, x.shape[-1]).sum(dim=1)
 
     fused_moe_native.moe_forward_native = compute_own
 
@@ -220,9 +236,9 @@ def standardize_towers() -> None:
         return
     (original,) = (cell.cell_contents for cell in skipping.__closure__)
 
-    def standardize(self: Any) -> None:
+    def standardize(self: Any, **more: Any) -> None:
         try:
-            original(self)
+            original(self, **more)
         except AttributeError as error:
             if "max_position_embeddings" not in str(error):
                 raise
@@ -245,14 +261,14 @@ def sockets_in(folder: Path, opened: "list[Socket[Any]]") -> Iterator[None]:
 
     config_socket = network.config_socket
 
-    def config_noted(socket: "Socket[Any]", *args: Any) -> None:
+    def config_noted(socket: "Socket[Any]", *args: Any, **more: Any) -> None:
         opened.append(socket)
-        config_socket(socket, *args)
+        config_socket(socket, *args, **more)
 
     class Sockets:
         @staticmethod
-        def NamedTemporaryFile(**options: Any) -> Any:
-            return tempfile.NamedTemporaryFile(dir=folder, **options)
+        def NamedTemporaryFile(*args: Any, **options: Any) -> Any:
+            return tempfile.NamedTemporaryFile(*args, **{"dir": folder} | options)
 
     server_args.tempfile = Sockets
     network.config_socket = config_noted
@@ -274,7 +290,7 @@ def answer_aborted() -> None:
 
     abort_request = Scheduler.abort_request
 
-    def answer_and_abort(self: Any, request: Any) -> Any:
+    def answer_and_abort(self: Any, request: Any, **more: Any) -> Any:
         begun = [
             each
             for each in self.waiting_queue
@@ -285,7 +301,7 @@ def answer_aborted() -> None:
             self._release_aborted_request(each)
             each.finished_reason = FINISH_ABORT("Abort in waiting queue")
             self.output_streamer.stream_output([each], each.return_logprob)
-        return abort_request(self, request)
+        return abort_request(self, request, **more)
 
     Scheduler.abort_request = answer_and_abort
 
@@ -300,9 +316,9 @@ def end_at_own_tokens() -> None:
 
     check = Req._check_token_based_finish
 
-    def check_own(self: Any, new_accepted_tokens: list[int]) -> bool:
-        if not self.sampling_params.ignore_eos:
-            return bool(check(self, new_accepted_tokens))
+    def check_own(self: Any, new_accepted_tokens: list[int], **more: Any) -> bool:
+        if not self.sampling_params.ignore_eos or more:
+            return bool(check(self, new_accepted_tokens, **more))
         own = self.sampling_params.stop_token_ids or ()
         for index, token in enumerate(new_accepted_tokens):
             if token in own:
@@ -324,8 +340,8 @@ def penalise_tokens_of_prompts() -> None:
 
     prepare = BatchedRepetitionPenalizer._prepare
 
-    def prepare_with_prompts(self: Any) -> None:
-        prepare(self)
+    def prepare_with_prompts(self: Any, **more: Any) -> None:
+        prepare(self, **more)
         penalties = self.cumulated_repetition_penalties
         for row, request in enumerate(self.orchestrator.reqs()):
             penalty = request.sampling_params.repetition_penalty
@@ -347,7 +363,13 @@ def bind_no_threads() -> None:
     from sglang.srt.utils import numa_utils
 
     if not has_kernels():
-        numa_utils.init_threads_binding = lambda **places: None
+        bind = numa_utils.init_threads_binding
+
+        def bind_none(*, numa_index: int, world_size: int, **more: Any) -> None:
+            if more:
+                bind(numa_index=numa_index, world_size=world_size, **more)
+
+        numa_utils.init_threads_binding = bind_none
 
 
 CALL = "verl:"
@@ -371,9 +393,9 @@ def answer_calls(
 
     check_weights = SchedulerWeightUpdaterManager.check_weights
 
-    def check_or_serve(self: Any, request: Any) -> Any:
-        if not request.action.startswith(CALL):
-            return check_weights(self, request)
+    def check_or_serve(self: Any, request: Any, **more: Any) -> Any:
+        if more or not request.action.startswith(CALL):
+            return check_weights(self, request, **more)
         call = json.loads(request.action.removeprefix(CALL))
         error = result = None
         try:
@@ -396,11 +418,15 @@ def take_encoded_media(manager: Any) -> None:
     their own. ``image_data`` is then one ``MultimodalProcessorOutput``. Remove when requests may hold one.
     """
 
-    async def given(image_data: list[Any], **unused: Any) -> Any:
+    if manager.mm_processor is None:
+        return
+    encode = manager.mm_processor.process_mm_data_async
+
+    async def given(image_data: list[Any], *args: Any, **more: Any) -> Any:
+        inspect.signature(encode).bind(image_data, *args, **more)
         return image_data[0]
 
-    if manager.mm_processor is not None:
-        manager.mm_processor.process_mm_data_async = given
+    manager.mm_processor.process_mm_data_async = given
 
 
 def see_frame_by_frame() -> None:
@@ -412,10 +438,10 @@ def see_frame_by_frame() -> None:
 
     forward = Qwen2_5_VisionTransformer.forward
 
-    def forward_frames(self: Any, x: Tensor, grid_thw: Tensor) -> Tensor:
+    def forward_frames(self: Any, x: Tensor, grid_thw: Tensor, **more: Any) -> Tensor:
         grids = torch.repeat_interleave(grid_thw, grid_thw[:, 0], dim=0)
         grids[:, 0] = 1
-        frames: Tensor = forward(self, x, grids)
+        frames: Tensor = forward(self, x, grids, **more)
         return frames
 
     Qwen2_5_VisionTransformer.forward = forward_frames

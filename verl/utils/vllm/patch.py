@@ -1,7 +1,7 @@
 """All patches of vLLM, with the versions that need them and the condition for their removal.
 
 They were written for and tested with vLLM 0.32; the patched classes exist since 0.25. Each patch is applied once per
-process.
+process. What takes the place of a function of vLLM hands keywords on that it does not know.
 """
 
 import contextlib
@@ -94,8 +94,12 @@ def keep_plain_weights() -> None:
     """
     from vllm.model_executor.layers import utils
 
-    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if "cpu_linear" not in vars(layer):  # a reload of the weights asks again
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    def keep(layer: torch.nn.Module, remove_weight: bool, **more: Any) -> None:
+        if more:
+            dispatch(layer, remove_weight, **more)
+        elif "cpu_linear" not in vars(layer):  # a reload of the weights asks again
             layer.cpu_linear = _product  # type: ignore[assignment]
 
     utils.dispatch_cpu_unquantized_gemm = keep
@@ -173,8 +177,8 @@ def draw_seeds_by_counter() -> None:
     update_states = CPUModelRunner._update_states
     forward_cpu = topk_topp_sampler.TopKTopPSampler.forward_cpu
 
-    def update_states_with_streams(self: Any, scheduler_output: Any) -> Any:
-        result = update_states(self, scheduler_output)
+    def update_states_with_streams(self: Any, scheduler_output: Any, **more: Any) -> Any:
+        result = update_states(self, scheduler_output, **more)
         for request in scheduler_output.scheduled_new_reqs:
             state = self.requests[request.req_id]
             if isinstance(state.generator, torch.Generator):
@@ -183,11 +187,11 @@ def draw_seeds_by_counter() -> None:
         return result
 
     def forward(
-        self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None
+        self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if self.use_fp64_gumbel:
+        if self.use_fp64_gumbel or more:
             plain = {row: torch.Generator().manual_seed(stream.draw()) for row, stream in generators.items()}
-            return forward_cpu(self, logits, plain, k, p)
+            return forward_cpu(self, logits, plain, k, p, **more)
         logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p).to(torch.float32)
         rows = logits.shape[0]
         if len(generators) == rows:
@@ -223,9 +227,9 @@ def compute_sampled_log_probs_only() -> None:
         self.topk_topp_sampler.are_log_probs_read = asked
         return sample(self, logits, sampling_metadata, *args, **kwargs)
 
-    def gather_without_ranks(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        if num_logprobs:
-            return gather_logprobs(logprobs, num_logprobs, token_ids)
+    def gather_without_ranks(logprobs: Tensor, num_logprobs: int, token_ids: Tensor, **more: Any) -> Any:
+        if num_logprobs or more:
+            return gather_logprobs(logprobs, num_logprobs, token_ids, **more)
         sampled = token_ids.unsqueeze(-1)
         return LogprobsTensors(sampled.to(torch.int32), logprobs.gather(-1, sampled), torch.zeros_like(token_ids))
 
@@ -276,13 +280,19 @@ def share_partial_blocks() -> None:
             copies.clear()
 
     def update_cache_with_copies(
-        self: Any, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self: Any,
+        layer: torch.nn.Module,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        **more: Any,
     ) -> None:
-        update_cache(self, layer, key, value, kv_cache, slot_mapping)
+        update_cache(self, layer, key, value, kv_cache, slot_mapping, **more)
         if copies:
             read, written = copies
             kv_cache[written] = kv_cache[read]
-            update_cache(self, layer, key, value, kv_cache, slot_mapping)  # the step's own tokens in the copies
+            update_cache(self, layer, key, value, kv_cache, slot_mapping, **more)  # the step's own tokens in the copies
 
     Scheduler.__init__ = init_scheduler_with_partial_blocks  # type: ignore[method-assign]
     CPUModelRunner.execute_model = execute_model_with_copies
@@ -306,8 +316,8 @@ def _find_partial_blocks(manager: Any) -> None:
     free = manager.free
     cache_full_blocks = manager.block_pool.cache_full_blocks
 
-    def get_computed_blocks_and_part(request: Any) -> Any:
-        blocks, num_computed, boundary = get_computed_blocks(request)
+    def get_computed_blocks_and_part(request: Any, **more: Any) -> Any:
+        blocks, num_computed, boundary = get_computed_blocks(request, **more)
         found = partial.find(request, num_computed) if manager.prefix_cache_lookup_enabled(request) else None
         if found is None:
             return blocks, num_computed, boundary
@@ -320,13 +330,13 @@ def _find_partial_blocks(manager: Any) -> None:
         num_new_computed_tokens: int = 0,
         new_computed_blocks: Any = None,
         num_lookahead_tokens: int = 0,
-        **kwargs: Any,
+        **more: Any,
     ) -> Any:
         is_prefill = new_computed_blocks is not None or request.num_computed_tokens < request.num_prompt_tokens
         if not is_prefill and partial.has_room(request, num_new_tokens + num_lookahead_tokens):
             return manager.empty_kv_cache_blocks  # what vLLM finds in ten times the time, once per token
         blocks = allocate_slots(
-            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, **kwargs
+            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, **more
         )
         if is_prefill and blocks is not None:
             num_tokens = request.num_tokens - 1
@@ -338,19 +348,19 @@ def _find_partial_blocks(manager: Any) -> None:
         if request.is_finished():
             partial.note(request, min(request.num_computed_tokens, request.num_tokens - 1))
 
-    def free_and_note(request: Any) -> None:
+    def free_and_note(request: Any, **more: Any) -> None:
         note_end(request)
-        free(request)
+        free(request, **more)
 
-    def pop_blocks_and_note(request: Any) -> Any:
+    def pop_blocks_and_note(request: Any, **more: Any) -> Any:
         note_end(request)
-        return pop_blocks_for_free(request)
+        return pop_blocks_for_free(request, **more)
 
     def cache_full_blocks_and_keep(
-        request: Any, blocks: list[Any], num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
+        request: Any, blocks: list[Any], num_cached_blocks: int, num_full_blocks: int, *args: Any, **more: Any
     ) -> None:
         keys = partial.keys_of(blocks[num_cached_blocks:num_full_blocks])
-        cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
+        cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, *args, **more)
         partial.keep(keys)
 
     manager.get_computed_blocks = get_computed_blocks_and_part
@@ -379,8 +389,8 @@ def touch_cache_on_use() -> None:
         with _UntouchedZeros():
             return allocate(*args, **kwargs)
 
-    def reset_and_sort(self: Any) -> bool:
-        is_reset = reset(self)
+    def reset_and_sort(self: Any, **more: Any) -> bool:
+        is_reset: bool = reset(self, **more)
         if is_reset:  # then all blocks are free, except for the null block
             self.free_block_queue = FreeKVCacheBlockQueue([block for block in self.blocks if not block.is_null])
         return is_reset
@@ -430,7 +440,12 @@ def name_shared_memory(token: int) -> None:
 
     rank = envs.integer("RANK", 0)
     local_rank = envs.integer("LOCAL_RANK", 0)
-    ExecutorWithExternalLauncher._distributed_args = lambda self: (f"tcp://127.0.0.1:{token}", rank, local_rank)
+    arguments = ExecutorWithExternalLauncher._distributed_args
+
+    def named(self: Any, **more: Any) -> Any:
+        return arguments(self, **more) if more else (f"tcp://127.0.0.1:{token}", rank, local_rank)
+
+    ExecutorWithExternalLauncher._distributed_args = named
 
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -496,7 +511,8 @@ def inspect_models_in_process() -> None:
     """
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = lambda look: look()
+    run = registry._run_in_subprocess
+    registry._run_in_subprocess = lambda look, **more: run(look, **more) if more else look()
 
 
 def zero_dummy_weights() -> None:
@@ -511,11 +527,12 @@ def zero_dummy_weights() -> None:
     if draw is None:
         return
 
-    def fill(tensor: Tensor) -> None:
-        if tensor.is_floating_point() and not tensor.is_meta and getattr(tensor, "dummy_weight_value", None) is None:
+    def fill(tensor: Tensor, *args: Any, **more: Any) -> None:
+        is_plain = tensor.is_floating_point() and not tensor.is_meta and not (args or more)
+        if is_plain and getattr(tensor, "dummy_weight_value", None) is None:
             tensor.detach().zero_()
         else:  # a value that the layer needs, or a tensor that comes later
-            draw(tensor)
+            draw(tensor, *args, **more)
 
     dummy_loader.initialize_single_dummy_weight = fill
 
@@ -555,11 +572,11 @@ def replace_kernels_in_vllm_only() -> None:
     replace = dispatcher._rebind_kernels
     others = {name for name in sys.modules if name.partition(".")[0] != "vllm"}
 
-    def replace_in_few(overrides: list[Any]) -> None:
+    def replace_in_few(overrides: list[Any], **more: Any) -> None:
         few = {name: module for name, module in list(sys.modules.items()) if name not in others}
         dispatcher.sys = SimpleNamespace(modules=few)
         try:
-            replace(overrides)
+            replace(overrides, **more)
         finally:
             dispatcher.sys = sys
 

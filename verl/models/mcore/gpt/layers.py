@@ -5,6 +5,7 @@ context parallelism, and their RMSNorm does not support sequence parallelism. Th
 """
 
 import copy
+import inspect
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -312,6 +313,7 @@ class FusedHead:
         self.request: HeadRequest | None = None
         self._head = head
         self._plain = head.forward
+        self._parameters = inspect.signature(head.forward)
         self._vocab_size = vocab_size
         self._tp_group = tp_group
         self._backend = backend
@@ -323,6 +325,7 @@ class FusedHead:
         self.request = None
         if request is None:
             return self._plain(hidden, weight=weight, **kwargs)
+        self._parameters.bind(hidden, weight=weight, **kwargs)  # an unknown one fails as it does without a request
         first, last = vocab_range(self._vocab_size, self._tp_group)
         mine = (request.labels >= first) & (request.labels < last)
         log_probs, entropy = linear_log_probs_and_entropy(

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 Actor = Any  # Ray's actor handles have no static type
 
+_MEMORY = frozenset({"weights", "kv_cache"})
 _GRACE_S = 10.0
 """How much longer a worker waits for the server than the server for its engine."""
 _KEPT_VARIABLES = ("OMP_NUM_THREADS", "RAY_LOCAL_WORLD_SIZE", "VERL_FAULT", "VERL_FAULT_FILE")
@@ -263,17 +264,18 @@ class SGLangRollout(BaseRollout):
 
     async def release(self, tags: list[str] | None = None) -> None:
         """Pause the engine, and free its memory if it can. The weights are lost then, and come with the next sync."""
-        self._group.by_leader(self._release)
-        if self._can_release and not self._released:
-            self._released = {"weights", "kv_cache"}
+        awake = _MEMORY - self._released if self._can_release else set()
+        self._group.by_leader(lambda: self._release(awake))
+        if awake:
+            self._released = set(_MEMORY)
             self._drop_weights()
 
-    def _release(self) -> None:
+    def _release(self, tags: Collection[str]) -> None:
         if not self._is_paused:
             self._ask("pause")
             self._is_paused = True
-        if self._can_release and not self._released:
-            self._ask("release", ["kv_cache", "weights"])
+        if tags:
+            self._ask("release", sorted(tags))
 
     # ---- weights
 

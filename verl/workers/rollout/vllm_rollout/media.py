@@ -1,6 +1,7 @@
 """Pass images and videos of prompts to vLLM with the tokens and positions that training uses."""
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,8 +67,10 @@ def use_training_positions(model: nn.Module, hf_config: "PreTrainedConfig") -> N
     if hf_config.model_type not in VISION_FAMILIES or not hasattr(model, "get_mrope_input_positions"):
         return
     rope = config_rope(hf_config)
+    parameters = inspect.signature(model.get_mrope_input_positions)  # type: ignore[arg-type]
 
-    def positions(input_tokens: list[int], mm_features: Sequence[Any], **unused: Any) -> tuple[torch.Tensor, int]:
+    def positions(input_tokens: list[int], mm_features: Sequence[Any], **more: Any) -> tuple[torch.Tensor, int]:
+        parameters.bind(input_tokens, mm_features, **more)
         ordered = sorted(mm_features, key=lambda feature: feature.mm_position.offset)
         grids: dict[str, list[torch.Tensor]] = {"image": [], "video": []}
         seconds: list[float] = []

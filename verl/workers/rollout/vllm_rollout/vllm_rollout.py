@@ -15,7 +15,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
-from verl.utils.vllm import import_vllm, patch
+from verl.utils.vllm import import_vllm, is_version_ge, patch
 from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.base import (
     BaseRollout,
@@ -167,19 +167,26 @@ class vLLMRollout(BaseRollout):
 
     async def resume(self, tags: list[str]) -> None:
         """Allocate the memory of ``weights`` or ``kv_cache`` again, if the engine can sleep."""
-        waking = [tag for tag in tags if tag in self._asleep]
-        if waking:
-            self._llm.wake_up(tags=waking)
-            self._asleep.difference_update(waking)
+        self._wake([tag for tag in tags if tag in self._asleep])
+
+    def _wake(self, tags: list[str]) -> None:
+        if tags:
+            self._llm.wake_up(tags=tags)
+            self._asleep.difference_update(tags)
 
     async def release(self, tags: list[str] | None = None) -> None:
-        """Free the engine's memory, if the engine can sleep. vLLM frees all tags at once; on a CPU the cache goes."""
+        """Free the engine's memory, if the engine can sleep. vLLM frees all tags at once; on a CPU the cache goes.
+
+        Requests that are under way wait, and compute their keys and values anew afterwards.
+        """
         if self._caches and self._llm.reset_prefix_cache(reset_running_requests=True):
             patch.free_cache_pages(self._caches)
-        if not self._can_sleep or self._asleep:
+        if not self._can_sleep or self._asleep == _SLEEP_TAGS:
             return
-        self._llm.sleep(level=self._sleep_level)
-        self._asleep = {"weights", "kv_cache"}
+        if self._asleep and not can_sleep_half_awake(self._asleep):
+            self._wake(sorted(self._asleep))
+        self._llm.sleep(level=self._sleep_level, mode="keep")
+        self._asleep = set(_SLEEP_TAGS)
         if self._sleep_level == 2:
             self._drop_weights()
 
@@ -272,6 +279,17 @@ class vLLMRollout(BaseRollout):
     def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return the entry that ``weights_checksum`` must have for a full checkpoint tensor."""
         return self._weights.checksum_of_source(name, tensor)
+
+
+_SLEEP_TAGS = frozenset({"weights", "kv_cache"})
+
+
+def can_sleep_half_awake(asleep: Collection[str]) -> bool:
+    """Whether vLLM frees the rest of an engine that is half awake: since 0.31, if its weights are awake.
+
+    Otherwise it takes such an engine for one that sleeps, and frees nothing.
+    """
+    return "weights" not in asleep and is_version_ge("vllm", "0.31.0")
 
 
 def sleep_level(config: "RolloutConfig") -> int:
