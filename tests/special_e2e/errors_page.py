@@ -1,9 +1,11 @@
-"""Try every wrong input of the tests, and write ``docs/errors.md``: the verdicts, and each input with its message.
+"""Try every wrong input of the tests; write their verdicts and messages, and ``docs/errors.md``, which shows some.
 
 python -m tests.special_e2e.errors_page            all of them; exit code 1 unless every answer is clear
 python -m tests.special_e2e.errors_page data tool  some groups; prints the verdicts and writes nothing
+python -m tests.special_e2e.errors_page --page     writes the page from the messages, and tries nothing
 """
 
+import json
 import os
 import re
 import sys
@@ -22,6 +24,8 @@ from .wrong_input_cases import CASES
 from .wrong_inputs import VERDICTS, Answer, Case, LateRuns, Launcher, Place, verdict
 
 PAGE = REPOSITORY / "docs" / "errors.md"
+ANSWERS = Path(__file__).with_name("wrong_input_answers.json")
+"""The verdict and the message of every wrong input, by its id."""
 MOST_CHARACTERS = 400
 LATE_TIMEOUT_S = 1800
 TITLES = {
@@ -36,21 +40,64 @@ TITLES = {
     "offline": "Generation and evaluation",
     "tool": "Other commands",
 }
-HEAD = (
-    "# Messages\n\n"
-    "Messages for wrong input, of `python -m verl.trainer.main_ppo` unless the section says otherwise. Nearly all are "
-    "found before Ray is imported, within seconds; modules of yours, which a process of its own imports, take the "
-    "longest. Unknown keys and values of the wrong type "
-    "end the command at once. All other problems come in one message, and `--check` finds all of both kinds. Only "
-    "your code or the workers can find those marked with ◦; `error.log` in `trainer.default_local_dir` then holds the "
-    "whole trace. The exit code is 2 for a wrong input, and 1 for any other failure.\n\n"
-    "`tests/special_e2e/wrong_input_cases.py` lists the inputs. `python -m tests.special_e2e.errors_page` tries them "
-    "and writes this page; `scripts/test.sh` tries a selection, and `scripts/test.sh --full` all. A program judges the "
-    "answers. *Clear* means: exit code 2, at most five lines or a line for each of several problems, the key, file or "
-    "row, the value, and what to write instead. "
-    "*Unclear* is any other refusal, *hung* takes longer than a minute, and *accepted* is not refused. `…` "
-    "stands for a folder.\n"
+SHOWN = (
+    "config: a key that does not exist",
+    "config: a word where a number goes",
+    "config: a key that was replaced",
+    "config: no rollout engine",
+    "config: neither micro-batch key",
+    "config: a mini-batch that does not divide the batch",
+    "config: tensor parallelism that does not divide the workers",
+    "config: Ulysses without padding removal",
+    "config: a misspelled advantage estimator",
+    "config: training on GPUs without one",
+    "config: more workers than cores",
+    "config: a tracker that is not installed",
+    "config: an override with an open bracket",
+    "data: a file that does not exist",
+    "data: a truncated file",
+    "data: fewer rows than a batch",
+    "data: no prompt column",
+    "data: a string as prompt",
+    "data: a row without ground truth",
+    "data: a data_source that no scorer knows",
+    "data: images for a text model",
+    "data: a prompt that is too long",
+    "reward: a function that is not in the file",
+    "reward: too few parameters",
+    "reward: a module that cannot be imported",
+    "reward: raises",
+    "reward: returns a dict without a score",
+    "checkpoint: a tracker of a step that is not there",
+    "checkpoint: a truncated model file",
+    "checkpoint: another number of workers",
+    "checkpoint: tensors of another model",
+    "model: a folder that does not exist",
+    "model: no tokenizer",
+    "model: no chat template",
+    "model: a context that is too short",
+    "model: a reference with another vocabulary",
+    "code: a tool of a misspelled class",
+    "sft: rows of reinforcement learning",
+    "tool: gsm8k: a data set of the hub without network",
+    "tool: merger: an empty folder",
 )
+"""What people meet most."""
+HEAD = """# Messages
+
+The messages that people meet most. Each names the key, file or row, its value, and what to write instead; `…` stands
+for a folder. Search the page for a part of your message.
+
+- Nearly all are found before Ray is imported, within seconds. `--check` finds the same and starts nothing.
+- Unknown keys and values of the wrong type end the command at once; all other problems come in one message.
+- Only your code or the workers can find those marked with ◦; `error.log` in `trainer.default_local_dir` then holds the
+  whole trace.
+- The exit code is 2 for a wrong input, and 1 for any other failure.
+
+`tests/special_e2e/wrong_input_cases.py` lists {count} wrong inputs, and `tests/special_e2e/wrong_input_answers.json`
+has the message of each. All are answered with exit code 2, in at most five lines or one line for each problem.
+`python -m tests.special_e2e.errors_page` tries them and writes this page; `scripts/test.sh` tries a selection.
+"""
 
 
 def row_of(case: Case) -> str:
@@ -59,15 +106,14 @@ def row_of(case: Case) -> str:
 
 
 def shorten(message: str, folders: list[Path]) -> str:
-    """Return a message as a cell: without folders, names of actors and what is the same everywhere."""
+    """Return a message without folders, names of actors and what is the same everywhere."""
     for folder in folders:
         message = message.replace(str(folder), "…")
     message = re.sub(r"worker rank .*?, step \d+: ", "worker rank 0 raised ", message)
     lines = [line.strip().removeprefix("error in the configuration: ") for line in message.strip().splitlines()]
     kept = [line for line in lines if line and not line.startswith(("The whole trace is in", NOT_LOOKED_AT))]
     text = "; ".join(kept).replace(":; ", ": ")
-    text = text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rstrip() + " ..."
-    return f"`{text.replace('`', '').replace('|', chr(92) + '|')}`"
+    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS].rstrip() + " ..."
 
 
 def try_cases(cases: list[Case], folder: Path, workspace: Workspace) -> Iterator[tuple[Case, Answer]]:
@@ -103,20 +149,36 @@ def count_table(verdicts: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_page(answers: dict[str, Answer], verdicts: dict[str, str], workspace: Path) -> None:
-    """Write the page from the answer and the verdict of every case; ``workspace`` is a folder that it does not show."""
-    parts = [HEAD, count_table(verdicts)]
+def page(messages: dict[str, str]) -> str:
+    """Return the page from the message of each wrong input."""
+    parts = [HEAD.format(count=len(CASES))]
     for group, title in TITLES.items():
-        rows = []
-        for case in (case for case in CASES if case.group == group):
-            cell = shorten(answers[case.id].message, [answers[case.id].folder, workspace, REPOSITORY])
-            rows.append(f"{row_of(case)} {cell} |\n")
-        parts.append(f"## {title}\n\n| input | message |\n|---|---|\n{''.join(rows)}")
-    PAGE.write_text("\n".join(parts))
+        rows = [
+            f"{row_of(case)} `{messages[case.id].replace('`', '').replace('|', chr(92) + '|')}` |\n"
+            for case in CASES
+            if case.group == group and case.id in SHOWN
+        ]
+        if rows:
+            parts.append(f"## {title}\n\n| input | message |\n|---|---|\n{''.join(rows)}")
+    return "\n".join(parts)
+
+
+def known_answers() -> dict[str, dict[str, str]]:
+    """Return the verdict and the message of each wrong input, as the last run of all has written them."""
+    return json.loads(ANSWERS.read_text(encoding="utf-8"))
+
+
+def write(answers: dict[str, dict[str, str]]) -> None:
+    """Write the verdicts and messages, and the page."""
+    ANSWERS.write_text(json.dumps(answers, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page({name: answer["message"] for name, answer in answers.items()}), encoding="utf-8")
 
 
 def main(groups: list[str]) -> int:
-    """Try the cases and write the page; return the exit code."""
+    """Try the cases and write what they answer; return the exit code."""
+    if groups == ["--page"]:
+        write(known_answers())
+        return 0
     cases = [case for case in CASES if not groups or case.group in groups]
     answers: dict[str, Answer] = {}
     verdicts: dict[str, str] = {}
@@ -129,7 +191,9 @@ def main(groups: list[str]) -> int:
                 print(f"{verdicts[case.id]}: {case.id}: {why}\n", flush=True)
         print(count_table(verdicts))
         if not groups:
-            write_page(answers, verdicts, folder)
+            folders = [folder, REPOSITORY]
+            messages = {name: shorten(answer.message, [answer.folder, *folders]) for name, answer in answers.items()}
+            write({c.id: {"verdict": verdicts[c.id], "message": messages[c.id]} for c in CASES})
     return 0 if set(verdicts.values()) == {"clear"} else 1
 
 

@@ -1,7 +1,7 @@
 """Wrong inputs, and the message that each gets.
 
-The table is ``wrong_input_cases.py``; ``docs/errors.md`` shows it with the messages, and is written anew by
-``python -m tests.special_e2e.errors_page``.
+The table is ``wrong_input_cases.py``, their messages are ``wrong_input_answers.json``, and ``docs/errors.md`` shows
+some of them; ``python -m tests.special_e2e.errors_page`` writes both anew.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Workspace
-from .errors_page import PAGE, TITLES, row_of
+from .errors_page import PAGE, SHOWN, TITLES, known_answers, page
 from .wrong_input_cases import CASES
 from .wrong_inputs import USAGE_ERROR, Answer, Case, LateRuns, Launcher, Place, run_alone, verdict, words
 
@@ -131,8 +131,14 @@ def test_the_table_is_large_enough() -> None:
     assert len({case.id for case in CASES}) == len(CASES)
 
 
-def test_the_page_lists_every_case_as_clear() -> None:
-    page = PAGE.read_text()
-    missing = [case.id for case in CASES if row_of(case) not in page]
-    assert not missing, f"write {PAGE} anew by python -m tests.special_e2e.errors_page: {missing}"
-    assert f"| all | {len(CASES)} | 0 | 0 | 0 |" in page
+def test_every_case_was_answered_clearly() -> None:
+    answers = known_answers()
+    assert answers.keys() == {case.id for case in CASES}, "try all: python -m tests.special_e2e.errors_page"
+    assert {answer["verdict"] for answer in answers.values()} == {"clear"}
+
+
+def test_the_page_shows_what_people_meet() -> None:
+    answers = known_answers()
+    assert len(set(SHOWN)) == 40 and answers.keys() >= set(SHOWN)
+    shown = page({name: answer["message"] for name, answer in answers.items()})
+    assert PAGE.read_text(encoding="utf-8") == shown, "write it again: python -m tests.special_e2e.errors_page --page"
