@@ -134,3 +134,8 @@ def test_citation_and_changelog_name_this_version() -> None:
     assert citation["version"] == verl.__version__
     assert citation["license"] == "Apache-2.0"
     assert f"## {verl.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_released_version_is_read_in_two_minutes() -> None:
+    released = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[2:]
+    assert released and all(len(section.split()) <= 400 for section in released), "new lines go below Unreleased"
