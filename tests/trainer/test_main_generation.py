@@ -202,6 +202,17 @@ def test_images_that_cannot_be_shown_are_refused(vision_folder, tmp_path, capsys
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_images_have_the_limits_of_the_configuration(vision_folder, tmp_path, capsys):
+    for more, message in (
+        (["data.media.max_pixels=16"], r"row 1.*data\.media\.max_pixels=16"),
+        (["data.media.image_formats=[EPS]"], r"data\.media\.image_formats=\[EPS\].*it starts a program"),
+    ):
+        options = ["data.image_key=pictures", "rollout.prompt_length=64", *more]
+        with pytest.raises(SystemExit):
+            main_generation.run_generation(build(vision_folder, tmp_path / "x.parquet", *options))
+        assert re.search(message, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

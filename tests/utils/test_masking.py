@@ -2,7 +2,13 @@
 
 import pytest
 
+from verl.tools.search_tool import RetrievalError
+from verl.tools.utils.mcp_client import McpError
+from verl.utils.chat_endpoint import EndpointError
+from verl.utils.http_client import NoReply
 from verl.utils.masking import MASK, masked, masked_text, names_secret, secrets_in
+from verl.utils.sandbox.remote import RemoteSandboxError
+from verl.utils.vision.images import MediaError
 
 
 @pytest.mark.parametrize(
@@ -58,3 +64,48 @@ def test_a_tree_keeps_everything_else():
     assert masked_text("KeyError: 'x' at step: 3, WANDB_API_KEY='a/b+c' left") == (
         f"KeyError: 'x' at step: 3, WANDB_API_KEY='{MASK}' left"
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DB_PASSWORD", "HF_TOKEN", "MYAPIKEY", "client_secret", "GIT_CREDENTIALS", "PROXY_AUTH", "SERVICE_KEY_FILE"],
+)
+def test_values_of_secret_variables_are_shown_by_name(monkeypatch, name):
+    value, shown = "correct horse/7", f"${{oc.env:{name}}}"
+    monkeypatch.setenv(name, value)
+    tree = {
+        "tool": {"header": f"X-Key: {value}!", "alone": value, "api_key": value},
+        "overrides": [f"a.hf_token={value}"],
+    }
+    hidden = masked(tree)
+    assert hidden["tool"] == {"header": f"X-Key: {shown}!", "alone": shown, "api_key": shown}
+    assert hidden["overrides"] == [f"a.hf_token={shown}"]
+    assert {*secrets_in(tree, hidden)} == {value}
+    assert masked_text(f"refused {value} of API_KEY={value}.") == f"refused {shown} of API_KEY={shown}."
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("GIT_AUTHOR_NAME", "A. Smith"),
+        ("PIN_TOKEN", "1234"),
+        ("MY_HOME", "/home/me"),
+    ],
+)
+def test_values_of_other_variables_stay(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert masked_text(f"it is {value}") == f"it is {value}" and masked({"a": value}) == {"a": value}
+
+
+@pytest.mark.parametrize("user", ["me", "", "me%40x"])
+@pytest.mark.parametrize("password", ["s3cret", "p@ss", "a:b", "%2F", "ß#1"])
+def test_passwords_of_addresses_are_masked(user, password):
+    url = f"https://{user}:{password}@host:8000/path?x=1"
+    assert masked_text(f"cannot reach {url}!") == f"cannot reach https://{MASK}@host:8000/path?x=1!"
+    assert masked({"url": url}) == {"url": f"https://{MASK}@host:8000/path?x=1"}
+
+
+@pytest.mark.parametrize("error", [NoReply, EndpointError, RetrievalError, McpError, RemoteSandboxError, MediaError])
+def test_errors_of_services_show_no_password(error):
+    assert str(error("http://me:s3cret@host: no reply")) == f"http://{MASK}@host: no reply"

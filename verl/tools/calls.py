@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.base_config import WrongInput, one_line
 from verl.tools.schemas import ToolResponse, decode_arguments
+from verl.utils.masking import masked_text
 
 if TYPE_CHECKING:
     from verl.tools.base_tool import BaseTool
@@ -112,7 +113,7 @@ async def execute_call(
     start = time.monotonic()
 
     def ended(outcome: ToolOutcome, text: str) -> CallResult:
-        return CallResult(ToolResponse(text=f"Error: {text}"), outcome, time.monotonic() - start)
+        return CallResult(ToolResponse(text=f"Error: {masked_text(text)}"), outcome, time.monotonic() - start)
 
     parameters = decode_arguments(arguments) if isinstance(arguments, str) else arguments
     if parameters is None:

@@ -15,6 +15,7 @@ from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.http_client import NoReply, NoReplyInTime, post_json, url_problem
 from verl.utils.import_utils import lazy_exports
+from verl.utils.masking import MaskedError
 from verl.utils.parsing import parse_json
 
 _POOL = ("PoolMode", "TokenBucketWorker", "init_search_execution_pool")  # forks and tests import them
@@ -24,7 +25,7 @@ RETRIED = frozenset({500, 502, 503, 504})
 NOTHING_FOUND = "No search results found."
 
 
-class RetrievalError(RuntimeError):
+class RetrievalError(MaskedError, RuntimeError):
     """The service gave no result, for the reason in the message."""
 
 

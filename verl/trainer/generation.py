@@ -22,7 +22,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config.generation import GenerationConfig
-from verl.utils.chat_template import render_chat, tell_unread_options
+from verl.utils.chat_template import check_template, render_chat, tell_unread_options
 from verl.utils.dataset.files import (
     ColumnCheck,
     DataError,
@@ -80,6 +80,9 @@ class Generation:
         self.processor = config.model.processor
         self.settings = config.media_settings()
         self.media = None if self.processor is None else MediaEncoder(self.processor, self.settings)
+        check_template(
+            config.data.apply_chat_template_kwargs, templater_of(self.tokenizer, self.processor).chat_template
+        )
         key = config.data.prompt_key
         for check in ColumnCheck.over(self.path, self.table):
             check_prompts(check, key, self.media is None, config.data.apply_chat_template_kwargs)

@@ -377,7 +377,7 @@ def check_chat_template(run: RunConfig) -> None:
 
 
 def check_template_ends(name: str, template: str) -> None:
-    """Check that a template is valid, and that rendering a chat of one message ends; ``name`` is that of the template.
+    """Check that a template is valid and renders short chats within its limits; ``name`` is that of the template.
 
     Raises: InputError.
     """

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl.utils.http_client import post_json
+from verl.utils.masking import MaskedError, masked_text
 from verl.utils.parsing import parse_json
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _SHOWN_CHARS = 200
 
 
-class EndpointError(RuntimeError):
+class EndpointError(MaskedError, RuntimeError):
     """The server gave no answer, for the reason in the message."""
 
 
@@ -67,7 +68,9 @@ class ChatEndpoint:
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"base_url={self.base_url!r} must be a server address, such as http://host:8000")
+            raise ValueError(
+                f"base_url={masked_text(self.base_url)!r} must be a server address, such as http://host:8000"
+            )
         for name in ("timeout_s", "max_attempts", "max_concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")

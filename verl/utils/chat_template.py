@@ -1,22 +1,27 @@
 """Chat templates, which are programs: rendering within a time limit, and a trial in a process before a run starts."""
 
+import json
 import logging
 import re
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, Protocol
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from verl.base_config import WrongInput, as_yaml
-from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction
-from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, time_limit
+from verl.utils import template_trial
+from verl.utils.process_pool import START_TIMEOUT_S
+from verl.utils.processes import start_process
+from verl.utils.time_limit import TimeLimitExceeded, time_limit
 
 RENDER_TIMEOUT_S = 60.0
 TRIAL_TIMEOUT_S = 10.0
-_MAY_LOOP = re.compile(r"range|macro|recursive|lipsum|\*|\d{5}")
 _SHOWN_CHARS = 200
 _in_thread = threading.local()
 
@@ -25,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 class ChatTemplateTimeout(jinja2.TemplateError):
     """A chat template does not end."""
+
+
+class ChatTemplateOutput(jinja2.TemplateError):
+    """A chat template writes far more than the chat that it got."""
 
 
 class HasChatTemplate(Protocol):
@@ -37,15 +46,22 @@ class HasChatTemplate(Protocol):
 def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Mapping[str, Any]) -> str:
     """Return the text of a chat; ``options`` are those of ``apply_chat_template``.
 
-    Raises: ChatTemplateTimeout after ``RENDER_TIMEOUT_S``, and the errors of the template.
+    Raises: ChatTemplateTimeout after ``RENDER_TIMEOUT_S``; ChatTemplateOutput for a text that is far longer than the
+        chat; and the errors of the template.
     """
     try:
         with nullcontext() if getattr(_in_thread, "shares_limit", False) else time_limit(RENDER_TIMEOUT_S):
             text: str = templater.apply_chat_template(messages, **options)
-            return text
     except TimeLimitExceeded as error:
         shown = repr(messages)[:_SHOWN_CHARS]
         raise ChatTemplateTimeout(f"it did not end within {RENDER_TIMEOUT_S:g} s for {shown}") from error
+    except RecursionError as error:
+        raise jinja2.TemplateError("it recurses without end") from error
+    if len(text) > template_trial.LONGEST_TEXT:
+        longest = template_trial.longest_text(len(repr((messages, options))))
+        if len(text) > longest:
+            raise ChatTemplateOutput(f"it writes {len(text)} characters for a chat that may give {longest}")
+    return text
 
 
 def check_awaits_turn(messages: Sequence[Any]) -> None:
@@ -76,44 +92,44 @@ def shared_time_limit() -> Iterator[None]:
         _in_thread.shares_limit = False
 
 
+@lru_cache(maxsize=64)
 def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str | None:
-    """Return why a template is not valid Jinja, or why rendering a chat of one message does not end; else None.
+    """Return why a template is not valid Jinja, or why a chat takes it too much time, memory or text; else None.
 
-    Only templates that can compute without end are rendered, in a process. Tags of transformers are left to it.
+    A process renders a chat of one message and one of three, without and with a tool. That the template refuses a chat
+    is no problem.
     """
-    try:
-        _environment().parse(template)
-    except jinja2.TemplateSyntaxError as error:
-        if "unknown tag" not in str(error):
-            return f"is not valid Jinja, line {error.lineno}: {error.message}"
-    if not _MAY_LOOP.search(template):
-        return None
-    trial = IsolatedFunction(_load_trial, {}, START_TIMEOUT_S)
-    try:
-        trial.start()
-        with time_limit(timeout_s):
-            trial(template)
-    except TimeLimitExceeded:
-        return f"does not end within {timeout_s:g} s for a chat of one message"
-    except UserCodeFailed as error:
-        return f"{error} for a chat of one message" if str(error).startswith("died") else None
-    finally:
-        trial.close()
-    return None
+    command = [sys.executable, "-I", template_trial.__file__, str(timeout_s)]
+    process = start_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with process:
+        try:
+            output, _ = process.communicate(template.encode("utf-8", "replace"), START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"does not end within {START_TIMEOUT_S:g} s"
+        except BaseException:  # a time limit or Ctrl-C too
+            process.kill()
+            raise
+    lines = [json.loads(line) for line in output.splitlines()]
+    faults = [text for kind, text in lines if kind == template_trial.FAULT]
+    chats = [text for kind, text in lines if kind == template_trial.CHAT]
+    place = f" for {chats[-1]}" if chats else ""
+    if faults:
+        return f"{faults[0]}{place}"
+    if process.returncode == -signal.SIGPROF:
+        return f"does not end within {timeout_s:g} s{place}"
+    return f"has killed its process (exit code {process.returncode}){place}" if process.returncode else None
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+def check_template(options: Mapping[str, Any], template: object) -> None:
+    """Try the template that chats are rendered by: the one among the options of a chat, else the given one.
 
-
-def _load_trial() -> Callable[[str], None]:
-    return _render_once
-
-
-def _render_once(template: str) -> None:
-    """Render as transformers does, apart from its filters and tags: those who lack them raise, which is no problem."""
-    messages = [{"role": "user", "content": "1 + 1 = ?"}]
-    _environment().from_string(template).render(messages=messages, add_generation_prompt=True)
+    Raises: WrongInput with the fault of the template.
+    """
+    template = options.get("chat_template") or template
+    problem = template_problem(template) if isinstance(template, str) else None
+    if problem is not None:
+        raise WrongInput(f"the chat template {problem}: correct it, or give another")
 
 
 _OF_TRANSFORMERS = ("chat_template", "add_generation_prompt", "continue_final_message", "documents", "tools")

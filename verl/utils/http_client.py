@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
+from verl.utils.masking import MaskedError
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -16,7 +18,7 @@ _REPEATS = (307, 308)
 _MOST_REDIRECTS = 5
 
 
-class NoReply(OSError):
+class NoReply(MaskedError, OSError):
     """The service cannot be reached, or broke off the connection."""
 
 

@@ -447,7 +447,7 @@ def test_tools_name_no_address(tools_file: Path, address: str) -> None:
     )
     assert outcomes(output) == ["error"]
     (answer,) = [each["text"] for turn in output.extra_fields[TURNS_COLUMN] for each in turn["calls"]]
-    assert f"the tool probe answered with the address '{address}': tools name none" in answer
+    assert f"it names the address '{address}': tools name none" in answer
 
 
 def test_placeholders_that_stand_for_nothing(tools_file: Path) -> None:

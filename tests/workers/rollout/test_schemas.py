@@ -17,6 +17,8 @@ from tests.utils.chat.conversations import TOOLS, conversation
 from tests.utils.chat.formats import FORMATS, Format, is_installed, make_tokenizer
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.chat import ControlTexts, text_tokens
+from verl.utils.vision.images import MediaError
+from verl.utils.vision.limits import MediaConfig
 from verl.workers.rollout.schemas import (
     AsyncRolloutRequest,
     AsyncRolloutRequestStateEnum,
@@ -261,6 +263,11 @@ def test_images_of_prompt_and_tools(kind: str) -> None:
     assert torch.equal(request.position_ids[1:], transformers_positions(kind, whole))
     for name in ("pixel_values", "image_grid_thw"):
         assert torch.equal(request.multi_modal_inputs[name], whole[name])
+    small = request_of(processor, media=MediaConfig(max_pixels=16))
+    small.add_assistant_message(processor, "a", [end])
+    for image, message in ((images[0], "max_pixels=16"), ("http://1.1.1.1/a.png", "names the address 'http://1.1.1.1")):
+        with pytest.raises(MediaError, match=message):
+            small.add_tool_response_messages(processor, [ToolResponse(image=[image])])
     with pytest.raises(ValueError, match="has images or videos: give the processor"):
         other = request_of(tokenizer)
         other.add_assistant_message(tokenizer, "a")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import WrongInput
+from verl.utils.masking import masked_text
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.observe.attempts import AttemptLine
 
@@ -96,7 +97,8 @@ class Attempt:
         if self.is_left:
             reason = f"{reason}; agent loop {self.loop} goes on although it was cancelled, and is left behind"
         if self.outcome is None:
-            self.outcome, self.reason, self.end = outcome, reason, time.time()
+            self.outcome, self.end = outcome, time.time()
+            self.reason = None if reason is None else masked_text(reason)
 
     def line(self) -> AttemptLine:
         """Return the line of the account."""

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.base_config import WrongInput, build_node
 from verl.tools.schemas import ToolResponse
 from verl.utils.dataset.vision_utils import MediaError, MissingVideoSupportError, load_video, process_image
-from verl.utils.vision.fetching import addresses_in
+from verl.utils.vision.fetching import check_no_address
 from verl.utils.vision.limits import MediaConfig
 from verl.utils.vision.positions import media_texts, vision_rope
 from verl.workers.config.engines import media_engine
@@ -132,14 +132,9 @@ class MediaRules:
                 raise MediaError(
                     f"the tool {tool} answered with {_a(kind)}, and a conversation may have at most {most}"
                 )
-        named = next(addresses_in([*given["image"], *given["video"]]), None)
-        if named is not None and not self.media.any_address:
-            raise MediaError(
-                f"the tool {tool} answered with the address {named[:100]!r}: tools name none, unless "
-                "data.media.any_address=true"
-            )
         patch_size = getattr(getattr(self.processor, "image_processor", None), "patch_size", None) or 14
         try:
+            check_no_address(self.media, given["image"], given["video"])
             images = [process_image(image, patch_size, self.media) for image in given["image"]]
             loaded = [load_video(each, image_patch_size=patch_size, media=self.media) for each in given["video"]]
             videos = [(frames.numpy(), metadata) for frames, metadata in loaded]

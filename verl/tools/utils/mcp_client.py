@@ -12,6 +12,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.concurrency import RateLimit
 from verl.utils.http_client import url_problem
 from verl.utils.import_utils import has_module
+from verl.utils.masking import MaskedError
 from verl.utils.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _EXAMPLE = '{"mcpServers": {"search": {"url": "http://127.0.0.1:8000/mcp", "auth
 _KEYS = ("url", "auth_token")
 
 
-class McpError(RuntimeError):
+class McpError(MaskedError, RuntimeError):
     """The server gave no answer, for the reason in the message."""
 
 

@@ -12,6 +12,7 @@ from verl.base_config import ConfigError, Violation, as_yaml, matches, parse_nod
 from verl.trainer.config.rules.files import data_file_rules, existing_part
 from verl.trainer.config.run_config import RayConfig
 from verl.utils.dataset.config import DataConfig
+from verl.utils.vision.limits import MediaConfig
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.config.engine import DEVICES, NCCL_TIMEOUT_S
 from verl.workers.config.engines import media_engine
@@ -57,6 +58,7 @@ class GenerationConfig:
     rollout: RolloutConfig
     model: HFModelConfig
     cluster: RayConfig
+    media: MediaConfig
 
     @classmethod
     def parse(cls, config: DictConfig) -> Self:
@@ -69,6 +71,7 @@ class GenerationConfig:
         tree["model"] = {"_target_": "verl.workers.config.HFModelConfig", **tree["model"]}
         nodes, wrong = parse_node({name: tree[name] for name in ("rollout", "model")})
         cluster, wrong_cluster = parse_node(tree["ray_kwargs"], RayConfig, "ray_kwargs")
+        media, wrong_media = parse_node(tree["data"]["media"], MediaConfig, "data.media")
         parsed = cls(
             worker=OmegaConf.create({name: tree[name] for name in ("model", "rollout", "actor", "nccl_timeout")}),
             data=read_fields(PromptOptions, config.data),
@@ -76,8 +79,9 @@ class GenerationConfig:
             rollout=nodes["rollout"],
             model=nodes["model"],
             cluster=cluster,
+            media=media,
         )
-        violations = [*wrong, *wrong_cluster, *parsed._violations({violation.key for violation in wrong})]
+        violations = [*wrong, *wrong_cluster, *wrong_media, *parsed._violations({violation.key for violation in wrong})]
         if violations:
             raise ConfigError(violations)
         return parsed
@@ -92,6 +96,7 @@ class GenerationConfig:
             limit_images=self.rollout.limit_images,
             limit_mm_per_prompt=limits,
             mm_processor_kwargs=options,
+            media=self.media,
         )
 
     def _violations(self, broken: set[str]) -> Iterator[Violation]:

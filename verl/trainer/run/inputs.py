@@ -351,10 +351,10 @@ def chat_template_of(folder: Path) -> tuple[Path, str] | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file, file.read_text(encoding="utf-8", errors="replace")
-    settings = folder / "tokenizer_config.json"
-    if not settings.is_file():
-        return None
-    template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
-    if isinstance(template, list):  # pairs of name and text
-        template = next((each["template"] for each in template if each.get("name") == "default"), None)
-    return (settings, template) if isinstance(template, str) else None
+    for settings in (folder / "tokenizer_config.json", folder / "chat_template.json"):
+        template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
+        if isinstance(template, list):  # pairs of name and text
+            template = next((each["template"] for each in template if each.get("name") == "default"), None)
+        if isinstance(template, str):
+            return settings, template
+    return None

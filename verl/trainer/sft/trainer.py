@@ -29,7 +29,7 @@ from verl.trainer.run.resume import batches_after
 from verl.trainer.sft.checkpoint import TOKENS_KEY, CheckpointHandler
 from verl.trainer.sft.preflight import holds_text_pairs
 from verl.utils import envs
-from verl.utils.chat_template import tell_unread_options
+from verl.utils.chat_template import check_template, tell_unread_options
 from verl.utils.dataset.factory import SeededRandomSampler, load_class
 from verl.utils.dataset.loader import loader_processes, stateful_loader
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset, SFTTensorCollator
@@ -219,6 +219,7 @@ class SFTTrainer:
         if self.rank == 0:
             options: Any = OmegaConf.to_container(self.tree.data.apply_chat_template_kwargs, resolve=True)
             tell_unread_options(options, self.tokenizer.chat_template)
+            check_template(options, self.tokenizer.chat_template)
         # Reading the data before the model shows its errors sooner.
         self.train_dataset = self._dataset(settings.data.train_files, settings.data.train_max_samples)
         files, most = settings.data.val_files, settings.data.val_max_samples

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from verl.utils.http_client import post_json
+from verl.utils.masking import MaskedError
 from verl.utils.parsing import parse_json
 
 ATTEMPTS = 3
@@ -31,7 +32,7 @@ _FIELDS: Mapping[str, Any] = {
 """Types of what a result holds."""
 
 
-class RemoteSandboxError(RuntimeError):
+class RemoteSandboxError(MaskedError, RuntimeError):
     """The service gave no answer, or an invalid one."""
 
 

@@ -41,6 +41,16 @@ def addresses_in(value: Any) -> Iterator[str]:
             yield from addresses_in(each)
 
 
+def check_no_address(media: MediaConfig, *given: Any) -> None:
+    """Refuse images and videos of a tool that are addresses, unless ``media.any_address`` allows them.
+
+    Raises: MediaError with the address.
+    """
+    named = next(addresses_in(given), None)
+    if named is not None and not media.any_address:
+        raise MediaError(f"it names the address {named[:100]!r}: tools name none, unless data.media.any_address=true")
+
+
 def fetch(url: str, media: MediaConfig) -> bytes:
     """Return what is at an ``http`` or ``https`` address.
 

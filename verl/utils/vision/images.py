@@ -8,12 +8,13 @@ from typing import BinaryIO
 from PIL import Image, UnidentifiedImageError
 
 from verl.base_config import WrongInput
+from verl.utils.masking import MaskedError
 from verl.utils.vision.limits import MediaConfig
 
 _HEAD_BYTES = 16  # by which Pillow knows a format
 
 
-class MediaError(WrongInput):
+class MediaError(MaskedError, WrongInput):
     """An image or video cannot be read."""
 
 

@@ -22,6 +22,8 @@ from verl.tools.schemas import OpenAIFunctionToolCall, OpenAIFunctionToolSchema,
 from verl.utils.chat import Appended, ChatFormat, whole_differences, written_turn
 from verl.utils.chat import SanityCheckMode as TokenizationSanityCheckModeEnum
 from verl.utils.dataset.vision_utils import encoded_media, load_video, model_inputs, process_image
+from verl.utils.vision.fetching import check_no_address
+from verl.utils.vision.limits import DEFAULT_MEDIA, MediaConfig
 from verl.utils.vision.positions import VisionRope, media_texts, position_ids, vision_rope
 
 __all__ = [
@@ -110,6 +112,7 @@ class AsyncRolloutRequest(BaseModel):
         use_inference_chat_template: let the engine see the conversation as the template writes it as a whole.
         apply_chat_template_kwargs: arguments of the template.
         mm_processor_kwargs: arguments of the processor for images and videos.
+        media: what images and videos of tools may be, the node ``data.media``.
 
     Args:
         processing_class: tokenizer, or the processor of a model that sees images.
@@ -154,6 +157,7 @@ class AsyncRolloutRequest(BaseModel):
     tokenization_sanity_check_mode: TokenizationSanityCheckModeEnum = TokenizationSanityCheckModeEnum.STRICT
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     mm_processor_kwargs: dict[str, Any] = Field(default_factory=dict)
+    media: MediaConfig = Field(default=DEFAULT_MEDIA, exclude=True)
 
     _engine_ids: list[int] = PrivateAttr(default_factory=list)
     """The tokens as the engine takes them: one for each image, where ``input_ids`` has all that the model sees."""
@@ -426,10 +430,11 @@ class AsyncRolloutRequest(BaseModel):
         new = {kind: [one for answer in answers for one in getattr(answer, kind) or ()] for kind in _KINDS}
         if not any(new.values()):
             return
+        check_no_address(self.media, new)
         size = getattr(getattr(self._processor_of(chat), "image_processor", None), "patch_size", None) or 14
-        videos = [load_video(video, image_patch_size=size) for video in new["video"]]
+        videos = [load_video(video, image_patch_size=size, media=self.media) for video in new["video"]]
         data: dict[str, Any] = self.multi_modal_data if self.multi_modal_data is not None else {}
-        data.setdefault("image", []).extend(process_image(image, image_patch_size=size) for image in new["image"])
+        data.setdefault("image", []).extend(process_image(image, size, self.media) for image in new["image"])
         data.setdefault("video", []).extend((frames.numpy(), metadata) for frames, metadata in videos)
         self.multi_modal_data = data
         self._encode_media(chat)
