@@ -10,13 +10,14 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from verl.base_config import ConfigError, omega_conf_to_dataclass
+from verl.base_config import ConfigError, omega_conf_to_dataclass, parse_node
 from verl.trainer import preflight
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.generation_server import parse_generation_server
 from verl.trainer.config.keys import dotted_keys, is_free, is_under, select
 from verl.trainer.config.overrides import prepare_arguments
+from verl.trainer.config.run_config import RayConfig
 from verl.trainer.config.sft import parse_sft_config
 from verl.trainer.config.unread_keys import tell_unread_keys
 from verl.trainer.config.validation import examined_config
@@ -165,49 +166,115 @@ SMALL = {
     "sft_trainer_engine": ["data.train_files={file}", "data.val_files={file}", "model.path={model}"],
     "generation": ["data.path={file}", "data.output_path=out", "model.path={model}", "rollout.name=vllm"],
     "generation_server": ["data.train_files={file}", "data.output_path=out"],
+    "evaluation": ["data.path={file}"],
 }
 """What a small run of a command needs, beyond that of the main trainer where ``PARSERS`` has no other."""
+
+
+def check_evaluation(config: Any) -> None:
+    wrong = parse_node(OmegaConf.to_container(config.ray_kwargs), RayConfig, "ray_kwargs")[1]
+    if wrong:
+        raise ConfigError(wrong)
+
+
 PARSERS: dict[str, Callable[[Any], object]] = {
     "sft_trainer": parse_sft_config,
     "sft_trainer_engine": parse_sft_config,
     "generation": GenerationConfig.parse,
     "generation_server": parse_generation_server,
+    "evaluation": check_evaluation,
 }
 SHARED_BY_GENERATION = [f"{SHARED}.model.path={{model}}", f"{SHARED}.rollout.name=vllm"]
 SHARED_BY_GENERATION += [f"{SHARED}.rollout.tensor_model_parallel_size=1"]
-ROLES_THAT_ARE_OFF = {
-    "one_step_off_ppo_megatron_trainer": (f"{SHARED}.ref.megatron", "reward_model.megatron"),
-    "prime_trainer": ("critic",),
-    "spin_trainer": ("critic",),
-    "sppo_trainer": ("critic",),
-    "generation_server": (f"{SHARED}.actor", f"{SHARED}.ref", "critic", "reward_model", "custom_reward_function"),
-}
-"""Roles that a small run of a tree does not have: known keys of theirs have no effect either, without a word."""
-OTHER_TREES = [name for name in TREES if not name.startswith(("ppo_", "dapo_megatron")) and "evaluation" not in name]
+OTHER_TREES = [name for name in TREES if not name.startswith(("ppo_", "dapo_megatron"))]
+
+
+def found_and_told(check: Callable[[], object], caplog: pytest.LogCaptureFixture) -> tuple[dict[str, str], str]:
+    """Return what a check refuses, and what it tells."""
+    caplog.clear()
+    found: dict[str, str] = {}
+    try:
+        check()
+    except ConfigError as error:
+        found = {violation.key: violation.expected for violation in error.violations}
+    return found, " ".join(text for text in caplog.messages if text.startswith("without effect in this run: "))
+
+
+def tells(notice: str, node: str) -> bool:
+    """Whether a notice names the key, or the whole node with it."""
+    return f" {at(node)}=1" in notice or f" {node}={{'{UNKNOWN}': 1}}" in notice
 
 
 @pytest.mark.parametrize("name", OTHER_TREES)
-def test_every_free_node_of_other_commands_answers_too(composed: Any, small_run: list[str], name: str) -> None:
+def test_every_free_node_of_other_commands_answers_too(
+    composed: Any, small_run: list[str], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Also a node of a role that the run of the command does not have."""
     files = {each.partition("=")[0].rpartition(".")[2]: each.partition("=")[2] for each in small_run}
     words = [*SMALL.get(name, []), *(SHARED_BY_GENERATION if name == "generation_server" else [])]
     words = [each.format(file=files["train_files"], model=files["path"]) for each in words]
-    config = composed(*words, name=name, base=name not in PARSERS, folder=TREES[name])
-    OmegaConf.set_struct(config, False)
-    free = [node for node in all_nodes(name)[1] if not is_under(node, ROLES_THAT_ARE_OFF.get(name, ()))]
-    free = [node for node in free if node != "global_profiler.global_tool_config" or name not in PARSERS]
     nodes = ("algorithm.filter_groups",)
-    check = PARSERS.get(name, lambda config: examined_config(config, recipe_nodes=nodes).checked())
-    for node in free:
-        OmegaConf.update(config, at(node), 1, force_add=True)
-    with pytest.raises(ConfigError) as info:
-        check(config)
-        raise ConfigError([])  # all are answered later
-    found = {violation.key: violation.expected for violation in info.value.violations}
+    parse = PARSERS.get(name, lambda config: examined_config(config, recipe_nodes=nodes).checked())
+
+    def answers(free: list[str]) -> tuple[dict[str, str], str]:
+        config = composed(*words, name=name, base=name not in PARSERS, folder=TREES[name])
+        OmegaConf.set_struct(config, False)
+        for node in free:
+            OmegaConf.update(config, at(node), 1, force_add=True)
+        return found_and_told(lambda: parse(config), caplog)
+
     moved = {"model.fsdp_config.wrap_policy": "engine.wrap_policy"} if name == "sft_trainer" else {}
-    for node in (node for node in free if answer(node)[0] is REFUSED):
+
+    def key_of(node: str) -> str:
         place = moved.get(node, node)
-        key = place if place.endswith("override_config") else at(place)
-        assert key in found, node
+        return place if place.endswith("override_config") else at(place)
+
+    later = ["custom_reward_function"] if name == "entropy_trainer" else []  # of a scorer that is there
+    left = [node for node in all_nodes(name)[1] if answer(node)[0] is not LATER and not is_under(node, later)]
+    while refused := answers(left)[0]:
+        refused_nodes = [node for node in left if key_of(node) in refused]
+        assert refused_nodes, refused
+        left = [node for node in left if node not in refused_nodes]
+    told = answers(left)[1]
+    assert [node for node in left if not tells(told, node)] == []
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_free_nodes_of_roles_that_a_run_does_not_have_are_told(
+    composed: Any, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    config = composed("algorithm.adv_estimator=grpo", name=name)
+    assert found_and_told(lambda: examined_config(config).checked(), caplog) == ({}, "")
+    roles = ("critic", f"{SHARED}.ref", "reward_model.m")
+    free = [node for node in all_nodes(name)[1] if node.startswith(roles) and "ref.model" not in node]
+    refused = (
+        []
+        if "megatron" in name
+        else [f"{SHARED}.ref.fsdp_config.wrap_policy", "reward_model.model.fsdp_config.wrap_policy"]
+    )
+    told = [node for node in free if node not in refused]
+    for node in told:
+        OmegaConf.update(config, at(node), 1, force_add=True)
+    found, notice = found_and_told(lambda: examined_config(config).checked(), caplog)
+    assert told and found == {}
+    assert [node for node in told if not tells(notice, node)] == []
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "generation_server"])
+def test_options_of_tools_that_do_not_exist_are_refused(composed: Any, small_run: list[str], name: str) -> None:
+    """Also below the node of a tool."""
+    files = {each.partition("=")[0].rpartition(".")[2]: each.partition("=")[2] for each in small_run}
+    words = [each.format(model=files["path"]) for each in SHARED_BY_GENERATION]
+    words += [each.format(file=files["train_files"]) for each in SMALL["generation_server"]]
+    config = composed(*(words if name in PARSERS else ()), name=name, base=name not in PARSERS)
+    OmegaConf.set_struct(config, False)
+    node = "global_profiler.global_tool_config"
+    keys = [at(node), *(at(f"{node}.{tool}") for tool in ("nsys", "torch_memory"))]
+    for key in keys:
+        OmegaConf.update(config, key, 1, force_add=True)
+    with pytest.raises(ConfigError) as info:
+        PARSERS.get(name, lambda config: examined_config(config).checked())(config)
+    assert {violation.key for violation in info.value.violations} == set(keys)
 
 
 def test_a_reward_model_that_is_off_tells_its_free_nodes(composed: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -65,8 +65,8 @@ class Worker(DistProfilerExtension):
 @pytest.fixture
 def calls(monkeypatch):
     recorded = []
-    for tool, (options, _) in profile.OF_TOOL.items():
-        monkeypatch.setitem(profile.OF_TOOL, tool, (options, lambda *args: RecordingTool(recorded)))
+    for tool in profile.OF_TOOL:
+        monkeypatch.setitem(profile.OF_TOOL, tool, lambda *args: RecordingTool(recorded))
     return recorded
 
 
@@ -150,7 +150,7 @@ def test_an_error_of_a_task_is_told_where_its_capture_cannot_be_written(monkeypa
         def stop(self):
             raise OSError("no room")
 
-    monkeypatch.setitem(profile.OF_TOOL, "torch", (TorchProfilerToolConfig, lambda *args: FullDisk([])))
+    monkeypatch.setitem(profile.OF_TOOL, "torch", lambda *args: FullDisk([]))
     worker = Worker(DistProfiler(0, ProfilerConfig(tool="torch", enable=True), role="actor"))
     worker.start_profile(profile_step="1")
     with pytest.raises(KeyError, match="wrong"):

@@ -1,5 +1,6 @@
 """The configuration of generation on servers: that of the main trainer, read as one of offline generation."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation
 from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.config.rules.no_effect import free_entries
+from verl.trainer.config.rules.profiler import tool_rules
+from verl.trainer.config.run_config import parse_tree
+
+logger = logging.getLogger(__name__)
 
 _ROLE = "actor_rollout_ref"
 _KEYS = {
@@ -16,6 +22,8 @@ _KEYS = {
     "data.batch_size": "data.train_batch_size",
 }
 """Keys of ``generation`` that have another name here."""
+_UNREAD = (f"{_ROLE}.actor", f"{_ROLE}.ref", "critic", "reward_model", "custom_reward_function")
+"""Nodes of the trainer that generation does not read."""
 
 
 def parse_generation_server(config: DictConfig) -> GenerationConfig:
@@ -36,10 +44,17 @@ def parse_generation_server(config: DictConfig) -> GenerationConfig:
         raise ConfigError([Violation("ray_kwargs.fork_workers", True, "must be false: only a training run has forks")])
     if rollout["load_format"] == "dummy":  # the default of a trainer, which sends its weights
         rollout["load_format"] = "auto"
+    run, reader = parse_tree(tree)
+    profiling = [each for each in reader.violations if each.key.startswith("global_profiler")]
+    if wrong := [*tool_rules(tree), *profiling]:
+        raise ConfigError(wrong)
     try:
         parsed = GenerationConfig.parse(OmegaConf.create(_as_generation(tree, paths[0])))
     except ConfigError as error:
         raise ConfigError([_renamed(violation) for violation in error.violations]) from error
+    unread = [*free_entries(run, tree, dict.fromkeys(_UNREAD, "this command only generates"))]
+    if unread:
+        logger.warning("without effect in this run: %s", "; ".join(map(str, unread)))
     role = tree[_ROLE] | {"hybrid_engine": False}  # its servers come back if they die
     return replace(parsed, worker=OmegaConf.create({_ROLE: role, "rollout": role["rollout"]}))
 

@@ -121,6 +121,13 @@ def is_free(key: str, known: Collection[str]) -> bool:
     return any(f".{node}".endswith(FREE_FORM) and node.rpartition(".")[0] in known for node in nodes)
 
 
+def free_nodes(tree: Mapping[str, Any]) -> list[str]:
+    """Return the highest nodes of a tree that take any key."""
+    keys = dotted_keys(tree)
+    free = [key for key in keys if is_free(key, keys)]
+    return [key for key in free if key.rpartition(".")[0] not in free]
+
+
 def optional_keys(known: Collection[str]) -> tuple[str, ...]:
     """Return those of OPTIONAL that the command whose keys are ``known`` reads."""
     if "actor_rollout_ref" in known:

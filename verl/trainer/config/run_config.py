@@ -236,7 +236,7 @@ def parse_tree(tree: Tree, use_critic: bool | None = None) -> tuple[RunConfig, N
     if use_critic is None:
         use_critic = needs_critic(critic_node.get("enable"), algorithm.adv_estimator)
     actor = McoreActorConfig if _node(shared, "actor").get("strategy") == "megatron" else FSDPActorConfig
-    critic = McoreCriticConfig if critic_node.get("strategy") == "megatron" else FSDPCriticConfig
+    critic = critic_class(critic_node)
     ref = ref_class(_node(shared, "ref"))
     actor_rollout_ref = reader.build(
         {name: value for name, value in shared.items() if name in ("hybrid_engine", "nccl_timeout")}
@@ -269,6 +269,11 @@ def parse_tree(tree: Tree, use_critic: bool | None = None) -> tuple[RunConfig, N
         ray_kwargs=reader.node(tree, "ray_kwargs", TrainingRayConfig),
     )
     return run, reader
+
+
+def critic_class(node: Tree) -> type[CriticConfig]:
+    """Return the dataclass of the node ``critic``, which its strategy chooses."""
+    return McoreCriticConfig if node.get("strategy") == "megatron" else FSDPCriticConfig
 
 
 def _node(tree: Tree, name: str) -> Tree:

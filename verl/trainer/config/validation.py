@@ -18,7 +18,7 @@ from verl.trainer.config.rules.files import file_rules, may_register
 from verl.trainer.config.rules.fork_workers import fork_rules
 from verl.trainer.config.rules.megatron import megatron_rules
 from verl.trainer.config.rules.model import model_rules, noise_notice, option_rules, rope_notice, vocabulary_rules
-from verl.trainer.config.rules.no_effect import idle_keys, unsupported_rules
+from verl.trainer.config.rules.no_effect import idle_keys, keys_of_absent_roles, unsupported_rules
 from verl.trainer.config.rules.profiler import profiler_rules
 from verl.trainer.config.rules.reward import dapo_rules, manager_rules, reward_model_rules
 from verl.trainer.config.rules.rollout import (
@@ -125,7 +125,7 @@ def examined_config(
     if stops_at_types and any(each in refused for each in reader.mistyped + reader.unknown):
         raise config_error(violations)
     if not violations:
-        _give_notices(run, tree)
+        _give_notices(run, tree, use_reference)
     return Examined(run, violations)
 
 
@@ -277,9 +277,10 @@ _CUTS = {"top_p": (1,), "top_k": (-1, 0), "repetition_penalty": (1,)}
 """Sampling that training does not follow, with the values that turn it off."""
 
 
-def _give_notices(run: RunConfig, tree: Tree) -> None:
+def _give_notices(run: RunConfig, tree: Tree, use_reference: bool) -> None:
     """Warn about legal but unusual settings."""
-    idle = [f"{each.key}={as_yaml(each.value)} ({each.expected})" for each in idle_keys(run, tree)]
+    unread = [*idle_keys(run, tree), *keys_of_absent_roles(run, tree, use_reference)]
+    idle = [f"{each.key}={as_yaml(each.value)} ({each.expected})" for each in _once_per_key(unread)]
     if idle:
         logger.warning("without effect in this run: %s", "; ".join(idle))
     bridged = [key for key in _BRIDGES if select(tree, key)]

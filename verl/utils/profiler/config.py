@@ -6,7 +6,6 @@ from typing import Any
 
 from verl.base_config import BaseConfig, Violation, setting
 
-TOOLS = ("nsys", "npu", "torch", "torch_memory")
 RANKS_MUST_BE_NAMED = ("nsys", "npu")
 """Tools that profile no rank by default: ``all_ranks`` or ``ranks`` must select some."""
 NPU_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
@@ -58,6 +57,16 @@ class NPUToolConfig(BaseConfig):
         """Yield a violation for unknown contents."""
         if any(part not in NPU_CONTENTS for part in self.contents):
             yield Violation("contents", self.contents, f"must be a subset of [{','.join(NPU_CONTENTS)}]")
+
+
+OPTIONS: dict[str, type[BaseConfig]] = {
+    "nsys": NsightToolConfig,
+    "npu": NPUToolConfig,
+    "torch": TorchProfilerToolConfig,
+    "torch_memory": TorchMemoryToolConfig,
+}
+"""Tool -> the dataclass of its options."""
+TOOLS = tuple(OPTIONS)
 
 
 @dataclass

@@ -5,15 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
-from verl.base_config import BaseConfig
 from verl.utils.profiler.captures import NPUProfiler, NsightSystemsProfiler, Tool
-from verl.utils.profiler.config import (
-    NPUToolConfig,
-    NsightToolConfig,
-    ProfilerConfig,
-    TorchMemoryToolConfig,
-    TorchProfilerToolConfig,
-)
+from verl.utils.profiler.config import OPTIONS, ProfilerConfig
 from verl.utils.profiler.memory import TorchMemoryProfiler
 from verl.utils.profiler.ranges import Range, capturing, is_capturing
 from verl.utils.profiler.torch_trace import TorchTrace
@@ -24,13 +17,12 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-OF_TOOL: dict[str, tuple[type[BaseConfig], type[Tool]]] = {
-    "nsys": (NsightToolConfig, NsightSystemsProfiler),
-    "npu": (NPUToolConfig, NPUProfiler),
-    "torch": (TorchProfilerToolConfig, TorchTrace),
-    "torch_memory": (TorchMemoryToolConfig, TorchMemoryProfiler),
+OF_TOOL: dict[str, type[Tool]] = {
+    "nsys": NsightSystemsProfiler,
+    "npu": NPUProfiler,
+    "torch": TorchTrace,
+    "torch_memory": TorchMemoryProfiler,
 }
-"""Tool -> the dataclass of its options, and its class."""
 
 
 class DistProfiler:
@@ -51,8 +43,7 @@ class DistProfiler:
         self._impl: Tool | None = None
         if config.selects(rank):
             assert config.tool is not None
-            _, tool = OF_TOOL[config.tool]
-            self._impl = tool(tool_config or tool_config_of(config), config.save_path, self.role, rank)
+            self._impl = OF_TOOL[config.tool](tool_config or tool_config_of(config), config.save_path, self.role, rank)
 
     def start(self, role: str | None = None, profile_step: int | str | None = None, **unused: Any) -> None:
         """Begin the step ``profile_step``; ``role`` names a capture of the whole process."""
@@ -193,7 +184,7 @@ class RoleProfilers:
 def tool_config_of(config: ProfilerConfig) -> Any:
     """Return the options of a role's tool, or the defaults of their dataclass if there are none."""
     assert config.tool is not None
-    cls, _ = OF_TOOL[config.tool]
+    cls = OPTIONS[config.tool]
     options = config.tool_config
     if not isinstance(options, cls):
         options = (options or {}).get(config.tool) or {}

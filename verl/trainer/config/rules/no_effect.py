@@ -1,14 +1,16 @@
 """Changed keys without effect in a run: another option switches them off, or this version does not support them."""
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verl.algos.names import ADV_ESTIMATORS, BY_LENGTH, LOSS_AGG_MODES, POLICY_LOSSES
-from verl.base_config import Idle, Kind, Violation, as_yaml
+from verl.base_config import Idle, Kind, NodeReader, Violation, as_yaml
 from verl.models.transformers.packing import packs_rows
-from verl.trainer.config.keys import is_under, select
-from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
+from verl.trainer.config.keys import free_nodes, is_under, select
+from verl.trainer.config.run_config import ABSENT, RunConfig, critic_class, default_of
 from verl.workers.config import MultiTurnConfig, PolicyLossConfig
+from verl.workers.config.reward_model import WITHOUT_MODEL
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -157,6 +159,40 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
             continue
         for key, value, _ in _changed(run, tree, node, names):
             yield Violation(key, value, reason or f"{switch}={as_yaml(off)}", Kind.IDLE, (switch,))
+
+
+_UNCHANGED = {"model_config": {}, "moe_config": {"freeze_moe_router": False}}
+"""Entries of the shipped files that the dataclasses do not have."""
+
+
+def keys_of_absent_roles(run: RunConfig, tree: Mapping[str, Any], use_reference: bool) -> Iterator[Violation]:
+    """Yield what the free nodes of roles that this run does not have hold: no reader of theirs checks it."""
+    absent = {
+        "critic": "no critic is trained" if run.critic is None else "",
+        REF: "" if use_reference else "there is no reference policy",
+        REWARD: "" if run.reward_model.enable else f"{REWARD}.enable=false",
+    }
+    read = [f"{REWARD}.{name}" for name in WITHOUT_MODEL]
+    unread = {role: reason for role, reason in absent.items() if reason}
+    yield from (each for each in free_entries(run, tree, unread) if not is_under(each.key, read))
+
+
+def free_entries(run: RunConfig, tree: Mapping[str, Any], roles: Mapping[str, str]) -> Iterator[Violation]:
+    """Yield what the free nodes of ``roles`` hold beyond their defaults; ``roles`` has a reason for each role."""
+    if run.critic is None:
+        run = replace(run, critic=NodeReader().node({}, "critic", critic_class(tree.get("critic") or {})))
+    policy = f"{ACTOR}.megatron"
+    for node in free_nodes(tree):
+        reason = next((roles[role] for role in roles if is_under(node, [role])), None)
+        entries = select(tree, node)
+        followed = select(tree, f"{policy}.{node.rpartition('.')[2]}")  # by the reference and the reward model
+        if reason is None or not isinstance(entries, Mapping) or entries == followed:
+            continue
+        default = default_of(run, node)
+        defaults = default if isinstance(default, Mapping) else {}
+        for name, value in entries.items():
+            if name != "_target_" and value not in (defaults.get(name, ABSENT), _UNCHANGED.get(name, ABSENT)):
+                yield Violation(f"{node}.{name}", value, reason, Kind.IDLE)
 
 
 def _padded_models(run: RunConfig) -> Iterator[Idle]:

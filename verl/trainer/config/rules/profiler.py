@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.base_config import Violation
+from verl.base_config import Violation, parse_node
 from verl.trainer.config.keys import select
 from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
-from verl.utils.profiler.config import RANKS_MUST_BE_NAMED, TOOLS, ProfilerConfig
+from verl.utils.profiler.config import OPTIONS, RANKS_MUST_BE_NAMED, TOOLS, ProfilerConfig
 
 Tree = Mapping[str, Any]
 
@@ -69,12 +69,17 @@ def _place_rules(tree: Tree) -> Iterator[Violation]:
         if node.get("tool_config") not in seen:  # it may be that of the actor
             yield from _tool_config_rules(f"{role}.profiler.tool_config", node.get("tool_config"), TOOLS)
         seen.append(node.get("tool_config"))
+    yield from tool_rules(tree)
+
+
+def tool_rules(tree: Tree) -> Iterator[Violation]:
+    """Yield tools that have no options for the whole run."""
     options = tree[_GLOBAL].get("global_tool_config")
     yield from _tool_config_rules(f"{_GLOBAL}.global_tool_config", options, _OPTIONS_OF_THE_RUN)
 
 
 def _tool_config_rules(key: str, options: Any, tools: tuple[str, ...]) -> Iterator[Violation]:
-    """Yield options that are not a mapping, and tools whose options are not read there."""
+    """Yield options that are no mapping or do not exist, and tools whose options are not read there."""
     if options is not None and not isinstance(options, Mapping):
         yield Violation(key, options, f"must be null or a mapping of {', '.join(tools)}")
         return
@@ -85,6 +90,9 @@ def _tool_config_rules(key: str, options: Any, tools: tuple[str, ...]) -> Iterat
             yield Violation(f"{key}.{tool}", node, f"there is no such tool: {', '.join(tools)}")
         elif node is not None and not isinstance(node, Mapping):
             yield Violation(f"{key}.{tool}", node, "must be a mapping: set keys below it")
+        elif node is not None and "_target_" not in node:
+            cls = OPTIONS[tool]
+            yield from parse_node({"_target_": f"{cls.__module__}.{cls.__name__}", **node}, cls, f"{key}.{tool}")[1]
 
 
 def _folder_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterator[Violation]:
