@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 
 from tests.workers.rollout import tiny
+from tests.workers.rollout.sleeping import poisoning_sleep
 from verl.workers.config import HFModelConfig, ServerConfig
 from verl.workers.rollout import engine_server
+from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.server import ServerError, TokenOutput
+from verl.workers.sharding_manager import complete
 
 
 class HybridServer:
@@ -59,9 +62,40 @@ class HybridServer:
 
 
 class HybridVLLM(HybridServer):
-    """The engine in this process."""
+    """The engine in this process, which sleeps as on a GPU while it is paused."""
 
     gone = "no more memory"
+
+    def __init__(self, rollout: Any, model: Any, level: int) -> None:
+        super().__init__(rollout)
+        self._model = model
+        self._slept = rollout.weights_version
+        self._sleep = poisoning_sleep(rollout, level)
+        self._sleep.__enter__()
+
+    async def pause(self) -> None:
+        slept = self.rollout.weights_version
+        await super().pause()
+        self._slept = slept
+
+    async def resume(self) -> None:
+        """Wake up with the weights that have been loaded meanwhile, else with those of before."""
+        await self.rollout.resume(["weights"])
+        if self.rollout.weights_version == NO_WEIGHTS:
+            super().load(self._model, self._slept)
+        await self.rollout.resume(["kv_cache"])
+
+    async def begin_update(self) -> None:
+        await self.rollout.resume(["weights"])
+        await super().begin_update()
+
+    def load(self, model: Any, version: int) -> None:
+        """Load weights into memory that is awake; the cache may still be asleep."""
+        complete(self.rollout.resume(["weights"]))
+        super().load(model, version)
+
+    def close(self) -> None:
+        self._sleep.__exit__(None, None, None)
 
     @contextmanager
     def _own_loop(self) -> Iterator[pytest.MonkeyPatch]:

@@ -1,4 +1,7 @@
-"""What every rollout does, held for vLLM, SGLang, transformers and one from outside on the same tiny model."""
+"""What every rollout does, held for vLLM, SGLang, transformers and one from outside on the same tiny model.
+
+Before each test vLLM's engine has slept at one of its levels, as between two steps on a GPU.
+"""
 
 import copy
 import random
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.rollout import tiny
+from tests.workers.rollout import sleeping, tiny
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.workers.config import SamplingConfig
 from verl.workers.config.engines import SERVED_ROLLOUTS
@@ -21,7 +24,19 @@ from verl.workers.sharding_manager import complete
 OUTSIDE = "examples.rollout_engine.min_p.MinPRollout"
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang", "hf", OUTSIDE])
+SLEEPS = {"vllm": sleeping.LEVELS, "sglang": (None,), "hf": (None,), OUTSIDE: (None,)}
+"""By the name of a rollout, the levels at which it sleeps before each test."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "sleep_level" in metafunc.fixturenames:
+        cases = {f"{name}-{level or 'awake'}": (name, level) for name, levels in SLEEPS.items() for level in levels}
+        metafunc.parametrize(("started", "sleep_level"), list(cases.values()), indirect=["started"], ids=list(cases))
+    elif "started" in metafunc.fixturenames:
+        metafunc.parametrize("started", list(SLEEPS), indirect=True)
+
+
+@pytest.fixture(scope="module")
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A rollout and the model that holds its weights."""
     if request.param in SERVED_ROLLOUTS:
@@ -43,8 +58,14 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def rollout(started: Any) -> BaseRollout:
-    return started[0]
+def rollout(started: Any, sleep_level: int | None) -> Iterator[BaseRollout]:
+    rollout, model = started
+    if sleep_level is None:
+        yield rollout
+        return
+    with sleeping.poisoning_sleep(rollout, sleep_level):
+        sleeping.sleep_and_wake(rollout, model)
+        yield rollout
 
 
 @pytest.fixture
@@ -96,6 +117,8 @@ def test_mask_follows_what_was_sampled(rollout: BaseRollout) -> None:
 
 @pytest.mark.parametrize("step", [0.0, 0.3])
 def test_log_probs_equal_a_plain_forward(rollout: BaseRollout, model: Any, step: float) -> None:
+    model.load_state_dict(tiny.build_model().state_dict())  # steps of several tests add up, and so does rounding
+    tiny.load_all(rollout, model)
     before = rollout.generate_sequences(tiny.prompts_batch(8, repeat=4))
     if step:
         tiny.disturb(model, step, seed=2)
