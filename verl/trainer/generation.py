@@ -51,6 +51,7 @@ from verl.utils.py_functional import object_array
 from verl.utils.vision.multi_modal import share
 from verl.utils.vision.positions import position_ids
 from verl.workers.roles import ActorRolloutRefWorker
+from verl.workers.rollout.base import STAYS_AWAKE
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -210,6 +211,7 @@ class Generation:
         """Return the responses of each row."""
         samples = self.config.data.n_samples
         batch = self._batch(rows)
+        batch.meta_info[STAYS_AWAKE] = True  # nothing else uses the devices
         trainer = self.config.trainer
         engines = trainer.nnodes * trainer.n_gpus_per_node // self.rollout.workers_per_engine
         padded, added = pad_dataproto_to_divisor(batch, engines)

@@ -122,6 +122,16 @@ def test_a_batch_that_is_waited_for_has_no_plan() -> None:
     assert output.non_tensor_batch["uid"].tolist() == list("abcd")
 
 
+@pytest.mark.parametrize("stays_awake", [True, False])
+def test_engines_sleep_unless_the_next_call_is_a_generation(stays_awake: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, sleeps = make_manager(loops(3)), []
+    monkeypatch.setattr(manager, "sleep", lambda: sleeps.append("sleep"))
+    batch = prompts()
+    batch.meta_info["stays_awake"] = stays_awake
+    manager.generate_sequences(batch)
+    assert sleeps == ([] if stays_awake else ["sleep"])
+
+
 def test_servers_that_do_not_say_their_version_leave_it_open() -> None:
     manager = make_manager(loops(None))
     output = manager.finish(manager.begin(prompts(), trains_meanwhile=True))

@@ -71,6 +71,25 @@ def test_rows_for_a_reward_model_have_no_metrics():
     assert collect_samples(judged, rollout, reward, TOKENIZER, step=3) is not None
 
 
+@pytest.mark.parametrize(
+    ("batches", "stays"),
+    [
+        ([rows(4)], [False]),
+        ([rows(4), rows(5), rows(6)], [True, True, False]),
+        ([rows(3, style="model"), rows(4), rows(5, style="model"), rows(6), rows(7, style="model")], [True, False]),
+    ],
+)
+def test_engines_stay_awake_until_the_last_batch(batches, stays):
+    rollout, seen = Rollout(), []
+
+    def generate(prompts: DataProto, first_prompt: int) -> DataProto:
+        seen.append(prompts.meta_info["stays_awake"])
+        return rollout(prompts, first_prompt)
+
+    collect_samples(batches, generate, reward, TOKENIZER, step=3, with_reward_model=True)
+    assert seen == stays
+
+
 def test_a_validation_reward_function_is_needed():
     with pytest.raises(ValueError, match="val_reward_fn of the trainer is None"):
         collect_samples([rows(4)], Rollout(), None, TOKENIZER, step=3)

@@ -117,7 +117,7 @@ def test_mask_follows_what_was_sampled(rollout: BaseRollout) -> None:
 
 @pytest.mark.parametrize("step", [0.0, 0.3])
 def test_log_probs_equal_a_plain_forward(rollout: BaseRollout, model: Any, step: float) -> None:
-    model.load_state_dict(tiny.build_model().state_dict())  # steps of several tests add up, and so does rounding
+    model.load_state_dict(tiny.build_model().state_dict())  # steps of tests add up, and so does rounding
     tiny.load_all(rollout, model)
     before = rollout.generate_sequences(tiny.prompts_batch(8, repeat=4))
     if step:

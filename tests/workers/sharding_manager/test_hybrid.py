@@ -5,7 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from verl.protocol import DataProto
 from verl.workers.roles import ActorRolloutRefWorker
 from verl.workers.roles.base import EngineWorker
 from verl.workers.rollout.base import BaseRollout
@@ -32,6 +34,11 @@ class Rollout(BaseRollout):
         await super().release(tags)
         self.calls.append("release")
 
+    def take(self, engine: Any) -> dict[str, float]:
+        self._version = engine.weights_version
+        self.calls.append("synced")
+        return {}
+
 
 @pytest.fixture
 def manager() -> FSDPVLLMShardingManager:
@@ -53,6 +60,48 @@ def test_a_rollout_wakes_by_its_asynchronous_methods(manager: FSDPVLLMShardingMa
 
     asyncio.run(in_an_event_loop())
     assert manager.rollout.calls == START + generated * 2
+
+
+def test_nothing_sleeps_between_two_generations_with_the_same_weights(
+    manager: FSDPVLLMShardingManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller knows that the next call on the devices is a generation; an error, or another call, ends that."""
+    rollout, engine = manager.rollout, manager.engine
+    monkeypatch.setattr(hybrid, "WeightSync", lambda *args: SimpleNamespace(run=lambda: rollout.take(engine)))
+    worker: Any = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
+    worker.sharding_manager, worker.rollout, worker.engine = manager, rollout, engine
+    worker.model_config = SimpleNamespace(eos_token_id=2, pad_token_id=0)
+    worker.rollout_config = SimpleNamespace(workers_per_engine=1)
+    worker.profiler = None
+    worker._sync_timing, worker._is_actor, worker._is_rollout = {}, True, True
+    worker._generation_figures = lambda *args: {"timing": {}, "metrics": {}}
+    asked = rollout.generate_sequences = lambda prompts: rollout.calls.append("generate") or prompts
+
+    def generate(**meta: Any) -> list[str]:
+        del rollout.calls[:]
+        worker.generate_sequences(DataProto.from_dict(tensors={"ids": torch.ones(1, 1)}, meta_info=meta))
+        return rollout.calls
+
+    engine.weights_version += 1
+    wakes = ["resume weights", "synced", "resume kv_cache"]
+    assert generate(stays_awake=True) == [*wakes, "generate"]
+    assert generate(stays_awake=True) == ["resume kv_cache", "generate"]
+    engine.weights_version += 1  # then it gets them, still awake
+    assert generate(stays_awake=True) == [*wakes, "generate"]
+    assert generate() == ["resume kv_cache", "generate", "release"]
+    assert generate(stays_awake=False) == ["resume weights", "resume kv_cache", "generate", "release"]
+
+    def fail(prompts: DataProto) -> None:
+        raise RuntimeError("no answer")
+
+    rollout.generate_sequences = fail
+    with pytest.raises(RuntimeError, match="no answer"):
+        generate(stays_awake=True)
+    assert rollout.calls[-1] == "release"
+    rollout.generate_sequences = asked
+    generate(stays_awake=True)
+    worker._sleep_rollout()  # as before a pass of the trainer
+    assert rollout.calls[-1] == "release" and not manager.is_awake
 
 
 def test_the_host_gets_freed_memory_before_a_generation_and_after_it(

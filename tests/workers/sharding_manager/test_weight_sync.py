@@ -1,4 +1,4 @@
-"""The weight sync into a running vLLM engine: verified, whole or not at all, and small."""
+"""The weight sync into a vLLM engine that sleeps as on a GPU: verified, whole or not at all, and small."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.rollout import tiny
+from tests.workers.rollout import sleeping, tiny
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager import FSDPVLLMShardingManager, WeightSyncError, build_sharding_manager
 
@@ -23,12 +23,19 @@ def rollout_and_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 
 
 @pytest.fixture
-def manager(rollout_and_model: tuple[BaseRollout, Any]) -> FSDPVLLMShardingManager:
+def sleep_level() -> int:
+    return 2
+
+
+@pytest.fixture
+def manager(rollout_and_model: tuple[BaseRollout, Any], sleep_level: int) -> Iterator[FSDPVLLMShardingManager]:
     rollout, model = rollout_and_model
-    manager = build_sharding_manager(tiny.TrainerStandIn(model), rollout)
-    manager.bucket_bytes = 100 << 10
-    manager.engine.weights_version = rollout.weights_version + 1
-    return manager
+    model.load_state_dict(tiny.build_model(tied=True).state_dict())  # steps of tests add up, and so does rounding
+    with sleeping.poisoning_sleep(rollout, sleep_level):
+        manager = build_sharding_manager(tiny.TrainerStandIn(model), rollout)
+        manager.bucket_bytes = 100 << 10
+        manager.engine.weights_version = rollout.weights_version + 1
+        yield manager
 
 
 def check_generation(manager: FSDPVLLMShardingManager) -> None:
@@ -38,7 +45,9 @@ def check_generation(manager: FSDPVLLMShardingManager) -> None:
     torch.testing.assert_close(output.batch["rollout_log_probs"], expected, atol=1e-4, rtol=0)
 
 
-def test_sync_moves_every_byte_once_and_only_when_needed(manager: FSDPVLLMShardingManager) -> None:
+@pytest.mark.parametrize("sleep_level", sleeping.LEVELS)
+def test_sync_moves_every_byte_once_and_only_when_needed(manager: FSDPVLLMShardingManager, sleep_level: int) -> None:
+    """The same weights move again after a sleep of level 2, which has dropped them."""
     tiny.disturb(manager.engine.model, 0.2, seed=11)
     check_generation(manager)
     parameters = list(manager.engine.model.parameters())
@@ -46,12 +55,13 @@ def test_sync_moves_every_byte_once_and_only_when_needed(manager: FSDPVLLMShardi
     assert manager.last_sync["tensors"] == len(parameters)
     assert manager.last_sync["checksum_ok"] == 1
     assert manager.last_sync["unverified_tensors"] == 0
-    assert manager.rollout.weights_version == manager.engine.weights_version
+    assert manager.last_sync["version"] == manager.engine.weights_version
+    assert manager.is_behind == (sleep_level == 2)
 
     manager.engine.streamed = 0
     check_generation(manager)
-    assert manager.engine.streamed == 0
-    assert manager.last_sync == {}
+    assert manager.engine.streamed == (0 if sleep_level == 1 else len(parameters))
+    assert manager.last_sync.get("tensors", 0) == manager.engine.streamed
 
     tiny.disturb(manager.engine.model, 0.2, seed=13)
     manager.engine.weights_version += 1
@@ -68,9 +78,10 @@ def test_sync_moves_every_byte_once_and_only_when_needed(manager: FSDPVLLMShardi
     assert manager.engine.streamed == len(parameters)
 
 
+@pytest.mark.parametrize("sleep_level", sleeping.LEVELS)
 @pytest.mark.parametrize("multi_stage_wake_up", [False, True])
 def test_the_cache_wakes_after_the_sync(
-    manager: FSDPVLLMShardingManager, monkeypatch: pytest.MonkeyPatch, multi_stage_wake_up: bool
+    manager: FSDPVLLMShardingManager, monkeypatch: pytest.MonkeyPatch, multi_stage_wake_up: bool, sleep_level: int
 ) -> None:
     """The buckets use memory that the cache takes later, whatever the established key says."""
     rollout, calls = manager.rollout, []
@@ -94,13 +105,9 @@ def test_the_cache_wakes_after_the_sync(
     with tiny.settings(rollout, multi_stage_wake_up=multi_stage_wake_up):
         check_generation(manager)
         check_generation(manager)
-    first, again = calls[: -len(_AGAIN)], calls[-len(_AGAIN) :]
+    first, again = calls[: calls.index("release") + 1], calls[calls.index("release") + 1 :]
     assert set(first[1:-2]) == {"load"} and [first[0], *first[-2:]] == ["weights", "kv_cache", "release"]
-    assert again == _AGAIN
-
-
-_AGAIN = ["weights", "kv_cache", "release"]
-"""What a generation does with the memory if the engine has the weights."""
+    assert again == (first if sleep_level == 2 else ["weights", "kv_cache", "release"])
 
 
 def test_peak_memory_stays_below_two_buckets(manager: FSDPVLLMShardingManager) -> None:

@@ -32,7 +32,7 @@ from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine
 from verl.utils.py_functional import object_array
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL, ScoresOfParts
-from verl.workers.rollout.base import BEHIND_COLUMN, DROPPED_COLUMN
+from verl.workers.rollout.base import BEHIND_COLUMN, DROPPED_COLUMN, STAYS_AWAKE
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.standalone import ServerWatch, StandaloneServers, replica_class_of
 
@@ -163,7 +163,7 @@ class AgentLoopManager:
         """Return a trajectory for each row, in their order; see ``AgentLoopWorkerBase.generate_sequences``.
 
         The workers share the rows as evenly as they can. The engines have the current weights, and are asleep before
-        and afterwards.
+        and afterwards, unless the meta ``stays_awake`` says that the next call is another generation.
         """
         return self.finish(self.begin(prompts))
 
@@ -203,7 +203,8 @@ class AgentLoopManager:
         self._attempts += attempts
         elapsed_s: float = output.meta_info.pop("elapsed_s")
         seconds = time.perf_counter() - pending.started if pending.planned_version is None else elapsed_s
-        self.sleep()
+        if not prompts.meta_info.get(STAYS_AWAKE):
+            self.sleep()
         replaced = sorted({line["uid"] for line in attempts if line["outcome"] == REPLACED})
         mark_replaced(attempts, replaced)
         if not replaced and not prompts.meta_info.get("validate", False):  # validation counts them as failures

@@ -89,7 +89,7 @@ from verl.utils.vision.multi_modal import count_shared_bytes, replace_inputs, sh
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL
 from verl.workers.rewards.scoring import FAILURE_COLUMN, UNAVAILABLE
 from verl.workers.roles.batching import NUM_TRAJECTORIES
-from verl.workers.rollout.base import DROPPED_COLUMN
+from verl.workers.rollout.base import DROPPED_COLUMN, STAYS_AWAKE
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop import AgentLoopManager
@@ -1096,6 +1096,7 @@ class RayPPOTrainer:
             "do_sample": sampling.do_sample,
             "validate": True,
             "global_steps": self.state.step,
+            STAYS_AWAKE: prompts.meta_info.get(STAYS_AWAKE, False),
         }
         if self._loops_score(self.val_reward_fn):
             requests.meta_info["score_trajectories"] = True

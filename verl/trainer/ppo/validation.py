@@ -3,11 +3,11 @@
 import hashlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from verl.trainer.ppo.records import dump_extras, earlier_texts, ground_truths, 
 from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.workers.rewards.scoring import FAILURE_COLUMN, failure_score_of, sampled_mask
-from verl.workers.rollout.base import DROPPED_COLUMN
+from verl.workers.rollout.base import DROPPED_COLUMN, STAYS_AWAKE
+
+T = TypeVar("T")
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -150,12 +152,8 @@ def collect_samples(
     counts: Counter[bytes] = Counter()
     num_prompts = 0
     has_uids = False
-    for rows in loader:
-        prompts = DataProto.from_single_dict(rows)
-        if with_reward_model:
-            prompts = judged_by_rule(prompts)
-        if not len(prompts):
-            continue
+    for prompts, is_last in with_last(_prompts_of(loader, with_reward_model)):
+        prompts.meta_info[STAYS_AWAKE] = not is_last  # nothing uses the devices while responses are scored by rules
         has_uids = "uid" in prompts.non_tensor_batch
         prompts.meta_info[PLACES] = number_prompts(prompts, counts, reward_fn_key)
         batch = generate(prompts, num_prompts)
@@ -182,6 +180,26 @@ def collect_samples(
     if has_uids:
         _tell_of_merged_prompts(num_prompts, len(set(zip(samples.sources, samples.uids, strict=True))))
     return samples
+
+
+def _prompts_of(loader: Iterable[Rows], with_reward_model: bool) -> Iterator[DataProto]:
+    """Yield the prompts of each batch that has any, without those that a reward model is to judge."""
+    for rows in loader:
+        prompts = DataProto.from_single_dict(rows)
+        if with_reward_model:
+            prompts = judged_by_rule(prompts)
+        if len(prompts):
+            yield prompts
+
+
+def with_last(values: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each value, and whether it is the last one; the value after it is read first."""
+    pending = iter(values)
+    for value in pending:
+        for following in pending:
+            yield value, False
+            value = following
+        yield value, True
 
 
 def number_prompts(batch: DataProto, counts: Counter[bytes], reward_fn_key: str) -> np.ndarray:

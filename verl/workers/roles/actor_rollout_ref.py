@@ -34,6 +34,7 @@ from verl.workers.roles.base import AnyTrainedConfig, EngineRoleConfig, EngineWo
 from verl.workers.roles.losses import ppo_loss, select_tokens
 from verl.workers.roles.workerless import BasePPOActor, DataParallelPPOActor
 from verl.workers.rollout import BaseRollout, begin_rollout, get_rollout_class
+from verl.workers.rollout.base import STAYS_AWAKE
 from verl.workers.rollout.engine_rope import rope_length
 from verl.workers.sharding_manager import ServerSync, build_sharding_manager, complete
 
@@ -324,7 +325,10 @@ class ActorRolloutRefWorker(EngineWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     @DistProfiler.annotate(color="red", role="rollout_generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Bring the engine's weights up to date if they are not, and continue every prompt."""
+        """Bring the engine's weights up to date if they are not, and continue every prompt.
+
+        Then the engine sleeps, unless the meta ``stays_awake`` says that the next call is another generation.
+        """
         prompts.meta_info.setdefault("eos_token_id", self.model_config.eos_token_id)
         prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
         timing = self._sync_timing
@@ -338,12 +342,15 @@ class ActorRolloutRefWorker(EngineWorker):
         if self._is_actor:
             updates = self.engine.weights_version - self.rollout.weights_version
             behind = {"weight_sync/versions_behind": float(updates)}
+        stays_awake = False
         try:
             with simple_timer("generate_sequences", timing):
                 output = self.rollout.generate_sequences(prompts)
+            stays_awake = bool(prompts.meta_info.get(STAYS_AWAKE))
         finally:
             with simple_timer("sleep", timing):
-                complete(self.trainer_mode())
+                if not stays_awake:
+                    complete(self.trainer_mode())
         batch = tensors_of(output)
         lengths = batch["attention_mask"].sum(-1).tolist() if "attention_mask" in batch.keys() else None
         figures = self._generation_figures(timing, lengths, self.rollout_config.workers_per_engine)

@@ -35,6 +35,9 @@ DROPPED_COLUMN = "__dropped__"
 BEHIND_COLUMN = "versions_behind"
 """The column that says by how many versions the weights that sampled a row were older than the trainer's."""
 
+STAYS_AWAKE = "stays_awake"
+"""Meta of a batch of prompts: the next call on the devices is another generation, with the same weights."""
+
 NO_WEIGHTS = -1
 """The weight version of an engine that holds no weights of the trainer."""
 
