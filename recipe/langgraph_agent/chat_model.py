@@ -17,7 +17,8 @@ from pydantic import Field, PrivateAttr
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.endpoint.history import Answer
 from verl.experimental.agent_loop.endpoint.requests import RequestError, parse_chat
-from verl.experimental.agent_loop.endpoint.session import FULL, Policy, Session, Templates
+from verl.experimental.agent_loop.endpoint.session import FULL, Policy, Session
+from verl.experimental.agent_loop.endpoint.templates import Templates
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_columns
 

@@ -11,7 +11,8 @@ import aiohttp
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.experimental.agent_loop.endpoint.server import Endpoint, Limits
-from verl.experimental.agent_loop.endpoint.session import Policy, Templates
+from verl.experimental.agent_loop.endpoint.session import Policy
+from verl.experimental.agent_loop.endpoint.templates import Templates
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.single_controller.base.errors import phase

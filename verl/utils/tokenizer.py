@@ -4,8 +4,12 @@ import importlib.util
 import json
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
@@ -13,6 +17,19 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, 
 from verl.base_config import WrongInput
 
 logger = logging.getLogger(__name__)
+
+
+_locks: "WeakKeyDictionary[PreTrainedTokenizerBase, threading.RLock]" = WeakKeyDictionary()
+_of_locks = threading.Lock()
+
+
+@contextmanager
+def one_thread(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Let one thread at a time use a tokenizer: a call sets truncation and padding in the tokenizer that all share."""
+    with _of_locks:
+        lock = _locks.setdefault(tokenizer, threading.RLock())
+    with lock:
+        yield
 
 
 class TokenizerNotFoundError(WrongInput, OSError):

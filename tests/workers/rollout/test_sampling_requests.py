@@ -17,7 +17,8 @@ from transformers import (
 from tests.workers.rollout import tiny
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.endpoint.requests import RequestError, parse_completion
-from verl.experimental.agent_loop.endpoint.session import Policy, Session, Templates
+from verl.experimental.agent_loop.endpoint.session import Policy, Session
+from verl.experimental.agent_loop.endpoint.templates import Templates
 from verl.experimental.agent_loop.worker import AgentLoopWorkerBase
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.generation import GenerationConfig

@@ -71,7 +71,7 @@ class GenerationConfig:
         tree["model"] = {"_target_": "verl.workers.config.HFModelConfig", **tree["model"]}
         nodes, wrong = parse_node({name: tree[name] for name in ("rollout", "model")})
         cluster, wrong_cluster = parse_node(tree["ray_kwargs"], RayConfig, "ray_kwargs")
-        media, wrong_media = parse_node(tree["data"]["media"], MediaConfig, "data.media")
+        media, wrong_media = parse_node(tree["data"].get("media") or {}, MediaConfig, "data.media")
         parsed = cls(
             worker=OmegaConf.create({name: tree[name] for name in ("model", "rollout", "actor", "nccl_timeout")}),
             data=read_fields(PromptOptions, config.data),

@@ -13,6 +13,7 @@ from verl.utils.chat.messages import THOUGHTS, Message, marked, plain, with_text
 from verl.utils.chat.others import ControlTexts, media_parts, text_tokens
 from verl.utils.chat.proof import prove_pieces
 from verl.utils.chat_template import check_awaits_turn, render_chat
+from verl.utils.tokenizer import one_thread
 
 _MARK = "sampledturn"
 _SHOWN_CHARS = 80
@@ -263,7 +264,8 @@ class ChatFormat:
             media["videos"] = [frames for frames, _ in videos]
             media["video_metadata"] = [metadata for _, metadata in videos]
             media["do_sample_frames"] = False
-        return list(self.processor(text=[text], add_special_tokens=False, **media)["input_ids"][0])
+        with one_thread(self.tokenizer):
+            return list(self.processor(text=[text], add_special_tokens=False, **media)["input_ids"][0])
 
     def encode_after(self, before: str, text: str) -> list[int]:
         """Return the tokens that a text has after another one; its own where the other's last token would change."""

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.tokenizer import one_thread
+
 CUT = "\ufdd0\ufdd1"
 """Two characters that Unicode gives to no text."""
 _BEFORE = "\n"
@@ -87,9 +89,10 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the tokens of a text, whose parts between cuts are encoded one by one."""
     first, *parts = text.split(CUT)
-    ids: list[int] = tokenizer(first, add_special_tokens=False)["input_ids"]
-    for part in parts:
-        ids = ids + _tokens_inside(tokenizer, part)
+    with one_thread(tokenizer):
+        ids: list[int] = tokenizer(first, add_special_tokens=False)["input_ids"]
+        for part in parts:
+            ids += _tokens_inside(tokenizer, part)
     return ids
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from verl.utils.tokenizer import one_thread
+
 _CUTS_ONLY = {"Sequence", "Split", "Digits", "Punctuation", "ByteLevel"}
 """Pre-tokenizers that cut a text and add nothing to it, if ``ByteLevel`` adds no space."""
 _NFC_GROWTH = 3
@@ -64,10 +66,11 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     if not texts:
         return []
     backend = _usual_backend(tokenizer)
-    if backend is None:
-        return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
-    tokenizer("", add_special_tokens=False)  # it ends truncation and padding that an earlier call has set
-    return [len(encoding) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    with one_thread(tokenizer):
+        if backend is None:
+            return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+        tokenizer("", add_special_tokens=False)  # it ends truncation and padding that an earlier call has set
+        return [len(encoding) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -314,7 +314,7 @@ def test_an_argument_that_no_loop_takes_is_refused() -> None:
 
     with pytest.raises(WrongInput, match="'client_samplng' is unknown: Agent takes client_sampling"):
         asyncio.run(made(Agent, client_samplng="apply"))
-    with pytest.raises(WrongInput, match="'word' is unknown: Agent takes answer_timeout_s, client_sampling, host"):
+    with pytest.raises(WrongInput, match="'word' is unknown: Agent takes answer_timeout_s, client_sampling, encode"):
         asyncio.run(made(Agent, word="a"))
     assert asyncio.run(made(Own, word="a")).said == "a"
 

@@ -70,7 +70,6 @@ class Answer:
 class ChatHistory:
     """A conversation: all messages, the last being the assistant's; ``rests`` are those of answers, by their place."""
 
-    format: ChatFormat
     tools: list[dict[str, Any]]
     messages: list[Message] = field(default_factory=list)
     rests: dict[int, Rest] = field(default_factory=dict)
@@ -101,16 +100,13 @@ class ChatHistory:
         self.messages = [*self.messages, *request.messages[len(self.messages) :], answer.message()]
         self.rests[len(self.messages) - 1] = answer.rest
 
-    def added(self, messages: Sequence[Message], last: int, keep_history: bool) -> list[int] | None:
-        """Return the tokens of new messages, after the token ``last``.
+    def added(self, form: ChatFormat, messages: Sequence[Message], last: int, keep_history: bool) -> list[int] | None:
+        """Return the tokens of new messages in a chat format, after the token ``last``.
 
         None if the template now shows earlier turns differently, and these are not kept.
         """
         stopped = self.rests[len(self.messages) - 1].ends_turn
-        with refused_templates():
-            written = self.format.after_turn(
-                self.messages, messages, stopped=stopped, last_token=last, keep_history=keep_history
-            )
+        written = form.after_turn(self.messages, messages, stopped=stopped, last_token=last, keep_history=keep_history)
         if not isinstance(written, Appended):
             return None
         ids = written.token_ids

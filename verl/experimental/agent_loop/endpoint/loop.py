@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
-from verl.experimental.agent_loop.endpoint.requests import MOST_MESSAGES, MOST_TOOLS
+from verl.experimental.agent_loop.endpoint.requests import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 from verl.experimental.agent_loop.endpoint.server import MOST_BODY_BYTES, Endpoint, Limits
-from verl.experimental.agent_loop.endpoint.session import CLIENT_SAMPLING, Policy, Session, Templates
+from verl.experimental.agent_loop.endpoint.session import CLIENT_SAMPLING, Policy, Session
+from verl.experimental.agent_loop.endpoint.templates import ENCODE_TIMEOUT_S, MOST_CACHE_BYTES, Templates
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_columns
 from verl.utils.concurrency import in_thread
@@ -53,7 +54,10 @@ class EndpointAgentLoop(AgentLoopBase):
         client_sampling: what to do with a temperature, or the like, that differs from that of the run: ``refuse`` the
             request, ``ignore`` the value, or ``apply`` it, which trains on tokens as if the run had sampled them.
         answer_timeout_s: the most seconds of a request.
-        most_body_mb, most_messages, most_tools: the most megabytes, messages and tools of a request.
+        most_body_mb, most_messages, most_tools, most_stops: the most megabytes, messages, tools and stop texts of a
+            request.
+        most_cache_mb: the most megabytes of the descriptions of tools that the process keeps.
+        encode_timeout_s: the most seconds to write the texts of a request as tokens.
     """
 
     def __init__(
@@ -65,6 +69,9 @@ class EndpointAgentLoop(AgentLoopBase):
         most_body_mb: float = MOST_BODY_BYTES / 2**20,
         most_messages: int = MOST_MESSAGES,
         most_tools: int = MOST_TOOLS,
+        most_stops: int = MOST_STOPS,
+        most_cache_mb: float = MOST_CACHE_BYTES / 2**20,
+        encode_timeout_s: float = ENCODE_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -72,12 +79,16 @@ class EndpointAgentLoop(AgentLoopBase):
             raise WrongInput(f"client_sampling={client_sampling!r}: must be one of {', '.join(CLIENT_SAMPLING)}")
         self._host = host
         self._limits = Limits(
-            body_bytes=int(most_body_mb * 2**20), answer_s=answer_timeout_s, messages=most_messages, tools=most_tools
+            body_bytes=int(most_body_mb * 2**20),
+            answer_s=answer_timeout_s,
+            messages=most_messages,
+            tools=most_tools,
+            stops=most_stops,
         )
         node = self.config.actor_rollout_ref
         self._policy = Policy(
             server_manager=self.server_manager,
-            templates=_templates(self.tokenizer, _options(self.config)),
+            templates=_templates(self.tokenizer, _options(self.config), int(most_cache_mb * 2**20), encode_timeout_s),
             parser=get_tool_parser(node.rollout.multi_turn.format, self.tokenizer),
             model=str(node.model.path),
             prompt_length=node.rollout.prompt_length,
@@ -152,9 +163,9 @@ def _options(config: DictConfig) -> str:
 
 
 @lru_cache(maxsize=4)
-def _templates(tokenizer: "PreTrainedTokenizerBase", options: str) -> Templates:
+def _templates(tokenizer: "PreTrainedTokenizerBase", options: str, cache_bytes: int, encode_s: float) -> Templates:
     """Return the chat formats of this process, whose proofs all trajectories share."""
-    return Templates(tokenizer, json.loads(options))
+    return Templates(tokenizer, json.loads(options), cache_bytes, encode_s)
 
 
 @dataclass

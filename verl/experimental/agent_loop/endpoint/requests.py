@@ -13,9 +13,9 @@ MOST_MESSAGES = 10_000
 MOST_TOOLS = 1_024
 _MOST_PARTS = 10_000
 """Of the parts of a message, and of its tool calls."""
-_MOST_STOPS = 16
+MOST_STOPS = 16
 _MOST_STOP_LENGTH = 1000
-"""Of the stop strings of a request, and of the characters of each."""
+"""Of the characters of a stop string."""
 
 _SAMPLING: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -129,9 +129,12 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def parse_chat(
-    body: Mapping[str, Any], most_messages: int = MOST_MESSAGES, most_tools: int = MOST_TOOLS
+    body: Mapping[str, Any],
+    most_messages: int = MOST_MESSAGES,
+    most_tools: int = MOST_TOOLS,
+    most_stops: int = MOST_STOPS,
 ) -> ChatRequest:
-    """Return a chat request with at most so many messages and tools.
+    """Return a chat request with at most so many messages, tools and stop texts.
 
     Raises: RequestError naming the field.
     """
@@ -150,11 +153,11 @@ def parse_chat(
         raise _wrong("tool_choice", choice, "must be auto (with tools) or none: the model chooses its calls itself")
     _check_text(json.dumps(tools, ensure_ascii=False), "tools")
     log_probs = _flag(body, "logprobs")
-    return ChatRequest(messages, [] if choice == "none" else tools, _options(body, log_probs))
+    return ChatRequest(messages, [] if choice == "none" else tools, _options(body, log_probs, most_stops))
 
 
-def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
-    """Return a completion request.
+def parse_completion(body: Mapping[str, Any], most_stops: int = MOST_STOPS) -> CompletionRequest:
+    """Return a completion request with at most so many stop texts.
 
     Raises: RequestError naming the field.
     """
@@ -171,10 +174,10 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     if number not in (None, False, True) and not (_is_integer(number) and 0 <= number <= 1):
         raise _wrong("logprobs", number, "must be 0 or 1: log-probabilities are those of the sampled tokens")
     wanted = number is not None and number is not False
-    return CompletionRequest(prompt, _options(body, wanted))
+    return CompletionRequest(prompt, _options(body, wanted, most_stops))
 
 
-def _options(body: Mapping[str, Any], wants_log_probs: bool) -> Options:
+def _options(body: Mapping[str, Any], wants_log_probs: bool, most_stops: int) -> Options:
     for name, allowed in _NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in allowed:
@@ -189,7 +192,7 @@ def _options(body: Mapping[str, Any], wants_log_probs: bool) -> Options:
         raise _wrong("stream_options", streaming, "must be an object")
     return Options(
         max_tokens=min((value for _, value in limits), default=None),
-        stop=_stops(body.get("stop")),
+        stop=_stops(body.get("stop"), most_stops),
         sampling=dict(_sampling(body)),
         wants_log_probs=wants_log_probs,
         wants_token_ids=_flag(body, "return_token_ids"),
@@ -211,10 +214,10 @@ def _sampling(body: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
         yield name, value
 
 
-def _stops(value: Any) -> tuple[str, ...]:
+def _stops(value: Any, most: int) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if isinstance(texts, list):
-        _check_count("stop", texts, _MOST_STOPS)
+        _check_count("stop", texts, most)
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise _wrong("stop", value, "must be a text or a list of texts that are not empty")
     if any(len(text) > _MOST_STOP_LENGTH for text in texts):

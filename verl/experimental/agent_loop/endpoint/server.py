@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -22,6 +22,7 @@ from verl.experimental.agent_loop.endpoint.answers import (
 from verl.experimental.agent_loop.endpoint.history import Answer
 from verl.experimental.agent_loop.endpoint.requests import (
     MOST_MESSAGES,
+    MOST_STOPS,
     MOST_TOOLS,
     ChatRequest,
     CompletionRequest,
@@ -31,25 +32,35 @@ from verl.experimental.agent_loop.endpoint.requests import (
     parse_completion,
 )
 from verl.experimental.agent_loop.endpoint.session import Policy, Session
+from verl.utils.concurrency import in_thread
 from verl.utils.net_utils import LOCAL_HOSTS
 from verl.workers.rollout.server import ServerError
 
 logger = logging.getLogger(__name__)
 
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+
 MOST_BODY_BYTES = 32 * 2**20
 BODY_TIMEOUT_S = 60.0
 """How long a client may take to send a request."""
+_LONG_BODY = 1 << 16
+"""The most bytes of a body that is parsed on the event loop."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost: bytes, messages and tools of its body, seconds to send it, and until the answer."""
+    """What a request may have and cost.
+
+    Attributes: ``body_bytes``, ``messages``, ``tools`` and ``stops`` of its body; ``body_s`` seconds to send it, and
+        ``answer_s`` until the answer.
+    """
 
     body_bytes: int = MOST_BODY_BYTES
     body_s: float = BODY_TIMEOUT_S
     answer_s: float = 3600.0
     messages: int = MOST_MESSAGES
     tools: int = MOST_TOOLS
+    stops: int = MOST_STOPS
 
 
 @dataclass(frozen=True)
@@ -154,7 +165,10 @@ class Endpoint:
         session = self._session(request)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # as the openai package says it
         with _noted(session), self._underway(session):
-            asked = parse_chat(await self._body(request), self._limits.messages, self._limits.tools)
+            limits = self._limits
+            asked = await self._parsed(
+                session, request, lambda body: parse_chat(body, limits.messages, limits.tools, limits.stops)
+            )
             answer = await self._limited(session.chat(asked, is_retry))
         body = chat_body(answer, asked.options, session.policy.model, session.policy.tokenizer)
         return await _send(request, asked, body)
@@ -162,7 +176,7 @@ class Endpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         with _noted(session), self._underway(session):
-            asked = parse_completion(await self._body(request))
+            asked = await self._parsed(session, request, lambda body: parse_completion(body, self._limits.stops))
             answer = await self._limited(session.complete(asked))
         body = completion_body(answer, asked.options, session.policy.model, session.policy.tokenizer)
         return await _send(request, asked, body)
@@ -199,10 +213,18 @@ class Endpoint:
                 code="invalid_api_key",
             )
 
-    async def _body(self, request: web.Request) -> dict[str, object]:
+    async def _parsed(self, session: Session, request: web.Request, parse: Callable[[dict[str, Any]], Asked]) -> Asked:
+        """Return the request that a body holds; a thread parses a long one, while later requests wait their turn."""
+        body = await self._body(request)
+        async with session.order:
+            if len(body) <= _LONG_BODY:
+                return parse(parse_body(body))
+            return await in_thread(lambda: parse(parse_body(body)), "parse a request")
+
+    async def _body(self, request: web.Request) -> bytes:
         try:
             async with asyncio.timeout(self._limits.body_s):
-                return parse_body(await request.read())
+                return await request.read()
         except TimeoutError as error:
             raise RequestError(f"the request did not arrive within {self._limits.body_s:g} s", status=408) from error
         except web.HTTPRequestEntityTooLarge as error:

@@ -1,8 +1,9 @@
 """What the endpoint knows of a trajectory: its segments of tokens, and how incoming messages continue them."""
 
+import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -16,10 +17,10 @@ from verl.experimental.agent_loop.endpoint.requests import (
     RequestError,
 )
 from verl.experimental.agent_loop.endpoint.stops import cut_at_stop
+from verl.experimental.agent_loop.endpoint.templates import Templates, texts_in
 from verl.experimental.agent_loop.servers import RequestAbortedError
 from verl.experimental.agent_loop.trajectory import ToolCall, Trajectory, turn_seed
 from verl.utils.chat import ChatFormat, ChatFormatError
-from verl.utils.dataset.token_bounds import fewest_tokens
 from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import ServerError, TokenOutput
 
@@ -27,41 +28,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.experimental.agent_loop.servers import AsyncLLMServerManager
-    from verl.experimental.agent_loop.tool_parser import ToolParser
+    from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 
 Said = TypeVar("Said", ChatHistory, TextHistory)
 Later = TypeVar("Later")
+Written = TypeVar("Written")
 CLIENT_SAMPLING = ("refuse", "ignore", "apply")
 FULL = "context_length_exceeded"
 """The code of the error of a request for which there is no room."""
-
-
-class Templates:
-    """The chat formats of a policy, by the tools that its template shows; the last few are kept.
-
-    Args: ``options`` are further arguments of the chat template.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", options: Mapping[str, Any], most: int = 64) -> None:
-        self.tokenizer = tokenizer
-        self._options = dict(options)
-        self._most = most
-        self._formats: dict[str, ChatFormat] = {}
-        self.fewest_tokens = fewest_tokens(tokenizer)
-
-    def of(self, tools: Sequence[dict[str, Any]]) -> ChatFormat:
-        """Return the format with these tools.
-
-        Raises: ChatFormatError if a conversation cannot be written in pieces.
-        """
-        key = repr(tools)
-        if key not in self._formats:
-            form = ChatFormat(self.tokenizer, options=self._options, tools=tools)
-            form.prove()
-            while len(self._formats) >= self._most:
-                del self._formats[next(iter(self._formats))]
-            self._formats[key] = form
-        return self._formats[key]
 
 
 @dataclass(frozen=True)
@@ -140,6 +114,25 @@ def _calls(messages: Sequence[Message], answer: Answer, seconds: float) -> list[
     return found
 
 
+@dataclass(frozen=True)
+class _Text:
+    """A text of a request, where it stands, and whether every template shows it, also in later turns."""
+
+    where: str
+    text: str
+    is_shown: bool = True
+
+
+def _texts_of(request: ChatRequest) -> Iterator[_Text]:
+    for number, message in enumerate(request.messages):
+        is_given = message["role"] != "assistant"  # templates may drop what the model has thought
+        yield _Text(f"messages[{number}].content", message["content"], is_given)
+        for call in message.get("tool_calls", ()):
+            yield _Text(f"messages[{number}].tool_calls", "".join(texts_in(call["function"])), is_given)
+    for number, tool in enumerate(request.tools):
+        yield _Text(f"tools[{number}]", "".join(texts_in(tool["function"])))
+
+
 class Session:
     """One trajectory of an agent that is a program of its own.
 
@@ -160,6 +153,8 @@ class Session:
         """The last request that was refused."""
         self.is_full = False
         """Whether a request found no room."""
+        self.order = asyncio.Lock()
+        """Held while a request becomes tokens: threads change neither the order of requests nor, so, their seeds."""
         self._sampling = dict(sampling_params)
         self._started = 0
 
@@ -176,49 +171,63 @@ class Session:
         Args: ``is_retry`` says that the client sends its last request again, because it saw no answer.
         Raises: RequestError; ServerError if no server can answer.
         """
-        self._check_sizes(_texts_of(request))
-        repeated = self._repeated(request) if is_retry else None
-        if repeated is not None:
-            return repeated
-        segment, added = self._continued_chat(request) or self._new_chat(request)
+        async with self.order:
+            self._check_sizes(_texts_of(request))
+            repeated = self._repeated(request) if is_retry else None
+            if repeated is not None:
+                return repeated
+            segment, added = await self._continued_chat(request) or await self._new_chat(request)
+            segment.busy = True
         answer = await self._ask(segment, request.options, added, request.tools)
         segment.history.record(request, answer)
         return answer
 
     async def complete(self, request: CompletionRequest) -> Answer:
         """Return the continuation of a text or of tokens; see ``chat``."""
-        prompt = request.prompt
-        self._check_sizes([("prompt", prompt)] if isinstance(prompt, str) else [])
-        found: tuple[Segment[TextHistory], str | list[int]] | None
-        found = _longest([(segment, segment.history.later(request)) for segment in self._texts])
-        if found is not None:
-            segment, later = found
-            ids = self._encode(later, special=False) if isinstance(later, str) else later
-            added = Added(ids, text=later if isinstance(later, str) else None)
-        else:
-            ids = self._encode(prompt, special=True) if isinstance(prompt, str) else prompt
-            segment, added = self._start(TextHistory(), ids), Added()
-            self._texts.append(segment)
+        async with self.order:
+            segment, added = await self._text(request)
+            segment.busy = True
         answer = await self._ask(segment, request.options, added, [])
         segment.history.record(request, answer)
         return answer
 
-    def _check_sizes(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Refuse a text that surely has more tokens than a trajectory, before any is encoded: that takes seconds a MB.
+    async def _text(self, request: CompletionRequest) -> "tuple[Segment[TextHistory], Added]":
+        """Return the segment that a completion continues or starts, and what it adds."""
+        prompt = request.prompt
+        self._check_sizes([_Text("prompt", prompt)] if isinstance(prompt, str) else [])
+        found: tuple[Segment[TextHistory], str | list[int]] | None
+        found = _longest([(segment, segment.history.later(request)) for segment in self._texts])
+        if found is not None:
+            segment, later = found
+            ids = await self._encode(later, special=False) if isinstance(later, str) else later
+            return segment, Added(ids, text=later if isinstance(later, str) else None)
+        ids = await self._encode(prompt, special=True) if isinstance(prompt, str) else prompt
+        segment = self._start(TextHistory(), ids)
+        self._texts.append(segment)
+        return segment, Added()
 
-        Raises: RequestError naming the text.
+    def _check_sizes(self, texts: Iterable[_Text]) -> None:
+        """Refuse texts that surely have more tokens than a trajectory, before any is encoded: that takes seconds a MB.
+
+        Raises: RequestError naming the text that is too much.
         """
         most = self.policy.prompt_length + self.policy.response_length
         fewest = self.policy.templates.fewest_tokens
-        for where, text in texts:
-            if fewest is not None and len(text) > most and (count := fewest(text)) > most:
+        if fewest is None:
+            return
+        before = 0
+        for each in texts:
+            count = fewest(each.text)
+            if before + count > most:
                 self.is_full = True
+                others = f", those before it at least {before}" if before else ""
                 raise RequestError(
-                    f"{where} has at least {count} tokens, and a trajectory has room for {most} "
+                    f"{each.where} has at least {count} tokens{others}, and a trajectory has room for {most} "
                     "(data.max_prompt_length + data.max_response_length)",
-                    where,
+                    each.where,
                     code=FULL,
                 )
+            before += count if each.is_shown else 0
 
     def _repeated(self, request: ChatRequest) -> Answer | None:
         """Return the answer to a request that a client sends again."""
@@ -227,33 +236,44 @@ class Session:
                 return segment.answers[-1]
         return None
 
-    def _continued_chat(self, request: ChatRequest) -> "tuple[Segment[ChatHistory], Added] | None":
+    async def _continued_chat(self, request: ChatRequest) -> "tuple[Segment[ChatHistory], Added] | None":
         """Return the conversation that a request continues, and what it adds."""
         found = _longest([(segment, segment.history.later(request)) for segment in self._chats])
         if found is None:
             return None
         segment, messages = found
-        last = segment.trajectory.token_ids[-1]
-        ids = segment.history.added(messages, last, self.policy.keep_history)
+        last, keep = segment.trajectory.token_ids[-1], self.policy.keep_history
+        history = segment.history
+        ids = await self._write(request, lambda form: history.added(form, messages, last, keep))
         return None if ids is None else (segment, segment.added(ids, messages))
 
-    def _new_chat(self, request: ChatRequest) -> "tuple[Segment[ChatHistory], Added]":
-        form = self._format(request.tools)
-        with refused_templates():
-            prompt = form.prompt(request.messages)
-        segment = self._start(ChatHistory(form, request.tools), prompt)
+    async def _new_chat(self, request: ChatRequest) -> "tuple[Segment[ChatHistory], Added]":
+        prompt = await self._write(request, lambda form: form.prompt(request.messages))
+        segment = self._start(ChatHistory(request.tools), prompt)
         self._chats.append(segment)
         return segment, Added()
 
-    def _format(self, tools: Sequence[dict[str, Any]]) -> ChatFormat:
-        try:
-            return self.policy.templates.of(tools)
-        except ChatFormatError as error:
-            self.fault = error
-            raise RequestError(one_line(str(error), 500)) from error
+    async def _write(self, request: ChatRequest, write: Callable[[ChatFormat], Written]) -> Written:
+        """Return what a chat format writes of a request, in a thread."""
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return self.policy.tokenizer.encode(text, add_special_tokens=special)
+        def written(templates: Templates) -> Written:
+            try:
+                form = templates.of(request.tools)
+            except ChatFormatError as error:
+                self.fault = error
+                raise RequestError(one_line(str(error), 500)) from error
+            with refused_templates():
+                return write(form)
+
+        size = sum(len(each.text) for each in _texts_of(request))
+        return await self.policy.templates.write(size, written)
+
+    async def _encode(self, text: str, special: bool) -> list[int]:
+        def encoded(templates: Templates) -> list[int]:
+            ids: list[int] = templates.tokenizer.encode(text, add_special_tokens=special)
+            return ids
+
+        return await self.policy.templates.write(len(text), encoded)
 
     def _start(self, history: Said, prompt_ids: list[int]) -> Segment[Said]:
         limit = self.policy.prompt_length
@@ -312,7 +332,8 @@ class Session:
         output = await self._generate(segment, prompt_ids, params)
         output, text, rest = cut_at_stop(self.policy.tokenizer, output, options.stop)
         finish = str(output.finish_reason)
-        kept, calls = text, []
+        kept = text
+        calls: list[FunctionCall] = []
         if tools:
             kept, calls = await self.policy.parser.extract_tool_calls(output.token_ids, tools, prompt_ids)
         if calls and all(call.name for call in calls):  # else a call is too broken to be named
@@ -390,11 +411,3 @@ _NEUTRAL: dict[str, float] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-
-
-def _texts_of(request: ChatRequest) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a request and where they stand."""
-    for number, message in enumerate(request.messages):
-        yield f"messages[{number}].content", message["content"]
-    for number, tool in enumerate(request.tools):
-        yield f"tools[{number}]", str(tool["function"].get("description") or "")
