@@ -4,7 +4,7 @@
 
 A cell is ``process/phase/fault``, such as ``trainer/update/kill`` or ``scheduler of SGLang, batches/update/kill``.
 Results go to a file of the folder one by one; the same command goes on with the cells that the file lacks. ``--page``
-writes the tables of ``docs/fault_matrix.md`` from it and runs nothing. Remove the folder after a change of the code,
+writes the tables of ``fault_matrix_results.md`` from it and runs nothing. Remove the folder after a change of the code,
 since it also holds the runs without a fault.
 """
 
@@ -41,7 +41,7 @@ from .test_standalone_servers import APART, without_engine
 from .test_train import PPO, TWO_WORKERS
 
 FOLDER = REPOSITORY / "outputs" / "fault_matrix"
-PAGE = REPOSITORY / "docs" / "fault_matrix.md"
+PAGE = Path(__file__).with_name("fault_matrix_results.md")
 TABLE = "## Table\n\n"
 SGLANG_TABLE = "## SGLang\n\n"
 LAST_STEP = 3

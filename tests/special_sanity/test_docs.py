@@ -104,6 +104,36 @@ def test_the_page_of_the_trainer_names_each_key() -> None:
     assert set(re.findall(r"`(\w+)` ◦", page)) == keys["ppo_trainer"] & keys["sft_trainer_engine"]
 
 
+def sections(page: Path) -> dict[str, str]:
+    """Return the text below each heading of the second level."""
+    parts = re.split(r"^## (.+)$", page.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_the_page_of_verification_shows_what_tests_have_measured() -> None:
+    measured = sections(ROOT / "tests/special_e2e/verification_results.md")
+    measured["Megatron-Core"] += measured["Deviations"]
+    for heading, text in sections(ROOT / "docs/verification.md").items():
+        shown, known = (set(re.findall(r"\d\.\d+(?:e[-+]\d+)?", part)) for part in (text, measured[heading]))
+        assert shown <= known, (heading, shown - known)
+        for loss, largest in re.findall(r"^\| (\w+) \| (\S+) \|$", text, flags=re.MULTILINE):
+            rows = re.findall(rf"^\| {loss}, .*? \| (\S+) \|", measured[heading], flags=re.MULTILINE)
+            assert not rows or float(largest) == max(map(float, rows)), (heading, loss)
+
+
+def test_the_page_of_faults_sums_up_the_table_of_cells() -> None:
+    cells: dict[str, list[int]] = {}
+    for line in sections(ROOT / "tests/special_e2e/fault_matrix_results.md")["Table"].splitlines():
+        process = line.strip("| ").split(" |")[0]
+        cells.setdefault(process, []).extend(map(int, re.findall(r"\| (\d+) s", line)))
+    page = (ROOT / "docs/fault_matrix.md").read_text()
+    for process, seconds in cells.items():
+        if seconds:
+            (row,) = re.findall(rf"^\| {process} \|.*$", page, flags=re.MULTILINE)
+            shown = [int(number) for number in re.findall(r"\b(\d+)\b", row)]
+            assert (min(shown), max(shown)) == (min(seconds), max(seconds)), process
+
+
 def test_pages_build_without_a_warning(tmp_path: Path) -> None:
     """Links, anchors and the names whose docstrings the API pages show; the warnings of mkdocs are errors."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
