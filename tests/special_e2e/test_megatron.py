@@ -1,6 +1,7 @@
 """Whole runs on Megatron-Core: layouts give the same numbers, resume, and end clearly when they cannot go on.
 
-``--verification tests/special_e2e/verification_results.md`` writes down how far rollout and trainer are apart, and what was compared.
+``--verification tests/special_e2e/verification_results.md`` writes down how far rollout and trainer are apart, and
+what was compared.
 """
 
 import pytest
