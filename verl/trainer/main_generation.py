@@ -41,7 +41,7 @@ def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
-    check_machine(trainer.device, pools, parsed.cluster, {"rollout.name": parsed.rollout.name})
+    check_machine(trainer.device, pools, parsed.cluster, {"rollout.name": (parsed.rollout.name, "sync")})
     if parsed.cluster.is_local:
         check_remote({"model.path": [parsed.model.path], "data.path": [parsed.data.path]})
     check_model("model.path", parsed.model.path)

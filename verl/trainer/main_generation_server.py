@@ -40,10 +40,12 @@ def prepare(config: DictConfig, owner: "Ownership") -> "ServerGeneration":
     parsed = parse_generation_server(config)
     from verl.trainer.run.inputs import check_machine, check_model, check_remote, check_written_columns
     from verl.trainer.run.user_code import check_engine
+    from verl.utils.engine_versions import STANDALONE
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
-    check_machine(trainer.device, pools, parsed.cluster, {"actor_rollout_ref.rollout.name": parsed.rollout.name})
+    engines = {"actor_rollout_ref.rollout.name": (parsed.rollout.name, STANDALONE)}
+    check_machine(trainer.device, pools, parsed.cluster, engines)
     if parsed.cluster.is_local:
         files = {"actor_rollout_ref.model.path": [parsed.model.path], "data.train_files": [parsed.data.path]}
         check_remote(files)

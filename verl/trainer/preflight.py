@@ -172,9 +172,9 @@ def check_run_machine(run: RunConfig) -> None:
     shared = run.actor_rollout_ref
     if not shared.hybrid_engine:
         pools["actor_rollout_ref.rollout"] = (shared.rollout.n_gpus_per_node, shared.rollout.nnodes)
-    engines = {"actor_rollout_ref.rollout.name": run.actor_rollout_ref.rollout.name}
+    engines = {"actor_rollout_ref.rollout.name": (shared.rollout.name, shared.engine_mode)}
     if reward.enable and reward.is_generative:
-        engines["reward_model.name"] = reward.name
+        engines["reward_model.name"] = (reward.name, "sync")
     check_machine(trainer.device, pools, run.ray_kwargs, engines)
 
 

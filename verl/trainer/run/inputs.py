@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl.base_config import WrongInput, one_line
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.config.written import overrides_given
+from verl.utils.engine_versions import check_vllm
 from verl.utils.hdfs_io import is_hdfs, missing_command
 from verl.utils.hub import hub_problems
 from verl.utils.value_heads import HEAD_FILE, stored_head
@@ -44,13 +45,13 @@ class InputNotFoundError(InputError, FileNotFoundError):
 
 
 def check_machine(
-    device: str, pools: Mapping[str, tuple[int, int]], cluster: RayConfig, engines: Mapping[str, str]
+    device: str, pools: Mapping[str, tuple[int, int]], cluster: RayConfig, engines: Mapping[str, tuple[str, str]]
 ) -> None:
     """Check that this machine meets the needs of the workers, if Ray starts on it alone.
 
     Args: ``pools`` maps a node of the configuration to its (n_gpus_per_node, nnodes), ``engines`` the key of a
-        generation engine to its name.
-    Raises: InputError naming the key.
+        generation engine to its name and mode.
+    Raises: WrongInput naming the key.
     """
     ray = sys.modules.get("ray")  # without an import, this process has started none
     if (ray and ray.is_initialized()) or not cluster.is_local:
@@ -70,12 +71,16 @@ def check_machine(
         raise InputError(
             "trainer.device=cuda: this machine has no GPU: write cpu, or name a cluster in ray_kwargs.ray_init.address"
         )
-    for key, name in engines.items():
+    for key, (name, mode) in engines.items():
+        if name == "vllm":
+            check_vllm(mode, key)
         if name == "sglang" and importlib.util.find_spec("sglang") is None:
             install = "run scripts/setup_env.sh" if device == "cpu" else "install it as docs/install.md says"
             raise InputError(f"{key}=sglang: needs the package sglang, which is absent: {install}, or write vllm")
     if device == "npu":
-        _check_ascend(engines, bool((ray_init.get("resources") or {}).get("NPU")))
+        _check_ascend(
+            {key: name for key, (name, _) in engines.items()}, bool((ray_init.get("resources") or {}).get("NPU"))
+        )
 
 
 def check_remote(paths: Mapping[str, Iterable[str]]) -> None:

@@ -1,8 +1,6 @@
 """Import of vLLM into a process that also trains: environment, import and patches."""
 
-import contextlib
 import importlib
-import importlib.metadata
 import logging
 import warnings
 from types import ModuleType
@@ -11,6 +9,7 @@ from packaging.version import Version
 
 from verl.utils import envs
 from verl.utils.device import get_device_name
+from verl.utils.engine_versions import installed_version
 from verl.utils.import_utils import hidden
 from verl.utils.vllm.tracing import import_traces_on_use
 
@@ -28,14 +27,6 @@ _CPU_ENVIRONMENT = {
     # Compiling the sampler takes 12 s at the first batch and does not speed up the batch sizes of a CPU.
     "TORCHDYNAMO_DISABLE": "1",
 }
-
-
-def installed_version(pkg: str = "vllm") -> str | None:
-    """Return the version of an installed package, which for the CPU is called ``<pkg>-cpu``; None if it is absent."""
-    for name in (pkg, f"{pkg}-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
 
 
 def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:

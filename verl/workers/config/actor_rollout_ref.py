@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import MOST_SECONDS, BaseConfig, setting
+from verl.utils.engine_versions import STANDALONE
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor_critic import ActorConfig
 from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
@@ -77,6 +78,11 @@ class ActorRolloutRefConfig(BaseConfig):
     model: HFModelConfig = field(default_factory=HFModelConfig)
     hybrid_engine: bool = setting(True, "actor and rollout share their devices")
     nccl_timeout: float = setting(NCCL_TIMEOUT_S, "seconds that a collective may take", above=0, at_most=MOST_SECONDS)
+
+    @property
+    def engine_mode(self) -> str:
+        """The mode of the rollout's engines: ``rollout.mode``, or ``standalone`` with devices of their own."""
+        return self.rollout.mode if self.hybrid_engine else STANDALONE
 
     @property
     def reference_is_in_actor(self) -> bool:

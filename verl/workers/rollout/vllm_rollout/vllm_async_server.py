@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from verl.utils import envs
+from verl.utils.engine_versions import STANDALONE, check_vllm
 from verl.utils.vllm import import_vllm
 from verl.workers.rollout.engine_server import EngineServer, OpenRequest
 from verl.workers.rollout.engine_settings import is_batch_invariant
@@ -26,6 +27,7 @@ class vLLMServer(EngineServer):
     _engine: ServedEngine
 
     def _start_engine(self, model_config: "HFModelConfig") -> tuple[ServedEngine, RequestForm]:
+        check_vllm(STANDALONE)
         invariant = is_batch_invariant(self.config)
         import_vllm(batch_invariant=invariant)
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
+from verl.utils.engine_versions import check_vllm
 from verl.utils.faults import fault_point
 from verl.utils.vllm import import_vllm, is_version_ge, patch
 from verl.workers.config.engines import ENGINES
@@ -56,6 +57,7 @@ class vLLMRollout(BaseRollout):
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         self._asleep: set[str] = set()
+        check_vllm(self.facts.modes[0])
         with preserved_random_state():
             vllm = import_vllm(batch_invariant=is_batch_invariant(config))
             patch.inspect_models_in_process()

@@ -1,0 +1,61 @@
+"""The versions of vLLM that each mode of a rollout needs, held against what is installed; nothing is imported."""
+
+import contextlib
+import importlib.metadata
+import logging
+from functools import cache
+
+from packaging.version import InvalidVersion, Version
+
+from verl.base_config import WrongInput
+
+STANDALONE = "standalone"
+"""The mode of engines with devices of their own (``hybrid_engine=false``); the others are those of ``rollout.mode``."""
+
+LOWEST_VLLM = {"sync": "0.25", "async": "0.28", STANDALONE: "0.32"}
+"""By the mode, the first version of vLLM with everything that it calls; ``scripts/engine_attributes.py`` checks it."""
+
+_ABSENT_TAG = (0, 1)
+"""The release that vLLM gives itself if it is built from a clone without tags."""
+
+_warn_once = cache(logging.getLogger(__name__).warning)
+
+
+def installed_version(pkg: str = "vllm") -> str | None:
+    """Return the version of an installed package, which for the CPU is called ``<pkg>-cpu``; None if it is absent."""
+    for name in (pkg, f"{pkg}-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def check_vllm(mode: str, key: str = "actor_rollout_ref.rollout.name") -> None:
+    """Check that an installed vLLM has what a mode needs; ``key`` is that of the engine's name.
+
+    A version that cannot be compared, as of a build from a clone without tags, gets a notice.
+
+    Raises: WrongInput naming the mode, the version and what to install.
+    """
+    installed = installed_version()
+    if installed is None:
+        return
+    lowest = LOWEST_VLLM[mode]
+    release = _release(installed)
+    if release is None:
+        _warn_once("vLLM %s cannot be compared with a release: a rollout in mode %s needs %s", installed, mode, lowest)
+    elif release < Version(lowest).release:
+        fitting = [other for other, version in LOWEST_VLLM.items() if Version(version).release <= release]
+        instead = f", or use the mode {' or '.join(fitting)}" if fitting else ""
+        raise WrongInput(
+            f"{key}=vllm: the mode {mode} needs vLLM {lowest} or newer, and {installed} is installed: install "
+            f"'vllm>={lowest}'{instead}"
+        )
+
+
+def _release(version: str) -> tuple[int, ...] | None:
+    """Return the release of a version, of which a preview counts as the release; None if it has none."""
+    try:
+        release = Version(version).release
+    except InvalidVersion:
+        return None
+    return None if release[:2] == _ABSENT_TAG else release
