@@ -8,23 +8,29 @@ from typing import NamedTuple
 from tests.special_sanity.test_examples import NPU_MEGATRON, ROOT, SCRIPTS, WAITING
 
 PAGE = ROOT / "docs" / "examples.md"
-STATES = {
-    "ran": "ran on CPU to its end, or to the step in the row, which has what came out and the page that shows it",
-    "composed": "a test runs the script with a Python that only notes its arguments, composes the configuration, and "
-    "applies the checks that a run makes before it starts. Data and local models are stand-ins. The script waits for "
-    "the devices in its row; one for CPU has not been run to its end yet",
-    "waits for Megatron-Core on Ascend": "composed for GPUs; this strategy is refused on Ascend",
-    "not run": "downloads data; there was no network",
-}
 HEAD = """# All launch scripts
 
 <!-- python -m tests.special_sanity.examples_page writes this page. -->
 
-Every launch script of `examples/` and `recipe/`: what it runs, the data that it reads, the devices that it asks for,
-and how far it has been tried here. The README of each folder says more.
+Each script begins with comments: what it runs, the data that it reads and how to make them, the devices. The README of
+its folder says more.
 
-| state | meaning |
-|---|---|
+## Scripts that ran on a CPU
+
+To their end, or to the step in the row.
+
+| script | what came out | page |
+|---|---|---|
+"""
+FOLDERS = """
+## All scripts by devices
+
+A test runs every other script with a Python that only notes its arguments, composes the configuration, and applies the
+checks that a run makes before it starts. They wait for their devices. Those of Megatron-Core on Ascend devices are
+composed for GPUs, since this strategy is refused there; those without devices download data.
+
+| folder | devices | scripts |
+|---|---|---|
 """
 
 
@@ -142,24 +148,29 @@ def describe(script: Path) -> tuple[str, str, str, str]:
     return title, data, devices_of(text), state_of(script.relative_to(ROOT).as_posix())
 
 
+def link(page: str) -> str:
+    """Return a link to a page of the docs, and the name of any other."""
+    inside = page.removeprefix("docs/")
+    return f"`{page}`" if inside == page else f"[{inside}]({inside})"
+
+
 def state_of(script: str) -> str:
     """Return how far a script has been tried: a state of the table, with the result of a run."""
     if script in RAN:
-        result, page = RAN[script]
-        inside = page.removeprefix("docs/")
-        return f"ran: {result} (" + (f"`{page}`" if inside == page else f"[{inside}]({inside})") + ")"
+        return f"ran: {RAN[script].result} ({link(RAN[script].page)})"
     return WAITS.get(WAITING.get(script), "composed")
 
 
 def page() -> str:
-    """Return the text of the page."""
-    parts = [HEAD, *(f"| {state} | {meaning} |\n" for state, meaning in STATES.items()), "\n"]
+    """Return the text of the page: the scripts that ran, and all of them by folder and devices."""
+    rows = [f"| `{script}` | {result} | {link(page)} |\n" for script, (result, page) in RAN.items()]
+    parts = [HEAD, *rows, FOLDERS]
     for (root, folder), scripts in groupby(SCRIPTS, key=lambda script: script.relative_to(ROOT).parts[:2]):
-        parts.append(f"## {root}/{folder}\n\n| script | runs | data | devices | state |\n|---|---|---|---|---|\n")
-        rows = [(f"`{script.relative_to(ROOT / root / folder)}`", *describe(script)) for script in scripts]
-        parts += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n" for row in rows]
-        parts.append("\n")
-    return "".join(parts).rstrip() + "\n"
+        by_devices: dict[str, list[str]] = {}
+        for script in scripts:
+            by_devices.setdefault(describe(script)[2], []).append(f"`{script.relative_to(ROOT / root / folder)}`")
+        parts += [f"| `{root}/{folder}` | {devices} | {', '.join(names)} |\n" for devices, names in by_devices.items()]
+    return "".join(parts)
 
 
 if __name__ == "__main__":
