@@ -11,23 +11,23 @@ In the formulas, S is the score of a response (the sum of its rewards), mean and
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.algos.names import AdvantageEstimator as AdvantageEstimator
 from verl.base_config import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.groupwise import as_torch_index, group_count, group_mean_std, group_sum
-from verl.utils.numerics.scan import as_numbers, reverse_scan
+from verl.utils.numerics.scan import reverse_scan
 
 Index = np.ndarray[Any, Any] | Sequence[Any] | Tensor
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
-_ROWS_AT_ONCE = 128
 _WHITEN_EPSILON = 1e-8
 _Fn = TypeVar("_Fn", bound=AdvantageFn)
 
@@ -143,11 +143,6 @@ def _option(given: float | None, config: object, name: str, default: float) -> f
     return default if value is None else float(value)
 
 
-def _clean(x: Tensor, keep: Tensor) -> Tensor:
-    """Return (B, T) x without NaN and infinity outside the mask; a product with the mask removes finite values."""
-    return x if x.sum().isfinite() else torch.where(keep, x, 0.0)
-
-
 def _scores(rewards: Tensor, mask: Tensor, index: Index | None) -> tuple[Tensor, Tensor]:
     """Return the score of each response and the number of its prompt, both (B,).
 
@@ -173,11 +168,7 @@ def _scores(rewards: Tensor, mask: Tensor, index: Index | None) -> tuple[Tensor,
 
 def _spread(per_response: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Give each token the advantage of its response, ``advantage * m``; the same tensor serves as returns."""
-    column = per_response.to(rewards.dtype).unsqueeze(-1)
-    if column.isfinite().all():
-        advantages = as_numbers(mask, rewards.dtype).mul_(column)
-    else:
-        advantages = torch.where(mask.bool(), column, 0.0)
+    advantages = torch.where(mask.bool(), per_response.to(rewards.dtype).unsqueeze(-1), 0.0)
     return advantages, advantages
 
 
@@ -187,21 +178,14 @@ def _group_means(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     return mean[group], count[group]
 
 
-def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """Yield slices of rows that fit the cache, so that intermediate results are not written to memory and read back."""
-    yield from (slice(at, at + _ROWS_AT_ONCE) for at in range(0, len(tensor), _ROWS_AT_ONCE))
-
-
-def _whiten_(x: Tensor, keep: Tensor) -> Tensor:
-    """Whiten x in place: mean 0 and variance 1 over the tokens of the batch. x is zero outside the mask.
-
-    Plain form: ``(x - masked_mean(x, m)) / sqrt(masked_var(x, m) + 1e-8) * m``, with sums in float64.
+def _whiten(x: Tensor, keep: Tensor) -> Tensor:
+    """Whiten x over the tokens of the batch: ``(x - masked_mean(x, m)) / sqrt(masked_var(x, m) + 1e-8) * m``.
 
     Raises: ValueError when the mask keeps fewer than two tokens.
     """
-    count = int(sum(as_numbers(keep[rows], torch.float32).sum(dim=-1).sum(dtype=torch.float64) for rows in _blocks(x)))
-    squares = centre_(x, keep, whitening_mean(x.sum(dim=-1), count))
-    return x.mul_(whitening_scale(squares, count))
+    count = int(keep.sum())
+    centred, squares = centre(x, keep, whitening_mean(torch.where(keep, x, 0.0).sum(dim=-1), count))
+    return centred * whitening_scale(squares, count)
 
 
 def whitening_mean(sums: Tensor, count: int) -> float:
@@ -214,19 +198,15 @@ def whitening_mean(sums: Tensor, count: int) -> float:
     return sums.sum(dtype=torch.float64).item() / count
 
 
-def centre_(x: Tensor, keep: Tensor, mean: float) -> Tensor:
-    """Subtract the mean inside the mask, in place; return the sum of the squares of each row, (B,) float64."""
-    squares = []
-    for rows in _blocks(x):
-        x[rows].sub_(as_numbers(keep[rows], x.dtype), alpha=mean)
-        squares.append(torch.linalg.vector_norm(x[rows], dim=-1).double().square())
-    return torch.cat(squares) if squares else x.new_zeros(0, dtype=torch.float64)
+def centre(x: Tensor, keep: Tensor, mean: float) -> tuple[Tensor, Tensor]:
+    """Subtract the mean inside the mask; return x, (B, T), and the sum of the squares of each row, (B,) float64."""
+    centred = torch.where(keep, x - mean, 0.0)
+    return centred, centred.double().square().sum(dim=-1)
 
 
 def whitening_scale(squares: Tensor, count: int) -> float:
     """Return the factor that gives centred tokens variance 1, from the sums of squares of the rows, (B,)."""
-    total = sum(squares[rows].sum().item() for rows in _blocks(squares))
-    return float((total / (count - 1) + _WHITEN_EPSILON) ** -0.5)
+    return float((squares.sum().item() / (count - 1) + _WHITEN_EPSILON) ** -0.5)
 
 
 @register_adv_est(AdvantageEstimator.GAE)
@@ -258,32 +238,21 @@ def compute_gae_advantage_return(
     gamma = _option(gamma, config, "gamma", 1.0)
     lam = _option(lam, config, "lam", 1.0)
     advantages, returns = gae_of_rows(token_level_rewards, values, response_mask, gamma, lam)
-    with torch.no_grad():
-        return _whiten_(advantages, response_mask.bool()), returns
+    return _whiten(advantages, response_mask.bool()), returns
 
 
+@torch.no_grad()
 def gae_of_rows(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Return advantages before whitening and returns, (B, T): each row by itself."""
-    with torch.no_grad():
-        keep = response_mask.bool()
-        rewards = _clean(token_level_rewards, keep)
-        values = _clean(values, keep)
-        returns = torch.empty_like(values)
-        advantages = torch.empty_like(values)
-        for rows in _blocks(values):
-            # H of each token without the part that comes from the tokens after it.
-            source = torch.mul(values[rows], gamma * (1 - lam), out=advantages[rows])
-            source.add_(rewards[rows], alpha=gamma * lam).mul_(as_numbers(keep[rows], values.dtype))
-        handed = reverse_scan(advantages, keep, gamma * lam, out=returns)
-        for rows in _blocks(values):
-            inside = as_numbers(keep[rows], values.dtype)
-            to_come = rewards[rows].clone()
-            to_come[:, :-1] += handed[rows, 1:]
-            torch.mul(to_come, inside, out=returns[rows])
-            torch.addcmul(returns[rows], values[rows], inside, value=-1, out=advantages[rows])
-        return advantages, returns
+    keep = response_mask.bool()
+    rewards = torch.where(keep, token_level_rewards, 0.0)
+    values = torch.where(keep, values, 0.0)
+    handed = reverse_scan(gamma * ((1 - lam) * values + lam * rewards), keep, gamma * lam)  # H
+    following = F.pad(handed[:, 1:], (0, 1))  # H', zero after the last token
+    returns = torch.where(keep, rewards + following, 0.0)
+    return returns - values, returns
 
 
 @register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
@@ -346,7 +315,7 @@ def compute_grpo_passk_outcome_advantage(
         lead = scores[best] - scores[order[first + 1]]
         if norm_adv_by_std_in_grpo and _option(None, config, "norm_adv_by_std_in_grpo", True):
             lead = lead / (group_mean_std(scores, group, eps=0.0)[1] + epsilon)
-        advantages = torch.zeros_like(scores).index_copy_(0, best, lead)
+        advantages = torch.zeros_like(scores).index_copy(0, best, lead)
     return _spread(advantages, token_level_rewards, response_mask)
 
 
@@ -367,24 +336,17 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
     Raises: ValueError when the mask holds fewer than two tokens.
     """
-    advantages, returns = discounted_returns(token_level_rewards, response_mask, _option(gamma, config, "gamma", 1.0))
-    with torch.no_grad():
-        return _whiten_(advantages, response_mask.bool()), returns
+    returns, _ = discounted_returns(token_level_rewards, response_mask, _option(gamma, config, "gamma", 1.0))
+    return _whiten(returns, response_mask.bool()), returns
 
 
+@torch.no_grad()
 def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Return the discounted returns of the tokens twice, (B, T): each row by itself."""
-    with torch.no_grad():
-        keep = response_mask.bool()
-        rewards = _clean(token_level_rewards, keep)
-        advantages = torch.empty_like(rewards)
-        for rows in _blocks(rewards):
-            torch.mul(rewards[rows], as_numbers(keep[rows], rewards.dtype), out=advantages[rows])
-        returns = reverse_scan(advantages, keep, gamma)
-        for rows in _blocks(rewards):
-            returns[rows] *= as_numbers(keep[rows], rewards.dtype)
-            advantages[rows] = returns[rows]
-        return advantages, returns
+    """Return the discounted returns of the tokens, (B, T), twice the same tensor: each row by itself."""
+    keep = response_mask.bool()
+    returns = reverse_scan(torch.where(keep, token_level_rewards, 0.0), keep, gamma)
+    returns = torch.where(keep, returns, 0.0)
+    return returns, returns
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
@@ -403,9 +365,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     Raises: ValueError when the mask holds fewer than two tokens.
     """
-    advantages, _ = centred_scores(token_level_rewards, response_mask, index)
-    with torch.no_grad():
-        _whiten_(advantages, response_mask.bool())
+    centred, _ = centred_scores(token_level_rewards, response_mask, index)
+    advantages = _whiten(centred, response_mask.bool())
     return advantages, advantages
 
 
@@ -477,9 +438,9 @@ def compute_remax_outcome_advantage(
     """
     with torch.no_grad():
         keep = response_mask.bool()
-        inside = as_numbers(keep, token_level_rewards.dtype)
-        returns = (_clean(token_level_rewards, keep) * inside).flip(-1).cumsum(-1).flip(-1).mul_(inside)
-        advantages = torch.addcmul(returns, reward_baselines.unsqueeze(-1), inside, value=-1)
+        rewards = torch.where(keep, token_level_rewards, 0.0)
+        returns = torch.where(keep, rewards.flip(-1).cumsum(-1).flip(-1), 0.0)
+        advantages = torch.where(keep, returns - reward_baselines.unsqueeze(-1), 0.0)
     return advantages, returns
 
 

@@ -12,7 +12,7 @@ metrics show by how much:
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from verl.algos.aggregate import Extreme, Metric, Sum
 from verl.algos.config import rollout_is_rules
 from verl.base_config import ConfigError
 from verl.protocol import DataProto
-from verl.utils.numerics.quantiles import Floats, StreamedQuantiles, weighted_quantiles
+from verl.utils.numerics.quantiles import Floats, weighted_quantiles
 
 PREFIX = "mismatch/"
 MAX_LOG_WEIGHT = 20.0
@@ -34,8 +34,6 @@ QUANTILES = tuple(percentile / 100 for percentile in PERCENTILES)
 logger = logging.getLogger(__name__)
 
 _TOKEN_MASKS = ("response_mask", "attention_mask", "loss_mask")
-_BLOCK = 1 << 17  # elements
-_SAMPLE = 1 << 15
 _EPSILON = 1e-8
 
 # Importance weights
@@ -81,7 +79,7 @@ class WeightOptions:
 
 @dataclass
 class Scan:
-    """The result of one pass over a batch: sums of the rows that hold a token, and the weights if requested."""
+    """Sums of the rows that hold a token, and the weights and their percentiles if requested."""
 
     columns: Columns
     weights: Tensor | None = None
@@ -91,68 +89,97 @@ class Scan:
 def scan_log_probs(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, options: WeightOptions | None = None
 ) -> Scan:
-    """Read (B, T) log-probabilities once; with ``options``, compute the importance weights (B, T) as well.
+    """Compare (B, T) log-probabilities; with ``options``, compute the importance weights (B, T) as well.
 
-    Plain form, with ratio = old_log_prob - rollout_log_prob, at the level ``token``::
-
-        weights = ratio.clamp(-20, 20).exp()
-        weights = where((lower <= weights) & (weights <= upper), weights, 0)  # mode mask
-        weights = weights.clamp(max=upper)  # mode truncate
-        weights = weights * (ratio >= log(veto)).all(-1, keepdim=True) * response_mask
-
-    It reads the batch in blocks of whole rows that fit a cache, and each block leaves only sums per row, from which all
-    metrics are computed. So it allocates nothing of the size of the batch except the weights, and neither the order of
-    the rows nor padding changes a number. Weights are in fp32, or fp64 if the inputs are, and zero outside the mask.
+    All metrics are made of sums per row, so neither the order of the rows nor padding changes a number. Weights are in
+    fp32, or fp64 if the inputs are, and zero outside the mask.
 
     Raises: EmptyMaskError, a ValueError and an AssertionError; ValueError when the shapes differ or a token inside the
     mask has no finite log-probability.
     Source: truncated importance sampling between engines, "Your Efficient RL Framework Secretly Brings You Off-Policy
     RL Training" (Yao et al. 2025); sequence level and masks, "When Speed Kills Stability" (Liu et al. 2025).
     """
-    columns, weights, quantiles, batch = _scan(old_log_prob, rollout_log_prob, response_mask, options)
+    old, ratio, keep = _inside(old_log_prob, rollout_log_prob, response_mask)
+    columns = _sums_of_rows(old, ratio, keep, options.veto if options else None)
     _check(columns)
-    percentiles = None
-    if quantiles is not None:
-        count = int(columns["tokens"].sum())
-        percentiles = quantiles.result(count, _exp) or batch.all_quantiles(count)
-    elif options:
-        percentiles = percentiles_of_rows(columns)
     used = columns["tokens"] > 0
+    if options is None:
+        return Scan({name: column[used] for name, column in columns.items()})
+    weights, more = _weigh(ratio, keep, columns, options)
+    columns |= more
+    if options.level == "token":
+        ratios = ratio[keep].double().cpu().numpy()
+        percentiles = [float(each) for each in np.quantile(_exp(ratios), QUANTILES)]
+    else:
+        percentiles = percentiles_of_rows(columns)
     return Scan({name: column[used] for name, column in columns.items()}, weights, percentiles)
-
-
-def _scan(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, options: WeightOptions | None
-) -> "tuple[Columns, Tensor | None, StreamedQuantiles | None, _Batch]":
-    shapes = {tuple(tensor.shape) for tensor in (old_log_prob, rollout_log_prob, response_mask)}
-    if len(shapes) != 1 or old_log_prob.dim() != 2:
-        raise ValueError(f"old_log_prob, rollout_log_prob and response_mask must have one shape (B, T), got {shapes}")
-    batch = _Batch(old_log_prob, rollout_log_prob, response_mask)
-    weights = torch.empty(old_log_prob.shape, dtype=batch.dtype, device=old_log_prob.device) if options else None
-    by_token = options is not None and options.level == "token"
-    quantiles = StreamedQuantiles(QUANTILES, batch.sample()) if by_token else None
-    parts = []
-    for block in batch:
-        part = block.columns(options.veto if options else None)
-        if options and weights is not None and quantiles:
-            part |= block.weigh(options, part["catastrophic"] > 0, weights[block.rows])
-            quantiles.add(block.ratio_or_inf.cpu().numpy())
-        parts.append(part)
-    columns = {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]} if parts else {}
-    if options and weights is not None and not by_token and columns:
-        factors, more = _weigh_rows(columns, options)
-        weights.copy_(response_mask).mul_(factors.to(batch.dtype).unsqueeze(-1))
-        columns |= more
-    return columns, weights, quantiles, batch
 
 
 def scan_rows(
     old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, options: WeightOptions
 ) -> tuple[Columns, Tensor]:
     """Return the sums of the rows and the weights (b, T) of some rows of a batch; see ``scan_log_probs``."""
-    columns, weights, _, _ = _scan(old_log_prob, rollout_log_prob, response_mask, options)
-    assert weights is not None
-    return columns, weights
+    old, ratio, keep = _inside(old_log_prob, rollout_log_prob, response_mask)
+    columns = _sums_of_rows(old, ratio, keep, options.veto)
+    weights, more = _weigh(ratio, keep, columns, options)
+    return columns | more, weights
+
+
+def _inside(old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the old log-probabilities and the log-ratios, zero outside the mask and in fp32 or better, and the mask.
+
+    Raises: ValueError when the shapes differ.
+    """
+    shapes = {tuple(tensor.shape) for tensor in (old, rollout, mask)}
+    if len(shapes) != 1 or old.dim() != 2:
+        raise ValueError(f"old_log_prob, rollout_log_prob and response_mask must have one shape (B, T), got {shapes}")
+    keep = mask.bool()
+    dtype = torch.promote_types(torch.promote_types(old.dtype, rollout.dtype), torch.float32)
+    old = torch.where(keep, old.to(dtype), 0.0)
+    return old, old - torch.where(keep, rollout.to(dtype), 0.0), keep
+
+
+def _sums_of_rows(old: Tensor, ratio: Tensor, keep: Tensor, veto: float | None) -> Columns:
+    """Return the sums of the rows that every level needs."""
+    bounded = ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    catastrophic = torch.zeros_like(keep) if veto is None else keep & (ratio < math.log(veto))
+    return {
+        "tokens": keep.sum(-1).double(),
+        "old": old.double().sum(-1),
+        "log_ratio": ratio.double().sum(-1),
+        "k3": (bounded.expm1() - ratio).double().sum(-1),
+        "catastrophic": catastrophic.sum(-1).double(),
+    }
+
+
+def _weigh(ratio: Tensor, keep: Tensor, columns: Columns, options: WeightOptions) -> tuple[Tensor, Columns]:
+    """Return the importance weights (B, T) and the sums of the rows for their metrics.
+
+    The weight of a token is the ratio of its own, or of its whole sequence. Above or below the thresholds it is cut or
+    becomes zero, and a token below the veto threshold makes all weights of its sequence zero.
+    """
+    if options.level == "token":
+        log_weight = ratio
+    else:
+        log_weight = columns["log_ratio"].unsqueeze(-1)
+        if options.level == "geometric":
+            log_weight = log_weight / columns["tokens"].clamp(min=1).unsqueeze(-1)
+    bounded = log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    weight = bounded.exp()
+    is_high = weight > options.upper
+    is_low = weight < options.lower
+    final = torch.where(is_high | is_low, 0.0, weight) if options.masks else weight.clamp(max=options.upper)
+    is_used = keep & (columns["catastrophic"] == 0).unsqueeze(-1)
+    weights = torch.where(is_used, final.to(ratio.dtype), 0.0)
+    excess = bounded.expm1()  # keeps the digits of weights near one, which ``exp`` rounds away
+    clamped = excess.clamp(options.lower - 1, options.upper - 1)
+    of_tokens = {"excess": excess, "clamped": clamped, "clamped_sq": clamped.square(), "high": is_high, "low": is_low}
+    sums = {name: torch.where(keep, value, 0).double().sum(-1) for name, value in of_tokens.items()}
+    sums["smallest"] = torch.where(keep, log_weight, math.inf).double().amin(-1)
+    sums["largest"] = torch.where(keep, log_weight, -math.inf).double().amax(-1)
+    if options.level != "token":
+        sums["log_weight"] = log_weight.squeeze(-1)
+    return weights, sums
 
 
 def percentiles_of_rows(columns: Columns) -> list[float]:
@@ -186,145 +213,6 @@ def _check(columns: Columns) -> None:
         if bad:
             shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
             raise ValueError(f"{tensor} holds NaN or an infinity where response_mask is 1, in rows {shown}")
-
-
-class _Batch:
-    """The inputs, read in blocks of whole rows. Blocks share their buffers: use each one before taking the next."""
-
-    def __init__(self, old: Tensor, rollout: Tensor, mask: Tensor) -> None:
-        self.old = old
-        self.rollout = rollout
-        self.mask = mask
-        self.dtype = torch.promote_types(torch.promote_types(old.dtype, rollout.dtype), torch.float32)
-        self.bits_dtype = torch.int64 if self.dtype == torch.float64 else torch.int32
-
-    def __iter__(self) -> Iterator["_Block"]:
-        num_rows, width = self.mask.shape
-        step = min(num_rows, max(1, _BLOCK // max(width, 1)))
-        buffers = [torch.empty(step, width, dtype=self.dtype, device=self.mask.device) for _ in range(6)]
-        for start in range(0, num_rows if width else 0, max(step, 1)):
-            rows = slice(start, min(start + step, num_rows))
-            yield _Block(self, rows, [buffer[: rows.stop - start] for buffer in buffers])
-
-    def sample(self) -> Floats:
-        """Return the log-ratios (m,) of tokens spread evenly over the batch; none if the batch is small."""
-        num_rows, width = self.mask.shape
-        if num_rows * width <= 2 * _SAMPLE:
-            return self._empty()
-        step = num_rows * width // _SAMPLE
-        while math.gcd(step, width) > 1:  # otherwise the sample would skip some columns
-            step += 1
-        flat = torch.arange(0, num_rows * width, step, device=self.mask.device)
-        place = (flat // width, flat % width)
-        ratio = self.old[place].to(self.dtype) - self.rollout[place].to(self.dtype)
-        return ratio[self.mask[place].bool()].cpu().numpy()
-
-    def all_quantiles(self, count: int) -> list[float]:
-        """Return the percentiles by keeping all log-ratios: for the few batches whose sample misled."""
-        quantiles = StreamedQuantiles(QUANTILES, self._empty())
-        for block in self:
-            quantiles.add(block.ratio_or_inf.cpu().numpy())
-        found = quantiles.result(count, _exp)
-        assert found is not None, "without a sample all elements are kept, so each quantile is among them"
-        return found
-
-    def _empty(self) -> Floats:
-        return torch.empty(0, dtype=self.dtype).numpy()
-
-
-class _Block:
-    """Some rows of a batch, (b, T). Values outside the mask, NaN included, are cleared by a bitwise and."""
-
-    def __init__(self, batch: _Batch, rows: slice, buffers: list[Tensor]) -> None:
-        self.rows = rows
-        self.dtype = batch.dtype
-        bits, self.old, self.ratio, self.excess, self._spare, self._other = buffers
-        inside = batch.mask[rows].bool()
-        self.tokens = self._spare.copy_(inside).sum(-1)
-        self.bits = bits.view(batch.bits_dtype).copy_(inside).neg_()  # all ones inside the mask
-        self._keep(batch.old[rows].to(batch.dtype), out=self.old)
-        self._keep(batch.rollout[rows].to(batch.dtype), out=self.ratio)
-        torch.sub(self.old, self.ratio, out=self.ratio)
-
-    def _keep(self, values: Tensor, out: Tensor) -> Tensor:
-        """Write the values to ``out``, zeros outside the mask."""
-        torch.bitwise_and(values.view(self.bits.dtype), self.bits, out=out.view(self.bits.dtype))
-        return out
-
-    def _or(self, outside: float, out: Tensor) -> Tensor:
-        """Write the log-ratios to ``out``, and a given number outside the mask."""
-        number = torch.tensor(outside, dtype=self.dtype, device=out.device).view(self.bits.dtype)
-        pattern = out.view(self.bits.dtype)
-        torch.bitwise_not(self.bits, out=pattern).bitwise_and_(number).bitwise_or_(self.ratio.view(pattern.dtype))
-        return out
-
-    @property
-    def ratio_or_inf(self) -> Tensor:
-        """The log-ratios, infinite outside the mask."""
-        return self._or(math.inf, self._spare)
-
-    def columns(self, veto: float | None) -> Columns:
-        """Return the sums of the rows that every level needs, and leave ``weight - 1`` in ``excess``.
-
-        ``expm1`` keeps the digits of weights near one, which ``exp`` would round away.
-        """
-        torch.clamp(self.ratio, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT, out=self.excess).expm1_()
-        columns = {
-            "tokens": self.tokens,
-            "old": self.old.sum(-1),
-            "log_ratio": self.ratio.sum(-1),
-            "k3": torch.sub(self.excess, self.ratio, out=self._spare).sum(-1),
-            "catastrophic": torch.zeros_like(self.tokens),
-        }
-        if veto is not None:  # log(veto) < 0, so the zeros outside the mask do not count
-            columns["catastrophic"] = torch.lt(self.ratio, math.log(veto), out=self._spare).sum(-1)
-        return columns
-
-    def weigh(self, options: WeightOptions, vetoed: Tensor, out: Tensor) -> Columns:
-        """Write the weights of the tokens to ``out`` (b, T) and return the sums of the rows for the metrics."""
-        columns = {"excess": self.excess.sum(-1)}
-        clamped = self.excess.clamp_(options.lower - 1, options.upper - 1)
-        if not options.lower <= 1 <= options.upper:  # otherwise the zeros outside the mask stay as they are
-            self._keep(clamped, out=clamped)
-        columns |= {"clamped": clamped.sum(-1), "clamped_sq": torch.mul(clamped, clamped, out=self._spare).sum(-1)}
-        columns["smallest"] = self.ratio_or_inf.amin(-1)
-        columns["largest"] = self._or(-math.inf, self._spare).amax(-1)
-        torch.exp(self.ratio, out=out).clamp_(math.exp(-MAX_LOG_WEIGHT), math.exp(MAX_LOG_WEIGHT))
-        self._keep(out, out=out)
-        high = torch.gt(out, options.upper, out=self._spare)
-        low = self._keep(torch.lt(out, options.lower, out=self._other), out=self._other)
-        columns |= {"high": high.sum(-1), "low": low.sum(-1)}
-        if options.masks:
-            out.addcmul_(out, high.add_(low), value=-1)
-        else:
-            out.clamp_(max=options.upper)
-        if vetoed.any():
-            out[vetoed] = 0
-        return columns
-
-
-def _weigh_rows(columns: Columns, options: WeightOptions) -> tuple[Tensor, Columns]:
-    """Return the final weight (B,) of each sequence, and the sums of its tokens for the metrics."""
-    tokens = columns["tokens"]
-    log_weight = columns["log_ratio"]
-    if options.level == "geometric":
-        log_weight = log_weight / tokens.clamp(min=1)
-    excess = log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).expm1()
-    weight = log_weight.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
-    clamped = excess.clamp(options.lower - 1, options.upper - 1)
-    high = weight > options.upper
-    low = weight < options.lower
-    final = torch.where(high | low, 0.0, weight) if options.masks else weight.clamp(max=options.upper)
-    return torch.where(columns["catastrophic"] > 0, 0.0, final), {
-        "log_weight": log_weight,
-        "smallest": log_weight,
-        "largest": log_weight,
-        "excess": excess * tokens,
-        "clamped": clamped * tokens,
-        "clamped_sq": clamped.square() * tokens,
-        "high": high * tokens,
-        "low": low * tokens,
-    }
 
 
 def _weight_metrics(scan: Scan, options: WeightOptions) -> dict[str, float]:
@@ -478,7 +366,6 @@ def compute_mismatch_metrics(
 GAP_MAXIMA = frozenset({"log_gap_max", "gap_max"})
 """The entries of ``gap_sums`` that combine by maximum."""
 
-_BLOCK_ROWS = 256
 _CONSTANT = 1e-12
 """Variance relative to the mean square below which numbers count as equal; rounding in fp64 stays below it."""
 _SUMS = "training/rollout_sums/"
@@ -560,13 +447,7 @@ def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
         logger.warning("the batch holds none of %s: comparing all tokens", ", ".join(_TOKEN_MASKS))
     mask = torch.ones_like(batch["old_log_probs"]) if name is None else batch[name]
     columns = (batch["old_log_probs"], batch["rollout_log_probs"], mask[:, -batch["responses"].shape[-1] :])
-    total: dict[str, float] = {}
-    for block in zip(*(column.split(_BLOCK_ROWS) for column in columns), strict=True):
-        for name, value in gap_sums(*block).items():
-            before = total.get(name, 0.0)
-            number = value.item()
-            total[name] = max(before, number) if name in GAP_MAXIMA else before + number
-    return gap_metrics(total)
+    return gap_metrics({name: value.item() for name, value in gap_sums(*columns).items()})
 
 
 def gap_sum_metrics(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Metric]:

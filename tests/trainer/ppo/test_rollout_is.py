@@ -3,15 +3,11 @@
 import itertools
 import math
 import statistics
-import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from verl.algos import mismatch
 from verl.trainer.ppo.mismatch_helper import (
     compute_is_metrics,
     compute_mismatch_metrics,
@@ -269,15 +265,8 @@ def test_a_small_gap_keeps_its_digits():
 # ---- invariances
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks of few rows and a sample smaller than the batch, as in a large one."""
-    monkeypatch.setattr(mismatch, "_BLOCK", 700)
-    monkeypatch.setattr(mismatch, "_SAMPLE", 4000)
-
-
 @pytest.mark.parametrize("level", LEVELS)
-def test_order_of_rows_and_padding_change_nothing(small_blocks, level):
+def test_order_of_rows_and_padding_change_nothing(level):
     batch = make(rows=300, width=60)
     data, metrics = compute_rollout_importance_weights(*batch, level, "mask", 1.5, None, 0.25)
     weights = data.batch["rollout_is_weights"]
@@ -336,48 +325,6 @@ def test_more_than_16_million_tokens():
     for name in few_only:
         metrics.pop(f"mismatch/{name}"), wanted_metrics.pop(f"mismatch/{name}")
     close(metrics, wanted_metrics, rel=1e-6)
-
-
-class Storages(TorchDispatchMode):
-    """Notes the size of every tensor that an operation returns, once per storage."""
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.nbytes[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
-        return result
-
-
-@pytest.mark.parametrize("level", [*LEVELS, None])
-@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
-def test_the_weights_are_all_of_the_size_of_the_batch_that_is_made(level, kind):
-    old, rollout, mask = make(rows=1024, width=1024)  # four megabytes
-    mask = mask.to(kind)
-    given = {x.untyped_storage().data_ptr() for x in (old, rollout, mask)}
-    tracemalloc.start()
-    with Storages() as made:
-        if level is None:
-            compute_mismatch_metrics(old, rollout, mask)
-        else:
-            compute_rollout_importance_weights(old, rollout, mask, level, "mask", 2.0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    sizes = [size for pointer, size in made.nbytes.items() if pointer not in given]
-    assert sum(size >= old.nbytes for size in sizes) == (level is not None)
-    assert all(size <= old.nbytes // 4 for size in sizes if size < old.nbytes)  # an int64 mask of a block, at most
-    assert peak < old.nbytes
-
-
-def test_a_sample_that_misleads_costs_a_second_look(small_blocks, monkeypatch):
-    batch = make(rows=300, width=60)
-    wanted = compute_rollout_importance_weights(*batch, rollout_is_threshold=2.0)[1]
-    monkeypatch.setattr(mismatch._Batch, "sample", lambda self: np.linspace(5, 6, 4000, dtype=np.float32))
-    assert compute_rollout_importance_weights(*batch, rollout_is_threshold=2.0)[1] == wanted
 
 
 # ---- what is refused

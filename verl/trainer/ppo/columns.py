@@ -403,13 +403,13 @@ def _whiten(group: RayWorkerGroup, batch: DataProto, compares: bool) -> None:
 def _centre_rows(worker: Worker, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
     keep = tensors["response_mask"].bool() & tensors["used"].unsqueeze(-1)
-    squares = advantage.centre_(tensors["advantages"], keep, _options(data)["mean"])
-    return DataProto.from_dict({"advantages": tensors["advantages"], "squares": squares})
+    centred, squares = advantage.centre(tensors["advantages"], keep, _options(data)["mean"])
+    return DataProto.from_dict({"advantages": centred, "squares": squares})
 
 
 def _scale_rows(worker: Worker, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
-    advantages = tensors["advantages"].mul_(_options(data)["scale"])
+    advantages = tensors["advantages"] * _options(data)["scale"]
     return DataProto.from_dict({"advantages": advantages.masked_fill(~tensors["used"].unsqueeze(-1), 0.0)})
 
 

@@ -9,7 +9,7 @@ _WHOLE = 0x0101010101010101 * (_CHUNK // 8)
 _MOSTLY_CUT = 0.3
 
 
-def reverse_scan(x: Tensor, keep: Tensor, decay: float, out: Tensor | None = None) -> Tensor:
+def reverse_scan(x: Tensor, keep: Tensor, decay: float) -> Tensor:
     """Solve ``y[t] = x[t] + d[t] * y[t + 1]`` from the end, where d is ``decay`` inside the mask and 1 outside.
 
     Plain form::
@@ -22,16 +22,14 @@ def reverse_scan(x: Tensor, keep: Tensor, decay: float, out: Tensor | None = Non
     of the following chunk is added at the end. The error is a few units in the last place of the largest sum, as for
     the loop.
 
-    Args: x is (B, T), zero outside the boolean mask ``keep`` (B, T); ``out`` takes y.
+    Args: x is (B, T), zero outside the boolean mask ``keep`` (B, T).
     Returns: y (B, T), right where the mask is on and at the position after; elsewhere it may be anything.
     """
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     batch_size, width = x.shape
     if width % _CHUNK:
         missing = _CHUNK - width % _CHUNK
-        padded = reverse_scan(F.pad(x, (0, missing)), F.pad(keep, (0, missing)), decay)
-        return out.copy_(padded[:, :width])
+        return reverse_scan(F.pad(x, (0, missing)), F.pad(keep, (0, missing)), decay)[:, :width]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     chunks = x.reshape(-1, _CHUNK)
     kept = keep.reshape(-1, _CHUNK).contiguous()
     y = out.view(-1, _CHUNK)
