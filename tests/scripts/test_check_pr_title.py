@@ -61,7 +61,7 @@ def test_packages_are_modules() -> None:
 
 
 def test_the_page_lists_what_the_script_knows() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "docs" / "contributing.md").read_text()
     assert all(f"`{name}`" in page for name in TYPES)
 
 

@@ -73,7 +73,7 @@ def test_unit_tests_run_in_every_folder() -> None:
 
 
 def test_every_workflow_is_listed() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "docs" / "contributing.md").read_text()
     assert all(f"| `{load(path)['name']}` |" in page for path in WORKFLOWS)
 
 
