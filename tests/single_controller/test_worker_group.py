@@ -74,7 +74,7 @@ def test_environment_of_workers(roles: dict[str, RayWorkerGroup]) -> None:
         env = place["env"]
         assert (env["RANK"], env["WORLD_SIZE"], env["RAY_LOCAL_WORLD_SIZE"]) == (str(rank), "2", "2")
         assert (env["WG_BACKEND"], env["WG_PREFIX"], env["EXTRA"]) == ("ray", group.name_prefix, "5")
-        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (group.master_address, group.master_port)
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", group.master_port)
         assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"], env["REDIS_STORE_SERVER_HOST"]) == (
             "0",
             "1",

@@ -4,6 +4,7 @@ import atexit
 import datetime
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -12,11 +13,13 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export its type
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_process_group_backend, get_torch_device
 from verl.utils.device.gloo import use_one_thread
+from verl.utils.net_utils import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +33,44 @@ def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int,
     """
     use_one_thread()
     if not dist.is_initialized():
-        dist.init_process_group(get_process_group_backend(), timeout=datetime.timedelta(seconds=timeout_second))
+        timeout = datetime.timedelta(seconds=timeout_second)
+        store = None if envs.flag("TORCHELASTIC_USE_AGENT_STORE") else _store_of_one_machine(timeout)
+        rank, size = (-1, -1) if store is None else (envs.integer("RANK", 0), envs.integer("WORLD_SIZE", 1))
+        backend = get_process_group_backend()
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     local_rank = envs.integer("LOCAL_RANK", 0)
     if get_device_name() != "cpu":
         get_torch_device().set_device(local_rank)
     return local_rank, dist.get_rank(), dist.get_world_size()
+
+
+def listening_store(host: str, port: int, size: int, timeout: datetime.timedelta, waits: bool = True) -> TCPStore:
+    """Open the store of a group at one address of this machine; torch itself would listen at all of them.
+
+    Args: ``port`` 0 takes a free one; ``waits`` says whether to wait for the other members.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, size, is_master=True, timeout=timeout, wait_for_workers=waits, master_listen_fd=listener.detach()
+    )
+
+
+def _store_of_one_machine(timeout: datetime.timedelta) -> TCPStore | None:
+    """Return the store of ranks that meet at the address of this machine alone; None for others."""
+    if envs.read("MASTER_ADDR") != LOOPBACK:
+        return None
+    port, size = envs.integer("MASTER_PORT", 0), envs.integer("WORLD_SIZE", 1)
+    if envs.integer("RANK", 0) == 0:
+        return listening_store(LOOPBACK, port, size, timeout)
+    return TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout)
 
 
 def initialize_lone_process_group() -> None:
@@ -61,15 +97,17 @@ def initialize_global_process_group_ray(timeout_second: float | None = None) -> 
         )
     rank = envs.integer("RANK", 0)
     world_size = envs.integer("WORLD_SIZE", 1)
+    timeout = None if timeout_second is None else datetime.timedelta(seconds=timeout_second)
     try:
         dist.init_process_group(
             backend=get_process_group_backend(),
             rank=rank,
             world_size=world_size,
-            timeout=None if timeout_second is None else datetime.timedelta(seconds=timeout_second),
+            timeout=timeout,
             init_method=init_method,
+            store=None if init_method else _store_of_one_machine(timeout or dist.constants.default_pg_timeout),
         )
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         where = init_method or f"{envs.read('MASTER_ADDR')}:{envs.read('MASTER_PORT')}"
         raise RuntimeError(
             f"rank {rank} of {world_size} could not join the process group at {where} "

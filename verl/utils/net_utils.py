@@ -4,7 +4,9 @@ import ipaddress
 import random
 import socket
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = "127.0.0.1"
+"""Where ranks meet that are all on one machine."""
+LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
 """Addresses that only programs of this machine reach."""
 
 

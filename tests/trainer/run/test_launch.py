@@ -19,7 +19,7 @@ import ray
 from omegaconf import OmegaConf
 
 from tests.special_e2e.conftest import leftovers
-from verl.base_config import ConfigError, Violation
+from verl.base_config import ConfigError, Violation, WrongInput
 from verl.single_controller.base.errors import CallSite
 from verl.single_controller.ray.worker_group import Seat, explain
 from verl.trainer import constants_ppo, preflight
@@ -27,6 +27,7 @@ from verl.trainer.config.problems import brief
 from verl.trainer.config.run_config import RayConfig, RunConfig
 from verl.trainer.ppo.metric_utils import describe_step
 from verl.trainer.ppo.utils import Role, _say_once, need_critic
+from verl.trainer.run import environment as environment_checks
 from verl.trainer.run import inputs, launch, refusal
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
@@ -137,7 +138,7 @@ def test_a_config_that_no_model_can_have(tmp_path, changes, message):
         ({}, "10.0.0.1:6379", {"address": None}),
     ],
 )
-def test_ray_is_local_unless_an_address_is_given(monkeypatch, options, environment, expected):
+def test_ray_is_local_unless_an_address_is_given(monkeypatch, tmp_path, options, environment, expected):
     seen = {}
     monkeypatch.setattr(launch.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(launch.ray, "init", lambda **kwargs: seen.update(kwargs))
@@ -146,7 +147,13 @@ def test_ray_is_local_unless_an_address_is_given(monkeypatch, options, environme
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if environment:
         monkeypatch.setenv("RAY_ADDRESS", environment)
+    monkeypatch.setattr(environment_checks.tempfile, "gettempdir", lambda: str(tmp_path))
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
     assert launch.start_ray("cpu", RayConfig(ray_init=options))
+    private = tmp_path / f"verl-{os.getuid()}"
+    assert seen.get("_temp_dir") == (str(private / "ray") if seen["address"] == "local" else None)
+    assert private.exists() == (seen["address"] == "local")
     assert {name: seen[name] for name in expected} == expected
     assert ("num_cpus" in seen) == (options.get("num_cpus") is not None)
     assert ("forwards_lines" in seen) == (seen["address"] == "local" and not seen["include_dashboard"])
@@ -484,6 +491,44 @@ def test_a_local_cluster_inherits_secrets_instead_of_writing_them_down(monkeypat
     assert env_vars == {"NCCL_DEBUG": "WARN"} and written["HF_TOKEN"] == "abcdef" and "password" in written["PROXY"]
 
 
+@pytest.mark.parametrize("place", ["_temp_dir", "RAY_TMPDIR", "TMPDIR"])
+def test_a_folder_that_the_user_has_chosen_is_that_of_ray(monkeypatch, tmp_path, place):
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment_checks.private_ray_folder(RayConfig(ray_init={})) is not None
+    if place != "_temp_dir":
+        monkeypatch.setenv(place, str(tmp_path))
+    options = {"_temp_dir": str(tmp_path)} if place == "_temp_dir" else {}
+    assert environment_checks.private_ray_folder(RayConfig(ray_init=options)) is None
+
+
+def test_the_folder_around_that_of_ray_is_closed_to_others(monkeypatch, tmp_path):
+    folder = tmp_path / "verl-1"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    for _ in range(2):  # an open one, and one that is closed already
+        environment_checks.make_private(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+    other = tmp_path / "other"
+    environment_checks.make_private(other)
+    assert other.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "file").touch()
+    for name in ("link", "file"):
+        with pytest.raises(WrongInput, match=f"{name}, where Ray would keep its files, is no folder of this user: rem"):
+            environment_checks.make_private(tmp_path / name)
+    monkeypatch.setattr(environment_checks.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(WrongInput, match="is no folder of this user"):
+        environment_checks.make_private(folder)
+    with pytest.raises(WrongInput, match="set RAY_TMPDIR to a folder of your own"):
+        environment_checks.make_private(tmp_path / "missing" / "verl-1")
+    monkeypatch.setattr(environment_checks.tempfile, "gettempdir", lambda: f"/tmp/{'x' * 120}")
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(WrongInput, match="bytes too long: Ray keeps sockets in it"):
+        environment_checks.check_ray_folder(RayConfig(ray_init={}))
+
+
 @pytest.mark.slow
 def test_a_local_cluster_uses_the_memory_of_a_freed_object_at_once():
     """Without waiting for others, or for the period after which Ray frees what it has collected (an hour here)."""
@@ -525,12 +570,18 @@ def test_a_local_cluster_is_closed_to_others_and_ends_with_its_launch():
         "ports = [(each.laddr.ip, process.name()) for process in family for each in process.net_connections()\n"
         "         if each.status == psutil.CONN_LISTEN]\n"
         "heavy = sorted({'pyarrow', 'numpy', 'grpc', 'aiohttp', 'opentelemetry', 'torch'} & {*sys.modules})\n"
+        "folder = os.path.dirname(ray._private.worker._global_node.get_session_dir_path())\n"
+        "private = os.path.dirname(folder)\n"
+        "assert folder.endswith(f'/verl-{os.getuid()}/ray') and os.stat(private).st_mode & 0o777 == 0o700\n"
         "print(json.dumps([ports, [' '.join(each.cmdline()) for each in family[1:]], heavy]))\n"
         "sys.stdout.flush()\n"
         "os.kill(os.getpid(), 9)\n"
     )
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, start_new_session=True) as run:
+    usual = {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "RAY_TMPDIR")}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, start_new_session=True, env=usual
+    ) as run:
         out, errors = run.communicate()
     assert run.returncode == -9, errors.decode()
     assert not leftovers(run.pid, patience_s=15)

@@ -33,6 +33,7 @@ from verl.single_controller.ray.resource_pool import (
     bundle_nodes,
     sort_placement_group_by_node_ip,
 )
+from verl.utils.net_utils import LOOPBACK
 from verl.utils.processes import is_stopped, oom_kills, out_of_memory_since
 from verl.utils.profiler.captures import nsight_options
 from verl.utils.ray_utils import without_nsight
@@ -149,7 +150,7 @@ class RayWorkerGroup(WorkerGroup):
         groups = pool.get_placement_groups(strategy, device_name=self.device_name, timeout_s=self._start_timeout_s)
         groups = sort_placement_group_by_node_ip(groups)
         local_world_size = pool.store[0]
-        self.master_address, self.master_port = self._choose_rendezvous(groups[0])
+        self.master_address, self.master_port = self._choose_rendezvous(groups)
         rank = 0
         for pg_index, group in enumerate(groups):
             if group.bundle_count < local_world_size:
@@ -170,13 +171,17 @@ class RayWorkerGroup(WorkerGroup):
                 rank += 1
         self._starting = [worker.__ray_call__.remote(_place) for worker in self._workers]
 
-    def _choose_rendezvous(self, group: PlacementGroup) -> tuple[str, str]:
-        if bundle_nodes(group)[0] == ray.get_runtime_context().get_node_id():
-            return WorkerHelper.get_available_master_addr_port()
-        strategy = PlacementGroupSchedulingStrategy(group, 0)
-        ask = ray.remote(num_cpus=0)(WorkerHelper.get_available_master_addr_port)
-        ref = ask.options(scheduling_strategy=strategy, **without_nsight()).remote()
-        return ray.get(ref, timeout=self._start_timeout_s)
+    def _choose_rendezvous(self, groups: Sequence[PlacementGroup]) -> tuple[str, str]:
+        """Return where the workers meet: at no address that others reach, if all are on one node."""
+        nodes = [node for group in groups for node in bundle_nodes(group)]
+        if nodes[0] == ray.get_runtime_context().get_node_id():
+            address, port = WorkerHelper.get_available_master_addr_port()
+        else:
+            strategy = PlacementGroupSchedulingStrategy(groups[0], 0)
+            ask = ray.remote(num_cpus=0)(WorkerHelper.get_available_master_addr_port)
+            ref = ask.options(scheduling_strategy=strategy, **without_nsight()).remote()
+            address, port = ray.get(ref, timeout=self._start_timeout_s)
+        return LOOPBACK if len({*nodes}) == 1 else address, port
 
     def _worker_env(self, rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
         return {

@@ -2,8 +2,11 @@
 
 import os
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from verl.trainer.config.rules.files import existing_part
@@ -97,6 +100,37 @@ def check_ray_address(cluster: RayConfig) -> None:
             raise InputError(f"{name}={address}: {error}: {_HOW_TO_JOIN}") from error
 
 
+def private_ray_folder(cluster: RayConfig) -> Path | None:
+    """Return the folder of Ray in one that nobody else can enter; None if the user has chosen another.
+
+    Ray makes its own folder open to all.
+    """
+    if (cluster.ray_init or {}).get("_temp_dir") or envs.read("RAY_TMPDIR") or envs.read("TMPDIR"):
+        return None
+    return Path(tempfile.gettempdir(), f"verl-{os.getuid()}", "ray")
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can enter, or check that it is one.
+
+    Raises: InputError for a folder of somebody else, a link or a file.
+    """
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise InputError(
+                f"{folder}, where Ray would keep its files, is no folder of this user: remove it, or set RAY_TMPDIR to "
+                "a folder of your own"
+            )
+        folder.chmod(0o700)
+    except OSError as error:
+        raise InputError(
+            f"{folder}, where Ray would keep its files: {error.strerror}: set RAY_TMPDIR to a folder of your own"
+        ) from error
+
+
 def check_ray_folder(cluster: RayConfig) -> None:
     """Check that Ray can write to its temporary folder, whose path must leave room for the names of its sockets.
 
@@ -113,7 +147,9 @@ def check_ray_folder(cluster: RayConfig) -> None:
         name = f"environment variable {variable}"
         folder = Path(chosen, "ray")
     else:
-        return
+        chosen = tempfile.gettempdir()
+        name = "the folder for temporary files"
+        folder = Path(chosen, f"verl-{os.getuid()}", "ray")
     _check_writable(name, chosen, folder)
     excess = len(os.fsencode(folder.absolute())) + _SESSION_BYTES - _MOST_SOCKET_BYTES
     if excess > 0:

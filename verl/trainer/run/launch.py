@@ -23,6 +23,7 @@ from verl.trainer.config.problems import MOST_LINES, USAGE_ERROR, brief
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import LocalDisplay
 from verl.trainer.run.ending import Ending, EndRequested, Grace, tell_end, written_outputs
+from verl.trainer.run.environment import make_private, private_ray_folder
 from verl.trainer.run.owner import free_folders
 from verl.trainer.run.refusal import checked
 from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
@@ -167,6 +168,10 @@ def start_ray(
         protect_token()
         inherit_secrets(environment["env_vars"])
         options.setdefault("include_dashboard", False)
+        folder = private_ray_folder(cluster)
+        if folder is not None:
+            make_private(folder.parent)
+            options["_temp_dir"] = str(folder)
         options["_system_config"] = LOCAL_SYSTEM_CONFIG | dict(options.get("_system_config") or {})
         # Ray warns that the cluster asks for a token, which is intended for one run on one machine.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)

@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not ex
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore
 
+from verl.utils.distributed import listening_store
+
 Bucket = Sequence[tuple[str, Tensor]]
 Layout = list[list[Any]]
 """Name, dtype, and shape of each tensor of a bucket: plain values, which any serializer takes."""
@@ -143,8 +145,8 @@ def are_all_there(store: TCPStore, size: int) -> bool:
 
 
 def open_store(host: str, size: int, backend: str, timeout_s: float) -> tuple[TCPStore, Rendezvous]:
-    """Open the store of a group on a free port of this machine; the caller becomes rank 0."""
-    store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Open the store of a group on a free port of this machine, at ``host`` only; the caller becomes rank 0."""
+    store = listening_store(host, 0, size, timedelta(seconds=timeout_s), waits=False)
     return store, Rendezvous(host, store.port, size, backend, timeout_s)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.utils import envs
 from verl.utils.device import current_device, get_device_name, get_torch_device
 from verl.utils.faults import is_skipped
+from verl.utils.net_utils import LOOPBACK
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.server import ServerError, cause_of
 from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, are_all_there, layout_of, open_store
@@ -174,7 +175,8 @@ class ServerWeights:
 
     def _connect(self, target: Target) -> None:
         """Form a group with the workers of a server's engine."""
-        host = ray.util.get_node_ip_address()
+        is_alone = sum(node["Alive"] for node in ray.nodes()) == 1
+        host = LOOPBACK if is_alone else ray.util.get_node_ip_address().strip("[]")
         backend = "nccl" if get_device_name() == "cuda" else "gloo"
         store, meeting = open_store(host, 1 + target.workers, backend, self._timeout_s)
         joined = target.handle.connect.remote(asdict(meeting))

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from tests.experimental.agent_loop.token_server import TokenServer
-from verl.experimental.agent_loop.endpoint import Endpoint, Session
+from verl.experimental.agent_loop.endpoint import Endpoint, Session, requests
 from verl.experimental.agent_loop.endpoint.requests import parse_chat
 from verl.experimental.agent_loop.endpoint.server import Access, Limits
 
@@ -60,6 +60,7 @@ REFUSED: list[tuple[Any, str]] = [
     (b"\xff\xfe", "the body cannot be read as JSON"),
     (b'{"messages": NaN}', "NaN is no JSON value"),
     (DEEP, r"the body cannot be read as JSON|messages\[0\]"),
+    (b"[" + b"1," * 9_000 + b"1]", "the body has more than 5000 values"),
     (b"[]", "the body must be a JSON object, not a list"),
     ({}, "messages=null: must be a list of messages"),
     ({"messages": []}, "messages="),
@@ -113,7 +114,9 @@ REFUSED_COMPLETIONS: list[tuple[Any, str]] = [
 ]
 
 
-def test_hostile_requests_cost_only_their_sender() -> None:
+def test_hostile_requests_cost_only_their_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_MOST_COMMAS", 5_000)
+
     async def steps(client: aiohttp.ClientSession, access: Access, session: Session, server: TokenServer) -> None:
         for path, cases in (("/chat/completions", REFUSED), ("/completions", REFUSED_COMPLETIONS)):
             for body, expected in cases:

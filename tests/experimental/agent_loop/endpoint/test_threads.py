@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from statistics import median
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -229,9 +231,24 @@ def _hostile() -> dict[str, bytes]:
         "a million stops": message() | {"stop": ["x"] * 1_000_000},
         "1,024 tools": message() | {"tools": tools},
         "a million tokens": {"prompt": [7] * 1_000_000},
+        "ten million tokens": {"prompt": [7] * 10_000_000},
     }
     written = {name: json.dumps(body).encode() for name, body in bodies.items()}
     return written | {"nested JSON": nested, "33 MiB": b"x" * (33 * 2**20), "no JSON": b"[1," * 5_000_000}
+
+
+def _refusal(access: Access, body: bytes) -> int | None:
+    """Return the status of a request; None if the server has shut the connection before the end of its body."""
+    url = urlsplit(access.base_url)
+    path = "/completions" if body.startswith(b'{"prompt"') else "/chat/completions"
+    connection = HTTPConnection(str(url.hostname), url.port)
+    try:
+        connection.request("POST", url.path + path, body, {"Authorization": f"Bearer {access.api_key}"})
+        return connection.getresponse().status
+    except OSError:
+        return None
+    finally:
+        connection.close()
 
 
 @pytest.mark.full
@@ -247,13 +264,12 @@ def test_small_requests_wait_at_most_a_second_longer(bound: bool, monkeypatch: p
             assert (await post(client, access, message()))[0] == 200
             return time.monotonic() - started
 
-        path = "/completions" if hostile is not None and hostile.startswith(b'{"prompt"') else "/chat/completions"
-        sent = None if hostile is None else asyncio.create_task(post(client, accesses[0], hostile, path=path))
+        sent = None if hostile is None else asyncio.create_task(asyncio.to_thread(_refusal, accesses[0], hostile))
         slowest = 0.0
         while not slowest or (sent is not None and not sent.done()):
             slowest = max(slowest, *await asyncio.gather(*map(small, accesses[1:])))
         if sent is not None:
-            assert (await sent)[0] in (400, 413)
+            assert await sent in (400, 413, None)
         return slowest
 
     async def whole() -> dict[str, float]:

@@ -17,6 +17,9 @@ MOST_STOPS = 16
 _MOST_STOP_LENGTH = 1000
 """Of the characters of a stop string."""
 
+_MOST_COMMAS = 2_000_000
+"""Of a body: more values than a trajectory has tokens. They are counted first, since all threads wait for a parser."""
+
 _SAMPLING: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -117,8 +120,10 @@ class CompletionRequest:
 def parse_body(body: bytes) -> dict[str, Any]:
     """Return the object of a body.
 
-    Raises: RequestError for a body that is no JSON object.
+    Raises: RequestError for a body that is no JSON object, or has too many values.
     """
+    if body.count(b",") > _MOST_COMMAS:
+        raise RequestError(f"the body has more than {_MOST_COMMAS} values")
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
