@@ -72,6 +72,26 @@ def test_other_texts_have_no_cut(form: Format) -> None:
         assert text_tokens(chat.tokenizer, text) == chat.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("token", ["§", "A", "<", "␞"])
+def test_special_tokens_of_one_character_are_question_marks(token: str) -> None:
+    tokenizer = byte_tokenizer(special_tokens=["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", token])
+    chat = ChatFormat(tokenizer)
+    chat.prove()
+    said = "A < B § C ␞ <|end|>"
+    grown = chat.after_turn(
+        [*QUESTION, {"role": "assistant", "content": "a"}],
+        [chat.control.of_others({"role": "user", "content": said})],
+        stopped=False,
+    )
+    assert isinstance(grown, Appended)
+    assert tokenizer.convert_tokens_to_ids(token) not in grown.token_ids
+    assert said.replace(token, "?") in chat.decode(grown.token_ids)
+    assert chat.control.cut("a? b") == "a? b"
+    plain = byte_tokenizer()
+    plain.add_tokens([AddedToken("é", normalized=False), AddedToken("x")])  # letters of a vocabulary that has grown
+    assert ControlTexts(plain).cut("éx§") == "éx§"
+
+
 @pytest.mark.parametrize("name", ["qwen3", "mistral_v3", "deepseek_v3"])
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

@@ -2,7 +2,8 @@
 
 A tokenizer takes the text ``<|im_end|>`` for the token that ends a turn, whoever wrote it. So a mark, the cut, is put
 behind the first character of each such text before the chat template is rendered, and the tokenizer gets the parts
-between the cuts one by one. A conversation without such texts has no cut, and its tokens are those of the whole.
+between the cuts one by one. A special token of one character cannot be cut: ``?`` takes its place. A conversation
+without such texts has no cut, and its tokens are those of the whole.
 """
 
 import re
@@ -22,26 +23,37 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class ControlTexts:
-    """The texts that a tokenizer takes for control tokens: all added tokens but blanks, also unspecial ones."""
+    """The texts that a tokenizer takes for control tokens: all added tokens but blanks, also unspecial ones.
+
+    Of single characters only the special ones count: others are letters that a vocabulary has been given.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
         added |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        self.texts = sorted({text for text in added.values() if len(text.strip()) > 1})
+        special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special |= {*tokenizer.all_special_ids}
+        whole = {text for text in added.values() if len(text.strip()) > 1}
+        lone = {added[number] for number in special - {tokenizer.unk_token_id} if len(added[number].strip()) == 1}
+        self.texts = sorted(whole | lone)
         usual = {number for number, text in added.items() if text not in self.texts or _BYTE.fullmatch(text)}
         self._ids = frozenset(added) - usual - {tokenizer.unk_token_id}
-        first = "".join(re.escape(text[0]) for text in self.texts)  # tells most places fast from these texts
-        alternatives = "|".join(map(re.escape, self.texts))
-        self._pattern = re.compile(rf"(?=[{first}])(?=(?:{alternatives}))(.)" if first else "(?!)", re.DOTALL)
+        first = "".join(sorted({re.escape(text[0]) for text in whole}))  # tells most places fast from these texts
+        alternatives = "|".join(map(re.escape, sorted(whole)))
+        self._starts = re.compile(rf"(?=[{first}])(?=(?:{alternatives}))(.)" if whole else "(?!)", re.DOTALL)
+        self._lone = re.compile("|".join(map(re.escape, sorted(lone))) or "(?!)")
         self._normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+
+    def _number_in(self, text: str) -> int:
+        return len(self._starts.findall(text)) + len(self._lone.findall(text))
 
     def cut(self, text: str) -> str:
         """Return a text with a cut in each control text."""
         if self._normalizer is not None:
             usual = self._normalizer.normalize_str(text)  # a tokenizer may look for added tokens in that
-            if len(self._pattern.findall(usual)) > len(self._pattern.findall(text)):
+            if self._number_in(usual) > self._number_in(text):
                 text = usual
-        return self._pattern.sub(rf"\1{CUT}", text)
+        return self._starts.sub(rf"\1{CUT}", self._lone.sub("?", text))
 
     def of_others(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message of somebody else with cuts in its content and name."""
@@ -57,7 +69,7 @@ class ControlTexts:
     def text_of(self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
         """Return tokens as text, with cuts in what reads like a control token and is none."""
         text = decode(token_ids)
-        if len(self._pattern.findall(text)) == self.count(token_ids):
+        if self._number_in(text) == self.count(token_ids):
             return text
         shown, parts, count = "", [], 0
         for is_control, run in groupby(token_ids, self._ids.__contains__):
