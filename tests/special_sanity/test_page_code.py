@@ -43,7 +43,7 @@ def test_a_layout_of_your_own() -> None:
 
 
 def test_a_request_of_your_own() -> None:
-    drive = run(code_of("advance/multi_turn.md", "AsyncRolloutRequest"))["with_a_tool"]
+    drive = run(code_of("advance/conversation_code.md", "AsyncRolloutRequest"))["with_a_tool"]
     tokenizer = byte_tokenizer()
     turns = [tokenizer.encode(text + tokenizer.eos_token, add_special_tokens=False) for text in ("2*3", "It is 6")]
     asked: list[list[int]] = []
@@ -180,7 +180,7 @@ def test_a_parser_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
 
     monkeypatch.setattr(ToolParser, "_registry", dict(ToolParser._registry))
-    run(code_of("advance/multi_turn.md", "class ArrowParser"))
+    run(code_of("advance/conversation_code.md", "class ArrowParser"))
     tokenizer = byte_tokenizer()
     parser = get_tool_parser("arrow", tokenizer)
     tokens = tokenizer.encode('Wait. -> add {"a": 1}<|end|>', add_special_tokens=False)
