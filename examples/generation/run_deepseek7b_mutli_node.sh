@@ -1,27 +1,12 @@
 #!/usr/bin/env bash
 # Generate one response to each test question of GSM8K: DeepSeek-LLM-7B-Chat, two nodes of 8 GPUs.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
-set -euxo pipefail
+set -euo pipefail
 
 DATA_DIR="${DATA_DIR:-$HOME/data}"
-MODEL_PATH="${MODEL_PATH:-deepseek-ai/deepseek-llm-7b-chat}"
-SAVE_PATH="${SAVE_PATH:-$DATA_DIR/gsm8k/deepseek7b_responses.parquet}"
-
-python3 -m verl.trainer.main_generation \
-    data.path="$DATA_DIR/gsm8k/test.parquet" \
-    data.prompt_key=prompt \
-    data.n_samples=1 \
-    data.batch_size=512 \
-    data.output_path="$SAVE_PATH" \
-    model.path="$MODEL_PATH" \
-    rollout.name=vllm \
-    rollout.temperature=1.0 \
-    rollout.top_k=50 \
-    rollout.top_p=0.7 \
-    rollout.prompt_length=2048 \
-    rollout.response_length=1024 \
+export MODEL_PATH="${MODEL_PATH:-deepseek-ai/deepseek-llm-7b-chat}"
+export SAVE_PATH="${SAVE_PATH:-$DATA_DIR/gsm8k/deepseek7b_responses.parquet}"
+bash "$(dirname "$0")/run_deepseek_v2_lite_math.sh" \
     rollout.tensor_model_parallel_size=8 \
-    rollout.gpu_memory_utilization=0.8 \
     trainer.nnodes=2 \
-    trainer.n_gpus_per_node=8 \
     "$@"

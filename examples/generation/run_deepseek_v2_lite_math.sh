@@ -9,19 +9,15 @@ SAVE_PATH="${SAVE_PATH:-$DATA_DIR/gsm8k/deepseek_v2_lite_responses.parquet}"
 
 python3 -m verl.trainer.main_generation \
     data.path="$DATA_DIR/gsm8k/test.parquet" \
-    data.prompt_key=prompt \
     data.n_samples=1 \
     data.batch_size=512 \
     data.output_path="$SAVE_PATH" \
     model.path="$MODEL_PATH" \
     rollout.name=vllm \
     rollout.temperature=1.0 \
-    rollout.top_k=50 \
-    rollout.top_p=0.7 \
     rollout.prompt_length=2048 \
     rollout.response_length=1024 \
     rollout.tensor_model_parallel_size=2 \
     rollout.gpu_memory_utilization=0.8 \
-    trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
     "$@"

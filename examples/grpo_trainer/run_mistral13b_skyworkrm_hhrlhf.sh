@@ -5,51 +5,32 @@
 # Its rows have no ground truth to validate on; the mean of the scores shows the progress.
 set -euxo pipefail
 
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-mistralai/Mistral-Nemo-Instruct-2407}"
 REWARD_MODEL_PATH="${REWARD_MODEL_PATH:-Skywork/Skywork-Reward-Llama-3.1-8B-v0.2}"
+source "$(dirname "$0")/../settings.sh"
 
-python3 -m verl.trainer.main_ppo \
-    algorithm.adv_estimator=grpo \
-    algorithm.use_kl_in_reward=false \
+python3 -m verl.trainer.main_ppo "${RUN[@]}" "${GRPO[@]}" "${OFFLOAD[@]}" "${DAPO_MATH[@]}" \
     data.train_files="$DATA_DIR/full_hh_rlhf/rl/train.parquet" \
     data.val_files=null \
     data.train_batch_size=1024 \
-    data.max_prompt_length=2048 \
     data.max_response_length=2048 \
-    data.filter_overlong_prompts=true \
-    data.truncation=left \
     data.return_raw_chat=true \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=128 \
-    actor_rollout_ref.actor.use_kl_loss=true \
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-    actor_rollout_ref.actor.entropy_coeff=0 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
-    actor_rollout_ref.actor.fsdp_config.param_offload=true \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.n=5 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8 \
-    actor_rollout_ref.ref.fsdp_config.param_offload=true \
     reward_model.enable=true \
     reward_model.model.path="$REWARD_MODEL_PATH" \
     reward_model.model.use_remove_padding=true \
     reward_model.model.fsdp_config.param_offload=true \
     reward_model.micro_batch_size_per_gpu=8 \
-    trainer.logger='[console,wandb]' \
     trainer.project_name=verl_grpo \
     trainer.experiment_name=mistral13b_skyworkrm_hhrlhf \
     trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
-    trainer.save_freq=20 \
     trainer.test_freq=-1 \
     trainer.total_epochs=5 \
     trainer.val_before_train=false \

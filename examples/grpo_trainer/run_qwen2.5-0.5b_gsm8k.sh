@@ -5,29 +5,20 @@ set -euxo pipefail
 
 DATA_DIR="${DATA_DIR:-$HOME/data/gsm8k}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}"
+source "$(dirname "$0")/../settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${RUN[@]}" \
     algorithm.adv_estimator=grpo \
-    algorithm.use_kl_in_reward=false \
     data.train_files="$DATA_DIR/train.parquet" \
     data.val_files="$DATA_DIR/test.parquet" \
     data.train_batch_size=256 \
     data.max_prompt_length=512 \
     data.max_response_length=1024 \
-    data.filter_overlong_prompts=true \
-    data.truncation=error \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
     actor_rollout_ref.actor.use_kl_loss=true \
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-    actor_rollout_ref.actor.entropy_coeff=0 \
-    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
@@ -36,8 +27,5 @@ python3 -m verl.trainer.main_ppo \
     trainer.project_name=verl_grpo_gsm8k \
     trainer.experiment_name=qwen2.5_0.5b \
     trainer.n_gpus_per_node=1 \
-    trainer.nnodes=1 \
-    trainer.save_freq=20 \
-    trainer.test_freq=5 \
     trainer.total_epochs=5 \
     "$@"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # run_qwen2.5-0.5b_gsm8k.sh with the history of the allocator: snapshots of steps 1 and 2, for https://pytorch.org/memory_viz
+# Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
 PROFILE_DIR="${PROFILE_DIR:-outputs/memory}"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # run_qwen2_5_7b_grpo_npu.sh under the Ascend profiler: one trace of each whole step in steps 2 and 4, ranks 1 and 2.
+# Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
 PROFILE_DIR="${PROFILE_DIR:-outputs/profile_data}"

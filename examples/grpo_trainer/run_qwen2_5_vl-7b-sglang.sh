@@ -4,53 +4,30 @@
 # Data first: python3 examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k
 set -euxo pipefail
 
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-VL-7B-Instruct}"
 PROFILE_DIR="${PROFILE_DIR:-outputs/memory}"
+source "$(dirname "$0")/../settings.sh"
 
-python3 -m verl.trainer.main_ppo \
-    algorithm.adv_estimator=grpo \
-    algorithm.use_kl_in_reward=false \
-    data.train_files="$DATA_DIR/geo3k/train.parquet" \
-    data.val_files="$DATA_DIR/geo3k/test.parquet" \
+python3 -m verl.trainer.main_ppo "${RUN[@]}" "${GRPO[@]}" "${GEO3K[@]}" \
     data.train_batch_size=512 \
     data.max_prompt_length=1024 \
     data.max_response_length=2048 \
-    data.filter_overlong_prompts=true \
-    data.truncation=error \
-    data.image_key=images \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=128 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=10 \
-    actor_rollout_ref.actor.use_kl_loss=true \
     actor_rollout_ref.actor.kl_loss_coef=0.01 \
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-    actor_rollout_ref.actor.entropy_coeff=0 \
-    actor_rollout_ref.actor.fsdp_config.param_offload=false \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=false \
     actor_rollout_ref.rollout.name=sglang \
-    actor_rollout_ref.rollout.n=5 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-    actor_rollout_ref.rollout.enforce_eager=false \
-    actor_rollout_ref.rollout.free_cache_engine=true \
     actor_rollout_ref.rollout.enable_chunked_prefill=false \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=20 \
     actor_rollout_ref.rollout.mode=sync \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=20 \
-    actor_rollout_ref.ref.fsdp_config.param_offload=true \
     global_profiler.tool=torch_memory \
     global_profiler.steps='[1,2]' \
     global_profiler.save_path="$PROFILE_DIR" \
-    trainer.logger='[console,wandb]' \
     trainer.project_name=verl_grpo_geo3k \
     trainer.experiment_name=qwen2_5_vl-7b_sglang \
     trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
-    trainer.save_freq=20 \
-    trainer.test_freq=5 \
-    trainer.total_epochs=15 \
     "$@"

@@ -9,40 +9,26 @@ WORKERS="${WORKERS:-1}"
 
 [ -f "$MODEL_PATH/config.json" ] || python3 examples/smollm2_135m/make_model.py --save-dir "$MODEL_PATH"
 python3 examples/smollm2_135m/make_data.py --save-dir "$OUT_DIR/data"
+source "$(dirname "$0")/../settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
     data.train_files="$OUT_DIR/data/train.parquet" \
     data.val_files="$OUT_DIR/data/test.parquet" \
     data.train_batch_size=8 \
     data.max_prompt_length=64 \
     data.max_response_length=24 \
-    data.dataloader_num_workers=0 \
     custom_reward_function.path=examples/smollm2_135m/reward.py \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=5e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.max_num_seqs=64 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[]' \
     trainer.project_name=smollm2_135m \
     trainer.experiment_name=grpo \
     trainer.default_local_dir="$OUT_DIR/grpo" \
     trainer.total_training_steps=50 \
-    trainer.total_epochs=1000 \
     trainer.test_freq=10 \
     trainer.save_freq=25 \
     trainer.max_actor_ckpt_to_keep=1 \

@@ -4,36 +4,23 @@ set -euxo pipefail
 
 OUT_DIR="${OUT_DIR:-outputs/tiny_vl_cpu}"
 WORKERS="${WORKERS:-2}"
+source "$(dirname "$0")/../settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
     data.train_files="$OUT_DIR/data/train.parquet" \
     data.val_files="$OUT_DIR/data/test.parquet" \
     data.train_batch_size=16 \
     data.max_prompt_length=32 \
     data.max_response_length=16 \
-    data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$(echo "$OUT_DIR"/sft/global_step_*/huggingface)" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-3 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=16 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
-    trainer.device=cpu \
     trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[]' \
     trainer.default_local_dir="$OUT_DIR/grpo" \
     trainer.total_training_steps=40 \
-    trainer.total_epochs=1000 \
     trainer.test_freq=10 \
     trainer.save_freq=-1 \
     "$@"

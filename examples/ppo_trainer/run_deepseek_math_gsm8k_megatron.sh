@@ -3,44 +3,29 @@
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-deepseek-ai/deepseek-llm-7b-chat}"
+source "$(dirname "$0")/../settings.sh"
 
-python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer \
+python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer "${RUN[@]}" "${GSM8K[@]}" \
     algorithm.adv_estimator=gae \
-    algorithm.use_kl_in_reward=false \
-    data.train_files="$DATA_DIR/gsm8k/train.parquet" \
-    data.val_files="$DATA_DIR/gsm8k/test.parquet" \
     data.train_batch_size=1024 \
     data.max_prompt_length=512 \
     data.max_response_length=512 \
-    data.filter_overlong_prompts=true \
-    data.truncation=error \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \
-    actor_rollout_ref.actor.use_kl_loss=false \
-    actor_rollout_ref.actor.entropy_coeff=0 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \
-    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=1 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \
     critic.model.path="$MODEL_PATH" \
-    critic.model.enable_gradient_checkpointing=true \
     critic.optim.lr=1e-5 \
     critic.ppo_micro_batch_size_per_gpu=32 \
-    trainer.critic_warmup=0 \
-    trainer.logger='[console,wandb]' \
     trainer.project_name=verl_ppo \
     trainer.experiment_name=deepseek7b_llm_megatron \
     trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
-    trainer.save_freq=20 \
-    trainer.test_freq=5 \
-    trainer.total_epochs=15 \
+    actor_rollout_ref.model.use_remove_padding=false \
     "$@"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # run_deepseek_math_gsm8k_megatron.sh under Nsight Systems: steps 1, 2 and 5 on ranks 0 and 4, one database for each task.
 # Needs nsys and the package nvtx on every node; see docs/perf/profiling.md. Open the .nsys-rep files with nsys-ui.
+# Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail
 
 PROFILE_STEPS="${PROFILE_STEPS:-[1,2,5]}"

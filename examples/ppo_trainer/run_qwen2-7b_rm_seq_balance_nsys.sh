@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # run_qwen2-7b_rm_seq_balance.sh under Nsight Systems: steps 1, 2 and 5 on ranks 0 and 4, one database for each task.
 # Needs nsys and the package nvtx on every node; see docs/perf/profiling.md. Open the .nsys-rep files with nsys-ui.
+# Data first: gsm8k.py and math_dataset.py of examples/data_preprocess, into ~/data/gsm8k and ~/data/math
 set -euxo pipefail
 
 PROFILE_STEPS="${PROFILE_STEPS:-[1,2,5]}"

@@ -6,44 +6,30 @@ DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
 MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingface)}"
 OUT_DIR="${OUT_DIR:-outputs/ppo_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
+source "$(dirname "$0")/../settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=gae \
     data.train_files="$DATA_DIR/train.parquet" \
     data.val_files="$DATA_DIR/test.parquet" \
     data.train_batch_size=128 \
     data.max_prompt_length=16 \
     data.max_response_length=32 \
-    data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=2e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=128 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.dtype=float32 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
     critic.model.path="$MODEL_PATH" \
     critic.model.use_remove_padding=true \
     critic.model.enable_gradient_checkpointing=false \
-    critic.model.fsdp_config.model_dtype=fp32 \
     critic.optim.lr=5e-4 \
     critic.ppo_epochs=2 \
     critic.use_dynamic_bsz=true \
     critic.ppo_max_token_len_per_gpu=4096 \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[]' \
     trainer.project_name=quickstart \
     trainer.experiment_name=ppo \
     trainer.default_local_dir="$OUT_DIR" \
     trainer.total_training_steps=40 \
-    trainer.total_epochs=1000 \
     trainer.test_freq=10 \
-    trainer.save_freq=20 \
+    actor_rollout_ref.model.use_prefix_sharing=false \
     "$@"

@@ -13,13 +13,11 @@ python3 -m verl.trainer.sft_trainer \
     data.train_files="$OUT_DIR/data/sft_train.parquet" \
     data.val_files="$OUT_DIR/data/sft_test.parquet" \
     data.train_batch_size=16 \
-    data.use_dynamic_bsz=true \
     data.max_token_len_per_gpu=2048 \
     data.max_length=96 \
     model.path="$MODEL_PATH" \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
-    engine.model_dtype=fp32 \
     optim.lr=3e-5 \
     optim.lr_warmup_steps_ratio=0.1 \
     checkpoint.save_contents='[hf_model]' \

@@ -12,13 +12,11 @@ python3 examples/tiny_model.py --kind "$KIND" --hidden-size 64 --save-dir "$OUT_
 python3 -m verl.trainer.sft_trainer \
     data.train_files="$OUT_DIR/data/sft_train.parquet" \
     data.train_batch_size=32 \
-    data.use_dynamic_bsz=true \
     data.max_token_len_per_gpu=4096 \
     data.max_length=64 \
     model.path="$OUT_DIR/base" \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
-    engine.model_dtype=fp32 \
     optim.lr=2e-3 \
     optim.lr_warmup_steps_ratio=0.05 \
     checkpoint.save_contents='[hf_model]' \

@@ -15,13 +15,10 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
         "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
         data.train_batch_size=64 \
-        data.use_dynamic_bsz=true \
-        data.max_token_len_per_gpu=8192 \
         data.max_length=96 \
         "model.path='$OUT_DIR/model'" \
         model.use_remove_padding=true \
         model.enable_gradient_checkpointing=false \
-        engine.model_dtype=fp32 \
         optim.lr=3e-3 \
         optim.lr_scheduler_type=cosine \
         optim.lr_warmup_steps_ratio=0.1 \
@@ -37,41 +34,27 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         trainer.test_freq=100 \
         trainer.max_ckpt_to_keep=1
 fi
+source "$(dirname "$0")/../settings.sh"
 
-python3 -m verl.trainer.main_ppo --config-path=examples/sglang_multiturn/config --config-name=gsm8k_multiturn_grpo_w_interaction \
+python3 -m verl.trainer.main_ppo --config-path=examples/sglang_multiturn/config --config-name=gsm8k_multiturn_grpo_w_interaction "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
     "data.train_files='$OUT_DIR/data/train.parquet'" \
     "data.val_files='$OUT_DIR/data/test.parquet'" \
     data.train_batch_size=16 \
     data.max_prompt_length=16 \
     data.max_response_length=64 \
-    data.dataloader_num_workers=0 \
-    actor_rollout_ref.rollout.name=vllm \
     "actor_rollout_ref.model.path='$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface'" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=16 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
     actor_rollout_ref.rollout.agent.num_workers=1 \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2 \
     actor_rollout_ref.rollout.multi_turn.interaction_config_path=examples/sglang_multiturn/config/interaction_config/gsm8k_interaction_config.yaml \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node=1 \
-    trainer.logger='[]' \
     trainer.project_name=gsm8k_interaction \
     trainer.experiment_name=grpo \
     "trainer.default_local_dir='$OUT_DIR/grpo'" \
     "trainer.validation_data_dir='$OUT_DIR/grpo/validation'" \
-    trainer.total_epochs=1000 \
     trainer.total_training_steps="$STEPS" \
     trainer.test_freq=10 \
     trainer.save_freq=-1 \

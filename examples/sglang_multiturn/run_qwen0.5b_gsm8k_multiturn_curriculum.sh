@@ -10,32 +10,21 @@ if [[ $# -gt 0 && "$1" != *=* ]]; then
     shift
 fi
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}"
+source "$HERE/../settings.sh"
 
-python3 -m verl.trainer.main_ppo --config-path="$HERE/config" --config-name=gsm8k_multiturn_grpo \
-    algorithm.adv_estimator=grpo \
-    algorithm.use_kl_in_reward=false \
+python3 -m verl.trainer.main_ppo --config-path="$HERE/config" --config-name=gsm8k_multiturn_grpo "${RUN[@]}" "${GRPO[@]}" \
     data.train_files="$DATA_DIR/gsm8k_tool/train.parquet" \
     data.val_files="$DATA_DIR/gsm8k_tool/test.parquet" \
     data.train_batch_size=256 \
     data.max_prompt_length=1024 \
-    data.max_response_length=1024 \
-    data.filter_overlong_prompts=true \
-    data.truncation=error \
     data.sampler.class_path="$HERE/curriculum.py" \
     data.sampler.class_name=EasiestFirst \
     data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 \
-    actor_rollout_ref.actor.use_kl_loss=true \
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-    actor_rollout_ref.actor.entropy_coeff=0 \
     actor_rollout_ref.rollout.name="$ENGINE" \
     actor_rollout_ref.rollout.n=16 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
@@ -43,13 +32,9 @@ python3 -m verl.trainer.main_ppo --config-path="$HERE/config" --config-name=gsm8
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 \
     actor_rollout_ref.rollout.multi_turn.tool_config_path="$HERE/config/tool_config/gsm8k_tool_config.yaml" \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 \
-    actor_rollout_ref.ref.fsdp_config.param_offload=true \
-    trainer.logger='[console,wandb]' \
     trainer.project_name=gsm8k_multiturn \
     trainer.experiment_name=qwen2.5-0.5b_curriculum \
     trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
     trainer.save_freq=-1 \
     trainer.test_freq=20 \
-    trainer.total_epochs=15 \
     "$@"

@@ -33,40 +33,25 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         trainer.test_freq=100 \
         trainer.save_freq=1000
 fi
+source "$HERE/../../examples/settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
     data.train_files="$OUT_DIR/data/rl/train.parquet" \
     data.val_files="$OUT_DIR/data/rl/test.parquet" \
     data.train_batch_size=16 \
     data.max_prompt_length=48 \
     data.max_response_length=48 \
-    data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
     custom_reward_function.path="$HERE/reward_function.py" \
     custom_reward_function.name=char_count_reward_function \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[]' \
     trainer.project_name=char_count \
     trainer.experiment_name=grpo \
     trainer.default_local_dir="$OUT_DIR/grpo" \
     trainer.total_training_steps=40 \
-    trainer.total_epochs=1000 \
     trainer.test_freq=10 \
-    trainer.save_freq=20 \
     "$@"

@@ -15,13 +15,10 @@ python3 -m "recipe.$(basename "$HERE").tiny.make_task" --save-dir "$OUT_DIR"
 python3 -m verl.trainer.sft_trainer \
     "data.train_files='$OUT_DIR/data/sft.parquet'" \
     data.train_batch_size=64 \
-    data.use_dynamic_bsz=true \
-    data.max_token_len_per_gpu=8192 \
     data.max_length=48 \
     "model.path='$OUT_DIR/model'" \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
-    engine.model_dtype=fp32 \
     optim.lr=3e-3 \
     optim.lr_scheduler_type=cosine \
     optim.lr_warmup_steps_ratio=0.1 \
@@ -39,31 +36,21 @@ python3 -m verl.trainer.sft_trainer \
 python3 -m "recipe.$(basename "$HERE").tiny.people" --port "$PORT" &
 PEOPLE=$!
 trap 'kill "$PEOPLE" || true' EXIT
+source "$HERE/../../examples/settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
     "data.train_files='$OUT_DIR/data/train.parquet'" \
     "data.val_files='$OUT_DIR/data/test.parquet'" \
     data.train_batch_size=16 \
     data.max_prompt_length=24 \
     data.max_response_length=40 \
-    data.dataloader_num_workers=0 \
     "actor_rollout_ref.model.path='$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface'" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=3e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.mode=async \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
     actor_rollout_ref.rollout.agent.num_workers=1 \
     actor_rollout_ref.rollout.agent.agent_loop_config_path="$HERE/config/agent.yaml" \
     actor_rollout_ref.rollout.agent.default_agent_loop=collabllm_agent \
@@ -78,14 +65,10 @@ python3 -m verl.trainer.main_ppo \
     +reward_model.reward_kwargs.llm_judge_kwargs.base_url="http://127.0.0.1:$PORT" \
     custom_reward_function.path="$HERE/reward_function.py" \
     custom_reward_function.name=conversation_level_reward_func \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node=1 \
-    trainer.logger='[]' \
     trainer.project_name=collabllm \
     trainer.experiment_name=grpo \
     "trainer.default_local_dir='$OUT_DIR/grpo'" \
     "trainer.validation_data_dir='$OUT_DIR/grpo/validation'" \
-    trainer.total_epochs=1000 \
     trainer.total_training_steps="$STEPS" \
     trainer.test_freq=5 \
     trainer.save_freq="$STEPS" \

@@ -9,30 +9,20 @@ JUDGE_MODEL="${JUDGE_MODEL:-gpt-4o-mini}"
 JUDGE_BASE_URL="${JUDGE_BASE_URL:-https://api.openai.com/v1}"
 export USER_BASE_URL="${USER_BASE_URL:-https://api.openai.com/v1}"
 HERE="$(dirname "$0")"
+source "$HERE/../../examples/settings.sh"
 
-python3 -m verl.trainer.main_ppo \
-    algorithm.adv_estimator=grpo \
-    algorithm.use_kl_in_reward=false \
+python3 -m verl.trainer.main_ppo "${RUN[@]}" "${GRPO[@]}" \
     data.train_files="$DATA_DIR/train.parquet" \
     data.val_files="$DATA_DIR/validation.parquet" \
     data.return_raw_chat=true \
     data.train_batch_size=16 \
     data.max_prompt_length=8196 \
     data.max_response_length=2048 \
-    data.filter_overlong_prompts=true \
-    data.truncation=error \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
-    actor_rollout_ref.actor.use_kl_loss=true \
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 \
-    actor_rollout_ref.ref.fsdp_config.param_offload=true \
-    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.mode=async \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.temperature=1.0 \
@@ -57,12 +47,9 @@ python3 -m verl.trainer.main_ppo \
     +reward_model.reward_kwargs.llm_judge_kwargs.temperature=0 \
     custom_reward_function.path="$HERE/reward_function.py" \
     custom_reward_function.name=conversation_level_reward_func \
-    trainer.critic_warmup=0 \
-    trainer.logger='[console,wandb]' \
     trainer.project_name=verl_collabllm \
     trainer.experiment_name=qwen2.5-7b-math-hard \
     trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
     trainer.save_freq=100 \
     trainer.test_freq=10 \
     trainer.total_epochs=20 \

@@ -16,13 +16,11 @@ python3 -m verl.trainer.sft_trainer \
     "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
     "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
     data.train_batch_size=32 \
-    data.use_dynamic_bsz=true \
     data.max_token_len_per_gpu=4096 \
     data.max_length=128 \
     "model.path='$OUT_DIR/model'" \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
-    engine.model_dtype=fp32 \
     optim.lr=2e-3 \
     optim.lr_scheduler_type=cosine \
     optim.lr_warmup_steps_ratio=0.1 \
@@ -43,8 +41,9 @@ if [ -z "${LLM_AS_A_JUDGE_BASE:-}" ]; then
     python3 -m "recipe.$(basename "$HERE").exact_judge" --port "$JUDGE_PORT" &
     trap "kill $! || true" EXIT
 fi
+source "$HERE/../../examples/settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     --config-path="$(realpath "$HERE")/configs" \
     --config-name=deepeyes_multiturn_grpo \
     algorithm.adv_estimator=grpo \
@@ -53,37 +52,22 @@ python3 -m verl.trainer.main_ppo \
     data.train_batch_size=16 \
     data.max_prompt_length=32 \
     data.max_response_length=128 \
-    data.dataloader_num_workers=0 \
     data.custom_cls.path="$HERE/textures.py" \
     data.custom_cls.name=TextureDataset \
     "actor_rollout_ref.model.path='$(echo "$OUT_DIR"/sft/global_step_*/huggingface)'" \
     actor_rollout_ref.model.custom_chat_template=null \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=5e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=8 \
     +actor_rollout_ref.rollout.limit_images=3 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
     actor_rollout_ref.rollout.agent.num_workers=1 \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \
     actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=disable \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node=1 \
-    trainer.logger='[]' \
     trainer.project_name=deepeyes \
     trainer.experiment_name=grpo \
     "trainer.default_local_dir='$OUT_DIR/grpo'" \
     "trainer.validation_data_dir='$OUT_DIR/grpo/validation'" \
-    trainer.total_epochs=1000 \
     trainer.total_training_steps="$STEPS" \
     trainer.test_freq=10 \
     trainer.save_freq=-1 \

@@ -18,7 +18,6 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         model.path="$OUT_DIR/base" \
         model.use_remove_padding=true \
         model.enable_gradient_checkpointing=false \
-        engine.model_dtype=fp32 \
         optim.lr=2e-3 \
         optim.lr_warmup_steps_ratio=0.05 \
         checkpoint.save_contents='[hf_model]' \
@@ -31,41 +30,25 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         trainer.total_training_steps="$SFT_STEPS" \
         trainer.save_freq=1000
 fi
+source "$HERE/../../examples/settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=rloo \
     data.train_files="$OUT_DIR/data/train.parquet" \
     data.val_files="$OUT_DIR/data/test.parquet" \
     data.train_batch_size=16 \
     data.max_prompt_length=24 \
     data.max_response_length=72 \
-    data.image_key=images \
-    data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-3 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
     custom_reward_function.path="$HERE/reward_fn.py" \
     custom_reward_function.name=aer_gui_reward_function \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[]' \
     trainer.project_name=infigui-g1 \
     trainer.experiment_name=rloo \
     trainer.default_local_dir="$OUT_DIR/rloo" \
     trainer.total_training_steps=40 \
-    trainer.total_epochs=1000 \
     trainer.test_freq=10 \
-    trainer.save_freq=20 \
     "$@"

@@ -8,43 +8,28 @@ MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingfac
 OUT_DIR="${OUT_DIR:-outputs/one_step_off_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
 SERVERS="${SERVERS:-1}"
+source "$HERE/../../examples/settings.sh"
 
-python3 -m "recipe.$(basename "$HERE").main_ppo" \
+python3 -m "recipe.$(basename "$HERE").main_ppo" "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
     "data.train_files='$DATA_DIR/train.parquet'" \
     "data.val_files='$DATA_DIR/test.parquet'" \
     data.train_batch_size=16 \
     data.max_prompt_length=16 \
     data.max_response_length=32 \
-    data.dataloader_num_workers=0 \
     "actor_rollout_ref.model.path='$MODEL_PATH'" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.nnodes=1 \
     actor_rollout_ref.rollout.n_gpus_per_node="$SERVERS" \
     actor_rollout_ref.rollout.agent.num_workers=1 \
     actor_rollout_ref.rollout.n=16 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
     algorithm.rollout_is=true \
     algorithm.rollout_is_threshold=2.0 \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[]' \
     trainer.project_name=quickstart \
     trainer.experiment_name=one_step_off \
     "trainer.default_local_dir='$OUT_DIR'" \
     trainer.total_training_steps=40 \
-    trainer.total_epochs=1000 \
     trainer.test_freq=5 \
-    trainer.save_freq=20 \
     "$@"

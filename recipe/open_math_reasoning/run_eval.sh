@@ -7,7 +7,6 @@ OUTPUT="${OUTPUT:-$HOME/data/open_math_reasoning/gen/responses.parquet}"
 
 python3 -m verl.trainer.main_eval \
     data.path="$OUTPUT" \
-    data.response_key=responses \
     custom_reward_function.path="$HERE/compute_score.py" \
     custom_reward_function.name=compute_score_data_source \
     "$@"

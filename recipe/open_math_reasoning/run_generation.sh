@@ -24,6 +24,5 @@ python3 -m verl.trainer.main_generation_server \
     actor_rollout_ref.rollout.tensor_model_parallel_size="$GEN_TP" \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.9 \
     data.train_files="$DATA_FILE" \
-    data.prompt_key=prompt \
     +data.output_path="$OUTPUT_PATH" \
     "$@"

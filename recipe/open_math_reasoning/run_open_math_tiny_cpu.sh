@@ -18,7 +18,6 @@ python3 -m verl.trainer.sft_trainer \
     model.path="$OUT_DIR/base" \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
-    engine.model_dtype=fp32 \
     optim.lr=3e-3 \
     optim.lr_scheduler_type=cosine \
     optim.lr_warmup_steps_ratio=0.1 \

@@ -16,16 +16,12 @@ SP_SIZE="${SP_SIZE:-2}"
 torchrun --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$WORKERS" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" \
     -m verl.trainer.sft_trainer \
     data.train_files="$DATA_DIR/cot_dataset.parquet" \
-    data.messages_key=messages \
     data.train_batch_size=96 \
     data.max_length=32768 \
     data.truncation=right \
-    data.pad_mode=no_padding \
-    data.use_dynamic_bsz=true \
     data.max_token_len_per_gpu="$((32768 / SP_SIZE))" \
     model.path="$MODEL_PATH" \
     model.use_remove_padding=true \
-    model.enable_gradient_checkpointing=true \
     engine.strategy=fsdp2 \
     engine.ulysses_sequence_parallel_size="$SP_SIZE" \
     optim.lr=2e-5 \
@@ -34,7 +30,6 @@ torchrun --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node="$WORKERS"
     optim.min_lr_ratio=0.1 \
     optim.weight_decay=0.1 \
     optim.betas='[0.9,0.95]' \
-    optim.clip_grad=1.0 \
     checkpoint.save_contents='[model,optimizer,extra,hf_model]' \
     trainer.logger='[console,wandb]' \
     trainer.project_name=open_math_reasoning \

@@ -4,53 +4,32 @@
 set -euxo pipefail
 
 HERE="$(dirname "$0")"
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-PRIME-RL/Eurus-2-7B-SFT}"
+source "$HERE/../../examples/settings.sh"
 
-python3 -m "recipe.$(basename "$HERE").main_prime" \
-    data.train_files="['$DATA_DIR/gsm8k/train.parquet','$DATA_DIR/math/train.parquet']" \
-    data.val_files="['$DATA_DIR/gsm8k/test.parquet','$DATA_DIR/math/test.parquet']" \
+python3 -m "recipe.$(basename "$HERE").main_prime" "${RUN[@]}" "${OFFLOAD[@]}" "${GSM8K_MATH[@]}" \
     data.train_batch_size=64 \
     data.val_batch_size=6312 \
     data.max_prompt_length=1024 \
     data.max_response_length=3072 \
-    data.filter_overlong_prompts=true \
-    data.filter_accuracy=true \
-    data.accuracy_lower_bound=0.2 \
-    data.accuracy_upper_bound=0.8 \
-    data.oversample_factor=4 \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=5e-7 \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
-    actor_rollout_ref.actor.fsdp_config.param_offload=true \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
-    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.n=4 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.8 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 \
     algorithm.adv_estimator=rloo \
-    algorithm.reward_gt_coef=5 \
-    algorithm.reward_dpo_coef=5 \
     reward_model.model.path="$MODEL_PATH" \
     reward_model.micro_batch_size_per_gpu=1 \
     reward_model.mini_batch_size=64 \
-    reward_model.model.update=before \
-    reward_model.model.beta_train=0.05 \
     reward_model.model.optim.lr=1e-6 \
-    reward_model.model.optim.grad_clip=10.0 \
-    reward_model.model.input_tokenizer=null \
     reward_model.reward_manager=prime \
     trainer.logger='["console","wandb"]' \
     trainer.project_name=prime_example \
     trainer.experiment_name=Eurus-2-7B-SFT-gsm8k \
     trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
-    trainer.val_before_train=false \
     trainer.save_freq=64 \
     trainer.test_freq=64 \
-    trainer.total_epochs=15 \
     "$@"

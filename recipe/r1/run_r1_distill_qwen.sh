@@ -13,10 +13,8 @@ python3 -m "recipe.$(basename "$HERE").data_process" \
     --local_dir "$DATA_DIR"
 
 python3 -m verl.trainer.main_generation \
-    trainer.nnodes=1 \
     trainer.n_gpus_per_node=8 \
     data.path="$DATA_DIR/test.parquet" \
-    data.prompt_key=prompt \
     data.batch_size=1024 \
     data.n_samples="$N_SAMPLES" \
     data.output_path="$OUTPUT" \
@@ -33,6 +31,4 @@ python3 -m verl.trainer.main_generation \
     "$@"
 
 python3 -m "recipe.$(basename "$HERE").main_eval" \
-    data.path="$OUTPUT" \
-    data.prompt_key=prompt \
-    data.response_key=responses
+    data.path="$OUTPUT"

@@ -4,17 +4,14 @@
 set -euxo pipefail
 
 HERE="$(dirname "$0")"
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-checkpoints/retool/qwen2.5-32b-sft/global_step_372/huggingface}"
 NNODES="${NNODES:-8}"
 train_sp=8
 tokens=$((2048 + 16384))
+source "$HERE/../../examples/settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${RUN[@]}" "${OFFLOAD[@]}" \
     algorithm.adv_estimator=gae \
-    algorithm.use_kl_in_reward=false \
-    algorithm.gamma=1.0 \
-    algorithm.lam=1.0 \
     data.train_files="$DATA_DIR/DAPO-Math-17k" \
     data.val_files="$DATA_DIR/aime_2025" \
     data.custom_cls.path="$HERE/retool.py" \
@@ -23,14 +20,8 @@ python3 -m verl.trainer.main_ppo \
     data.train_batch_size=1024 \
     data.max_prompt_length=2048 \
     data.max_response_length=16384 \
-    data.filter_overlong_prompts=true \
-    data.truncation=error \
     custom_reward_function.path="$HERE/retool.py" \
-    custom_reward_function.name=compute_score \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
-    actor_rollout_ref.actor.use_kl_loss=false \
     actor_rollout_ref.actor.clip_ratio_low=0.2 \
     actor_rollout_ref.actor.clip_ratio_high=0.28 \
     actor_rollout_ref.actor.clip_ratio_c=10.0 \
@@ -39,9 +30,6 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$tokens" \
     actor_rollout_ref.actor.ulysses_sequence_parallel_size="$train_sp" \
-    actor_rollout_ref.actor.fsdp_config.param_offload=true \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
-    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.mode=async \
     actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.9 \
@@ -52,7 +40,6 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8 \
     actor_rollout_ref.rollout.multi_turn.max_tool_response_length=1024 \
     actor_rollout_ref.rollout.multi_turn.tool_config_path="$HERE/sandbox_fusion_tool_config.yaml" \
-    actor_rollout_ref.rollout.multi_turn.format=hermes \
     actor_rollout_ref.rollout.val_kwargs.do_sample=true \
     actor_rollout_ref.rollout.val_kwargs.top_p=0.6 \
     actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
@@ -61,7 +48,6 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$((4 * tokens))" \
     critic.model.path="$MODEL_PATH" \
     critic.model.use_remove_padding=true \
-    critic.model.enable_gradient_checkpointing=true \
     critic.model.fsdp_config.param_offload=true \
     critic.model.fsdp_config.optimizer_offload=true \
     critic.optim.lr=2e-6 \
@@ -71,13 +57,10 @@ python3 -m verl.trainer.main_ppo \
     critic.ppo_max_token_len_per_gpu="$((2 * tokens))" \
     critic.ulysses_sequence_parallel_size="$train_sp" \
     trainer.critic_warmup=20 \
-    trainer.logger='[console,wandb]' \
     trainer.project_name=retool \
     trainer.experiment_name=qwen2.5-32b_ppo \
     trainer.n_gpus_per_node=8 \
     trainer.nnodes="$NNODES" \
-    trainer.val_before_train=true \
     trainer.save_freq=30 \
-    trainer.test_freq=5 \
     trainer.total_epochs=1 \
     "$@"

@@ -16,15 +16,11 @@ torchrun --nnodes="$NNODES" --node_rank="$NODE_RANK" --nproc_per_node=8 \
     data.train_files="$DATA_DIR/retool_sft/train.parquet" \
     data.val_files="$DATA_DIR/retool_sft/train.parquet" \
     data.multiturn.enable=true \
-    data.multiturn.messages_key=messages \
-    data.multiturn.tools_key=tools \
     data.max_length=16384 \
     data.truncation=right \
     data.train_batch_size=32 \
-    data.micro_batch_size_per_gpu=4 \
     model.partial_pretrain="$MODEL_PATH" \
     model.strategy=fsdp \
-    model.enable_gradient_checkpointing=true \
     ulysses_sequence_parallel_size=4 \
     use_remove_padding=true \
     trainer.default_local_dir="$SAVE_PATH" \

@@ -1,34 +1,10 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning on solutions with a code interpreter (ReTool-SFT): Qwen2.5-7B-Instruct, one node of 8 Ascend devices with 64 GB, each sequence shared by four.
 # Data first: python3 -m recipe.retool.retool_sft_preprocess --local_save_dir ~/data/retool_sft
-set -euxo pipefail
+set -euo pipefail
 
-DATA_DIR="${DATA_DIR:-$HOME/data}"
-MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}"
-SAVE_PATH="${SAVE_PATH:-checkpoints/retool/qwen2.5-7b-sft-npu}"
-
-torchrun --standalone --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer \
-    data.train_files="$DATA_DIR/retool_sft/train.parquet" \
-    data.val_files="$DATA_DIR/retool_sft/train.parquet" \
-    data.multiturn.enable=true \
-    data.multiturn.messages_key=messages \
-    data.multiturn.tools_key=tools \
-    data.max_length=16384 \
-    data.truncation=right \
-    data.train_batch_size=32 \
-    data.micro_batch_size_per_gpu=4 \
-    model.partial_pretrain="$MODEL_PATH" \
-    model.strategy=fsdp \
-    model.enable_gradient_checkpointing=true \
-    ulysses_sequence_parallel_size=4 \
-    use_remove_padding=true \
+export SAVE_PATH="${SAVE_PATH:-checkpoints/retool/qwen2.5-7b-sft-npu}"
+bash "$(dirname "$0")/run_qwen2_7b_sft.sh" \
     trainer.device=npu \
-    trainer.default_local_dir="$SAVE_PATH" \
-    trainer.checkpoint.save_contents='[model,optimizer,extra,hf_model]' \
-    trainer.logger='[console,wandb]' \
-    trainer.project_name=retool \
     trainer.experiment_name=qwen2.5-7b-sft-npu \
-    trainer.save_freq=after_each_epoch \
-    trainer.test_freq=-1 \
-    trainer.total_epochs=6 \
     "$@"

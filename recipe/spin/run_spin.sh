@@ -4,12 +4,10 @@
 set -euxo pipefail
 
 HERE="$(dirname "$0")"
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-3B-Instruct}"
+source "$HERE/../../examples/settings.sh"
 
-python3 -m "recipe.$(basename "$HERE").main_spin" \
-    data.train_files="$DATA_DIR/gsm8k/train.parquet" \
-    data.val_files="$DATA_DIR/gsm8k/test.parquet" \
+python3 -m "recipe.$(basename "$HERE").main_spin" "${GSM8K[@]}" \
     data.train_batch_size=1024 \
     data.max_prompt_length=1024 \
     data.max_response_length=1024 \
@@ -22,11 +20,8 @@ python3 -m "recipe.$(basename "$HERE").main_spin" \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16 \
     trainer.logger='[console]' \
-    trainer.val_before_train=true \
     trainer.n_gpus_per_node=4 \
-    trainer.nnodes=1 \
     trainer.save_freq=-1 \
     trainer.test_freq=1 \
-    trainer.ref_update_freq=1 \
     trainer.total_epochs=1000 \
     "$@"

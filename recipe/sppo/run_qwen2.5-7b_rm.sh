@@ -14,11 +14,9 @@ python3 -m "recipe.$(basename "$HERE").main_sppo" \
     data.max_prompt_length=1024 \
     data.max_response_length=512 \
     data.filter_overlong_prompts=true \
-    data.truncation=error \
     data.return_raw_chat=true \
     actor_rollout_ref.model.path="$MODEL_PATH" \
     actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \
@@ -26,13 +24,9 @@ python3 -m "recipe.$(basename "$HERE").main_sppo" \
     actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16 \
-    algorithm.use_kl_in_reward=false \
-    trainer.logger='[console,wandb]' \
     trainer.project_name=sppo-sglang \
     trainer.experiment_name=qwen2.5-7b \
-    trainer.val_before_train=true \
     trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
     trainer.save_freq=-1 \
     trainer.test_freq=1 \
     trainer.total_epochs=1000 \

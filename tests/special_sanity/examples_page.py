@@ -1,11 +1,18 @@
 """Write the page of all launch scripts: ``python -m tests.special_sanity.examples_page``; a test compares it."""
 
 import re
+from functools import cache
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from tests.special_sanity.test_examples import NPU_MEGATRON, ROOT, SCRIPTS, WAITING
+from tests.special_sanity.test_examples import (
+    CONFIG_OF_MODULE,
+    ROOT,
+    SCRIPTS,
+    commands_of_script,
+)
 
 PAGE = ROOT / "docs" / "examples.md"
 HEAD = """# All launch scripts
@@ -87,78 +94,35 @@ RAN = {
     "recipe/sppo/run_sppo_tiny_cpu.sh": Ran("accuracy 0.35, after 30 steps 1.00", "recipe/sppo/README.md"),
 }
 """Script for CPU -> its run. A test looks the numbers up in a line of the page."""
-WAITS = {NPU_MEGATRON: "waits for Megatron-Core on Ascend"}
 
 
-def value_of(text: str, key: str, default: str) -> str:
-    """Return the last value that a script writes for a key, with the default of its variable."""
-    if key == "trainer.nnodes" and "#SBATCH --nodes=" in text:
-        key = "#SBATCH --nodes"
-    written = re.findall(rf"{re.escape(key)}=\"?([^\s\"\\]+)", text) or [default]
-    variable = re.fullmatch(r"\$\{?(\w+)\}?", written[-1])
-    if variable is None:
-        return written[-1]
-    found = re.findall(rf"^(?:export )?{variable[1]}=\"?(?:\$\{{\w+:-)?([^}}\"\s]+)", text, flags=re.MULTILINE)
-    return found[-1] if found else written[-1]
-
-
-def devices_of(text: str) -> str:
-    """Return what a script asks for, such as ``2 x 8 GPUs``."""
-    if all(
-        module == "main_eval" for module in re.findall(r'-m (?:"recipe\.\$\(basename "\$HERE"\)|[\w.]+)\.(\w+)', text)
-    ):
-        return "none"
-    kind = value_of(text, "trainer.device", "cuda")
-    if "--nproc_per_node" in text:
-        nodes, workers = "1", value_of(text, "--nproc_per_node", "1")
-    else:
-        workers = value_of(text, "trainer.n_gpus_per_node", "1" if "sft_trainer" in text else "8")
-        nodes = value_of(text, "trainer.nnodes", "1")
-    servers = value_of(text, "actor_rollout_ref.rollout.n_gpus_per_node", "0")
-    if int(servers):  # those that the servers have for themselves
-        workers = str(int(workers) + int(servers))
-    name = {"cuda": "GPU", "npu": "Ascend device", "cpu": "CPU worker"}[kind]
-    count = workers if nodes == "1" else f"{nodes} x {workers}"
-    return f"{count} {name}" + ("" if count == "1" else "s")
-
-
-def settings_of(script: Path) -> str:
-    """Return the text of a script; one that only runs another is preceded by the text of that."""
-    text = script.read_text()
-    other = re.search(r"^[^#\n]*\bbash .*/([\w.-]+\.sh)\b", text, flags=re.MULTILINE)
-    return text if other is None or " -m " in text else settings_of(script.with_name(other[1])) + text
-
-
-def data_of(text: str) -> str:
-    """Return the comments that say where the data come from."""
-    return " ".join(line for line in text.splitlines() if line.startswith("# Data first"))
-
-
-def describe(script: Path) -> tuple[str, str, str, str]:
-    """Return what a script runs, its data, its devices and how far it has been tried."""
-    text = script.read_text()
-    comments = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-    title = re.split(r"(?<!Dr)\.(?:\s|$)|; scripts/", " ".join(comments))[0]
-    source = data_of(text)
-    text = settings_of(script)
-    source = source or data_of(text)
-    data = ", ".join(f"`{name}`" for name in dict.fromkeys(re.findall(r"\w+\.(?:py|sh)\b", source)))
+@cache
+def devices_of(script: Path) -> str:
+    """Return the devices of a script's commands, such as ``2 x 8 GPUs``; empty if it only prepares data."""
     if script.name.startswith("prepare_"):
-        return title, data, "", "not run"
-    return title, data, devices_of(text), state_of(script.relative_to(ROOT).as_posix())
+        return ""
+    with TemporaryDirectory() as folder:
+        commands = commands_of_script(script, Path(folder), [])
+    launches = [words for words in commands if set(words) & set(CONFIG_OF_MODULE)]
+    if all(any(word.endswith(".main_eval") for word in words) for words in launches):
+        return "none"
+    words = [word for launch in launches for word in launch]
+    given = dict(word.split("=", 1) for word in words if re.match(r"-*[\w.]+=", word))
+    trains_supervised = any(word.endswith("sft_trainer") for word in words)
+    nodes = re.findall(r"#SBATCH --nodes=(\d+)", script.read_text()) or [given.get("trainer.nnodes", "1")]
+    workers = int(given.get("trainer.n_gpus_per_node", "1" if trains_supervised else "8"))
+    if "--nproc_per_node" in given:
+        nodes, workers = ["1"], int(given["--nproc_per_node"])
+    workers += int(given.get("actor_rollout_ref.rollout.n_gpus_per_node", "0"))  # those that the servers have
+    name = {"cuda": "GPU", "npu": "Ascend device", "cpu": "CPU worker"}[given.get("trainer.device", "cuda")]
+    count = str(workers) if nodes[0] == "1" else f"{nodes[0]} x {workers}"
+    return f"{count} {name}" + ("" if count == "1" else "s")
 
 
 def link(page: str) -> str:
     """Return a link to a page of the docs, and the name of any other."""
     inside = page.removeprefix("docs/")
     return f"`{page}`" if inside == page else f"[{inside}]({inside})"
-
-
-def state_of(script: str) -> str:
-    """Return how far a script has been tried: a state of the table, with the result of a run."""
-    if script in RAN:
-        return f"ran: {RAN[script].result} ({link(RAN[script].page)})"
-    return WAITS.get(WAITING.get(script), "composed")
 
 
 def page() -> str:
@@ -168,7 +132,7 @@ def page() -> str:
     for (root, folder), scripts in groupby(SCRIPTS, key=lambda script: script.relative_to(ROOT).parts[:2]):
         by_devices: dict[str, list[str]] = {}
         for script in scripts:
-            by_devices.setdefault(describe(script)[2], []).append(f"`{script.relative_to(ROOT / root / folder)}`")
+            by_devices.setdefault(devices_of(script), []).append(f"`{script.relative_to(ROOT / root / folder)}`")
         parts += [f"| `{root}/{folder}` | {devices} | {', '.join(names)} |\n" for devices, names in by_devices.items()]
     return "".join(parts)
 

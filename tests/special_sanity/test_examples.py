@@ -123,10 +123,17 @@ def composed(module: str, overrides: list[str], name: str | None = None, path: s
 
 def override_for(script: Path) -> tuple[str, str]:
     """Return a key that the command of a script has, and a value that it does not write itself."""
-    text = script.read_text().replace('$(basename "$HERE")', script.parent.name)
+    text = text_of(script).replace('$(basename "$HERE")', script.parent.name)
     trains = any(module in text for module in CONFIG_OF_MODULE if module not in OVERRIDE_OF_OTHERS)
     others = [override for module, override in OVERRIDE_OF_OTHERS.items() if module in text]
     return others[0] if others and not trains else ("trainer.total_training_steps", "7")
+
+
+def text_of(script: Path) -> str:
+    """Return the text of a script, after the text of the script that it runs, if any."""
+    text = script.read_text()
+    other = re.search(r"^[^#\n]*\bbash .*/([\w.-]+\.sh)\b", text, flags=re.MULTILINE)
+    return text if other is None else text_of(script.with_name(other[1])) + text
 
 
 def commands_of_script(script: Path, folder: Path, arguments: Sequence[str] | None = None) -> list[list[str]]:

@@ -28,17 +28,13 @@ torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_train
     data.micro_batch_size_per_gpu=8 \
     model.partial_pretrain="$MODEL_PATH" \
     model.strategy=fsdp \
-    model.enable_gradient_checkpointing=true \
     model.lora_rank=32 \
-    model.lora_alpha=16 \
-    model.target_modules=all-linear \
     ulysses_sequence_parallel_size=2 \
     use_remove_padding=true \
     optim.lr=1e-4 \
     trainer.device=npu \
     trainer.default_local_dir="$SAVE_PATH" \
     trainer.logger='[console]' \
-    trainer.project_name=gsm8k-sft \
     trainer.experiment_name=gsm8k-sft-qwen3-8b \
     trainer.total_epochs=2 \
     "$@"

@@ -24,15 +24,11 @@ torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_train
     data.response_key=extra_info \
     data.prompt_dict_keys='[question]' \
     data.response_dict_keys='[answer]' \
-    data.micro_batch_size_per_gpu=4 \
     model.partial_pretrain="$MODEL_PATH" \
     model.lora_rank=32 \
-    model.lora_alpha=16 \
-    model.target_modules=all-linear \
     optim.lr=1e-4 \
     trainer.default_local_dir="$SAVE_PATH" \
     trainer.logger='[console,wandb]' \
-    trainer.project_name=gsm8k-sft \
     trainer.experiment_name=gsm8k-sft-qwen-2.5-0.5b-instruct-peft \
     trainer.total_epochs=2 \
     "$@"

@@ -24,14 +24,12 @@ torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_train
     data.response_key=extra_info \
     data.prompt_dict_keys='[question]' \
     data.response_dict_keys='[answer]' \
-    data.micro_batch_size_per_gpu=4 \
     model.partial_pretrain="$MODEL_PATH" \
     ulysses_sequence_parallel_size=2 \
     use_remove_padding=true \
     optim.lr=1e-4 \
     trainer.default_local_dir="$SAVE_PATH" \
     trainer.logger='[console,wandb]' \
-    trainer.project_name=gsm8k-sft \
     trainer.experiment_name=gsm8k-sft-qwen-2.5-0.5b-instruct-sp2 \
     trainer.total_training_steps=100 \
     "$@"

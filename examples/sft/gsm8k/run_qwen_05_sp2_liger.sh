@@ -24,7 +24,6 @@ torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_train
     data.response_key=extra_info \
     data.prompt_dict_keys='[question]' \
     data.response_dict_keys='[answer]' \
-    data.micro_batch_size_per_gpu=4 \
     model.partial_pretrain="$MODEL_PATH" \
     model.use_liger=true \
     ulysses_sequence_parallel_size=2 \
@@ -32,7 +31,6 @@ torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_train
     optim.lr=1e-4 \
     trainer.default_local_dir="$SAVE_PATH" \
     trainer.logger='[console,wandb]' \
-    trainer.project_name=gsm8k-sft \
     trainer.experiment_name=gsm8k-sft-qwen-2.5-0.5b-instruct-sp2-liger \
     trainer.total_training_steps=100 \
     "$@"

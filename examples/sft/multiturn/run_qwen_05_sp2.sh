@@ -21,7 +21,6 @@ torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_train
     data.train_files="$DATA_DIR/multiturn/train.parquet" \
     data.val_files="$DATA_DIR/multiturn/test.parquet" \
     data.multiturn.enable=true \
-    data.multiturn.messages_key=messages \
     data.train_batch_size=4 \
     data.micro_batch_size_per_gpu=2 \
     model.partial_pretrain="$MODEL_PATH" \
@@ -29,7 +28,6 @@ torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_train
     use_remove_padding=true \
     trainer.default_local_dir="$SAVE_PATH" \
     trainer.logger='[console,wandb]' \
-    trainer.project_name=gsm8k-sft \
     trainer.experiment_name=multiturn-sft-qwen-2.5-0.5b-instruct-sp2 \
     trainer.total_training_steps=100 \
     "$@"

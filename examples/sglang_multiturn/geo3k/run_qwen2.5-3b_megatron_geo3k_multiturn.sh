@@ -15,24 +15,17 @@ MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-VL-3B-Instruct}"
 
 python3 -m verl.trainer.main_ppo --config-path="$HERE/config" --config-name=geo3k_multiturn_megatron_grpo \
     algorithm.adv_estimator=grpo \
-    algorithm.use_kl_in_reward=false \
     data.train_files="$DATA_DIR/geo3k_multiturn_w_tool/train.parquet" \
     data.val_files="$DATA_DIR/geo3k_multiturn_w_tool/test.parquet" \
     data.train_batch_size=256 \
     data.max_prompt_length=2048 \
     data.max_response_length=2048 \
     data.filter_overlong_prompts=true \
-    data.truncation=error \
-    data.image_key=images \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \
     actor_rollout_ref.actor.use_kl_loss=true \
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-    actor_rollout_ref.actor.entropy_coeff=0 \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \
     actor_rollout_ref.rollout.name="$ENGINE" \
@@ -42,11 +35,9 @@ python3 -m verl.trainer.main_ppo --config-path="$HERE/config" --config-name=geo3
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \
     actor_rollout_ref.rollout.multi_turn.tool_config_path="$HERE/config/tool_config/geo3k_tool_config.yaml" \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8 \
-    trainer.logger='[console,wandb]' \
     trainer.project_name=geo3k_multiturn \
     trainer.experiment_name=qwen2.5-vl-3b_megatron \
     trainer.n_gpus_per_node=8 \
-    trainer.nnodes=1 \
     trainer.save_freq=-1 \
     trainer.test_freq=20 \
     trainer.total_epochs=15 \

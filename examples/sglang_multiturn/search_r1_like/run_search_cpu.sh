@@ -20,13 +20,10 @@ python3 -m verl.trainer.sft_trainer \
     "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
     "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
     data.train_batch_size=64 \
-    data.use_dynamic_bsz=true \
-    data.max_token_len_per_gpu=8192 \
     data.max_length=64 \
     "model.path='$OUT_DIR/model'" \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
-    engine.model_dtype=fp32 \
     optim.lr=3e-3 \
     optim.lr_scheduler_type=cosine \
     optim.lr_warmup_steps_ratio=0.1 \

@@ -1,45 +1,10 @@
 #!/usr/bin/env bash
 # GRPO: Qwen2.5-72B-Instruct on GSM8K, 4 nodes of 8 H800 with 80 GB, FSDP with offload and vLLM.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
-set -euxo pipefail
+set -euo pipefail
 
-DATA_DIR="${DATA_DIR:-$HOME/data}"
-MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-72B-Instruct}"
-
-python3 -m verl.trainer.main_ppo \
-    algorithm.adv_estimator=grpo \
-    algorithm.use_kl_in_reward=false \
-    data.train_files="$DATA_DIR/gsm8k/train.parquet" \
-    data.val_files="$DATA_DIR/gsm8k/test.parquet" \
-    data.train_batch_size=512 \
-    data.max_prompt_length=512 \
-    data.max_response_length=1024 \
-    data.filter_overlong_prompts=true \
-    data.truncation=error \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
-    actor_rollout_ref.actor.use_kl_loss=true \
-    actor_rollout_ref.actor.kl_loss_coef=0.001 \
-    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
-    actor_rollout_ref.actor.entropy_coeff=0 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
+bash "$(dirname "$0")/qwen2-70b_grpo_32_h20_fsdp_vllm.sh" \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 \
-    actor_rollout_ref.actor.fsdp_config.param_offload=true \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.n=5 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=8 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
-    actor_rollout_ref.ref.fsdp_config.param_offload=true \
-    trainer.logger='[console,wandb]' \
-    trainer.project_name=verl_tuning \
     trainer.experiment_name=qwen2-70b_grpo_32_h800_fsdp_vllm \
-    trainer.n_gpus_per_node=8 \
-    trainer.nnodes=4 \
-    trainer.save_freq=20 \
-    trainer.test_freq=5 \
-    trainer.total_epochs=15 \
     "$@"

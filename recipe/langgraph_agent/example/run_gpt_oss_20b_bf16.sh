@@ -8,28 +8,22 @@ MODEL_PATH="${MODEL_PATH:-lmsys/gpt-oss-20b-bf16}"
 NNODES="${NNODES:-2}"
 
 python3 -m "recipe.$(basename "$HERE").example.create_dataset" --local_save_dir "$DATA_DIR"
+source "$(dirname "$0")/../../../examples/settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${RUN[@]}" \
     algorithm.adv_estimator=grpo \
-    algorithm.use_kl_in_reward=false \
     data.train_files="$DATA_DIR/train.parquet" \
     data.val_files="$DATA_DIR/test.parquet" \
     data.return_raw_chat=true \
     data.train_batch_size=256 \
     data.max_prompt_length=1024 \
     data.max_response_length=1024 \
-    data.filter_overlong_prompts=true \
-    data.truncation=error \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true \
-    actor_rollout_ref.actor.use_kl_loss=false \
     actor_rollout_ref.actor.clip_ratio_low=0.2 \
     actor_rollout_ref.actor.clip_ratio_high=0.28 \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
     actor_rollout_ref.rollout.name=sglang \
     actor_rollout_ref.rollout.mode=async \
     actor_rollout_ref.rollout.tensor_model_parallel_size=8 \
@@ -41,7 +35,6 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
     actor_rollout_ref.rollout.multi_turn.format=gpt-oss \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8 \
-    actor_rollout_ref.rollout.agent.num_workers=8 \
     actor_rollout_ref.rollout.agent.agent_loop_config_path="$HERE/example/agent.yaml" \
     actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true \
     trainer.logger='["console","tensorboard"]' \
@@ -50,6 +43,4 @@ python3 -m verl.trainer.main_ppo \
     trainer.n_gpus_per_node=8 \
     trainer.nnodes="$NNODES" \
     trainer.total_epochs=1 \
-    trainer.test_freq=5 \
-    trainer.save_freq=20 \
     "$@"

@@ -16,11 +16,9 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         data.train_files="$OUT_DIR/data/sft.parquet" \
         data.train_batch_size=64 \
         data.max_length=64 \
-        data.max_token_len_per_gpu=8192 \
         model.path="$OUT_DIR/base" \
         model.use_remove_padding=true \
         model.enable_gradient_checkpointing=false \
-        engine.model_dtype=fp32 \
         optim.lr=3e-3 \
         optim.lr_scheduler_type=cosine \
         optim.lr_warmup_steps_ratio=0.1 \
@@ -34,42 +32,27 @@ if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
         trainer.total_training_steps="$SFT_STEPS" \
         trainer.save_freq=1000
 fi
+source "$(dirname "$0")/../../../examples/settings.sh"
 
-python3 -m verl.trainer.main_ppo \
+python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
     data.train_files="$OUT_DIR/data/train.parquet" \
     data.val_files="$OUT_DIR/data/test.parquet" \
     data.train_batch_size=16 \
     data.max_prompt_length=16 \
     data.max_response_length=48 \
-    data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$OUT_DIR/sft/global_step_$SFT_STEPS/huggingface" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=3e-4 \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
-    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
     actor_rollout_ref.rollout.mode=async \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3 \
     actor_rollout_ref.rollout.agent.num_workers=1 \
     actor_rollout_ref.rollout.agent.agent_loop_config_path="$HERE/example/agent.yaml" \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[]' \
     trainer.project_name=langgraph_agent \
     trainer.experiment_name=grpo \
     trainer.default_local_dir="$OUT_DIR/grpo" \
     trainer.total_training_steps=20 \
-    trainer.total_epochs=1000 \
     trainer.test_freq=10 \
-    trainer.save_freq=20 \
     "$@"
