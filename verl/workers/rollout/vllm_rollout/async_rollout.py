@@ -39,6 +39,7 @@ class vLLMAsyncRollout(vLLMRollout):
         super().__init__(config, model_config, device_mesh)
         self.run_step: int | None = None  # of the trainer, for messages
         self._serial = itertools.count()
+        self._changed_at = time.monotonic()  # the weights; a request that began later has seen no others
         self._keys: dict[str, set[str]] = {}  # keys of the open requests by the id that the caller gave
         engine = self._llm.model_config
         self._form = RequestForm(
@@ -94,7 +95,8 @@ class vLLMAsyncRollout(vLLMRollout):
             raise WrongInput(f"request {request_id}: {output}") from output
         if isinstance(output, BaseException):
             raise output
-        return token_output(output.output, request, params, arrived, output.started)
+        version = self.weights_version if output.started >= self._changed_at else None
+        return token_output(output.output, request, params, arrived, output.started, version)
 
     async def abort(self, request_id: str) -> bool:
         """End the requests of this id: their callers get the tokens so far."""
@@ -148,7 +150,7 @@ class vLLMAsyncRollout(vLLMRollout):
     def finish_update(self, version: int) -> None:
         """Complete the change, drop cached prefixes and record the version; see ``vLLMRollout``."""
         super().finish_update(version)
-        self._llm.llm_engine.set_weight_version(str(version))
+        self._changed_to(version)
 
     def begin_shared_update(self) -> None:
         """Pause the engine: the trainer has changed the weights in place."""
@@ -158,7 +160,11 @@ class vLLMAsyncRollout(vLLMRollout):
     def finish_shared_update(self, version: int) -> None:
         """Drop cached prefixes, and record the version; see ``vLLMRollout``."""
         super().finish_shared_update(version)
+        self._changed_to(version)
+
+    def _changed_to(self, version: int) -> None:
         self._llm.llm_engine.set_weight_version(str(version))
+        self._changed_at = time.monotonic()
 
     def prompt_log_probs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return log-probabilities of prompts, computed on the thread of the engine; see ``BaseRollout``.

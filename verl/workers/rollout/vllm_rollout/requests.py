@@ -123,23 +123,30 @@ def refusals() -> tuple[type[Exception], ...]:
 
 
 def token_output(
-    output: "RequestOutput", request: Request, params: "EngineParams", arrived: float, started: float
+    output: "RequestOutput",
+    request: Request,
+    params: "EngineParams",
+    arrived: float,
+    started: float,
+    version: int | None = None,
 ) -> TokenOutput:
     """Return the result of a request that the engine has ended just now.
 
     Args: ``arrived`` and ``started`` are when the server and the engine got it, in monotonic seconds. The engine knows
-        better when it began, if ``rollout.disable_log_stats`` is false.
+        better when it began, if ``rollout.disable_log_stats`` is false. ``version`` is that of the weights that sampled
+        all tokens, if it is known; vLLM tells it since 0.32.
     """
     sample = output.outputs[0]
     ended, stats = time.monotonic(), output.metrics
     if stats is not None and stats.scheduled_ts:
         started = max(arrived, ended - (stats.last_token_ts - stats.scheduled_ts))
-    spans = sample.weight_versions or []
+    spans = getattr(sample, "weight_versions", None)
+    untold = [] if version is None or not sample.token_ids else [(version, len(sample.token_ids))]
     return TokenOutput(
         token_ids=list(sample.token_ids),
         log_probs=flat_log_probs(sample) if params.logprobs is not None else None,
         finish_reason=sample.finish_reason,
-        versions=[(int(span.version), span.end - span.start) for span in spans],
+        versions=untold if spans is None else [(int(span.version), span.end - span.start) for span in spans],
         num_cached_tokens=output.num_cached_tokens or 0,
         expanded_prompt_ids=list(output.prompt_token_ids or []) if "multi_modal_data" in request else None,
         queue_s=started - arrived,
