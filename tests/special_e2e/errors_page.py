@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
+from textwrap import shorten as shorten_text
 
 from verl.trainer.config.invocation import NOT_LOOKED_AT
 
@@ -27,6 +28,7 @@ PAGE = REPOSITORY / "docs" / "errors.md"
 ANSWERS = Path(__file__).with_name("wrong_input_answers.json")
 """The verdict and the message of every wrong input, by its id."""
 MOST_CHARACTERS = 400
+PAGE_CHARACTERS = 240
 LATE_TIMEOUT_S = 1800
 TITLES = {
     "config": "Configuration",
@@ -149,12 +151,17 @@ def count_table(verdicts: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def cell_of(message: str) -> str:
+    """Return the beginning of a message, without what ends a cell."""
+    return shorten_text(message.replace("`", ""), PAGE_CHARACTERS, placeholder=" ...").replace("|", chr(92) + "|")
+
+
 def page(messages: dict[str, str]) -> str:
     """Return the page from the message of each wrong input."""
     parts = [HEAD.format(count=len(CASES))]
     for group, title in TITLES.items():
         rows = [
-            f"{row_of(case)} `{messages[case.id].replace('`', '').replace('|', chr(92) + '|')}` |\n"
+            f"{row_of(case)} `{cell_of(messages[case.id])}` |\n"
             for case in CASES
             if case.group == group and case.id in SHOWN
         ]

@@ -10,7 +10,7 @@ from tests.utils.chat.conversations import TOOLS, Outcome, compare, conversation
 from tests.utils.chat.formats import FORMATS, REFUSED, Format, is_installed, make_tokenizer, refused
 from verl.utils.chat import Appended, ChatFormat, ChatFormatError, pieces, written_turn
 
-PAGE = Path(__file__).parents[3] / "docs/advance/chat_formats.md"
+PAGE = Path(__file__).with_name("formats_results.md")
 FEW, MANY = 3, 200
 ENDS_WITH_THE_NEXT_TURN = ("glm4", "glm4_5", "template_chatml.jinja")
 """Formats whose templates write the end of a turn only where another turn follows."""
