@@ -191,13 +191,6 @@ def test_remote_code_is_checked_with_its_weights(tmp_path: Path) -> None:
     assert all(torch.equal(present[name], value) for name, value in engine.local_parameters())
 
 
-def test_ranks_that_read_together_do_so_at_once(tmp_path: Path) -> None:
-    """What one broadcasts from a thread would meet what the other sends from its main thread."""
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
-    cases.write_family(tmp_path, "Qwen3Moe", moe)  # transformers stacks the experts of its files
-    Ranks(read_together, (2, tmp_path, str(tmp_path / "store")), nprocs=2).join()
-
-
 def test_shards_that_are_offloaded_are_whole(folder: Path, tmp_path: Path) -> None:
     """``fully_shard`` copies a shard that is shorter than others when it moves."""
     Ranks(read_and_offload, (3, folder, str(tmp_path / "store")), nprocs=3).join()
@@ -223,16 +216,3 @@ def as_rank(rank: int, world_size: int, store: str) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     yield
     dist.destroy_process_group()
-
-
-def read_together(rank: int, world_size: int, folder: Path, store: str) -> None:
-    with as_rank(rank, world_size, store):
-        with load_in_background():
-            fill((), cases.slow)
-            engine: Any = cases.build(folder)
-            present = {name: value.to_local().detach().clone() for name, value in engine.local_parameters()}
-        exported = cases.export(engine)
-        expected = cases.load(folder)
-        stored = cases.under_checkpoint_names(expected, dict(expected.named_parameters()))
-        assert all(torch.equal(present[name], value.to_local()) for name, value in engine.local_parameters())
-        assert exported.keys() == stored.keys() and all(torch.equal(exported[name], stored[name]) for name in stored)

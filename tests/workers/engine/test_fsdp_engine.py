@@ -272,8 +272,7 @@ def _plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_weights_that_transformers_alone_can_read(folder: Path, tmp_path: Path) -> None:
-    """A torch.save checkpoint goes through from_pretrained."""
+def test_a_file_of_torch_save_is_checked(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
     torch.save(tensors, tmp_path / "pytorch_model.bin")
@@ -281,10 +280,10 @@ def test_weights_that_transformers_alone_can_read(folder: Path, tmp_path: Path) 
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in cases.export(engine).items())
     tensors["model.norm.weight"][3] = float("nan")
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=rf"tensor 'model.norm.weight' in {tmp_path} holds NaN"):
+    with pytest.raises(ValueError, match=rf"tensor 'model.norm.weight' in {tmp_path}/pytorch_model.bin holds NaN"):
         cases.build(tmp_path)
     torch.save({"model.norm.weight": _Attack(tmp_path / "made")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=f"model.path={tmp_path} hold more than tensors"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/pytorch_model.bin .*UnpicklingError.* holds more than tensors"):
         cases.build(tmp_path)
     assert not (tmp_path / "made").exists()
 

@@ -4,14 +4,17 @@ import hashlib
 import json
 import logging
 import os
+import zipfile
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from verl.base_config import WrongInput
-from verl.utils.loading import not_finite
+from verl.utils.checkpoint.files import CheckpointError
+from verl.utils.loading import load_tensors, not_finite
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.value_heads import HEAD_FILE, HEAD_NAME, stored_head
 from verl.workers.config.engine import DTYPES as DTYPE_NAMES
@@ -23,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLED_FILE = "pytorch_model.bin"
+PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 
 
 class StoredTensor(Protocol):
@@ -87,21 +92,23 @@ def _read_index(path: str) -> dict[str, str]:
 class SafetensorsReader:
     """Read the tensors of a checkpoint folder, one slice at a time."""
 
+    single_file, index_file = SINGLE_FILE, INDEX_FILE
+
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._open_files: dict[str, OpenFile] = {}
-        index = os.path.join(folder, INDEX_FILE)
+        index = os.path.join(folder, self.index_file)
         if os.path.exists(index):
             self.files = _read_index(index)
         else:
-            self.files = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+            self.files = dict.fromkeys(self._open(self.single_file).keys(), self.single_file)
         if os.path.exists(os.path.join(folder, HEAD_FILE)):
             self.files |= dict.fromkeys(self._open(HEAD_FILE).keys(), HEAD_FILE)
 
-    @staticmethod
-    def serves(folder: str) -> bool:
-        """Whether the folder holds safetensors under the usual names."""
-        return any(os.path.exists(os.path.join(folder, name)) for name in (INDEX_FILE, SINGLE_FILE))
+    @classmethod
+    def serves(cls, folder: str) -> bool:
+        """Whether the folder holds files under the usual names."""
+        return any(os.path.exists(os.path.join(folder, name)) for name in (cls.index_file, cls.single_file))
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -152,9 +159,9 @@ class SafetensorsReader:
         file = self.files[name]
         try:
             return self._open(file).get_slice(name)
-        except SafetensorError as error:
+        except (SafetensorError, KeyError) as error:
             path = os.path.join(self.folder, file)
-            raise ModelWeightsError(f"{path} lacks the tensor {name!r} that {INDEX_FILE} says it holds") from error
+            raise ModelWeightsError(f"{path} lacks the tensor {name!r} that {self.index_file} says it holds") from error
 
     def _open(self, file: str) -> "OpenFile":
         from safetensors import SafetensorError, safe_open
@@ -169,6 +176,68 @@ class SafetensorsReader:
                     "copy or download the checkpoint again"
                 ) from error
         return self._open_files[file]
+
+
+class PickledReader(SafetensorsReader):
+    """Read the tensors of files of ``torch.save``, which stay on disk where their format allows it."""
+
+    single_file, index_file = PICKLED_FILE, PICKLED_INDEX_FILE
+
+    def _open(self, file: str) -> "OpenFile":
+        if file == HEAD_FILE:
+            return super()._open(file)
+        path = os.path.join(self.folder, file)
+        if file not in self._open_files:
+            try:
+                self._open_files[file] = _PickledFile(load_tensors(path, mmap=zipfile.is_zipfile(path)))
+            except (CheckpointError, OSError) as error:
+                kind = type(error.__cause__ or error).__name__
+                raise ModelWeightsError(
+                    f"cannot read the weights file {path} ({kind}): it is missing, damaged, or holds more than "
+                    "tensors, which could run code; use safetensors, or weights from another source"
+                ) from error
+        return self._open_files[file]
+
+
+class _PickledFile(dict[str, Tensor]):
+    """The tensors of a file of ``torch.save``, as an ``OpenFile``."""
+
+    def keys(self) -> list[str]:  # type: ignore[override]
+        return list(super().keys())
+
+    def get_slice(self, name: str) -> StoredTensor:
+        return _PickledTensor(self[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self[name]
+
+
+@dataclass(frozen=True)
+class _PickledTensor:
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return next((name for name, dtype in STORED_DTYPES.items() if dtype == self.tensor.dtype), "unknown")
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> Tensor:
+        return self.tensor[part]
+
+
+def open_weights(folder: str, source: str) -> SafetensorsReader:
+    """Return a reader of the files of a checkpoint; ``source`` is a key and its value, for the message.
+
+    Raises: ModelWeightsError when the folder holds none.
+    """
+    for reader in (SafetensorsReader, PickledReader):
+        if reader.serves(folder):
+            return reader(folder)
+    raise ModelWeightsError(
+        f"{source} holds no weights ({SINGLE_FILE}, {PICKLED_FILE}, or an index of several such files): copy or "
+        "download the model again"
+    )
 
 
 # New weights

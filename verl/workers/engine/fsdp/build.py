@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,14 +41,14 @@ from verl.workers.engine.background_load import Values, fill, place
 from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_name, is_adapter
 from verl.workers.engine.fsdp.compute_copies import ComputeCopies, dtype_of_copies
 from verl.workers.engine.fsdp.layout import Layout
+from verl.workers.engine.fsdp.stored_model import StoredModel, WeightFiles
 from verl.workers.engine.weights import (
     DTYPES,
     HEAD,
     ModelWeightsError,
-    SafetensorsReader,
     draw_tensor,
     head_aliases,
-    refuse_not_finite,
+    open_weights,
     tensor_seed,
 )
 
@@ -64,13 +62,6 @@ logger = logging.getLogger(__name__)
 
 LocalReader = Callable[[str, torch.Size, slice], Tensor | None]
 """(name, whole shape, rows) -> those rows, or None for a tensor that the checkpoint does not hold."""
-
-
-class Source(NamedTuple):
-    """Where the weights come from, and whether all ranks must read together."""
-
-    read: LocalReader
-    is_collective: bool
 
 
 # Precision and attention
@@ -201,10 +192,9 @@ class ModelBuilder:
             ) from error
         if self.is_value_model:
             model.config.architectures = [type(model).__name__]
-        path = self.model_config.local_path
-        stored = SafetensorsReader(path).names() if SafetensorsReader.serves(path) else set()
-        self.prefixed = remember_conversions(model, stored)
-        source = self._source(model, auto_class)
+        files = open_weights(self.model_config.local_path, f"model.path={self.model_config.path}")
+        self.prefixed = remember_conversions(model, files.names())
+        read_rows = self._reader(model, files)
         self._freeze(model)
         module: nn.Module = model
         if self.model_config.lora_rank:
@@ -218,10 +208,10 @@ class ModelBuilder:
             self._shard(module, model)
         is_on_host = self.engine_config.offload_policy or self.engine_config.param_offload
         home = torch.device("cpu") if is_on_host else self.layout.device
-        load_buffers(module, source.read)
+        load_buffers(module, read_rows)
         empty = materialize(module, home)
-        read = partial(_values, empty, self.layout.shard_group, source.read, self._initialize)
-        fill((each.memory for each in empty), read, at_once=source.is_collective)
+        read = partial(_values, empty, self.layout.shard_group, read_rows, self._initialize)
+        fill((each.memory for each in empty), read)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -302,77 +292,24 @@ class ModelBuilder:
         if self.model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def _source(self, model: PreTrainedModel, auto_class: "type[_BaseAutoModelClass] | VisionValueModel") -> "Source":
-        """Choose how to read the checkpoint.
-
-        If model and files share their names, each rank reads its slices. If transformers converts names or layouts,
-        rank 0 loads the tensors and broadcasts them one by one.
-        """
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        reader: SafetensorsReader | None = None
-        if SafetensorsReader.serves(self.model_config.local_path):
-            reader = SafetensorsReader(self.model_config.local_path)
-            wanted = {name for name, _ in model.named_parameters()}
-            most_are_stored = len(wanted & reader.names()) * 2 > len(wanted)
-            if most_are_stored and not get_model_conversion_mapping(model, add_legacy=False):
-                aliases = _tied_aliases(model)
-                heads = self._heads(reader.names(), reader.shape)
-
-                def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
-                    known = (name, *aliases.get(name, ()), heads.get(name, name))
-                    stored = next((n for n in known if n in reader.files), None)
-                    return reader.read(stored, shape, rows) if stored is not None else None
-
-                return Source(read, is_collective=False)
-        return _from_first_rank(partial(self._load_whole, auto_class, reader))
-
-    def _heads(self, names: Collection[str], shape_of: Callable[[str], Sequence[int]] | None) -> dict[str, str]:
-        """Return the stored names of the value head where they differ from those of the model."""
-        if not self.is_value_model:
-            return {}
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        source = f"model.path={self.model_config.path}"
-        return head_aliases(source, self.model_config.local_path, names, shape_of, self.makes_head, is_first)
-
-    def _load_whole(
-        self, auto_class: "type[_BaseAutoModelClass] | VisionValueModel", reader: SafetensorsReader | None
-    ) -> dict[str, Tensor]:
-        """Return the tensors of the checkpoint as transformers loads and converts them, and a head of another name.
-
-        Raises: ModelWeightsError naming the folder.
-        """
-        path = self.model_config.local_path
-        options = self._load_kwargs(auto_class) | {
-            "low_cpu_mem_usage": True,
-            "output_loading_info": True,
-            "weights_only": True,
-        }
-        try:
-            loaded: Any = auto_class.from_pretrained(path, config=self._config(), **options)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ModelWeightsError(f"cannot load the weights of model.path={path}: {error}") from error
-        except UnpicklingError as error:
-            raise ModelWeightsError(
-                f"the weights of model.path={path} hold more than tensors, which could run code: use safetensors, or "
-                "weights from another source"
-            ) from error
-        whole, report = loaded  # two values, because of output_loading_info
-        # Missing tensors were drawn from the random state of this process; ``_initialize`` draws them instead.
-        tensors = chain(whole.named_parameters(), stored_buffers(whole))
-        found = {name: tensor for name, tensor in tensors if name not in report["missing_keys"]}
-        for name, tensor in found.items():
-            refuse_not_finite(name, tensor, path)
-        if reader is not None:
-            heads = self._heads(reader.names(), reader.shape)
-            shapes = {name: reader.shape(stored) for name, stored in heads.items() if stored in reader.files}
-            return found | {name: reader.read(heads[name], shape, slice(None)) for name, shape in shapes.items()}
-        if heads := self._heads({*found, *report["unexpected_keys"]}, None):
-            raise ModelWeightsError(
-                f"model.path={path}: it holds a value head as {heads[f'{HEAD}weight']!r}, which is read from "
-                f"safetensors only: save the model as safetensors, or rename the head to {HEAD}weight"
+    def _reader(self, model: PreTrainedModel, files: WeightFiles) -> LocalReader:
+        """Return how a rank reads its rows: of the model's tensors, and of a value head under another name."""
+        stored = StoredModel(model, files)
+        heads: dict[str, str] = {}
+        if self.is_value_model:
+            is_first = not dist.is_initialized() or dist.get_rank() == 0
+            source = f"model.path={self.model_config.path}"
+            heads = head_aliases(
+                source, self.model_config.local_path, files.names(), files.shape, self.makes_head, is_first
             )
-        return found
+
+        def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
+            value = stored.read(name, shape, rows)
+            if value is None and heads.get(name) in files.names():
+                value = files.read(heads[name], shape, rows)
+            return value
+
+        return read
 
     def _initialize(self, name: str, shape: torch.Size, rows: slice) -> Tensor | None:
         """Draw a new head or adapter from the seed and its name, so that every layout has the same."""
@@ -494,41 +431,6 @@ def load_buffers(model: nn.Module, read: LocalReader) -> None:
         logger.warning(
             "the checkpoint lacks %d buffers of the model, the first is %r: they start as new", len(kept), kept[0]
         )
-
-
-def _tied_aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return, for each unique parameter name, the other names of the same parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: rest for first, *rest in names.values() if rest}
-
-
-def _from_first_rank(load_whole: Callable[[], dict[str, Tensor]]) -> Source:
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    first = alone or dist.get_rank() == 0
-    whole = load_whole() if first else {}
-
-    def read(name: str, shape: torch.Size, rows: slice) -> Tensor | None:
-        tensor = whole.pop(name).detach() if name in whole else None
-        if not alone:
-            tensor = _broadcast_from_first(tensor)
-        if tensor is not None and tensor.shape != shape:
-            raise ModelWeightsError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(shape)}")
-        return tensor if tensor is None or not shape else tensor[rows]
-
-    return Source(read, is_collective=not alone)
-
-
-def _broadcast_from_first(tensor: Tensor | None) -> Tensor | None:
-    header: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
-    dist.broadcast_object_list(header, src=0)
-    if header[0] is None:
-        return None
-    shape, dtype = header[0]
-    received = tensor.contiguous() if tensor is not None else torch.empty(shape, dtype=dtype)
-    dist.broadcast(received, src=0)
-    return received
 
 
 def remember_conversions(model: "PreTrainedModel", stored: Collection[str] = (), prefixed: bool = False) -> bool:
