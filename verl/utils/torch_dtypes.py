@@ -52,3 +52,10 @@ class PrecisionType:
     def is_bf16(precision: Precision) -> bool:
         """Whether this is a spelling of bfloat16."""
         return precision in _SPELLINGS[torch.bfloat16]
+
+
+def smaller_dtype(held: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the wanted floating-point dtype if it takes fewer bytes than the one that is held, else that one."""
+    if wanted is None or not held.is_floating_point or wanted.itemsize >= held.itemsize:
+        return held
+    return wanted

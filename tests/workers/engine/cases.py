@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,7 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         result["metrics"] = engine.train_batch(batch(rows, **case["cut"]), loss_fn)
         result["lr"] = engine.lr_scheduler_step()
     result["weights"] = export(engine)
+    check_sent(engine, result["weights"])
     result["version"] = engine.weights_version
     if case.get("model", {}).get("lora_rank"):
         result["adapter"] = export(engine, adapter_only=True)
@@ -360,6 +362,26 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 def export(engine: BaseEngine, adapter_only: bool = False) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in engine.named_weights(adapter_only)}
+
+
+def check_sent(engine: BaseEngine, whole: dict[str, Tensor]) -> None:
+    """A receiver gets the bits that it would make of the whole tensors: bf16, fp32 for some, and unknown for one."""
+
+    def held(name: str) -> torch.dtype | None:
+        in_fp32 = "norm" in name or "correction_bias" in name
+        return None if "o_proj" in name else torch.float32 if in_fp32 else torch.bfloat16
+
+    def agree(names: Sequence[Sequence[str]]) -> list[torch.dtype | None]:
+        dtypes = [{held(name) for name in each} for each in names]
+        return [each.pop() if len(each) == 1 else None for each in dtypes]
+
+    room: list[int] = []
+    sent = {name: tensor.clone() for name, tensor in engine.sent_weights(agree, room.append)}
+    assert list(sent) == list(whole)
+    for name, tensor in sent.items():
+        assert tensor.dtype == held(name) or (held(name) is None and tensor.dtype == torch.float32), name
+        assert torch.equal(tensor, whole[name].to(tensor.dtype)), name
+    assert sum(room) < sum(tensor.nbytes for tensor in whole.values())
 
 
 def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:

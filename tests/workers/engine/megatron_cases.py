@@ -277,6 +277,7 @@ def run_case(folder: Path, layout: dict[str, Any], case: dict[str, Any]) -> dict
         result["metrics"] = engine.train_batch(cases.batch(rows, **case["cut"]), cases.loss_fn)
         result["lr"] = engine.lr_scheduler_step()
     result["weights"] = cases.export(engine)
+    cases.check_sent(engine, result["weights"])
     result["version"] = engine.weights_version
     return result
 

@@ -67,6 +67,9 @@ class TrainerStandIn:
                 before(parameter.nbytes)
             yield name, parameter.detach().clone()  # as a gathered tensor: its memory is its own
 
+    def sent_weights(self, agree: Any, before: Callable[[int], None] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return self.named_weights(before=before)
+
 
 def rollout_config(name: str, **changes: Any) -> RolloutConfig:
     settings: dict[str, Any] = {

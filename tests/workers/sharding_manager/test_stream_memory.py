@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.workers.config import FSDPEngineConfig
@@ -26,6 +28,7 @@ class Taker:
     """A rollout that takes buckets and drops them; it may look at all tensors, and hold some back."""
 
     unverified = 0
+    dtype: torch.dtype | None = None
 
     def __init__(self, looks: bool = False, pending: Callable[[str], bool] = lambda name: False) -> None:
         self.looks, self.holds = looks, pending
@@ -56,6 +59,9 @@ class Taker:
             return None
         self.checksums[name] = tensor_checksum(tensor)
         return name, self.checksums[name]
+
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        return self.dtype
 
     def weights_checksum(self) -> dict[str, int]:
         return {name: int(value) for name, value in self.checksums.items()}
@@ -130,3 +136,48 @@ def test_what_the_engine_holds_back_is_counted(engine: FSDPEngine, bucket: int) 
     with allocations() as found:
         sync = WeightSync(engine, Taker(pending=lambda name: "gate_proj" in name), bucket * MIB, step=1).run()
     assert sync["checksum_ok"] == 1 and found["peak"] <= bucket * MIB + 4096
+
+
+class Sent(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the floating-point tensors that ranks exchange."""
+
+    def __enter__(self) -> Any:
+        self.nbytes = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor) and each.is_floating_point()]
+            self.nbytes += sum(each.nbytes for each in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4), (None, 4)])
+def test_weights_travel_in_the_dtype_of_the_engine(engine: FSDPEngine, dtype: torch.dtype | None, size: int) -> None:
+    """Bytes per parameter: those that the ranks exchange, those of the buckets, and what is allocated."""
+    rollout = Taker()
+    rollout.dtype = dtype
+    with Sent() as sent:  # type: ignore[no-untyped-call]
+        sync = WeightSync(engine, rollout, 8 * MIB, step=1).run()
+    parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    assert sync["bytes"] == sent.nbytes == size * parameters
+    with allocations() as found:
+        WeightSync(engine, rollout, 8 * MIB, step=1).run()
+    assert found["peak"] <= 8 * MIB + (4 * MIB if size == 2 else 4096)  # a rank's shard in the other dtype
+
+
+def test_an_engine_whose_ranks_differ_gets_whole_weights(engine: FSDPEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one rank of the engine holds a layer, and another does not."""
+    rollout = Taker()
+    rollout.dtype = torch.bfloat16
+    reduce = torch.distributed.all_reduce
+
+    def with_another(tensor: Tensor, *options: Any) -> None:
+        reduce(tensor, *options)
+        if tensor.dim() == 2:
+            tensor[:, 0].copy_(torch.tensor([2, 0]))  # the other rank does not know the first
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_another)
+    sync = WeightSync(engine, rollout, 8 * MIB, step=1).run()
+    first, *others = (parameter.numel() for parameter in engine.module.parameters())
+    assert sync["bytes"] == 4 * first + 2 * sum(others)

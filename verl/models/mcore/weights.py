@@ -229,6 +229,12 @@ def is_of_stack(name: str) -> bool:
     return _OF_STACK.fullmatch(name) is not None
 
 
+def name_in_checkpoint(name: str) -> str:
+    """Return the name of the tensor of a checkpoint that holds this one: a stack, or itself."""
+    found = _OF_STACK.fullmatch(name)
+    return name if found is None else found["before"] + found["part"]
+
+
 def reading_stacks(read: ReadPart, num_experts: int, shapes: Mapping[str, Sequence[int]]) -> ReadPart:
     """Return a function that reads single experts from the stacks of a checkpoint, and other tensors as they are.
 

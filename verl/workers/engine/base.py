@@ -45,6 +45,10 @@ LossFn = Callable[[ModelOutput, "DataProto"], tuple[list[Sum], dict[str, Metric]
 # Takes the output for a micro-batch and the micro-batch; returns the scalar to differentiate.
 OutputFn = Callable[[ModelOutput, MicroBatch], Tensor]
 
+# Takes, for each parameter, the checkpoint names of its tensors; returns the dtype in which all ranks' receivers hold
+# these, or None where they differ, or hold them in another form. Collective.
+AgreeOnDtypes = Callable[[Sequence[Sequence[str]]], Sequence[torch.dtype | None]]
+
 Part = Literal["model", "grad", "optimizer"]
 T = TypeVar("T")
 
@@ -352,6 +356,17 @@ class BaseEngine(ABC):
         the adapters alone. ``before`` is told the bytes of each tensor before it is gathered, so that the caller can
         make room; it must not wait for other ranks.
         """
+
+    def sent_weights(
+        self, agree: AgreeOnDtypes, before: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield like ``named_weights`` for a receiver that holds most tensors in a smaller dtype; collective.
+
+        An engine that gathers its weights asks once for the dtypes in which the receiver holds the tensors that it
+        makes of each parameter, and casts before it gathers. The receiver then has the bits that it would have made
+        itself. What needs arithmetic, such as merged adapters, is cast after it. This engine leaves it to the receiver.
+        """
+        return self.named_weights(before=before)
 
     def local_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) of this rank: a part of the model or a sharded whole. Not collective."""

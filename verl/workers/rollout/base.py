@@ -200,6 +200,13 @@ class BaseRollout(ABC):
         None if the engine does not know where it holds the tensor. The argument ``name`` is the name in the checkpoint.
         """
 
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of the engine's parameter that takes a tensor of the checkpoint by a plain copy.
+
+        fp32, bf16 or fp16; None if the engine computes its values from the tensor, or does not know where it goes.
+        """
+        return None
+
     # ---- weights in the memory of the trainer
 
     def weight_places(self, names: Collection[str]) -> dict[str, Tensor]:

@@ -302,6 +302,11 @@ class HFRollout(BaseRollout):
         target = self._parameters.get(name)
         return None if target is None else (name, tensor_checksum(tensor, target.dtype))
 
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of the module's parameter; see ``BaseRollout``."""
+        target = self._parameters.get(name)
+        return None if target is None else target.dtype
+
     @property
     def _parameters(self) -> dict[str, Tensor]:
         """The parameters, tied ones once under their first name, and the buffers that checkpoints hold."""

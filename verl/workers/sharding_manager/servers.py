@@ -148,6 +148,10 @@ class ServerWeights:
         """Return name and checksum of a tensor as it is sent; the engine compares it with its parts."""
         return (name, tensor_checksum(tensor)) if self._targets else None
 
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        """Return None: only the servers know where a tensor goes."""
+        return None
+
     def weights_checksum(self) -> dict[str, int]:
         """Return the checksums of the tensors that arrived, without those that the servers do not agree on."""
         if not self._received:

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 
 Bucket = list[tuple[str, Tensor]]
+
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+"""In what an engine holds a tensor; None is unknown."""
 
 SMALLEST_SHARE = 8
 """Smallest bucket, as the limit divided by this number."""
@@ -143,11 +146,22 @@ class WeightSync:
 
     def _stream(self) -> None:
         """Drain the engine's weights into buckets; a bucket is flushed before the next tensor is allocated."""
-        for name, tensor in self._engine.named_weights(before=self._make_room):
+        for name, tensor in self._engine.sent_weights(self._agreed_dtypes, self._make_room):
             self._meter.watch(tensor)
             self._bucketer.add(name, tensor)
             del tensor  # otherwise it stays alive while the next one is allocated
         self._bucketer.flush()
+
+    def _agreed_dtypes(self, names: Sequence[Sequence[str]]) -> list[torch.dtype | None]:
+        """Return the dtype in which the engines of all ranks hold the tensors of a parameter, else None; collective."""
+        dtypes: list[set[torch.dtype | None]] = [set() for _ in names]
+        with self._failure_kept():
+            dtypes = [{self._rollout.weight_dtype(name) for name in each} for each in names]
+        codes = torch.tensor([_DTYPES.index(each.pop()) if len(each) == 1 else 0 for each in dtypes])
+        bounds = torch.stack([codes, -codes])
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX)
+        return [_DTYPES[high] if high == -low else None for high, low in bounds.T.tolist()]
 
     def _make_room(self, nbytes: int) -> None:
         """Flush the bucket if a tensor does not fit, so that its memory is free before the tensor is allocated."""

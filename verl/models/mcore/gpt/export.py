@@ -14,15 +14,19 @@ from torch.distributed import ProcessGroup
 from verl.models.mcore.families import TOWER, num_experts
 from verl.models.mcore.gpt.build import NamedParameter, named_parameters
 from verl.models.mcore.gpt.layers import ValueHead
-from verl.models.mcore.weights import Rule, is_of_stack, stacked
+from verl.models.mcore.weights import Rule, is_of_stack, name_in_checkpoint, stacked
 from verl.utils.device import current_device
 from verl.utils.megatron_utils import unwrap_model
+from verl.utils.torch_dtypes import smaller_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Convert = Callable[[str, Sequence[Tensor]], tuple[Sequence[str], Sequence[Tensor]]]
 """(name of a parameter, its parts on all tensor-parallel ranks) -> (checkpoint names, tensors)."""
+
+AgreeOnDtypes = Callable[[Sequence[Sequence[str]]], Sequence[torch.dtype | None]]
+"""(checkpoint names of each parameter) -> the dtype in which a receiver holds its tensors, or None; collective."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def exported_weights(
     of: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
     before: Callable[[int], None] | None = None,
     convert: Convert | None = None,
+    agree: AgreeOnDtypes | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, full tensor): the embedding, the vision tower, the layers by number, the last norm, the
     head; collective.
@@ -66,6 +71,7 @@ def exported_weights(
         of: returns the tensor to export for a parameter, such as its gradient; None skips the parameter.
         before: called with the bytes of each parameter before its parts are gathered.
         convert: replaces the rules' conversion.
+        agree: returns the dtypes to cast to before parts are sent, where they are smaller; rules do no arithmetic.
     """
     own = {each.name: each for model in models for each in named_parameters(model, hf_config, is_value_model)}
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
@@ -73,7 +79,10 @@ def exported_weights(
     experts = num_experts(hf_config) or 0
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for entry in _plan(own, of):
+        plan = _plan(own, of)
+        if agree is not None:
+            plan = _in_dtypes(plan, agree)
+        for entry in plan:
             if before is not None:
                 copies = experts if is_of_stack(entry.names[0][0]) else 1
                 before(entry.shape.numel() * entry.dtype.itemsize * tp_size * copies)
@@ -175,12 +184,18 @@ def _order(name: str) -> tuple[int, int, str]:
     return (2, 0, name)
 
 
+def _in_dtypes(plan: list[Entry], agree: AgreeOnDtypes) -> list[Entry]:
+    names = [[name_in_checkpoint(name) for names in entry.names for name in names] for entry in plan]
+    pairs = zip(plan, agree(names), strict=True)
+    return [replace(entry, dtype=smaller_dtype(entry.dtype, dtype)) for entry, dtype in pairs]
+
+
 def _broadcast(own: Tensor | None, entry: Entry, group: ProcessGroup, owner: int) -> Tensor:
     """Broadcast the part of rank ``owner`` of the group on the device; ``own`` is None on the receivers."""
     if own is None:
         part = torch.empty(entry.shape, dtype=entry.dtype, device=current_device())
     else:
-        part = own.to(current_device()).contiguous()
+        part = own.to(entry.dtype).to(current_device()).contiguous()
     if group.size() > 1:
         dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
     return part

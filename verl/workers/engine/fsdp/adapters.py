@@ -18,6 +18,7 @@ from verl.utils.checkpoint.files import ADAPTER_FOLDER as ADAPTER_FOLDER
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import ADAPTED, ADAPTER_MARK, ADAPTER_PREFIX, full_tensor, without_wrappers
 from verl.utils.model import VISION_TOWERS, is_named, stored_buffers
+from verl.utils.torch_dtypes import smaller_dtype
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -275,19 +276,29 @@ def _excluding(exclude: ModuleNames, patterns: list[str]) -> str | list[str] | N
 # Export
 
 
-def merged_weights(module: nn.Module, before: Callable[[int], None] | None = None) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    module: nn.Module,
+    before: Callable[[int], None] | None = None,
+    dtypes: Mapping[str, torch.dtype | None] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (in-memory name of the base model, whole tensor) with any adapters added in, then the buffers; collective.
 
-    The trained parameters stay as they are. ``before`` is told the bytes of each tensor before it is gathered.
+    The trained parameters stay as they are. ``before`` is told the bytes of each tensor before it is gathered. A
+    parameter that ``dtypes`` gives a smaller dtype is cast to it: before it is gathered or, if it is adapted, after.
     """
     merger = AdapterMerger(module, {name: value for name, value in module.named_parameters() if is_adapter(name)})
     for name, parameter in module.named_parameters():
         plain = base_name(name)
         if plain is None:
             continue
+        dtype = smaller_dtype(parameter.dtype, (dtypes or {}).get(name))
+        part = parameter.detach()
+        if not merger.adapts(name):
+            part = part.to(dtype)
         if before is not None:
-            before(parameter.numel() * parameter.element_size())
-        whole = merger.merged(name, full_tensor(parameter))
+            before(part.numel() * part.element_size())
+        whole = merger.merged(name, full_tensor(part)).to(dtype)
+        del part
         yield plain, whole
         del whole
     for name, buffer in stored_buffers(module):
@@ -321,6 +332,10 @@ class AdapterMerger:
     def __init__(self, module: nn.Module, adapters: Mapping[str, Tensor]) -> None:
         self.modules = dict(module.named_modules())
         self.adapters = adapters
+
+    def adapts(self, name: str) -> bool:
+        """Whether an adapter changes the weight of this name."""
+        return adapting_layer(self.modules, name) is not None
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """Return the whole weight of this name plus its adapter, computed in fp32; itself where it has none.

@@ -458,6 +458,13 @@ def _names_by(model: "PreTrainedModel", steps: Sequence[Any]) -> set[str]:
     return {name for name, _ in checkpoint_names(model, iter(model.named_parameters()))}
 
 
+def only_moves_values(model: "PreTrainedModel") -> bool:
+    """Whether ``checkpoint_names`` does no arithmetic: its conversions are those of transformers, which have none."""
+    steps = getattr(model, "_weight_conversions", None) or ()
+    operations = [operation for step in steps for operation in getattr(step, "operations", ())]
+    return all(type(each).__module__ == "transformers.core_model_loading" for each in operations)
+
+
 def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Rename and convert in-memory tensors to those of a published checkpoint, one at a time.
 

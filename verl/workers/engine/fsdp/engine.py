@@ -38,12 +38,13 @@ from verl.utils.numerics.lr_schedules import num_warmup_steps, schedule_factor
 from verl.utils.numerics.seeding import compute_deterministically
 from verl.workers.config.engine import DEVICES, STRATEGIES
 from verl.workers.engine.background_load import wait_for_weights, when_filled
-from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part
+from verl.workers.engine.base import AgreeOnDtypes, BaseEngine, EngineRegistry, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import (
     ModelBuilder,
     checkpoint_names,
     keep_attention_whole,
+    only_moves_values,
     precision_policy,
     use_packed_attention,
 )
@@ -388,6 +389,19 @@ class FSDPEngine(BaseEngine):
             yield from adapters.adapter_weights(self.module)
             return
         yield from checkpoint_names(self.base_model, adapters.merged_weights(self.module, before))
+
+    def sent_weights(
+        self, agree: AgreeOnDtypes, before: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in the dtypes of the receiver where those are smaller; see ``BaseEngine``."""
+        model = self.base_model
+        names = {}
+        for name, parameter in self.module.named_parameters():
+            if (plain := adapters.base_name(name)) is not None and only_moves_values(model):
+                like = torch.empty(parameter.shape, device="meta")
+                names[name] = [each for each, _ in checkpoint_names(model, iter([(plain, like)]))]
+        dtypes = dict(zip(names, agree(list(names.values())), strict=True))
+        yield from checkpoint_names(model, adapters.merged_weights(self.module, before, dtypes))
 
     def resident_weights(self) -> dict[str, Tensor]:
         """Return the tensors in which this rank holds the whole model, by checkpoint name; see ``BaseEngine``."""

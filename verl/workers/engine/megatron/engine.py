@@ -26,7 +26,7 @@ from verl.utils.megatron.optimizer import (
 )
 from verl.utils.model import value_model_config
 from verl.workers.engine.background_load import wait_for_weights, when_filled
-from verl.workers.engine.base import BaseEngine, EngineRegistry, OutputFn, Part, T
+from verl.workers.engine.base import AgreeOnDtypes, BaseEngine, EngineRegistry, OutputFn, Part, T
 from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, share_folder, wrap
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import make_layout
@@ -365,12 +365,23 @@ class MegatronEngine(BaseEngine):
         """
         if adapter_only:
             raise RuntimeError("the engine holds no adapter: model.lora_rank is 0")
+        yield from self._weights(None, before)
+
+    def sent_weights(
+        self, agree: AgreeOnDtypes, before: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in the dtypes of the receiver where those are smaller; see ``BaseEngine``."""
+        return self._weights(agree, before)
+
+    def _weights(
+        self, agree: AgreeOnDtypes | None, before: Callable[[int], None] | None
+    ) -> Iterator[tuple[str, Tensor]]:
         self._finish_updates()
         if self.bridge is not None:
             yield from self._bridged_weights(self.bridge, before)
             return
         value_of = self.offload.value_of  # moves offloaded tensors to the device one at a time
-        yield from exported_weights(self.models, self.hf_config, self.is_value_model, value_of, before)
+        yield from exported_weights(self.models, self.hf_config, self.is_value_model, value_of, before, agree=agree)
 
     def _bridged_weights(self, bridge: "Bridge", before: Callable[[int], None] | None) -> Iterator[tuple[str, Tensor]]:
         with self._on_device("model"):

@@ -282,6 +282,10 @@ class vLLMRollout(BaseRollout):
         """Return the entry that ``weights_checksum`` must have for a full checkpoint tensor."""
         return self._weights.checksum_of_source(name, tensor)
 
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of the parameter that takes a tensor; see ``BaseRollout``."""
+        return self._weights.dtype_of(name)
+
 
 _SLEEP_TAGS = frozenset({"weights", "kv_cache"})
 

@@ -8,6 +8,7 @@ columns that this rank holds.
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]
+_PLAIN = {torch.float32, torch.bfloat16, torch.float16}
+_OF_EXPERT = re.compile(r"(?P<path>.+\.experts)\.(\d+\.\w+\.weight|gate_up_proj|down_proj)")
 _LATENT_ATTENTION = "attention.mla_attention"
 
 
@@ -128,6 +131,19 @@ class EngineWeights:
         if piece is None:
             return None
         return key, tensor_checksum(piece.cut(full), getattr(piece.module, piece.parameter).dtype)
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Return the dtype of the parameter that takes a checkpoint tensor by a plain copy; None if there is none.
+
+        The checksum proves it for known layers. The loader of experts in 16 or 32 bits copies, too.
+        """
+        if self._model_config.quantization is not None:
+            return None
+        key = self.layout.key(name)
+        piece = self.layout.find(key)
+        held = self.layout.parameters_of_experts(key) if piece is None else [getattr(piece.module, piece.parameter)]
+        dtypes = {parameter.dtype for parameter in held}
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= _PLAIN else None
 
     def places(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return where each tensor of a checkpoint is, as a view of the present parameter; see ``BaseRollout``.
@@ -251,7 +267,7 @@ class EngineLayout:
 
     ``pieces`` holds the tensors of known layers by their vLLM name, with stacked projections separated. ``joined``
     holds those that may come instead of separate projections, as in GLM-4. ``opaque`` holds the names of parameters of
-    layers with an unknown layout (fused experts), ``derived`` those that vLLM computes from others after a load.
+    layers with an unknown layout (fused ``experts``), ``derived`` those that vLLM computes from others after a load.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -259,6 +275,7 @@ class EngineLayout:
         self.joined: dict[str, Joined] = {}
         self.opaque: set[str] = set()
         self.derived: set[str] = set()
+        self.experts: dict[str, nn.Module] = {}
         self.key = _name_mapper(model)
         """Returns the name of a checkpoint tensor in ``pieces``."""
         packed: dict[str, list[list[str]]] = {}  # stacked module -> the projections in it
@@ -273,6 +290,12 @@ class EngineLayout:
                 seen.add(id(value))
                 self._add(path, module, parameter, value, packed)
 
+    def parameters_of_experts(self, key: str) -> list[nn.Parameter]:
+        """Return the stacks of the layer of experts to which a checkpoint tensor belongs; empty for another one."""
+        found = _OF_EXPERT.fullmatch(key)
+        module = None if found is None else self.experts.get(found["path"])
+        return [] if module is None else [each for each in module.parameters(recurse=False) if each.dim() == 3]
+
     def find(self, key: str) -> Piece | None:
         """Return the piece of a checkpoint tensor by its vLLM name; None for an unknown name or layout."""
         joined = self.joined.get(key)
@@ -285,6 +308,8 @@ class EngineLayout:
             self.derived.add(f"{path}.{parameter}")
             return
         parent, _, leaf = path.rpartition(".")
+        if _is_of_experts(module) and value.dim() == 3:
+            self.experts[path.removesuffix(".routed_experts")] = module
         pieces = _pieces_of(module, parameter, value)
         parts = [leaf]
         if len(pieces) > 1:
@@ -332,9 +357,13 @@ def _pieces_of(module: nn.Module, parameter: str, value: Tensor) -> list[Piece]:
     if isinstance(module, linear.RowParallelLinear) and value.dim() == 2:
         columns = value.shape[1]
         return [Piece(module, parameter, source=(None, (module.tp_rank * columns, (module.tp_rank + 1) * columns)))]
-    if "moe" in type(module).__module__:
+    if _is_of_experts(module):
         return []
     return [Piece(module, parameter)]
+
+
+def _is_of_experts(module: nn.Module) -> bool:
+    return "moe" in type(module).__module__
 
 
 def _qkv_spans(module: "QKVParallelLinear") -> list[Span]:
