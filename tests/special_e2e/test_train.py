@@ -12,6 +12,7 @@ from verl.utils.report.panels import expected_panels
 
 from .changing_trainer import LEARNING_RATE
 from .conftest import assert_bit_for_bit
+from .driver_without_cuda import SAID
 from .test_signals import assert_saves_and_goes_on
 
 TWO_WORKERS = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
@@ -46,7 +47,7 @@ def grpo(workspace):
 
 @pytest.fixture(scope="module")
 def ppo(workspace):
-    return workspace.train("ppo", ppo_overrides(workspace))
+    return workspace.train("ppo", ppo_overrides(workspace), module="tests.special_e2e.driver_without_cuda")
 
 
 def ppo_overrides(workspace):
@@ -67,6 +68,11 @@ def test_grpo_runs_and_rollout_and_trainer_agree(grpo):
         assert all(map(math.isfinite, numbers.values()))
     assert (grpo.folder / "curves.png").stat().st_size > 10_000
     assert "val-core/letters/reward/mean@1" in grpo.steps[4]
+
+
+def test_no_process_of_the_driver_initialises_cuda(ppo):
+    """With a critic, a reference, checkpoints and validation; the launching process and the trainer refuse it."""
+    assert SAID in ppo.output and len(ppo.steps) == 4
 
 
 def test_a_run_leaves_a_report(grpo):

@@ -91,6 +91,19 @@ def test_addresses_and_ports() -> None:
             server.bind(("", port))
 
 
+def test_ports_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = get_free_port()
+    monkeypatch.setenv("VERL_PORT_RANGE", f"{first + 1}-{first + 40}")
+    assert get_free_port() in range(first + 1, first + 41)
+    monkeypatch.setenv("VERL_PORT_RANGE", f"{first}-{first}")  # it has been given
+    with pytest.raises(RuntimeError, match=f"no free port among 1 tried in {first}-{first}"):
+        get_free_port()
+    for wrong in ("20000", "20100-20000", "80-90", "20000-70000", "a-b"):
+        monkeypatch.setenv("VERL_PORT_RANGE", wrong)
+        with pytest.raises(ValueError, match=f"VERL_PORT_RANGE='{wrong}' must be FIRST-LAST, in 1024 to 65535"):
+            get_free_port()
+
+
 def test_load_extern_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "mine.py"

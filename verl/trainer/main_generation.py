@@ -36,11 +36,13 @@ def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
     from verl.trainer.config.generation import GenerationConfig
 
     parsed = GenerationConfig.parse(config)
+    from verl.trainer.run.cluster import choose_cluster
     from verl.trainer.run.inputs import check_machine, check_model, check_remote, check_written_columns
     from verl.trainer.run.user_code import check_engine
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
+    choose_cluster(parsed.cluster, {"trainer.nnodes": trainer.nnodes})
     check_machine(trainer.device, pools, parsed.cluster, {"rollout.name": (parsed.rollout.name, "sync")})
     if parsed.cluster.is_local:
         check_remote({"model.path": [parsed.model.path], "data.path": [parsed.data.path]})

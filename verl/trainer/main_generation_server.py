@@ -38,12 +38,14 @@ def prepare(config: DictConfig, owner: "Ownership") -> "ServerGeneration":
     from verl.trainer.config.generation_server import parse_generation_server
 
     parsed = parse_generation_server(config)
+    from verl.trainer.run.cluster import choose_cluster
     from verl.trainer.run.inputs import check_machine, check_model, check_remote, check_written_columns
     from verl.trainer.run.user_code import check_engine
     from verl.utils.engine_versions import STANDALONE
 
     trainer = parsed.trainer
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
+    choose_cluster(parsed.cluster, {"trainer.nnodes": trainer.nnodes})
     engines = {"actor_rollout_ref.rollout.name": (parsed.rollout.name, STANDALONE)}
     check_machine(trainer.device, pools, parsed.cluster, engines)
     if parsed.cluster.is_local:

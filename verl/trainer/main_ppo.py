@@ -23,6 +23,7 @@ from verl.trainer.ppo.utils import Role, need_critic
 from verl.trainer.run import prestart
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
+from verl.trainer.run.variables import MEGATRON_ENV_VARS
 from verl.utils.import_utils import import_external_libs, lazy_exports
 from verl.utils.masking import masked
 from verl.workers.config.rollout import serves
@@ -58,6 +59,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     Raises: SystemExit after a short message on standard error: with 2 for a wrong input, otherwise with 1. If the run
         had started, the whole trace is in ``error.log`` of ``trainer.default_local_dir``.
     """
+    from verl.trainer.config.rules.megatron import megatron_engines
     from verl.trainer.preflight import check_inputs
     from verl.trainer.run.ending import Ending
     from verl.trainer.run.owner import Ownership
@@ -105,6 +107,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
             run_config.trainer.prometheus,
             fork_server,
             ending,
+            MEGATRON_ENV_VARS if megatron_engines(run_config) else {},
         )
 
 

@@ -17,10 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.base_config import ConfigError, Violation, as_yaml, config_error
 from verl.trainer.config.invocation import noted, only_checks
 from verl.trainer.config.keys import is_under
+from verl.trainer.config.rules.megatron import megatron_engines, tell_slow_layers
 from verl.trainer.config.run_config import RunConfig, TrainerConfig
 from verl.trainer.config.unread_keys import tell_unread_keys
 from verl.trainer.config.validation import examined_config
 from verl.trainer.config.written import is_written
+from verl.trainer.run.cluster import choose_cluster
 from verl.trainer.run.environment import check_environment
 from verl.trainer.run.inputs import (
     JSON_LINES,
@@ -89,9 +91,12 @@ def check_inputs(
     broken = {violation.key for violation in violations}
     if "trainer.logger" not in broken:
         findings.passes(check_backends, run.trainer.logger)
-    check_environment(run.ray_kwargs, run.trainer.logger, findings)
     if not broken & {"trainer.device", *_SIZES}:
+        findings.passes(
+            choose_cluster, run.ray_kwargs, {f"{node}.nnodes": nodes for node, (_, nodes) in pools_of(run).items()}
+        )
         findings.passes(check_run_machine, run)
+    check_environment(run.ray_kwargs, run.trainer.logger, findings)
     paths = {key: path for key, path in _paths(run).items() if key not in broken}
     if run.ray_kwargs.is_local:
         findings.passes(check_remote, paths)
@@ -102,6 +107,7 @@ def check_inputs(
         findings.passes(check_resume, run)
     findings.passes(lambda: check_user_code(code_of(run, broken, of_fork), run.ray_kwargs))
     findings.refuse()
+    tell_slow_layers(run.trainer.device, megatron_engines(run))
     return run
 
 
@@ -164,6 +170,16 @@ def check_run_machine(run: RunConfig) -> None:
 
     Raises: InputError naming the key.
     """
+    reward = run.reward_model
+    shared = run.actor_rollout_ref
+    engines = {"actor_rollout_ref.rollout.name": (shared.rollout.name, shared.engine_mode)}
+    if reward.enable and reward.is_generative:
+        engines["reward_model.name"] = (reward.name, "sync")
+    check_machine(run.trainer.device, pools_of(run), run.ray_kwargs, engines)
+
+
+def pools_of(run: RunConfig) -> dict[str, tuple[int, int]]:
+    """Return the nodes of the configuration that place workers, with their (n_gpus_per_node, nnodes)."""
     trainer = run.trainer
     reward = run.reward_model
     pools = {"trainer": (trainer.n_gpus_per_node, trainer.nnodes)}
@@ -172,10 +188,7 @@ def check_run_machine(run: RunConfig) -> None:
     shared = run.actor_rollout_ref
     if not shared.hybrid_engine:
         pools["actor_rollout_ref.rollout"] = (shared.rollout.n_gpus_per_node, shared.rollout.nnodes)
-    engines = {"actor_rollout_ref.rollout.name": (shared.rollout.name, shared.engine_mode)}
-    if reward.enable and reward.is_generative:
-        engines["reward_model.name"] = (reward.name, "sync")
-    check_machine(trainer.device, pools, run.ray_kwargs, engines)
+    return pools
 
 
 def _paths(run: RunConfig) -> dict[str, list[str]]:

@@ -2,7 +2,10 @@
 
 import ipaddress
 import random
+import re
 import socket
+
+from verl.utils import envs
 
 LOOPBACK = "127.0.0.1"
 """Where ranks meet that are all on one machine."""
@@ -27,11 +30,28 @@ def _version_of(address: str) -> int | None:
         return None
 
 
+PORT_RANGE = "VERL_PORT_RANGE"
+"""Variable with the ports of rendezvous, FIRST-LAST, for a firewall between nodes."""
 # Above the ports of Ray's workers (to 19999) and below the kernel's ports for outgoing connections (from 32768), so
 # that only another rendezvous can take a port between its choice and its use.
 _RENDEZVOUS_PORTS = range(20000, 32000)
 _random = random.SystemRandom()  # two runs with one seed must not choose the same port
 _given: set[int] = set()
+
+
+def rendezvous_ports() -> range:
+    """Return the ports from which a rendezvous takes one.
+
+    Raises: ValueError if the variable is no range of ports.
+    """
+    written = envs.read(PORT_RANGE)
+    if not written:
+        return _RENDEZVOUS_PORTS
+    found = re.fullmatch(r"(\d+)-(\d+)", written.strip())
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1024 <= first <= last <= 65535:
+        raise ValueError(f"environment variable {PORT_RANGE}={written!r} must be FIRST-LAST, in 1024 to 65535")
+    return range(first, last + 1)
 
 
 def _is_free(port: int) -> bool:
@@ -48,12 +68,13 @@ def _is_free(port: int) -> bool:
 
 
 def get_free_port() -> int:
-    """Return a random free port that this process has not returned before.
+    """Return a random free port that this process has not returned before, of ``VERL_PORT_RANGE`` if it is set.
 
-    Raises: RuntimeError when none is found.
+    Raises: RuntimeError when none is found; ValueError if the variable is no range of ports.
     """
-    for port in _random.sample(_RENDEZVOUS_PORTS, 200):
+    ports = rendezvous_ports()
+    for port in _random.sample(ports, min(200, len(ports))):
         if port not in _given and _is_free(port):
             _given.add(port)
             return port
-    raise RuntimeError(f"no free port among 200 tried in {_RENDEZVOUS_PORTS}")
+    raise RuntimeError(f"no free port among {min(200, len(ports))} tried in {ports.start}-{ports.stop - 1}")

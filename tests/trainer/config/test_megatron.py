@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError, build_node
 from verl.trainer.config.rules import megatron as rules
 from verl.trainer.config.rules.megatron import ARCHITECTURES, stage_problem
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.validation import validate_config
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import McoreActorConfig, McoreCriticConfig, McoreEngineConfig, RewardModelConfig
@@ -108,6 +109,24 @@ def test_composition(megatron):
 )  # fmt: skip
 def test_layouts_that_run(megatron, reward, overrides):
     assert violations(megatron(*spelled(overrides, reward))) == {}
+
+
+def test_megatron_without_transformer_engine_is_told_once_on_a_gpu(megatron, composed, monkeypatch, caplog):
+    """Unless the configuration chooses the layers; the variable for Megatron goes with the same roles."""
+    engines = rules.megatron_engines(RunConfig.parse(megatron("trainer.device=cuda")))
+    assert engines and not rules.megatron_engines(RunConfig.parse(composed()))
+    choices = [f"+{node}.override_transformer_config.transformer_impl=local" for node in (LAYOUT, CRITIC)]
+    chosen = rules.megatron_engines(RunConfig.parse(megatron(*choices)))
+    rules.tell_slow_layers("cpu", engines)
+    rules.tell_slow_layers("cuda", chosen)
+    rules.tell_slow_layers("cuda", [])
+    assert not caplog.records
+    rules.tell_slow_layers("cuda", engines)
+    (line,) = caplog.messages
+    assert "Transformer Engine is not installed" in line and "docs/install.md" in line
+    monkeypatch.setattr(rules, "default_implementation", lambda device: "transformer_engine")
+    rules.tell_slow_layers("cuda", engines)
+    assert len(caplog.records) == 1
 
 
 def test_what_established_commands_add_without_effect_is_accepted_and_named(megatron, caplog):

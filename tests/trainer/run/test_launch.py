@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+import yaml
 from omegaconf import OmegaConf
 
 from tests.special_e2e.conftest import leftovers
@@ -31,6 +33,7 @@ from verl.trainer.run import environment as environment_checks
 from verl.trainer.run import inputs, launch, refusal
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
+from verl.trainer.run.variables import MEGATRON_ENV_VARS
 from verl.utils import processes
 from verl.utils.device import get_device_name
 from verl.utils.engine_arguments import ray_arguments
@@ -180,6 +183,27 @@ def test_the_runtime_environment_yields_to_the_process_and_to_the_user(monkeypat
     assert "NCCL_DEBUG" not in env["env_vars"] and env["pip"] == [] and env["working_dir"] is None
     assert env["env_vars"]["VLLM_LOGGING_LEVEL"] == "INFO" and env["env_vars"]["OMP_NUM_THREADS"] == "1"
     assert "OMP_NUM_THREADS" not in launch.runtime_env("cuda", {})["env_vars"]
+
+
+def test_only_megatron_has_one_queue_of_kernels(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in launch.runtime_env("cuda", {})["env_vars"]
+    for_megatron = launch.runtime_env("cuda", {}, MEGATRON_ENV_VARS)
+    assert for_megatron["env_vars"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    chosen = {"env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}}
+    assert (
+        launch.runtime_env("cuda", chosen, MEGATRON_ENV_VARS)["env_vars"]
+        == for_megatron["env_vars"] | chosen["env_vars"]
+    )
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in launch.runtime_env("cuda", {}, MEGATRON_ENV_VARS)["env_vars"]
+    of_jobs = yaml.safe_load((Path(launch.__file__).parents[1] / "runtime_env.yaml").read_text())
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in of_jobs["env_vars"]  # it would count as the user's
+
+
+def test_the_ports_of_a_user_reach_other_nodes(monkeypatch):
+    monkeypatch.setenv("VERL_PORT_RANGE", "21000-21999")
+    assert launch.runtime_env("cuda", {})["env_vars"]["VERL_PORT_RANGE"] == "21000-21999"
 
 
 def test_ray_processes_collect_garbage_rarely_unless_the_user_has_a_hook():

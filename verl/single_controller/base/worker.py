@@ -115,8 +115,11 @@ class Worker(WorkerHelper):
         ids = ray.get_runtime_context().get_accelerator_ids()
         mine = ids.get("NPU" if get_device_name() == "npu" else "GPU", [])
         if mine:
-            envs.write({"LOCAL_RANK": mine[0]})
-            get_torch_device().set_device(int(mine[0]))
+            # Ray names the device as CUDA_VISIBLE_DEVICES does, torch by its place among the visible ones.
+            visible = (envs.read(get_visible_devices_keyword()) or "").split(",")
+            local_rank = visible.index(mine[0]) if mine[0] in visible else int(mine[0])
+            envs.write({"LOCAL_RANK": str(local_rank)})
+            get_torch_device().set_device(local_rank)
 
     # ---- mesh dispatch
 

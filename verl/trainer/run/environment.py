@@ -16,6 +16,7 @@ from verl.trainer.run.inputs import InputError
 from verl.trainer.run.refusal import Findings
 from verl.utils import envs
 from verl.utils.hub import modelscope_problem
+from verl.utils.net_utils import rendezvous_ports
 
 _FLAGS = ("VERL_AUTO_PADDING", "VERL_CHECK_PHASES", "VERL_USE_MODELSCOPE")
 _SERIALIZATION = "VERL_DATAPROTO_SERIALIZATION_METHOD"
@@ -35,6 +36,7 @@ def check_environment(cluster: RayConfig, trackers: Iterable[str], findings: Fin
         findings.passes(envs.flag, name)
     for check in (check_hub_variable, check_serialization, check_progress):
         findings.passes(check)
+    findings.passes(rendezvous_ports)
     if "file" in trackers:
         findings.passes(check_file_tracker)
     findings.passes(check_ray_folder if cluster.is_local else check_ray_address, cluster)

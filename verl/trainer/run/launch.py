@@ -32,6 +32,7 @@ from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer
 from verl.utils.interrupts import catch_signals, count_of_signals, going_on, ignore_signals
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
+from verl.utils.net_utils import PORT_RANGE
 from verl.utils.observe.console import write_line
 from verl.utils.processes import descendants, end_all, end_with_this_process, guarded_group
 from verl.utils.ray_utils import (
@@ -70,10 +71,12 @@ def run_on_ray(
     serves_metrics: bool = False,
     fork_server: ForkServer | None = None,
     ending: Ending | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> None:
     """Let ``talk``, in a thread, use Ray, which is started or joined before and left afterwards; report a failure.
 
-    ``timeout_s`` is that of the trainer; see ``Watch``. For ``serves_metrics`` and ``fork_server`` see ``start_ray``.
+    ``timeout_s`` is that of the trainer; see ``Watch``. For ``serves_metrics``, ``fork_server`` and ``variables`` see
+    ``start_ray``.
     The report of a failure comes before the end of Ray, which may take a while. A signal is told in the last line,
     which is that of ``ending`` if the run trains.
 
@@ -97,7 +100,7 @@ def run_on_ray(
                 ray.timeline(filename=os.path.expanduser(cluster.timeline_json_file))
 
     try:
-        owns_ray = start_ray(device, cluster, serves_metrics, fork_server)
+        owns_ray = start_ray(device, cluster, serves_metrics, fork_server, variables)
         catch_signals()  # Ray has set a handler that ends this process
         watch = Watch(timeout_s, display.write, grace)
         with going_on(grace.begin):
@@ -147,21 +150,26 @@ _log_forwarder: LogForwarder | None = None
 
 
 def start_ray(
-    device: str, cluster: RayConfig, serves_metrics: bool = False, fork_server: ForkServer | None = None
+    device: str,
+    cluster: RayConfig,
+    serves_metrics: bool = False,
+    fork_server: ForkServer | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> bool:
     """Start or join Ray unless this process already has; return whether it did.
 
     Starts a cluster on this machine unless the node ``cluster`` or ``RAY_ADDRESS`` has the address of one. ``device``
     is that of the workers. A cluster on this machine has a dashboard only if ``ray_init`` asks for it, and otherwise
     only the processes that a run uses, with Ray's agent if it ``serves_metrics``. Its processes start from the
-    ``fork_server``, if there is one.
+    ``fork_server``, if there is one. ``variables`` are further defaults for their environment.
     """
     global _log_forwarder
     if ray.is_initialized():
         return False
     options = dict(cluster.ray_init or {})
     on_loopback = cluster.is_local and not options.get("_node_ip_address")
-    environment = runtime_env(device, options.get("runtime_env") or {}, LOOPBACK_ENV_VARS if on_loopback else {})
+    defaults = dict(variables or {}) | (LOOPBACK_ENV_VARS if on_loopback else {})
+    environment = runtime_env(device, options.get("runtime_env") or {}, defaults)
     options["runtime_env"] = environment
     options["address"] = "local" if cluster.is_local else options.get("address") or None
     if cluster.is_local:
@@ -242,12 +250,14 @@ def inherit_secrets(env_vars: dict[str, str]) -> None:
     envs.write({name: env_vars.pop(name) for name in [*env_vars] if shown[name] != env_vars[name]})
 
 
-def runtime_env(device: str, chosen: Mapping[str, Any], network: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the environment of all Ray processes; ``network`` holds defaults for their network.
+def runtime_env(device: str, chosen: Mapping[str, Any], more: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the environment of all Ray processes; ``more`` holds further defaults.
 
     The ``chosen`` variables override those of this process, which override the defaults.
     """
-    env_vars = unset_variables(device, network or {})
+    env_vars = unset_variables(device, more or {})
+    if ports := envs.read(PORT_RANGE):  # other nodes have the environment of their raylet
+        env_vars[PORT_RANGE] = ports
     merged = {"worker_process_setup_hook": SETUP_HOOK, **chosen}
     merged["env_vars"] = env_vars | dict(chosen.get("env_vars") or {})
     if not envs.read("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # set by `ray job submit`, which supplies a working directory

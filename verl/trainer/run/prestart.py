@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
+from verl.trainer.run.variables import LOOPBACK_ENV_VARS, MEGATRON_ENV_VARS, unset_variables
 from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer, has_accelerators
 
@@ -65,7 +65,8 @@ class _Plan(NamedTuple):
         """Start the server with the modules of the engine and the strategies; None, with a warning, if it cannot be."""
         general = [*_GENERAL, *(["verl.workers.megatron_workers"] if "megatron" in self.strategies else [])]
         workers = _VLLM if self.engine == "vllm" else ()
-        environment = {**envs.mapping(), **unset_variables(self.device, LOOPBACK_ENV_VARS)}
+        more = LOOPBACK_ENV_VARS | (MEGATRON_ENV_VARS if "megatron" in self.strategies else {})
+        environment = {**envs.mapping(), **unset_variables(self.device, more)}
         last = self.last_of_general, self.last_of_workers
         try:
             return ForkServer(
@@ -143,8 +144,11 @@ def _plan_of(config: Any, has_own_runner: bool) -> _Plan | None:
         return OmegaConf.select(config, key)
 
     is_wanted = get(KEY) is None or get(KEY) is True
-    if not is_wanted or any(
-        obstacles(get("trainer.device"), get("ray_kwargs.ray_init") or {}, get("global_profiler.tool"))
+    joins = any((get(f"{node}.nnodes") or 1) > 1 for node in ("trainer", "reward_model", "actor_rollout_ref.rollout"))
+    if (
+        joins
+        or not is_wanted
+        or any(obstacles(get("trainer.device"), get("ray_kwargs.ray_init") or {}, get("global_profiler.tool")))
     ):
         return None
     strategies = {get("actor_rollout_ref.actor.strategy"), get("critic.strategy")}

@@ -9,9 +9,11 @@ RUNTIME_ENV_VARS = {
     "NCCL_DEBUG": "WARN",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_CUMEM_ENABLE": "0",
 }
+# Megatron-Core orders its kernels by one queue, so that communication starts before the computation beside it. FSDP
+# and the engines overlap theirs by streams, which one queue serializes.
+MEGATRON_ENV_VARS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # Every worker process has one core. vLLM disables torch.set_num_threads, so the variable must be set before.
 CPU_ENV_VARS = {
     "OMP_NUM_THREADS": "1",
@@ -24,7 +26,7 @@ CPU_ENV_VARS = {
 LOOPBACK_ENV_VARS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
-def unset_variables(device: str, network: Mapping[str, str]) -> dict[str, str]:
-    """Return the defaults, and those for the network, that the environment of this process leaves open."""
-    defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if device == "cpu" else {}) | dict(network)
+def unset_variables(device: str, more: Mapping[str, str]) -> dict[str, str]:
+    """Return the defaults, and ``more`` of them, that the environment of this process leaves open."""
+    defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if device == "cpu" else {}) | dict(more)
     return {name: value for name, value in defaults.items() if envs.read(name) is None}

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from verl.base_config import ConfigError
 from verl.models.transformers.packing import packs_rows
 from verl.trainer.config.invocation import noted, only_checks
+from verl.trainer.config.rules.megatron import tell_slow_layers
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.config.sft import SFTConfig, as_engine_tree, examined_sft_config
 from verl.trainer.config.unread_keys import tell_unread_keys
@@ -29,6 +30,7 @@ from verl.utils.checkpoint.files import find_latest_ckpt_path, verify_checkpoint
 from verl.utils.dataset.config import DataConfig
 from verl.utils.dataset.files import as_file_list, check_conversations, check_text_pairs
 from verl.utils.observe.tracking import check_backends
+from verl.workers.config import McoreEngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ def check_sft_inputs(config: DictConfig) -> None:
         tell_unread_keys(config, "sft_trainer")
     if rank == 0 and (idle := idle_sharing(run, "model." if "engine" in config else "")):
         logger.warning("without effect in this run: %s", idle)
+    if rank == 0 and isinstance(run.engine, McoreEngineConfig):
+        tell_slow_layers(run.trainer.device, [run.engine])
     findings.passes(check_rendezvous, processes)
     if "trainer.logger" not in broken:
         findings.passes(check_backends, run.trainer.logger)

@@ -26,6 +26,7 @@ from verl.trainer.run.ending import Ending, EndRequested, Grace, end_interrupted
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
 from verl.trainer.run.owner import Ownership
 from verl.trainer.run.resume import batches_after
+from verl.trainer.run.variables import MEGATRON_ENV_VARS
 from verl.trainer.sft.checkpoint import TOKENS_KEY, CheckpointHandler
 from verl.trainer.sft.preflight import holds_text_pairs
 from verl.utils import envs
@@ -47,6 +48,7 @@ from verl.utils.observe.tracking import check_backends
 from verl.utils.profiler.ranges import marked_timer
 from verl.utils.py_functional import object_array
 from verl.utils.temporary import remove_folders_of_the_dead
+from verl.workers.config import McoreEngineConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.passes import AUX_LOSS, PassSpec, Segment
@@ -470,7 +472,8 @@ def run_sft(config: DictConfig) -> None:
     """
     world_size = envs.integer("WORLD_SIZE", 1)
     rank = envs.integer("RANK", 0)
-    options = parse_sft_config(config, world_size).trainer
+    parsed = parse_sft_config(config, world_size)
+    options = parsed.trainer
     with Ownership() as owner:
         if envs.integer("LOCAL_RANK", 0) == 0:
             remove_folders_of_the_dead()
@@ -483,6 +486,8 @@ def run_sft(config: DictConfig) -> None:
         grace = Grace(options.save_on_sigterm_s, takes_all=is_of_torchrun())
         if get_device_name() == "cpu":
             keep_freed_host_memory()  # each step takes its activations and gradients again
+        if isinstance(parsed.engine, McoreEngineConfig):
+            envs.write_default(MEGATRON_ENV_VARS)  # CUDA reads it when it starts
         if world_size > 1:
             initialize_global_process_group()
         try:

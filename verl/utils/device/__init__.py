@@ -1,5 +1,6 @@
 """The accelerator of this process and the backend of its process groups."""
 
+import re
 from functools import cache
 from types import ModuleType
 
@@ -61,14 +62,25 @@ def get_visible_devices_keyword() -> str:
 def set_expandable_segments(enable: bool) -> None:
     """Switch expandable segments of the device's allocator; engines with a sleep mode need them off.
 
+    torch resets the settings that a call does not name, so those of the user are named again: those of the environment,
+    and those in force.
+
     ``MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS=1`` in the environment keeps them off. If the allocator of torch_npu
     cannot change at run time, ``PYTORCH_NPU_ALLOC_CONF`` decides.
     """
     if get_device_name() == "cpu" or (enable and envs.flag("MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS")):
         return
     if get_device_name() == "cuda":
+        of_user = envs.read("PYTORCH_ALLOC_CONF") or envs.read("PYTORCH_CUDA_ALLOC_CONF")
+        texts = [of_user, torch._C._accelerator_getAllocatorSettings()]
         configure = torch._C._accelerator_setAllocatorSettings
     else:
+        texts = [envs.read("PYTORCH_NPU_ALLOC_CONF")]
         configure = getattr(get_torch_device().memory, "_set_allocator_settings", None)
+    settings = {name: value for text in texts for name, value in _SETTING.findall(text or "")}
+    settings["expandable_segments"] = str(enable)
     if configure is not None:
-        configure(f"expandable_segments:{enable}")
+        configure(",".join(f"{name}:{value}" for name, value in settings.items()))
+
+
+_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^]]*\]|[^,\s]+)")

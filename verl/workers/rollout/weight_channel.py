@@ -18,7 +18,9 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed does not ex
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore
 
+from verl.utils import envs
 from verl.utils.distributed import listening_store
+from verl.utils.net_utils import PORT_RANGE, get_free_port
 
 Bucket = Sequence[tuple[str, Tensor]]
 Layout = list[list[Any]]
@@ -146,7 +148,8 @@ def are_all_there(store: TCPStore, size: int) -> bool:
 
 def open_store(host: str, size: int, backend: str, timeout_s: float) -> tuple[TCPStore, Rendezvous]:
     """Open the store of a group on a free port of this machine, at ``host`` only; the caller becomes rank 0."""
-    store = listening_store(host, 0, size, timedelta(seconds=timeout_s), waits=False)
+    port = get_free_port() if envs.read(PORT_RANGE) else 0
+    store = listening_store(host, port, size, timedelta(seconds=timeout_s), waits=False)
     return store, Rendezvous(host, store.port, size, backend, timeout_s)
 
 

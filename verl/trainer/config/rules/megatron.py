@@ -2,8 +2,9 @@
 
 import ast
 import importlib.util
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
@@ -26,6 +27,8 @@ from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig, RefConf
 from verl.workers.config.model import ConfigFields, path_problems, read_config_json
 from verl.workers.config.overrides import ROPE_KEYS, overridden
 from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig
+
+logger = logging.getLogger(__name__)
 
 Tree = Mapping[str, Any]
 
@@ -92,6 +95,22 @@ def _roles(run: RunConfig, use_reference: bool) -> list[EngineRole]:
         shares = not reward.enable_resource_pool
         roles.append(EngineRole("reward_model", reward, "reward_model.model", reward.model, size, shares))
     return roles
+
+
+def megatron_engines(run: RunConfig) -> list[McoreEngineConfig]:
+    """Return the layouts of the roles that run on Megatron-Core."""
+    engines = [role.node.engine for role in _roles(run, run.needs_reference) if role.is_megatron]
+    return [engine for engine in engines if isinstance(engine, McoreEngineConfig)]
+
+
+def tell_slow_layers(device: str, engines: Iterable[McoreEngineConfig]) -> None:
+    """Tell that Megatron-Core computes without Transformer Engine, unless the configuration chooses its layers."""
+    is_open = any("transformer_impl" not in engine.override_transformer_config for engine in engines)
+    if is_open and device == "cuda" and default_implementation(device) == "local":
+        logger.warning(
+            "Transformer Engine is not installed: Megatron-Core runs verl's layers in plain torch, which are slower. "
+            "Install it (docs/install.md), or choose them: override_transformer_config.transformer_impl=local"
+        )
 
 
 def megatron_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
