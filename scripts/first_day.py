@@ -449,7 +449,7 @@ def figures_of(metrics: Path, device: str) -> dict[str, Any]:
     for line in map(json.loads, metrics.read_text(encoding="utf-8").splitlines()):
         steps.setdefault(line["step"], {}).update(line.get("data", {}))
     last = steps[max(steps)]
-    memory = "perf/max_memory_allocated_gb" if device == "cuda" else "perf/memory/update_actor/max_rss_gb"
+    memory = "perf/max_memory_allocated_gb" if device == "cuda" else "perf/memory/actor/max_rss_gb"
     return {
         "gap": max((step[GAP] for step in steps.values() if GAP in step), default=None),
         "checksum": min((step.get("weight_sync/checksum_ok", 0) for step in steps.values()), default=None),
@@ -527,7 +527,9 @@ def try_collectives(device: str) -> None:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     distributed.destroy_process_group()
-    if not local_rank:
+    if not local_rank and size == 1:
+        sys.stdout.write(f"{get_process_group_backend()}, one rank\n")
+    elif not local_rank:
         rate = 2 * (size - 1) / size * tensor.numel() * 4 / min(seconds) / 1e9
         sys.stdout.write(f"{get_process_group_backend()}, {size} ranks: all-reduce {rate:.1f} GB/s on the bus\n")
 
@@ -566,7 +568,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def shown(value: Any) -> str:
     """Return a cell."""
-    return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value).replace("|", "/")
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return "" if value is None else str(value).replace("|", "/")
 
 
 def chosen_cases(suite: str, names: Sequence[str]) -> Iterator[Case]:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs verl with vLLM, SGLang and Megatron-Core for CUDA into the environment of `python3`.
+# Installs verl with vLLM or SGLang, and Megatron-Core, for CUDA into the environment of `python3`.
 # The versions are those of pyproject.toml. Not run so far: it needs a CUDA toolkit with nvcc.
 #
 #   bash scripts/install_vllm_sglang_mcore.sh [--help]
 #
+#   USE_SGLANG   1: SGLang in place of vLLM, since each pins a torch of its own
 #   USE_VLLM     0: leave out vLLM
-#   USE_SGLANG   0: leave out SGLang
 #   USE_MEGATRON 0: leave out Megatron-Core and Transformer Engine
 #   USE_KERNELS  0: leave out flash-attn and the Liger kernels, which are compiled
 #   MAX_JOBS     compilations at a time (32)
@@ -25,10 +25,16 @@ export MAX_JOBS="${MAX_JOBS:-32}"
 say() { printf '[install %3ds] %s\n' "$SECONDS" "$*"; }
 install() { python3 -m pip install --no-cache-dir "$@"; }
 
-# One call, so that pip finds versions of torch and its companions that suit both engines.
+USE_SGLANG="${USE_SGLANG:-0}"
+USE_VLLM="${USE_VLLM:-$((1 - USE_SGLANG))}"
+if [ "$USE_SGLANG$USE_VLLM" = 11 ]; then
+    printf 'error: USE_VLLM=1 and USE_SGLANG=1 pin two versions of torch: make an environment for each\n' >&2
+    exit 2
+fi
+# One call, so that pip finds versions of torch and its companions that suit all parts.
 extras=""
-[ "${USE_VLLM:-1}" = 0 ] || extras+=",vllm"
-[ "${USE_SGLANG:-1}" = 0 ] || extras+=",sglang"
+[ "$USE_VLLM" = 0 ] || extras+=",vllm"
+[ "$USE_SGLANG" = 0 ] || extras+=",sglang"
 [ "${USE_MEGATRON:-1}" = 0 ] || extras+=",mcore"
 say "verl with its engines: ${extras#,}"
 install -e ".[${extras#,}]"

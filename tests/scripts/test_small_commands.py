@@ -149,14 +149,17 @@ def test_installation(tmp_path):
     code, notes, _ = installed(tmp_path)
     pip = "-m pip install --no-cache-dir"
     assert code == 0 and notes == [
-        f"{pip} -e .[vllm,sglang,mcore]",
+        f"{pip} -e .[vllm,mcore]",
         f"{pip} -e .[geo,math,test]",
         f"{pip} --no-build-isolation -e .[gpu]",
         f"{pip} --no-build-isolation transformer-engine[pytorch]",
         "-m verl.utils.doctor",
     ]
-    code, notes, _ = installed(tmp_path, USE_SGLANG="0", USE_MEGATRON="0", USE_KERNELS="0")
-    assert code == 0 and notes == [f"{pip} -e .[vllm]", f"{pip} -e .[geo,math,test]", "-m verl.utils.doctor"]
+    for engine, chosen in (("vllm", {}), ("vllm", {"USE_VLLM": "1"}), ("sglang", {"USE_SGLANG": "1"})):
+        code, notes, _ = installed(tmp_path, **chosen, USE_MEGATRON="0", USE_KERNELS="0")
+        assert code == 0 and notes == [f"{pip} -e .[{engine}]", f"{pip} -e .[geo,math,test]", "-m verl.utils.doctor"]
+    code, notes, output = installed(tmp_path, USE_SGLANG="1", USE_VLLM="1")
+    assert (code, notes) == (2, []) and "pin two versions of torch: make an environment for each" in output
 
 
 def test_installation_help_and_unknown_argument(tmp_path):

