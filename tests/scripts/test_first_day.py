@@ -4,23 +4,37 @@ import os
 import re
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
 
 from scripts import first_day
 from scripts.first_day import CASES, Case, chosen_cases, figures_of, keys_of, outcome, table, words_of
-from tests.special_sanity.test_examples import check, compose_command, use_files_of_the_test
+from tests.special_sanity.test_examples import check, composed, use_files_of_the_test
 
 ALL = [pytest.param(case, id=f"{suite}-{case.name}") for suite, cases in CASES.items() for case in cases]
 RUNS = [param for param in ALL if param.values[0].commands is None]
 
 
+@cache
+def base(name: str) -> DictConfig:
+    """Compose a configuration once for all cases."""
+    return composed("verl.trainer.main_ppo", [], name)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("case", RUNS)
 def test_a_run_passes_the_checks_before_the_start(case: Case, device: str, tmp_path: Path) -> None:
-    config = compose_command(words_of(case, device, tmp_path, tmp_path / "models"))
+    _, _, module, flag, *words = words_of(case, device, tmp_path, tmp_path / "models")
+    assert (module, flag) == ("verl.trainer.main_ppo", f"--config-name={case.config_name}")
+    config = deepcopy(base(case.config_name))
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(words), config)
     use_files_of_the_test(config, tmp_path)
     if "tool_config_path" in str(case.keys):
         first_day.write_tool(tmp_path)

@@ -28,6 +28,7 @@ from verl.trainer.sft import trainer as sft
 from verl.trainer.sft.checkpoint import CheckpointHandler
 from verl.trainer.sft.preflight import check_checkpoint
 from verl.trainer.sft_trainer import SFTTrainer, padded_batch
+from verl.utils import envs
 from verl.utils.checkpoint import verify_checkpoint
 from verl.utils.checkpoint.files import Manifest, write_text, write_tracker_atomically
 from verl.utils.dataset.factory import SeededRandomSampler
@@ -311,6 +312,21 @@ def test_a_run_on_a_cpu_keeps_the_memory_of_its_steps(options, monkeypatch):
     monkeypatch.setattr(sft, "SFTTrainer", lambda config: SimpleNamespace(fit=lambda: kept.append("fit")))
     sft.run_sft(build(options))
     assert kept == [True, "fit"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "queues"), [("fsdp", None, None), ("megatron", None, "1"), ("megatron", "8", "8")]
+)
+def test_megatron_alone_has_one_queue_of_kernels(options, monkeypatch, engine, given, queues):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given or "")  # so that it is reset after the test
+    if given is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    seen = []
+    monkeypatch.setattr(sft, "keep_freed_host_memory", lambda: None)
+    reads = SimpleNamespace(fit=lambda: seen.append(envs.read("CUDA_DEVICE_MAX_CONNECTIONS")))
+    monkeypatch.setattr(sft, "SFTTrainer", lambda config: reads)
+    sft.run_sft(build(options, f"engine={engine}", f"optim={engine}"))
+    assert seen == [queues]
 
 
 def handler(folder, rank, ranks, rows=8):

@@ -101,6 +101,7 @@ def test_storage_without_values():
         layer = nn.Linear(3, 2)
     assert layer.weight.is_meta
     assert not F.init_fn(layer).weight.is_meta and layer.weight.shape == (2, 3)
+    torch.nn.init.ones_(layer.weight)  # its memory may have held NaN, which equals nothing
     before = layer.weight.clone()
     assert torch.equal(F.init_fn(layer).weight, before)  # what has values keeps them
 
