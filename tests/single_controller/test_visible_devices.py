@@ -7,6 +7,7 @@ import ray
 
 from verl.single_controller.base.worker import Worker
 from verl.utils import device, envs
+from verl.utils.ray_utils import hide_other_devices
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,17 @@ def test_a_device_is_taken_by_its_place_among_the_visible_ones(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: ids))
     Worker._take_local_rank_of_accelerator(SimpleNamespace())  # type: ignore[arg-type]
     assert taken == [place] and envs.read("LOCAL_RANK") == str(place)
+
+
+@pytest.mark.parametrize(("noset", "seen"), [(None, "4,5,6,7,10"), ("1", "5,10")])
+def test_a_standalone_server_sees_its_own_devices_alone(
+    monkeypatch: pytest.MonkeyPatch, noset: str | None, seen: str
+) -> None:
+    """The processes of its engine count from zero."""
+    monkeypatch.setattr(device, "is_cuda_available", True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,10")
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", noset or "")
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["10", "5"]})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    hide_other_devices()
+    assert envs.read("CUDA_VISIBLE_DEVICES") == seen

@@ -28,6 +28,23 @@ def ray_noset_visible_devices(env_vars: Mapping[str, str] | None = None) -> bool
     return any(name.startswith(_NOSET) and value for name, value in variables.items())
 
 
+def hide_other_devices() -> None:
+    """Let this actor and its children see its own accelerators alone, where Ray leaves all of them visible.
+
+    CUDA reads the variable when it starts, so the actor must not have used it.
+    """
+    import ray
+
+    from verl.utils.device import get_device_name, get_visible_devices_keyword
+
+    device = get_device_name()
+    if device == "cpu" or not ray_noset_visible_devices():
+        return
+    mine = ray.get_runtime_context().get_accelerator_ids().get("NPU" if device == "npu" else "GPU")
+    if mine:
+        envs.write({get_visible_devices_keyword(): ",".join(sorted(mine, key=lambda name: (len(name), name)))})
+
+
 @contextmanager
 def loopback() -> Iterator[None]:
     """Let ``ray.init`` in the block start a cluster whose processes bind to 127.0.0.1 where they can.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from verl.base_config import WrongInput, omega_conf_to_dataclass
 from verl.utils.faults import fault_point
 from verl.utils.numerics.seeding import RequestSeeds
+from verl.utils.ray_utils import hide_other_devices
 from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput
 from verl.workers.rollout.weight_channel import Layout
@@ -142,6 +143,8 @@ class EngineServer(ABC):
         self.config: RolloutConfig = omega_conf_to_dataclass(config)
         if not self._is_hybrid and self.config.load_format == "dummy":
             self.config.load_format = "auto"
+        if not self._is_hybrid:
+            hide_other_devices()
         self.seeds = RequestSeeds(self.config.seed)
         self._engine, self._form = self._start_engine(omega_conf_to_dataclass(model_config))
         self._deadline_s = self.config.server.heartbeat_timeout
