@@ -63,6 +63,10 @@ BAD_YAML = {
     "a tab": "a:\n\t- b",
     "binary": "a: !!binary ÿ",
     "a key that is a list": "? [a]\n: 1",
+    "a control character": "a: [\x00]",
+    "an empty integer": "a: !!int ''",
+    "an empty number": "a: !!float ''",
+    "a time that is none": "a: !!timestamp x",
 }
 
 

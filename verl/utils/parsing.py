@@ -28,8 +28,9 @@ def parse_yaml(text: str) -> Any:
     """
     import yaml
 
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -38,10 +39,11 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, LookupError, AttributeError, TypeError) as error:  # a tag whose text has no such value
         raise ValueError(str(error)) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _num_values(node: "yaml.Node", counts: dict[int, int]) -> int:

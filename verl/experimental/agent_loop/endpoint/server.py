@@ -222,14 +222,16 @@ class Endpoint:
             return await in_thread(lambda: parse(parse_body(body)), "parse a request")
 
     async def _body(self, request: web.Request) -> bytes:
+        too_large = RequestError(f"the body is larger than {self._limits.body_bytes} bytes", status=413)
+        if (request.content_length or 0) > self._limits.body_bytes:
+            raise too_large
         try:
             async with asyncio.timeout(self._limits.body_s):
                 return await request.read()
         except TimeoutError as error:
             raise RequestError(f"the request did not arrive within {self._limits.body_s:g} s", status=408) from error
         except web.HTTPRequestEntityTooLarge as error:
-            limit = self._limits.body_bytes
-            raise RequestError(f"the body is larger than {limit} bytes", status=413) from error
+            raise too_large from error
 
     @contextmanager
     def _underway(self, session: Session) -> Iterator[None]:
