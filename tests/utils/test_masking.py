@@ -90,7 +90,7 @@ def test_values_of_secret_variables_are_shown_by_name(monkeypatch, name):
         ("TOKENIZERS_PARALLELISM", "false"),
         ("GIT_AUTHOR_NAME", "A. Smith"),
         ("PIN_TOKEN", "1234"),
-        ("MY_HOME", "/home/me"),
+        ("MY_PLACE", "/srv/data"),
     ],
 )
 def test_values_of_other_variables_stay(monkeypatch, name, value):

@@ -87,7 +87,7 @@ def _render(environment: jinja2.Environment, template: str, chat: dict[str, Any]
                 raise SystemExit
     except (MemoryError, RecursionError):
         raise
-    except Exception:
+    except Exception:  # a template that raises refuses the chat
         return
 
 
@@ -122,7 +122,8 @@ def _refuse(message: str) -> None:
 
 
 def _write(kind: str, text: str) -> None:
-    print(json.dumps([kind, text]), flush=True)
+    sys.stdout.write(f"{json.dumps([kind, text])}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
