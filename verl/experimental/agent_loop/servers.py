@@ -19,6 +19,7 @@ from verl.base_config import WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
+from verl.workers.config.rollout import start_limit_s
 from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput, cause_of
 
 logger = logging.getLogger(__name__)
@@ -84,8 +85,10 @@ class AsyncLLMServerManager:
         agent = OmegaConf.select(config, "actor_rollout_ref.rollout.agent") or {}
         self._turn_timeout_s: float | None = agent.get("turn_timeout_s")
         self._server_timeout_s = float(agent.get("server_timeout_s") or 120.0)
-        start_s = OmegaConf.select(config, "actor_rollout_ref.rollout.server.max_start_wait_time") or 0.0
-        self._return_timeout_s = max(self._server_timeout_s, float(start_s))
+        server = OmegaConf.select(config, "actor_rollout_ref.rollout.server")
+        device = OmegaConf.select(config, "trainer.device") or "cpu"
+        start_s = 0.0 if server is None else start_limit_s(server.get("max_start_wait_time"), device)
+        self._return_timeout_s = max(self._server_timeout_s, start_s)
         self._servers: list[_Server] = []
         self.set_servers(server_handles)
         self._server_of: OrderedDict[str, _Server] = OrderedDict()

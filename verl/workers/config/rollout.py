@@ -143,8 +143,19 @@ class ServerConfig(BaseConfig):
     max_attempts: int = setting(3, "attempts at one request")
     retry_delay: float = setting(2.0, "pause before another attempt")
     max_connections: int = setting(1000, "connections open at once")
-    max_start_wait_time: float = setting(300.0, "limit of the start of a server", above=0)
+    max_start_wait_time: float | None = setting(
+        None, "limit of the start of a server; null: 300 on a CPU, 1800 on accelerators", above=0
+    )
     heartbeat_timeout: float = setting(60.0, "limit of an engine's silence, before it counts as dead", above=0)
+
+    def start_limit_s(self, device: str) -> float:
+        """Return the limit of the start of a server whose devices are of this kind."""
+        return start_limit_s(self.max_start_wait_time, device)
+
+
+def start_limit_s(written: float | None, device: str) -> float:
+    """Return the limit of the start of a server; models of 32B and more take many minutes on accelerators."""
+    return written or (300.0 if device == "cpu" else 1800.0)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import itertools
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from verl.workers.rollout.server import TokenOutput as TokenOutput
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayWorkerGroup
     from verl.workers.config import HFModelConfig, RolloutConfig
+
+logger = logging.getLogger(__name__)
 
 Actor = Any  # Ray's actor handles have no static type
 
@@ -206,12 +209,14 @@ class RolloutReplica(ABC):
 
         Raises: ServerError naming the server if it has not started within ``server.max_start_wait_time`` seconds.
         """
-        limit_s = self.config.server.max_start_wait_time
-        deadline = time.monotonic() + limit_s
+        limit_s = self.config.server.start_limit_s(self.device_name)
+        began = time.monotonic()
+        deadline = began + limit_s
         died_at: float | None = None
         while True:
             try:
-                place = ray.get(self.server_handle.ready.remote(), timeout=max(0.1, deadline - time.monotonic()))
+                left_s = max(0.1, deadline - time.monotonic())
+                place = ray.get(self.server_handle.ready.remote(), timeout=min(left_s, _TELL_S))
                 if place["pid"] != self._ended_pid or time.monotonic() > self._may_end_until:
                     self._pid = place["pid"]
                     return dict(place)
@@ -222,7 +227,15 @@ class RolloutReplica(ABC):
                 if time.monotonic() > deadline:
                     raise self._not_started(limit_s) from None
             except ray.exceptions.GetTimeoutError:
-                raise self._not_started(limit_s) from None
+                waited_s = time.monotonic() - began
+                if waited_s >= limit_s:
+                    raise self._not_started(limit_s) from None
+                logger.info(
+                    "rollout server %s has been starting for %.0f s, of at most %g s",
+                    self.server_name,
+                    waited_s,
+                    limit_s,
+                )
             except ray.exceptions.RayActorError as error:  # a call right after ``restart`` may meet the ended process
                 now = time.monotonic()
                 died_at = died_at or now
@@ -261,6 +274,8 @@ class RolloutReplica(ABC):
 
 MOST_CALLS = 100_000
 _POLL_S = 0.2
+_TELL_S = 60.0
+"""How often the wait for a server that starts is told."""
 _RESTART_S = 30.0
 """How long Ray may take, on a busy machine, to hear that it has ended an actor."""
 

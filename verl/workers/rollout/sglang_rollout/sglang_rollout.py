@@ -111,7 +111,7 @@ class SGLangRollout(BaseRollout):
 
         Raises: ServerError if its process has died, or is not ready in time; the error of its start.
         """
-        limit_s = self.config.server.max_start_wait_time
+        limit_s = self.config.server.start_limit_s(get_device_name())
         self.place = self._group.by_leader(lambda: dict(self._wait(self._ready, "its start", limit_s)))
         logger.info("SGLang engine started in %.1f s", time.perf_counter() - self._began)
 

@@ -89,8 +89,8 @@ class RequestForm:
         ends = own_ends + list(values.pop("stop_token_ids", None) or [])
         values["max_tokens"] = min(room, values.get("max_tokens") or room)
         values["top_k"] = max(0, int(values["top_k"]))
-        if values["temperature"] and values.get("seed") is None:
-            values["seed"] = self._draw_seed()
+        if values.get("seed") in (None, NO_SEED):
+            values["seed"] = self._draw_seed() if values["temperature"] else greedy_seed(self._config)
         fixed: dict[str, Any] = {
             "n": 1,
             "ignore_eos": True,  # the model's folder must not name the end tokens
@@ -113,6 +113,18 @@ class RequestForm:
     def not_started(self, params: "EngineParams") -> TokenOutput:
         """Return the result of a request that was aborted before it reached the engine."""
         return TokenOutput([], [] if params.logprobs is not None else None, ABORTED)
+
+
+NO_SEED = -1
+"""Taken by vLLM for no seed: it then draws one, and each rank of a tensor-parallel group its own."""
+
+
+def greedy_seed(config: "RolloutConfig") -> int | None:
+    """Return the seed of a request for the most likely tokens, which nothing is drawn by.
+
+    Several ranks get one: for a request without a seed vLLM draws one on each of them.
+    """
+    return 0 if config.tensor_model_parallel_size > 1 else None
 
 
 def refusals() -> tuple[type[Exception], ...]:

@@ -30,7 +30,7 @@ from verl.workers.rollout.engine_settings import is_batch_invariant
 from verl.workers.rollout.expansion import check_expansion
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
 from verl.workers.rollout.vllm_rollout.media import Request, requests_of, use_training_positions
-from verl.workers.rollout.vllm_rollout.requests import flat_log_probs
+from verl.workers.rollout.vllm_rollout.requests import NO_SEED, flat_log_probs, greedy_seed
 from verl.workers.rollout.vllm_rollout.sockets import collect_sockets
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
 
@@ -126,7 +126,10 @@ class vLLMRollout(BaseRollout):
 
         values = sampling_values(prompts, self.config)
         values["top_k"] = max(0, int(values["top_k"]))
-        seeds: Sequence[int | None] = self._sampling_seeds(prompts) or [None] * len(prompts)
+        drawn = self._sampling_seeds(prompts)
+        seeds: Sequence[int | None] = [greedy_seed(self.config)] * len(prompts)
+        if drawn is not None:
+            seeds = [int(self.seeds.draw(1)) if seed == NO_SEED else seed for seed in drawn]
         common: dict[str, Any] = {
             "n": 1,
             "max_tokens": self.config.response_length,
