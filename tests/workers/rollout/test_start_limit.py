@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from verl.workers.config import ServerConfig
+from verl.workers.config.rollout import start_limit_s
 from verl.workers.rollout import replica
 from verl.workers.rollout.server import ServerError
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
@@ -20,7 +21,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 def test_accelerators_have_more_time_unless_a_limit_is_written(
     written: float | None, device: str, limit_s: float
 ) -> None:
-    assert ServerConfig(max_start_wait_time=written).start_limit_s(device) == limit_s
+    assert start_limit_s(ServerConfig(max_start_wait_time=written).max_start_wait_time, device) == limit_s
 
 
 class Start:

@@ -148,13 +148,12 @@ class ServerConfig(BaseConfig):
     )
     heartbeat_timeout: float = setting(60.0, "limit of an engine's silence, before it counts as dead", above=0)
 
-    def start_limit_s(self, device: str) -> float:
-        """Return the limit of the start of a server whose devices are of this kind."""
-        return start_limit_s(self.max_start_wait_time, device)
-
 
 def start_limit_s(written: float | None, device: str) -> float:
-    """Return the limit of the start of a server; models of 32B and more take many minutes on accelerators."""
+    """Return the limit of the start of a server; models of 32B and more take many minutes on accelerators.
+
+    Args: ``written`` is ``server.max_start_wait_time``, ``device`` the kind of the server's devices.
+    """
     return written or (300.0 if device == "cpu" else 1800.0)
 
 

@@ -19,6 +19,7 @@ from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.workers.config.engines import class_outside
+from verl.workers.config.rollout import start_limit_s
 from verl.workers.rollout.registry import get_rollout_class
 from verl.workers.rollout.server import ServerError
 from verl.workers.rollout.server import TokenOutput as TokenOutput
@@ -209,7 +210,7 @@ class RolloutReplica(ABC):
 
         Raises: ServerError naming the server if it has not started within ``server.max_start_wait_time`` seconds.
         """
-        limit_s = self.config.server.start_limit_s(self.device_name)
+        limit_s = start_limit_s(self.config.server.max_start_wait_time, self.device_name)
         began = time.monotonic()
         deadline = began + limit_s
         died_at: float | None = None

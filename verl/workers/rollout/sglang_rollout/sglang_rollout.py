@@ -18,6 +18,7 @@ from verl.utils.device import get_device_name, get_torch_device, get_visible_dev
 from verl.utils.faults import fault_point
 from verl.utils.vision.multi_modal import count_fetched
 from verl.workers.config.engines import ENGINES
+from verl.workers.config.rollout import start_limit_s
 from verl.workers.rollout.base import (
     BaseRollout,
     Bucket,
@@ -111,7 +112,7 @@ class SGLangRollout(BaseRollout):
 
         Raises: ServerError if its process has died, or is not ready in time; the error of its start.
         """
-        limit_s = self.config.server.start_limit_s(get_device_name())
+        limit_s = start_limit_s(self.config.server.max_start_wait_time, get_device_name())
         self.place = self._group.by_leader(lambda: dict(self._wait(self._ready, "its start", limit_s)))
         logger.info("SGLang engine started in %.1f s", time.perf_counter() - self._began)
 
