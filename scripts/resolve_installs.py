@@ -91,7 +91,9 @@ def resolve(wanted: Sequence[str], report: Path) -> Resolved:
     Raises: RuntimeError with pip's message if there is no answer.
     """
     words = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    done = subprocess.run([*words, "--report", str(report), *wanted], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*words, "--report", str(report), *wanted], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
+    )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise RuntimeError((errors or [done.stderr.strip()])[0])
