@@ -59,6 +59,20 @@ def start_method() -> Iterator[None]:
     multiprocessing.set_start_method(before, force=True)
 
 
+MANY_MODULES = 200
+"""So many modules have objects that make a collection of garbage noticeably longer."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports() -> Iterator[None]:
+    """Keep also what the tests of a file import out of later garbage collections: with engines they take seconds."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) - before > MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def verification_page(request: pytest.FixtureRequest) -> Path | None:
     """The page whose tables take what is measured, where one was asked for."""
@@ -190,6 +204,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         uses_ray = "ray_cluster" in getattr(item, "fixturenames", ())
         if uses_ray or _folders(item) & {"special_e2e", "special_distributed"}:
             item.add_marker(pytest.mark.slow)
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):  # a mark of two fixtures' parameters
+            if item.callspec.id in getattr(item.module, "FULL_IDS", ()):
+                item.add_marker(pytest.mark.full)
     if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
         items.sort(key=lambda item: min(_rank(folder) for folder in _folders(item)))
 

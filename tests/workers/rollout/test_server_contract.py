@@ -51,6 +51,8 @@ LAYOUTS = {
     "tensor parallel": {"tensor_model_parallel_size": 2},
     "data parallel": {"data_parallel_size": 2},
 }
+FULL_IDS = ("sglang-standalone",)
+"""The hybrid one is the same actor, and special_e2e/test_sglang.py trains on this one; see tests/conftest.py."""
 
 
 @pytest.fixture(
