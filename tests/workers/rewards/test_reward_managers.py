@@ -27,6 +27,7 @@ from verl.utils.reward_score import LOWEST_SCORES, PREFIXES, SCORERS
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.prime import parallel_compute_score_async, run_reward_scoring
+from verl.workers.rewards import loading
 from verl.workers.rewards.loading import load_reward_manager, resolve_reward
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.scoring import RewardError, ScoringLimits
@@ -34,6 +35,13 @@ from verl.workers.rewards.scoring import RewardError, ScoringLimits
 PROMPT_WIDTH, RESPONSE_WIDTH = 6, 8
 RESPONSES = ["#### 4", "#### 12", ""]
 TRUTHS = ["4", "13", "0"]
+
+
+@pytest.fixture(autouse=True)
+def no_process_of_a_scorer():
+    yield
+    while loading._isolated:
+        loading._isolated.popitem()[1].close()
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +330,10 @@ counter = Counter()
 """
 
 
-@pytest.mark.parametrize("name", ["closure", "numpy", "tensor", "own_class", "extras", "lambda_", "partial"])
-@pytest.mark.parametrize("kind", ["naive", "dapo"])
+KINDS_OF_SCORERS = ("closure", "numpy", "tensor", "own_class", "extras", "lambda_", "partial")
+
+
+@pytest.mark.parametrize(("kind", "name"), [*(("naive", name) for name in KINDS_OF_SCORERS), ("dapo", "extras")])
 def test_kinds_of_scorers_and_results_in_a_process(kind, name, tokenizer, batch, scorer_file):
     path = scorer_file(KINDS)
     results = []
