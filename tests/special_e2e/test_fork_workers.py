@@ -92,7 +92,8 @@ KINDS = {
 CASES = [("common", True), ("two", True), ("async", False), ("critic", False), ("fsdp2", False), ("hf", False)]
 
 
-@pytest.mark.parametrize("kind, is_plain", [("common", False), *(pytest.param(*case, marks=FULL) for case in CASES)])
+@FULL  # utils/test_fork_server.py holds what a fork is, test_readme.py runs on forks
+@pytest.mark.parametrize("kind, is_plain", [("common", False), *CASES])
 def test_forks_change_no_bit(workspace, alone, kind, is_plain):
     """Neither the numbers nor the random states nor the weights; and the lines of the processes are shown.
 

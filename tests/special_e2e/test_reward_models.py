@@ -102,6 +102,7 @@ def test_a_reward_model_scores_training(workspace, model, shared):
     assert "val-core/letters/reward/mean@1" in shared.steps[STEPS]  # these rows are judged by the rule
 
 
+@pytest.mark.full  # trainer/ppo/test_resources.py places them, workers/roles/test_reward_model.py has their scores
 def test_workers_of_its_own_change_no_number(shared, apart):
     assert sorted(apart.steps) == [1]
     assert apart.numbers(1) == shared.numbers(1)
@@ -128,6 +129,7 @@ def test_its_workers_score_while_agent_loops_generate(workspace, changes):
     assert len(inside) == 2, "one call for each agent loop worker"
 
 
+@pytest.mark.full
 def test_the_death_of_its_worker_is_named(apart):
     message = apart.output[apart.output.rindex("\nError: ") :]
     assert "WorkerDiedError" in message and "rank 0" in message

@@ -153,24 +153,23 @@ LAYOUTS = ENGINES | {
     "two servers, sglang": TWO_SERVERS | SGLANG,
 }
 LOOKING = [
-    pytest.param(kind, engine, tools, marks=pytest.mark.full)
-    for kind, engine, tools in (
-        ("qwen2_5_vl", "sglang", 2),
-        ("qwen2_5_vl", "two servers", 1),
-        ("qwen2_5_vl", "two servers, sglang", 2),
-        ("qwen2_5_vl", "megatron tp, sglang", 2),
-        ("qwen2_5_vl", "tensor parallel", 2),
-        ("qwen2_5_vl", "megatron tp", 2),
-        ("qwen2_5_vl", "megatron pp", 1),
-        ("qwen3_vl", "fsdp", 2),
-        ("glm4v", "fsdp", 2),
-        ("qwen3_vl", "two servers", 2),
-        ("qwen3_vl_moe", "megatron tp", 1),
-    )
+    ("qwen2_5_vl", "fsdp", 1),
+    ("qwen2_5_vl", "sglang", 2),
+    ("qwen2_5_vl", "two servers", 1),
+    ("qwen2_5_vl", "two servers, sglang", 2),
+    ("qwen2_5_vl", "megatron tp, sglang", 2),
+    ("qwen2_5_vl", "tensor parallel", 2),
+    ("qwen2_5_vl", "megatron tp", 2),
+    ("qwen2_5_vl", "megatron pp", 1),
+    ("qwen3_vl", "fsdp", 2),
+    ("glm4v", "fsdp", 2),
+    ("qwen3_vl", "two servers", 2),
+    ("qwen3_vl_moe", "megatron tp", 1),
 ]
 
 
-@pytest.mark.parametrize(("kind", "engine", "tools"), [("qwen2_5_vl", "fsdp", 1), *LOOKING])
+@pytest.mark.full  # experimental/agent_loop/test_later_images.py and workers/engine/test_vision_contract.py
+@pytest.mark.parametrize(("kind", "engine", "tools"), LOOKING)
 def test_images_and_films_of_tools_are_trained(
     workspace: Workspace, tmp_path: Path, kind: str, engine: str, tools: int
 ) -> None:

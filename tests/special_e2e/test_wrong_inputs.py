@@ -16,7 +16,7 @@ from .wrong_input_cases import CASES
 from .wrong_inputs import USAGE_ERROR, Answer, Case, LateRuns, Launcher, Place, run_alone, verdict, words
 
 EARLY, LATE = [case for case in CASES if not case.late], [case for case in CASES if case.late]
-SELECTION = 32
+SELECTION = 64
 """Continuous integration tries one in so many of those that are refused before the start, and those that only a run can
 find unless they start workers of their own."""
 

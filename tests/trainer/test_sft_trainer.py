@@ -537,7 +537,7 @@ MEGATRON = ["engine=megatron", "optim=megatron"]
 @pytest.mark.parametrize(
     "layout, resumes",
     [
-        (["engine.strategy=fsdp2"], False),
+        pytest.param(["engine.strategy=fsdp2"], False, marks=pytest.mark.full),
         ([*MEGATRON, "engine.tensor_model_parallel_size=2"], False),
         pytest.param([*MEGATRON, "engine.pipeline_model_parallel_size=2"], True, marks=pytest.mark.full),
         pytest.param([*MEGATRON, "engine.context_parallel_size=2"], True, marks=pytest.mark.full),
