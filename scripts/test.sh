@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks and tests: sets up the environment (scripts/setup_env.sh), then checks style, layers, types, YAML, and runs pytest.
+# All checks and tests: sets up the environment (scripts/setup_env.sh), then runs pytest, and beside it checks style, layers, types, YAML.
 #
 #   bash scripts/test.sh            what continuous integration runs
 #   bash scripts/test.sh --fast     unit tests only: nothing that starts Ray or several processes
@@ -19,6 +19,7 @@ usage() { sed -n '2,13s/^# \{0,1\}//p' "scripts/test.sh"; }
 MODE=default
 SESSION_TIMEOUT_S=7200 # of a hang: the tests take about 20 minutes on two idle cores, and several times that on busy ones
 TIMES=outputs/suite_times.xml
+CHECKS_LOG=outputs/checks.log
 while [ $# -gt 0 ]; do
     case "$1" in
         --fast) MODE=fast ;;
@@ -64,16 +65,35 @@ run_pytest() {
 stage environment bash scripts/setup_env.sh
 [ ${#FAILED[@]} -eq 0 ] || exit 1
 
-# As modules: the commands in bin/ know only the place where the environment was made, and a folder can be moved.
-stage "style (ruff check)" "$BIN/python" -m ruff check .
-stage "style (ruff format)" "$BIN/python" -m ruff format --check --quiet .
-LINT_IMPORTS="from importlinter.cli import lint_imports_command as run; run()"
-stage "layers" "$BIN/python" -c "$LINT_IMPORTS" --no-logo --no-cache
-stage "import circles" "$BIN/python" -c "$LINT_IMPORTS" --no-logo --no-cache --config .importlinter-types.toml
-stage "structure" "$BIN/python" scripts/count_structure.py --check
-stage "types (mypy)" "$BIN/python" -m mypy --num-workers 2
-stage "YAML style" "$BIN/python" scripts/check_yaml_style.py
-[ "$MODE" = checks ] || run_pytest "$@"
+run_checks() {
+    # As modules: the commands in bin/ know only the place where the environment was made, and a folder can be moved.
+    stage "style (ruff check)" "$BIN/python" -m ruff check .
+    stage "style (ruff format)" "$BIN/python" -m ruff format --check --quiet .
+    local lint_imports="from importlinter.cli import lint_imports_command as run; run()"
+    stage "layers" "$BIN/python" -c "$lint_imports" --no-logo --no-cache
+    stage "import circles" "$BIN/python" -c "$lint_imports" --no-logo --no-cache --config .importlinter-types.toml
+    stage "structure" "$BIN/python" scripts/count_structure.py --check
+    stage "types (mypy)" "$BIN/python" -m mypy --num-workers 2
+    stage "YAML style" "$BIN/python" scripts/check_yaml_style.py
+}
+
+finish_checks() {
+    local code=0
+    wait "$1" || code=$?
+    cat "$CHECKS_LOG"
+    return "$code"
+}
+
+if [ "$MODE" = checks ]; then
+    run_checks
+else
+    # At the lowest priority: in the time in which all tests wait for something.
+    mkdir -p "${CHECKS_LOG%/*}"
+    VERL_NO_INSTALL=1 VERL_SKIP_CHECKS=1 nice -n 19 bash scripts/test.sh --checks >"$CHECKS_LOG" 2>&1 &
+    CHECKS=$!
+    run_pytest "$@"
+    stage checks finish_checks "$CHECKS"
+fi
 
 printf '\n'
 printf '%s\n' "${REPORT[@]}" "$(printf '%-22s         %4d s' total "$SECONDS")"
