@@ -165,12 +165,15 @@ def test_connections_that_send_nothing_are_shut(
         port = int(address.rsplit(":", 1)[1].partition("/")[0])
         head = b"POST /retrieve HTTP/1.1\r\nHost: a\r\nContent-Length: 50\r\n\r\n"
         openings = [b"", b"POST", b"POST /retrieve HTTP/1.1\r\nHost: a\r\n", head, head + b'{"queries"']
-        replies = []
-        for opening in openings:
+
+        async def reply_to(opening: bytes) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(opening)
-            replies.append(await reader.read())  # until the server closes it
+            reply = await reader.read()  # until the server closes it, ten seconds after its reply to half a body
             writer.close()
+            return reply
+
+        replies = await asyncio.gather(*map(reply_to, openings))
         server.cancel()
         return replies
 
