@@ -525,7 +525,7 @@ class Step:
         algorithm = AlgoConfig(**{**algorithm, "rollout_is_level": "sequence"})
         control = FixedKLController(0.1)
         if self.by_reference:
-            batch, _ = columns.apply_kl_penalty(self.group, batch, control, "kl")
+            batch, _ = shaping.apply_kl_penalty(batch, control, "kl", self.group)
             batch, _ = columns.add_rollout_weights(self.group, batch, algorithm)
             batch = columns.add_advantages(self.group, batch, algorithm, None, "grpo")
         else:

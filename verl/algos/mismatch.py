@@ -371,30 +371,29 @@ _CONSTANT = 1e-12
 _SUMS = "training/rollout_sums/"
 
 
-def gap_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return float64 sums over the (b, R) tokens inside the mask, from which ``gap_metrics`` makes the metrics."""
+def gap_sums_of_rows(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return sums over the tokens of each row (b, R) from which ``gap_metrics`` makes the metrics, (b,) float64."""
     keep = mask.bool()
-    ours = log_probs[keep].double()
-    theirs = rollout_log_probs[keep].double()
-    log_gap = (ours - theirs).abs()
-    x = ours.exp()
-    y = theirs.exp()
+    ours = torch.where(keep, log_probs.double(), 0.0)
+    theirs = torch.where(keep, rollout_log_probs.double(), 0.0)
+    log_gap = (ours - theirs).abs()  # zero outside the mask, and so is the gap
+    x = torch.where(keep, ours.exp(), 0.0)
+    y = torch.where(keep, theirs.exp(), 0.0)
     gap = (x - y).abs()
-    nothing = log_gap.new_zeros(1)
     sums = {"log_gap": log_gap, "gap": gap, "gap_sq": gap**2, "x": x, "y": y, "xx": x**2, "yy": y**2, "xy": x * y}
     return {
-        "count": keep.sum().double(),
-        "log_gap_max": torch.cat([log_gap, nothing]).max(),
-        "gap_max": torch.cat([gap, nothing]).max(),
-        **{name: value.sum() for name, value in sums.items()},
+        "count": keep.sum(-1).double(),
+        "log_gap_max": log_gap.amax(-1),
+        "gap_max": gap.amax(-1),
+        **{name: value.sum(-1) for name, value in sums.items()},
     }
 
 
-def gap_sums_of_rows(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return ``gap_sums`` of each row, (b,) each."""
-    rows = [gap_sums(*row) for row in zip(log_probs, rollout_log_probs, mask, strict=True)]
-    names = rows[0] if rows else gap_sums(log_probs, rollout_log_probs, mask)
-    return {name: torch.stack([row[name] for row in rows]) if rows else torch.zeros(0) for name in names}
+def gap_sums(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return the sums of all (b, R) tokens inside the mask, float64 scalars."""
+    rows = gap_sums_of_rows(log_probs, rollout_log_probs, mask)
+    nothing = mask.new_zeros(1, dtype=torch.float64)
+    return {name: torch.cat([each, nothing]).max() if name in GAP_MAXIMA else each.sum() for name, each in rows.items()}
 
 
 def gap_metrics_of_rows(columns: Mapping[str, Tensor]) -> dict[str, float]:

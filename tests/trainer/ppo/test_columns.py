@@ -110,7 +110,7 @@ def test_a_step_from_scalars_equals_the_plain_step(name: str, empty_row: bool) -
     )
     results = [
         shaping.apply_kl_penalty(plain, FixedKLController(0.3), "low_var_kl")[1],
-        columns.apply_kl_penalty(group, lazy, FixedKLController(0.3), "low_var_kl")[1],
+        shaping.apply_kl_penalty(lazy, FixedKLController(0.3), "low_var_kl", group)[1],
     ]
     assert results[0] == results[1]
     for level in ("sequence", "token"):

@@ -1,9 +1,8 @@
-"""A step whose columns stay with the workers (``trainer.lazy_columns``): the driver works with scalars of the rows.
+"""Formulas over rows that run where the columns lie: on the workers (``trainer.lazy_columns``), or in the driver.
 
-A *program* is a function that workers run on their part of the rows, with the columns that it names. What it returns of
-one number per row comes to the driver, and its columns stay in the object store. Each program is the formula of the
-plain step on some rows; what joins the rows (means, deviations, group statistics, percentiles) is computed here, from
-their scalars, in the order of the plain step.
+A *program* is a function over some rows, with the columns that it names. Workers run it on their part of the rows: what
+it returns of one number per row comes to the driver, and its columns stay in the object store. What joins the rows
+(means, deviations, group statistics, percentiles) is computed from their scalars, in the order of the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor
 
 from verl.algos import advantage, mismatch
-from verl.algos.aggregate import agg_unit, row_weights, unit_count
+from verl.algos.aggregate import SHARE_COLUMN, agg_unit, row_weights, unit_count
 from verl.algos.config import AlgoConfig
-from verl.algos.kl import KLController
-from verl.algos.kl import kl_penalty as compute_kl
 from verl.algos.names import AdvantageEstimator
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.protocol.lazy import BY_REFERENCE, is_lazy
@@ -26,14 +23,13 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
 from verl.trainer.ppo.phases import RolloutInvariantError, check_rollout, rollout_faults
 from verl.trainer.ppo.segments import SEGMENTS_COLUMN
-from verl.utils.torch_functional import masked_mean
 
 SAMPLED = "__sampled_tokens__"
 """Array (B,) of a batch by reference: tokens that the model sampled."""
 VETOED = "__vetoed__"
 """Array (B,) of a batch by reference: whether a token vetoes the response."""
 
-Program = Callable[[Worker, DataProto], DataProto]
+Program = Callable[[Worker | None, DataProto], DataProto]
 _OPTIONS = "options"
 _OWN = "__own__"
 _CLEARED = "__cleared__"
@@ -57,6 +53,15 @@ def run(group: RayWorkerGroup, program: Program, batch: DataProto, columns: Sequ
     return unpad_dataproto(output, added)
 
 
+def run_where_it_lies(
+    group: RayWorkerGroup | None, program: Program, batch: DataProto, columns: Sequence[str], **options: Any
+) -> DataProto:
+    """Run a program on all rows: on the workers for columns by reference, else in this process."""
+    if group is not None and stays_with_workers(batch):
+        return run(group, program, batch, columns, **options)
+    return program(None, _part(batch, columns, options))
+
+
 def run_on_shards(
     group: RayWorkerGroup, program: Program, batch: DataProto, columns: Sequence[str], **options: Any
 ) -> DataProto:
@@ -76,7 +81,8 @@ def _part(batch: DataProto, columns: Sequence[str], options: Mapping[str, Any]) 
     return part
 
 
-def _options(data: DataProto) -> dict[str, Any]:
+def options_of(data: DataProto) -> dict[str, Any]:
+    """Return the options that ``run`` was called with."""
     found: dict[str, Any] = data.meta_info[_OPTIONS]
     return found
 
@@ -116,9 +122,9 @@ def _raise_first(bad: Tensor, fault: str, uids: np.ndarray | None, step: int) ->
         raise RolloutInvariantError(f"step {step}, row {row}{uid}: {fault}; {others} more rows have the same fault")
 
 
-def _describe_rows(worker: Worker, data: DataProto) -> DataProto:
+def _describe_rows(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
-    options = _options(data)
+    options = options_of(data)
     asked = DataProto.from_dict({name: tensors[f"asked_{name}"] for name in ("input_ids", "attention_mask")})
     output = data.select()
     output.meta_info = options["meta"]
@@ -138,30 +144,32 @@ def _describe_rows(worker: Worker, data: DataProto) -> DataProto:
 
 
 def log_prob_metrics(
-    group: RayWorkerGroup, batch: DataProto, entropies: Tensor, mode: str, length: int | None
+    group: RayWorkerGroup | None, batch: DataProto, entropies: Tensor, mode: str, length: int | None
 ) -> dict[str, float]:
     """Return the entropy of the policy, and the gap of rollout and trainer if the rollout gave log-probabilities.
 
-    Args: ``batch`` has ``old_log_probs``; ``entropies`` (B, R) is by reference.
+    Args: ``batch`` has ``old_log_probs``; ``entropies`` are (B, R).
     """
     rows = batch.select()
     tensors_of(rows)["entropys"] = entropies
     columns = ["entropys", "response_mask"]
     if "rollout_log_probs" in tensors_of(batch).keys():
         columns += ["old_log_probs", "rollout_log_probs"]
-    found = tensors_of(run(group, _log_prob_sums, rows, columns))
-    sampled = _numbers(batch.non_tensor_batch[SAMPLED])
-    weights = row_weights(sampled, mode, length or entropies.shape[-1])
+    found = tensors_of(run_where_it_lies(group, _log_prob_sums, rows, columns))
+    shares = tensors_of(batch).get(SHARE_COLUMN, None)
+    sampled = found["tokens"]
+    weights = row_weights(sampled, mode, length or entropies.shape[-1], shares)
     total = (found["entropy"] * weights.to(found["entropy"].dtype)).sum()
-    metrics = {"actor/entropy": (total / unit_count(sampled, agg_unit(mode)).to(total.dtype)).item()}
+    metrics = {"actor/entropy": (total / unit_count(sampled, agg_unit(mode), shares).to(total.dtype)).item()}
     sums = {name.removeprefix("gap:"): found[name] for name in map(str, found.keys()) if name.startswith("gap:")}
     return metrics | (mismatch.gap_metrics_of_rows(sums) if sums else {})
 
 
-def _log_prob_sums(worker: Worker, data: DataProto) -> DataProto:
+def _log_prob_sums(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
     mask = tensors["response_mask"]
-    found = {"entropy": torch.where(mask.bool(), tensors["entropys"], 0.0).sum(-1)}
+    entropies = torch.where(mask.bool(), tensors["entropys"], 0.0)
+    found = {"entropy": entropies.sum(-1), "tokens": mask.sum(-1)}
     if "rollout_log_probs" in tensors.keys():
         sums = mismatch.gap_sums_of_rows(tensors["old_log_probs"], tensors["rollout_log_probs"], mask)
         found |= {f"gap:{name}": value for name, value in sums.items()}
@@ -171,45 +179,23 @@ def _log_prob_sums(worker: Worker, data: DataProto) -> DataProto:
 # ---- score
 
 
-def clear_response_mask(group: RayWorkerGroup, batch: DataProto, rows: Tensor) -> None:
+def clear_response_mask(group: RayWorkerGroup | None, batch: DataProto, rows: Tensor) -> None:
     """Make the response mask of rows (B,) bool zero, where it lies."""
     part = batch.select()
     tensors_of(part)[_CLEARED] = rows
-    found = run(group, _cleared_mask, part, ["response_mask", _CLEARED])
+    found = run_where_it_lies(group, _cleared_mask, part, ["response_mask", _CLEARED])
     tensors_of(batch)["response_mask"] = tensors_of(found)["response_mask"]
-    sampled = batch.non_tensor_batch[SAMPLED]
-    batch.non_tensor_batch[SAMPLED] = np.where(rows.numpy(), 0, sampled)
+    if SAMPLED in batch.non_tensor_batch:
+        sampled = batch.non_tensor_batch[SAMPLED]
+        batch.non_tensor_batch[SAMPLED] = np.where(rows.numpy(), 0, sampled)
 
 
-def _cleared_mask(worker: Worker, data: DataProto) -> DataProto:
+def _cleared_mask(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
     return DataProto.from_dict({"response_mask": tensors["response_mask"].masked_fill(tensors[_CLEARED][:, None], 0)})
 
 
 # ---- shape
-
-
-def apply_kl_penalty(
-    group: RayWorkerGroup, batch: DataProto, controller: KLController, kind: str
-) -> tuple[DataProto, dict[str, float]]:
-    """Do what ``shaping.apply_kl_penalty`` does."""
-    beta = controller.value
-    columns = ["token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"]
-    found = tensors_of(run(group, _rewards_after_kl, batch, columns, kind=kind, beta=beta))
-    tensors_of(batch)["token_level_rewards"] = found["token_level_rewards"]
-    used = _numbers(batch.non_tensor_batch[SAMPLED]) > 0
-    current = found["kl"][used].mean().item() if used.any() else 0.0
-    controller.update(current_kl=current, n_steps=int(used.sum()))
-    return batch, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
-
-
-def _rewards_after_kl(worker: Worker, data: DataProto) -> DataProto:
-    tensors, options = tensors_of(data), _options(data)
-    mask = tensors["response_mask"]
-    kl = compute_kl(tensors["old_log_probs"], tensors["ref_log_prob"], options["kind"])
-    kl = torch.where(mask.bool(), kl, 0.0)
-    rewards = tensors["token_level_scores"] - options["beta"] * kl
-    return DataProto.from_dict({"token_level_rewards": rewards, "kl": masked_mean(kl, mask=mask, axis=-1)})
 
 
 def add_rollout_weights(
@@ -236,13 +222,13 @@ def add_rollout_weights(
     return batch, metrics
 
 
-def _weigh_rows(worker: Worker, data: DataProto) -> DataProto:
+def _weigh_rows(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
     columns, weights = mismatch.scan_rows(
         tensors["old_log_probs"],
         tensors["rollout_log_probs"],
         tensors["response_mask"],
-        mismatch.WeightOptions(**_options(data)["options"]),
+        mismatch.WeightOptions(**options_of(data)["options"]),
     )
     return DataProto.from_dict({**columns, "rollout_is_weights": weights})
 
@@ -284,8 +270,8 @@ def _token_percentiles(group: RayWorkerGroup, batch: DataProto, names: Sequence[
     return [float(value) for value in values]
 
 
-def _count_keys(worker: Worker, data: DataProto) -> DataProto:
-    tensors, options = tensors_of(data), _options(data)
+def _count_keys(worker: Worker | None, data: DataProto) -> DataProto:
+    tensors, options = tensors_of(data), options_of(data)
     keep = tensors["response_mask"].bool() & tensors[_OWN].unsqueeze(-1)
     ratio = (tensors["old_log_probs"].float() - tensors["rollout_log_probs"].float())[keep]
     keys = _keys(ratio.numpy())
@@ -354,7 +340,7 @@ def _spread(
     return tensors_of(run(group, _spread_rows, rows, ["response_mask", "of_response"]))["advantages"]
 
 
-def _spread_rows(worker: Worker, data: DataProto) -> DataProto:
+def _spread_rows(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
     given = tensors["of_response"]
     return DataProto.from_dict(
@@ -362,13 +348,13 @@ def _spread_rows(worker: Worker, data: DataProto) -> DataProto:
     )
 
 
-def _remax_rows(worker: Worker, data: DataProto) -> DataProto:
+def _remax_rows(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
     return _of_used_rows(tensors["response_mask"], *advantage.compute_remax_outcome_advantage(**tensors))
 
 
-def _discounted_rows(worker: Worker, data: DataProto) -> DataProto:
-    tensors, options = tensors_of(data), _options(data)
+def _discounted_rows(worker: Worker | None, data: DataProto) -> DataProto:
+    tensors, options = tensors_of(data), options_of(data)
     rewards, mask = tensors["token_level_rewards"], tensors["response_mask"]
     if "values" in tensors.keys():
         found = advantage.gae_of_rows(rewards, tensors["values"], mask, options["gamma"], options["lam"])
@@ -400,16 +386,16 @@ def _whiten(group: RayWorkerGroup, batch: DataProto, compares: bool) -> None:
     tensors["advantages"] = tensors_of(run(group, _scale_rows, rows, names, scale=scale))["advantages"]
 
 
-def _centre_rows(worker: Worker, data: DataProto) -> DataProto:
+def _centre_rows(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
     keep = tensors["response_mask"].bool() & tensors["used"].unsqueeze(-1)
-    centred, squares = advantage.centre(tensors["advantages"], keep, _options(data)["mean"])
+    centred, squares = advantage.centre(tensors["advantages"], keep, options_of(data)["mean"])
     return DataProto.from_dict({"advantages": centred, "squares": squares})
 
 
-def _scale_rows(worker: Worker, data: DataProto) -> DataProto:
+def _scale_rows(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
-    advantages = tensors["advantages"] * _options(data)["scale"]
+    advantages = tensors["advantages"] * options_of(data)["scale"]
     return DataProto.from_dict({"advantages": advantages.masked_fill(~tensors["used"].unsqueeze(-1), 0.0)})
 
 
@@ -439,7 +425,7 @@ def token_metrics(group: RayWorkerGroup, batch: DataProto, use_critic: bool) -> 
     return metrics
 
 
-def _token_sums(worker: Worker, data: DataProto) -> DataProto:
+def _token_sums(worker: Worker | None, data: DataProto) -> DataProto:
     tensors = tensors_of(data)
     keep = tensors["response_mask"].bool()
     names = ["advantages", "returns", "values"]

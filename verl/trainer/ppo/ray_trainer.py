@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +14,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.algos.aggregate import SHARE_COLUMN, agg_loss
 from verl.algos.kl import get_kl_controller
-from verl.algos.mismatch import calculate_debug_metrics
 from verl.algos.names import AdvantageEstimator
 from verl.base_config import WrongInput
 from verl.models.transformers.packing import packs_rows
@@ -672,12 +670,11 @@ class RayPPOTrainer:
         with self._timed("reward", timing):
             self._add_scores(batch, metrics)
         with self._timed("adv", timing):
-            if algorithm.use_kl_in_reward and columns.stays_with_workers(batch):
-                controller, kind = self.kl_ctrl_in_reward, algorithm.kl_penalty
-                batch, kl_metrics = columns.apply_kl_penalty(self.actor_rollout_wg, batch, controller, kind)
-                metrics.update(kl_metrics)
-            elif algorithm.use_kl_in_reward:
-                batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+            if algorithm.use_kl_in_reward:
+                apply = partial(apply_kl_penalty, batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+                # A fork may have put a function without ``group`` in place.
+                at_workers = columns.stays_with_workers(batch)
+                batch, kl_metrics = apply(group=self.actor_rollout_wg) if at_workers else apply()
                 metrics.update(kl_metrics)
             else:
                 tensors_of(batch)["token_level_rewards"] = tensors_of(batch)["token_level_scores"].clone()
@@ -875,18 +872,9 @@ class RayPPOTrainer:
         output = without_metrics(self.actor_rollout_wg.compute_log_prob(for_model(batch)), metrics)
         entropies = tensors_of(output).pop("entropys")
         assert isinstance(entropies, torch.Tensor)
-        if columns.stays_with_workers(batch):
-            batch = batch.union(output)
-            mode, length = actor.loss_agg_mode, actor.loss_scale_factor
-            metrics.update(columns.log_prob_metrics(self.actor_rollout_wg, batch, entropies, mode, length))
-            return batch
-        mask = tensors_of(batch)["response_mask"]
-        shares = tensors_of(batch).get(SHARE_COLUMN, None)
-        entropy = agg_loss(entropies, mask, actor.loss_agg_mode, length=actor.loss_scale_factor, shares=shares)
-        metrics["actor/entropy"] = entropy.item()
         batch = batch.union(output)
-        if "rollout_log_probs" in tensors_of(batch).keys():
-            metrics.update(calculate_debug_metrics(batch))
+        mode, length = actor.loss_agg_mode, actor.loss_scale_factor
+        metrics.update(columns.log_prob_metrics(self.actor_rollout_wg, batch, entropies, mode, length))
         return batch
 
     def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, Metrics]:

@@ -174,10 +174,7 @@ def leave_unscored_out(batch: DataProto, group: RayWorkerGroup, step: int) -> No
     if EARLIER_COLUMN in found:
         segments = zip(found[EARLIER_COLUMN], rows, strict=True)
         found[EARLIER_COLUMN] = object_array([None if is_out else earlier for earlier, is_out in segments])
-    if columns.stays_with_workers(batch):
-        columns.clear_response_mask(group, batch, torch.from_numpy(rows))
-    else:
-        tensors["response_mask"] = tensors["response_mask"].masked_fill(torch.from_numpy(rows).unsqueeze(-1), 0)
+    columns.clear_response_mask(group, batch, torch.from_numpy(rows))
 
 
 def _spread(reward: Reward, dropped: np.ndarray) -> Reward:

@@ -10,8 +10,10 @@ from verl.algos.mismatch import compute_rollout_importance_weights
 from verl.algos.names import AdvantageEstimator
 from verl.base_config import Tree, WrongInput
 from verl.protocol import DataProto, tensors_of
+from verl.single_controller.base import Worker
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.columns import options_of, run_where_it_lies
 from verl.trainer.ppo.segments import Joined
-from verl.utils.torch_functional import masked_mean
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -22,26 +24,35 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
 
 
 def apply_kl_penalty(
-    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
+    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl", group: RayWorkerGroup | None = None
 ) -> tuple[DataProto, dict[str, float]]:
     """Subtract the KL to the reference policy from the scores and adapt its coefficient.
 
-    Adds ``token_level_rewards`` (B, R). Returns: the batch, and metrics of the penalty and of the coefficient used.
+    Adds ``token_level_rewards`` (B, R). ``group`` computes them if the columns are by reference. Returns: the batch,
+    and metrics of the penalty and of the coefficient used.
 
     Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
     """
-    tensors = tensors_of(data)
-    mask = tensors["response_mask"]
-    kl = compute_kl(tensors["old_log_probs"], tensors["ref_log_prob"], kl_penalty)
-    kl = torch.where(mask.bool(), kl, 0.0)  # padding may hold any number, also infinity
     beta = kl_ctrl.value
-    tensors["token_level_rewards"] = tensors["token_level_scores"] - beta * kl
+    columns = ["token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"]
+    found = tensors_of(run_where_it_lies(group, _rewards_after_kl, data, columns, kind=kl_penalty, beta=beta))
+    tensors_of(data)["token_level_rewards"] = found["token_level_rewards"]
+    kl, tokens = found["kl"], found["tokens"]
     if whole := Joined.of(data):
-        kl, mask = whole.join(kl), whole.join(mask)
-    used = mask.any(-1)  # rows without a token only fill the batch
-    current = masked_mean(kl, mask=mask, axis=-1)[used].mean().item() if used.any() else 0.0
+        kl, tokens = (whole.total(each) for each in (kl, tokens))
+    used = tokens > 0  # rows without a token only fill the batch
+    current = (kl[used] / tokens[used]).mean().item() if used.any() else 0.0
     kl_ctrl.update(current_kl=current, n_steps=int(used.sum()))
     return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+
+
+def _rewards_after_kl(worker: Worker | None, data: DataProto) -> DataProto:
+    tensors, options = tensors_of(data), options_of(data)
+    mask = tensors["response_mask"]
+    kl = compute_kl(tensors["old_log_probs"], tensors["ref_log_prob"], options["kind"])
+    kl = torch.where(mask.bool(), kl, 0.0)  # padding may hold any number, also infinity
+    rewards = tensors["token_level_scores"] - options["beta"] * kl
+    return DataProto.from_dict({"token_level_rewards": rewards, "kl": kl.sum(-1), "tokens": mask.sum(-1)})
 
 
 def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataProto, dict[str, float]]:
