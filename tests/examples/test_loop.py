@@ -47,7 +47,7 @@ PPO = {
 def call(*command: object, folder: Path = ROOT) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_ROOT": str(folder)}
     words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, start_new_session=True)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
