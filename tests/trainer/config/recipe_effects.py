@@ -68,7 +68,10 @@ DEVICES_OF_SERVERS = (
     Reader("rollout", "nnodes n_gpus_per_node", "recipe/one_step_off_policy/main_ppo.py", LOOP, "tests/recipe/one_step_off_policy/test_rules.py::test_the_established_keys_give_the_devices_of_the_servers"),
 )
 ESTIMATOR, KL_PENALTY = ("trainer/ppo/ray_trainer.py", "algorithm"), ("algos/kl.py", "kl_ctrl")
-POLICY_LOSS = tuple(("algos/policy_loss.py", each) for each in ("config", "options", "config.policy_loss"))
+POLICY_LOSS = (
+    ("algos/policy_loss.py", "config"), ("algos/policy_loss.py", "config.policy_loss"), ("algos/token_loss.py", "config"),
+    ("algos/selection.py", "options"),
+)
 NO_ESTIMATOR = Unread("algorithm", "adv_estimator gamma lam norm_adv_by_std_in_grpo")
 NO_KL_IN_REWARD = (Unread("algorithm", "use_kl_in_reward kl_penalty"), Unread(KL, "type kl_coef horizon target_kl"))
 NO_OTHER_LOSS = Unread(LOSS, "loss_mode clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef tau_pos tau_neg")
