@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,11 +138,12 @@ class Workspace:
         overrides: dict[str, object] | None = None,
         env: dict[str, str] | None = None,
         module: str = "verl.trainer.main_ppo",
+        wrapper: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        """Start a run in a session of processes."""
+        """Start a run in a session of processes, by way of the command ``wrapper`` if there is one."""
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "VERL_FILE_LOGGER_ROOT": str(self.folder)}
         return subprocess.Popen(
-            self.command(name, overrides, module),
+            [*wrapper, *self.command(name, overrides, module)],
             env=environment | self.preloaded_workers | (env or {}),
             cwd=self.folder,
             stdout=subprocess.PIPE,

@@ -37,6 +37,9 @@ def test_traces_of_the_steps_roles_and_ranks_that_were_asked_for(workspace):
             "global_profiler.tool": "torch",
             "global_profiler.steps": "[1,3]",
             "global_profiler.save_path": folder,
+            "global_profiler.relocate_results": True,
+            "global_profiler.finish_hook_cmd": "ls >listing_$VERL_PROFILE_RANK",
+            "global_profiler.finish_hook_ranks": "[1]",
             f"{ACTOR}.profiler.enable": True,
             f"{ACTOR}.profiler.ranks": "[1]",
             "actor_rollout_ref.ref.profiler.enable": True,
@@ -52,6 +55,7 @@ def test_traces_of_the_steps_roles_and_ranks_that_were_asked_for(workspace):
         for rank in ranks[role]
     }
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    assert found.pop("listing_1").read_text().split() == ["listing_1", "step1", "step3"]
     assert found.keys() == wanted
     for name, path in found.items():
         trace = json.loads(path.read_text())

@@ -21,6 +21,7 @@ TOOLS_OF = {
     tool: tuple(f"{role}.profiler.tool_config.{tool}" for role in (ACTOR, REF, "critic"))
     for tool in ("nsys", "npu", "torch", "torch_memory")
 }
+TOOLS_OF["torch"] += tuple(f"{role}.profiler.tool_config.torch" for role in (ROLLOUT, "reward_model"))
 PROFILERS = "tests/utils/profiler/"
 E2E, ENGINE = "tests/special_e2e/", "tests/workers/engine/"
 ARGS, CONTRACT = (
@@ -251,10 +252,14 @@ READERS = [
     Reader("global_profiler", "tool save_path", "trainer/main_ppo.py", "profiler", PROFILERS + "test_nsys.py::test_options_are_those_that_ray_makes_a_command_of"),
     Reader(PROFILED, "enable tool all_ranks ranks", "utils/profiler/config.py", "self", PROFILERS + "test_profile.py::test_which_ranks_are_profiled"),
     Reader(PROFILED, "save_path", "utils/profiler/profile.py", "config", PROFILERS + "test_torch_trace.py::test_one_trace_per_role_rank_and_step"),
-    Reader((f"{ROLLOUT}.profiler", "reward_model.profiler"), "tool_config", "utils/profiler/profile.py", "config", PROFILERS + "test_torch_trace.py::test_one_trace_per_role_rank_and_step"),
+    Reader((f"{ROLLOUT}.profiler.tool_config", "reward_model.profiler.tool_config"), "nsys npu torch_memory", "utils/profiler/profile.py", LOOP, PROFILERS + "test_torch_trace.py::test_one_trace_per_role_rank_and_step"),
     Reader((*TOOLS_OF["nsys"], *TOOLS_OF["npu"]), "discrete", "utils/profiler/captures.py", "self.options", PROFILERS + "test_nsys.py::test_captures_of_a_step_and_of_a_task"),
     Reader(TOOLS_OF["npu"], "contents level analysis", "utils/profiler/captures.py", "options", PROFILERS + "test_npu.py::test_options_reach_the_profiler_of_torch_npu"),
-    Reader(TOOLS_OF["torch"], "step_start step_end", "utils/profiler/torch_trace.py", "self.options", PROFILERS + "test_torch_trace.py::test_only_some_mini_batches"),
+    Reader("global_profiler", "relocate_results finish_hook_cmd finish_hook_all_ranks finish_hook_ranks", "trainer/ppo/profiling.py", "profiler", PROFILERS + "test_results.py::test_what_follows_the_last_profiled_step"),
+    Reader(TOOLS_OF["torch"], "contents", "utils/profiler/torch_trace.py", "self.options", PROFILERS + "test_torch_trace.py::test_contents"),
+    Reader(TOOLS_OF["torch"], "discrete", "utils/profiler/torch_trace.py", "self.options", PROFILERS + "test_torch_trace.py::test_a_trace_for_each_task"),
+    Reader(TOOLS_OF["torch"], "skip_first wait warmup active repeat", "utils/profiler/torch_trace.py", "options", PROFILERS + "test_torch_trace.py::test_cycles_of_mini_batches"),
+    Reader(TOOLS_OF["torch"], "step_start step_end", "utils/profiler/torch_trace.py", "options", PROFILERS + "test_torch_trace.py::test_only_some_mini_batches"),
     Reader(TOOLS_OF["torch_memory"], "trace_alloc_max_entries stack_depth context stacks kw_args", "utils/profiler/memory.py", "options", PROFILERS + "test_torch_memory.py::test_options_reach_the_recorder_and_snapshots_their_place"),
     # Ray
     Reader("ray_kwargs.ray_init", "num_cpus", "trainer/run/launch.py", LOOP, "tests/trainer/run/test_launch.py::test_ray_is_local_unless_an_address_is_given"),

@@ -60,14 +60,14 @@ KEYS: dict[str, list[str]] = {
         *below("data", "train_max_samples val_max_samples image_patch_size ignore_input_ids_mismatch"),
         f"{ROLLOUT}.multi_turn.function_tool_path",
         f"{ACTOR}.entropy_from_logits_chunk_size",
-    ],
-    "feature": [
         *below("global_profiler", "relocate_results finish_hook_cmd finish_hook_all_ranks finish_hook_ranks"),
         *(
             key
             for role in (ACTOR, REF, ROLLOUT, "critic", "reward_model")
             for key in below(f"{role}.profiler.tool_config.torch", TORCH)
         ),
+    ],
+    "feature": [
         *below("trainer.v1.colocate_async", "num_warmup_batches"),
         *below("trainer.v1.separate_async", "num_warmup_batches parameter_sync_step"),
         *below("trainer.v1.sampler", "max_off_policy_threshold max_off_policy_strategy sync_refill_failed_groups"),

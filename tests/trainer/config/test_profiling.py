@@ -84,6 +84,37 @@ def test_accepted(base, changes):
             (TORCH | {f"critic.profiler.{key}": value}, f"critic.profiler.{key}", f"write global_profiler.{key}")
             for key, value in (("steps", [1]), ("profile_continuous_steps", True), ("global_tool_config", {}))
         ),
+        (TORCH | {f"{OPTIONS}.torch.wait": 1}, f"{OPTIONS}.torch.wait", "needs active, the mini-batches"),
+        (
+            TORCH | {f"{OPTIONS}.torch.active": 1, f"{OPTIONS}.torch.step_end": 2},
+            f"{OPTIONS}.torch.step_end",
+            "stands beside active=1",
+        ),
+        (
+            TORCH | {f"{OPTIONS}.torch.active": 1, f"{OPTIONS}.torch.warmup": 1},
+            f"{OPTIONS}.torch.skip_first",
+            "plus wait=0 and warmup=1 is after the last mini-batch",
+        ),
+        (TORCH | {f"{OPTIONS}.torch.contents": ["gpu"]}, f"{OPTIONS}.torch.contents", "must be a subset of [cpu,cuda"),
+        *(
+            (TORCH | {f"global_profiler.{key}": value}, f"global_profiler.{key}", message)
+            for key, value, message in (
+                ("finish_hook_ranks", [0], "needs finish_hook_cmd"),
+                ("finish_hook_all_ranks", True, "needs finish_hook_cmd"),
+                ("finish_hook_ranks", [-1], "each 0 or more"),
+            )
+        ),
+        (
+            TORCH | {"global_profiler.finish_hook_cmd": "ls", "global_profiler.finish_hook_ranks": [2]},
+            "global_profiler.finish_hook_ranks",
+            "ranks [2] do not exist",
+        ),
+        (
+            {"global_profiler.finish_hook_cmd": "ls"},
+            "global_profiler.finish_hook_cmd",
+            "follows the last profiled step, and there is none",
+        ),
+        (TORCH | {"critic.profiler.finish_hook_cmd": "ls"}, "critic.profiler.finish_hook_cmd", "is set for the run"),
         (TORCH | {f"{OPTIONS}.torhc.step_start": 1}, f"{OPTIONS}.torhc", "there is no such tool: nsys, npu, torch"),
         (TORCH | {f"{OPTIONS}.torch": 3}, f"{OPTIONS}.torch", "must be a mapping"),
         (TORCH | {OPTIONS: 3}, OPTIONS, "must be null or a mapping of nsys, npu, torch, torch_memory"),
@@ -121,6 +152,15 @@ def test_parts_that_are_missing(monkeypatch):
     assert missing_part("nsys", "cuda", False) is None  # another machine may have it
     for tool, device in (("torch", "cpu"), ("torch", "cuda"), ("torch_memory", "cuda"), ("npu", "npu")):
         assert missing_part(tool, device, True) is None
+
+
+def test_rollout_and_reward_model_follow_the_actor_but_for_their_own_options(composed):
+    nodes = {ROLLOUT: 3, "reward_model.profiler": 4, ACTOR: 2}
+    overrides = [f"{node}.tool_config.torch.wait={wait}" for node, wait in nodes.items()]
+    config = composed(f"{ACTOR}.tool_config.torch.active=5", *overrides)
+    for node, wait in nodes.items():
+        options = OmegaConf.select(config, f"{node}.tool_config.torch")
+        assert (options.active, options.wait, options.skip_first) == (5, wait, 0)
 
 
 def test_roles_follow_the_run(composed):

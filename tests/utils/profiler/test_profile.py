@@ -170,7 +170,8 @@ def test_a_task_belongs_to_the_role_that_its_name_begins_with(calls):
 
 
 def test_the_rpcs_are_registered_for_all_workers():
-    assert registered_methods(Worker).keys() == {"start_profile", "stop_profile"}
+    of_results = {"profile_files", "read_profile_files", "run_profile_command"}
+    assert registered_methods(Worker).keys() == {"start_profile", "stop_profile", *of_results}
     assert {attrs["dispatch_mode"] for attrs in registered_methods(Worker).values()} == {Dispatch.ONE_TO_ALL}
     assert Worker.update.__name__ == "update"
     Worker().start_profile(profile_step="1")  # nothing to profile with

@@ -6,12 +6,14 @@ import logging
 
 import pytest
 import torch
+from torch.profiler import ProfilerAction
 
 from tests import chrome_trace
 from verl.utils.profiler import DistProfiler, ProfilerConfig
 from verl.utils.profiler.config import TorchProfilerToolConfig
 from verl.utils.profiler.profile import RoleProfilers
 from verl.utils.profiler.ranges import captured_range
+from verl.utils.profiler.torch_trace import schedule_of
 
 
 class Worker:
@@ -134,11 +136,65 @@ def test_only_some_mini_batches(tmp_path, limits, file, seen):
     assert chrome_trace.faults(trace) == []  # among them ranges that overlap and do not nest
 
 
+@pytest.mark.parametrize(
+    ("limits", "first", "seen"),
+    [
+        ({"active": 1}, 0, range(8)),
+        ({"active": 2, "wait": 1}, 1, [1, 2, 4, 5, 7]),
+        ({"active": 1, "wait": 1, "warmup": 1}, 2, [2, 5]),
+        ({"active": 1, "warmup": 1, "repeat": 2}, 1, [1, 3]),
+        ({"active": 3, "skip_first": 2, "repeat": 1}, 2, [2, 3, 4]),
+        ({"active": 9, "skip_first": 6}, 6, [6, 7]),
+    ],
+)
+def test_cycles_of_mini_batches(tmp_path, limits, first, seen):
+    """Those that torch's own loop over its schedule records too, apart from a last one without a mini-batch."""
+    worker = worker_on(0, tmp_path, actor={"enable": True}, **limits)
+    step(worker, 1, mini_batches=8)
+    ((file, trace),) = traces(tmp_path).items()
+    assert file == f"step1/actor/prof_first_{first}_active_{limits['active']}_rank_0.json"
+    assert [name for name in ranges(trace) if name.startswith("mini")] == [f"mini_batch {number}" for number in seen]
+    assert chrome_trace.faults(trace) == []
+    chosen = schedule_of(TorchProfilerToolConfig(**limits))
+    is_recorded = {ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE}
+    assert [at for at in range(8) if chosen(at) in is_recorded] == list(seen)
+
+
+def test_a_trace_for_each_task(tmp_path):
+    worker = worker_on(0, tmp_path, actor={"enable": True}, discrete=True)
+    worker.profiler.start(profile_step="1")
+    worker.compute_log_prob()
+    worker.update(1)
+    worker.update(2)
+    worker.profiler.stop()
+    name = "prof_start_0_end_last_rank_0.json"
+    tasks = {"actor_compute_log_prob_0": 0, "actor_update_0": 1, "actor_update_1": 2}
+    found = traces(tmp_path)
+    assert sorted(found) == [f"step1/actor/{task}_{name}" for task in sorted(tasks)]
+    for task, mini_batches in tasks.items():
+        expected = [task.rpartition("_")[0], *(f"mini_batch {number}" for number in range(mini_batches))]
+        assert ranges(found[f"step1/actor/{task}_{name}"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("contents", "seen"),
+    [([], {"Input Dims"}), (["cpu"], set()), (["shapes"], {"Input Dims"}), (["memory"], {"Bytes"}),
+     (["stack"], {"Python id"})],
+)  # fmt: skip
+def test_contents(tmp_path, contents, seen):
+    worker = worker_on(0, tmp_path, actor={"enable": True}, contents=contents)
+    step(worker, 1)
+    (trace,) = traces(tmp_path).values()
+    found = {name for event in trace["traceEvents"] for name in event.get("args", {})}
+    assert {"Input Dims", "Bytes", "Python id"} & found == seen
+    assert "aten::mm" in operators(trace)
+
+
 def test_mini_batches_that_never_come_are_told(tmp_path, caplog):
     worker = worker_on(0, tmp_path, actor={"enable": True}, step_start=5)
     with caplog.at_level(logging.WARNING):
         step(worker, 1)
-    assert "step_start=5: no trace, because actor_update had only 3 mini-batches" in caplog.text
+    assert "first mini-batch 5: no trace, because actor_update had only 3 mini-batches" in caplog.text
     (trace,) = traces(tmp_path).values()
     assert ranges(trace) == ["actor_compute_log_prob"]
 

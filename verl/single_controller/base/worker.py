@@ -1,6 +1,7 @@
 """The worker: the process that a role runs in."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
@@ -11,6 +12,7 @@ from verl.utils.device import get_visible_devices_keyword
 from verl.utils.import_utils import deprecated
 from verl.utils.net_utils import get_free_port
 from verl.utils.processes import die_with_parent
+from verl.utils.profiler.results import files_of_this_process, run_command
 from verl.utils.ray_utils import ray_noset_visible_devices
 
 if TYPE_CHECKING:
@@ -182,3 +184,20 @@ class DistProfilerExtension:
         """End the step and write the capture."""
         if self.profiler is not None:
             self.profiler.stop()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def profile_files(self, folder: str) -> dict[str, int]:
+        """Return the files below ``folder`` of this node that are younger than this process, with sizes in bytes."""
+        return files_of_this_process(Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def read_profile_files(self, folder: str, names: dict[int, list[str]]) -> dict[str, bytes]:
+        """Return the content of the files whose ``names`` stand at this rank."""
+        return {name: Path(folder, name).read_bytes() for name in names.get(self.rank, ())}  # type: ignore[attr-defined]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def run_profile_command(self, command: str, folder: str, ranks: list[int] | None) -> None:
+        """Run a shell command on these ranks, or with None on all."""
+        rank: int = self.rank  # type: ignore[attr-defined]
+        if ranks is None or rank in ranks:
+            run_command(command, Path(folder), rank)

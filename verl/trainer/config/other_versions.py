@@ -560,24 +560,24 @@ def _actor() -> Iterator[Row]:
 
 def _profiling() -> Iterator[Row]:
     for name, text in {
-        "relocate_results": "traces of all nodes are gathered in save_path",
+        "relocate_results": "files of all nodes are gathered in save_path",
         "finish_hook_cmd": "a command that runs after the last profiled step",
-        "finish_hook_all_ranks": "whether every profiled rank runs it",
-        "finish_hook_ranks": "the ranks that run it",
+        "finish_hook_all_ranks": "whether every rank of the actor runs it",
+        "finish_hook_ranks": "the ranks of the actor that run it",
     }.items():
-        yield Row(f"global_profiler.{name}", FEATURE, text, accepts=(False,))
+        yield Row(f"global_profiler.{name}", BUILT, text, is_ours=True)
     for role in (_ACTOR, _REF, _ROLLOUT, "critic", "reward_model"):
         node = f"{role}.profiler.tool_config.torch"
         for name, text in {
             "contents": "what torch's profiler records",
             "discrete": "one trace for each task instead of each step",
-            "skip_first": "mini-batches before the schedule of torch's profiler",
-            "wait": "mini-batches without a record in each cycle",
-            "warmup": "mini-batches whose record is thrown away in each cycle",
-            "active": "mini-batches that are recorded in each cycle",
+            "skip_first": "mini-batches before the cycles of torch's profiler",
+            "wait": "mini-batches of each cycle without a record",
+            "warmup": "mini-batches of each cycle whose record is thrown away",
+            "active": "mini-batches of each cycle that are recorded",
             "repeat": "cycles; 0: to the end",
         }.items():
-            yield Row(f"{node}.{name}", FEATURE, text, accepts=(False,))
+            yield Row(f"{node}.{name}", BUILT, text, is_ours=True)
 
 
 _DISTILLATION = "on-policy distillation: a teacher scores what the policy samples"

@@ -14,6 +14,7 @@ from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState
 from verl.utils.profiler import ProfilerConfig
 from verl.utils.profiler.captures import save_folder
+from verl.utils.profiler.results import keep_files, missing_files
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,27 @@ def stop_profiling(state: RunState) -> None:
     for group in state.profiled_groups:
         group.stop_profile()
     state.profiled_groups = ()
+
+
+def finish_profiling(profiler: ProfilerConfig, state: RunState, groups: Mapping[str, RayWorkerGroup]) -> None:
+    """After the last profiled step, gather the files of other nodes, and let workers run the command of the user.
+
+    A file that cannot be gathered stays where it is, with a warning.
+    """
+    if any(state.step < step <= state.total_steps for step in profiler.steps or ()):
+        return
+    folder = save_folder(profiler.save_path)
+    if profiler.relocate_results:
+        for group in groups.values():
+            try:
+                wanted = missing_files(folder, group.profile_files(str(folder)))
+                for contents in group.read_profile_files(str(folder), wanted) if wanted else ():
+                    keep_files(folder, contents)
+            except OSError as error:
+                logger.warning("profiles of other nodes could not be gathered in %s: %s", folder, error)
+    if profiler.finish_hook_cmd is not None:
+        ranks = None if profiler.finish_hook_all_ranks else profiler.finish_hook_ranks or [0]
+        groups["actor_rollout"].run_profile_command(profiler.finish_hook_cmd, str(folder), ranks)
 
 
 def end_profiling(state: RunState) -> None:

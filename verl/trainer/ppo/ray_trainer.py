@@ -1158,6 +1158,7 @@ class RayPPOTrainer:
         if profiling.stops_profiling(self.run_config.global_profiler, self.state):
             with marked_timer("stop_profile", timing):
                 self._stop_profiling(True)
+                profiling.finish_profiling(self.run_config.global_profiler, self.state, self.worker_groups())
 
     def _start_profiling(self, do_profile: bool) -> None:
         """Start the profilers of the roles."""

@@ -9,6 +9,13 @@ from verl.base_config import BaseConfig, Violation, setting
 RANKS_MUST_BE_NAMED = ("nsys", "npu")
 """Tools that profile no rank by default: ``all_ranks`` or ``ranks`` must select some."""
 NPU_CONTENTS = ("npu", "cpu", "memory", "shapes", "module", "stack")
+TORCH_CONTENTS = ("cpu", "cuda", "memory", "shapes", "stack")
+
+
+def content_rules(contents: list[str], known: tuple[str, ...]) -> Iterator[Violation]:
+    """Yield contents of a trace that a tool does not have."""
+    if any(part not in known for part in contents):
+        yield Violation("contents", contents, f"must be a subset of [{','.join(known)}]")
 
 
 @dataclass
@@ -24,13 +31,34 @@ class NsightToolConfig(BaseConfig):
 class TorchProfilerToolConfig(BaseConfig):
     """``torch.profiler``; its steps are the mini-batches of one update."""
 
+    contents: list[str] = setting([], "parts that are recorded; none: all devices, and shapes")
+    discrete: bool = setting(False, "one trace for each task, not for each step")
     step_start: int = setting(0, "first mini-batch that is recorded", at_least=0)
     step_end: int | None = setting(None, "mini-batch at which recording ends; null: record to the last")
+    skip_first: int = setting(0, "mini-batches before the first cycle", at_least=0)
+    wait: int = setting(0, "mini-batches of a cycle that are not recorded", at_least=0)
+    warmup: int = setting(0, "mini-batches of a cycle whose record is thrown away", at_least=0)
+    active: int | None = setting(None, "recorded mini-batches of a cycle; null: no cycles", at_least=1)
+    repeat: int = setting(0, "cycles; 0: to the last mini-batch", at_least=0)
+
+    @property
+    def first(self) -> int:
+        """The first mini-batch that is recorded."""
+        return self.step_start if self.active is None else self.skip_first + self.wait + self.warmup
 
     def rules(self) -> Iterator[Violation]:
-        """Yield a violation for an empty range of steps."""
+        """Yield unknown contents, an empty range of steps, and cycles that are none or stand beside a range."""
+        yield from content_rules(self.contents, TORCH_CONTENTS)
         if self.step_end is not None and self.step_end <= self.step_start:
             yield Violation("step_end", self.step_end, f"must be above step_start={self.step_start}, or null")
+        ranges = {"step_start": 0, "step_end": None}
+        cycles = dict.fromkeys(("skip_first", "wait", "warmup", "repeat"), 0)
+        for name, default in (cycles if self.active is None else ranges).items():
+            if self[name] != default:
+                expected = "needs active, the mini-batches that a cycle records: write a number, or leave this out"
+                if self.active is not None:
+                    expected = f"stands beside active={self.active}: write a range or cycles, which skip_first begins"
+                yield Violation(name, self[name], expected)
 
 
 @dataclass
@@ -55,8 +83,7 @@ class NPUToolConfig(BaseConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield a violation for unknown contents."""
-        if any(part not in NPU_CONTENTS for part in self.contents):
-            yield Violation("contents", self.contents, f"must be a subset of [{','.join(NPU_CONTENTS)}]")
+        yield from content_rules(self.contents, NPU_CONTENTS)
 
 
 OPTIONS: dict[str, type[BaseConfig]] = {
@@ -82,6 +109,10 @@ class ProfilerConfig(BaseConfig):
     steps: list[int] | None = setting(None, "training steps to profile; null: none")
     profile_continuous_steps: bool = setting(False, "neighbouring steps share one capture")
     global_tool_config: dict[str, Any] | None = setting(None, "options of each tool, for all roles")
+    relocate_results: bool = setting(False, "gather the files of all nodes on that of the trainer")
+    finish_hook_cmd: str | None = setting(None, "shell command after the last profiled step; null: none", empty=False)
+    finish_hook_all_ranks: bool = setting(False, "every rank of the actor runs the command")
+    finish_hook_ranks: list[int] = setting([], "ranks of the actor that run the command; none: rank 0")
     discrete: bool | None = setting(None, "kept for older files: must be null")
 
     def rules(self) -> Iterator[Violation]:
@@ -93,6 +124,12 @@ class ProfilerConfig(BaseConfig):
             yield Violation("ranks", self.ranks, "must be a list of ranks")
         elif not all(_is_count(rank) for rank in self.ranks):
             yield Violation("ranks", self.ranks, "must be a list of ranks, each an integer of 0 or more")
+        if not all(_is_count(rank) for rank in self.finish_hook_ranks):
+            yield Violation("finish_hook_ranks", self.finish_hook_ranks, "must be a list of ranks, each 0 or more")
+        if self.finish_hook_cmd is None:
+            for name in ("finish_hook_all_ranks", "finish_hook_ranks"):
+                if self[name]:
+                    yield Violation(name, self[name], "needs finish_hook_cmd, the command: write one, or remove this")
         if self.steps is not None and not all(_is_count(step) and step > 0 for step in self.steps):
             yield Violation("steps", self.steps, "must be null or a list of training steps, each 1 or more")
 

@@ -4,11 +4,12 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from torch.profiler import profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from verl.utils.memory_utils import return_freed_host_memory
 from verl.utils.profiler.captures import Tool, make_save_folder, step_folder
@@ -17,12 +18,13 @@ from verl.utils.profiler.ranges import Range
 
 logger = logging.getLogger(__name__)
 
-_running: list[profile] = []
-"""The recording profiler of this process, at most one."""
+_ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
+Schedule = Callable[[int], ProfilerAction]
+"""What the profiler does in a mini-batch, which is counted from 0."""
 
 
 class TorchTrace(Tool):
-    """Records every task of a role; of a task with mini-batches only those in [``step_start``, ``step_end``)."""
+    """Records every task of a role; of a task with mini-batches those that the options choose."""
 
     options: TorchProfilerToolConfig
 
@@ -30,33 +32,39 @@ class TorchTrace(Tool):
         super().__init__(options, save_path, role, rank)
         make_save_folder(save_path)
         self._folder = step_folder(save_path, 0)
-        self._recorded: list[profile] = []
+        self._recorded: dict[Path, list[profile]] = {}
+        self._tasks: Counter[str] = Counter()
         self._window: Window | None = None
 
     @property
     def path(self) -> Path:
         """Return the trace file of the current step."""
-        end = "last" if self.options.step_end is None else self.options.step_end
-        name = f"prof_start_{self.options.step_start}_end_{end}_rank_{self.rank}.json"
-        return self._folder / self.role / name
+        first, end = self.options.first, self.options.step_end
+        name = f"prof_start_{first}_end_{'last' if end is None else end}"
+        if self.options.active is not None:
+            name = f"prof_first_{first}_active_{self.options.active}"
+        return self._folder / self.role / f"{name}_rank_{self.rank}.json"
 
     def start(self, role: str | None = None, profile_step: int | str | None = None) -> None:
         """Begin a step."""
         self._folder = step_folder(self.save_path, profile_step)
-        self._recorded = []
+        self._recorded = {}
+        self._tasks.clear()
 
     def stop(self) -> None:
-        """Write the trace of the step, if the role had a task in it."""
+        """Write the traces of the step, if the role had a task in it."""
         recorded = self._recorded
-        self._recorded = []
+        self._recorded = {}
         if not recorded:
             logger.info("%s had no task in this step, so there is no trace", self.role)
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_trace(recorded, self.path)
+            for path, recorders in recorded.items():
+                write_trace(recorders, path)
         finally:  # a recorder is a reference cycle and holds tens of bytes per byte of its trace
-            del recorded
+            recorded.clear()
+            recorders = []
             gc.collect()
             return_freed_host_memory()
 
@@ -67,21 +75,19 @@ class TorchTrace(Tool):
             with record_function(name):
                 yield
             return
-        recorder = profile(record_shapes=True)
-        start = self.options.step_start if mini_batches else 0
-        window = Window(recorder, name, start, self.options.step_end if mini_batches else None)
-        _running.append(recorder)
+        window = Window(self._recorder, name, schedule_of(self.options) if mini_batches else _whole)
+        _running.append(window)
         self._window = window
         try:
             with window:
                 yield
         finally:
-            _running.remove(recorder)
+            _running.remove(window)
             self._window = None
-            if window.recorded:
-                self._recorded.append(recorder)
+            self._keep(window.recorded, role)
         if not window.recorded:
-            logger.warning("step_start=%d: no trace, because %s had only %d mini-batches", start, name, window.at)
+            first = self.options.first
+            logger.warning("first mini-batch %d: no trace, because %s had only %d mini-batches", first, name, window.at)
 
     def range(self, name: str) -> Range:
         """Mark a part of a task."""
@@ -92,21 +98,61 @@ class TorchTrace(Tool):
         if self._window is not None:
             self._window.step()
 
+    def _recorder(self) -> profile:
+        contents = self.options.contents
+        activities = [_ACTIVITIES[part] for part in contents if part in _ACTIVITIES]
+        return profile(
+            activities=activities or None,
+            record_shapes="shapes" in contents or not contents,
+            profile_memory="memory" in contents,
+            with_stack="stack" in contents,
+        )
+
+    def _keep(self, recorded: list[profile], task: str) -> None:
+        """Keep what a task has recorded for the trace of the step, or for its own."""
+        path = self.path
+        if self.options.discrete:
+            path = path.with_name(f"{task}_{self._tasks[task]}_{path.name}")
+            self._tasks[task] += 1
+        if recorded:
+            self._recorded.setdefault(path, []).extend(recorded)
+
+
+def _whole(at: int) -> ProfilerAction:
+    return ProfilerAction.RECORD
+
+
+def schedule_of(options: TorchProfilerToolConfig) -> Schedule:
+    """Return torch's schedule of cycles, or one that records the mini-batches [``step_start``, ``step_end``)."""
+    if options.active is not None:
+        cycle = {"wait": options.wait, "warmup": options.warmup, "active": options.active}
+        chosen: Schedule = schedule(**cycle, repeat=options.repeat, skip_first=options.skip_first)
+        return chosen
+    start, end = options.step_start, options.step_end
+
+    def of_range(at: int) -> ProfilerAction:
+        if at < start or (end is not None and at >= end):
+            return ProfilerAction.WARMUP if at == start - 1 else ProfilerAction.NONE
+        return ProfilerAction.RECORD_AND_SAVE if at + 1 == end else ProfilerAction.RECORD
+
+    return of_range
+
 
 class Window(AbstractContextManager["Window"]):
-    """Records mini-batches [``start``, ``end``) of a task, after one mini-batch of warm-up if there is one.
+    """Records the mini-batches of a task that a schedule chooses, with a recorder for each cycle.
 
-    torch's own schedule is not used: its ranges of steps would cross the begin and the end of the task.
+    torch's own loop over a schedule is not used: its ranges of steps would cross the begin and the end of the task.
     """
 
-    def __init__(self, recorder: profile, name: str, start: int, end: int | None) -> None:
-        self.recorder = recorder
+    def __init__(self, new_recorder: Callable[[], profile], name: str, chosen: Schedule) -> None:
+        self.recorded: list[profile] = []
         self.name = name
-        self.start = start
-        self.end = end
         self.at = 0
-        self.recorded = False
-        self._is_prepared = False
+        self._new_recorder = new_recorder
+        self._chosen = chosen
+        self._recorder: profile | None = None
+        self._is_recording = False
+        self._begun_at = 0
         self._task = ExitStack()
 
     def __enter__(self) -> "Window":
@@ -114,29 +160,46 @@ class Window(AbstractContextManager["Window"]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._is_prepared and not self.recorded:  # torch leaves the prepared state only through a trace
-            self._begin()
-        self._task.close()
+        is_empty = 0 < self.at == self._begun_at  # no mini-batch has come after the last one
+        if self._is_recording and not is_empty:
+            self._save()
+        elif self._is_recording:
+            self._task.close()
+        elif self._recorder is not None:  # torch leaves the prepared state only through a trace
+            self._recorder.start_trace()
+            self._recorder.stop_trace()
 
     def step(self) -> None:
         """Note the end of a mini-batch."""
+        if self._chosen(self.at) is ProfilerAction.RECORD_AND_SAVE:
+            self._save()
         self.at += 1
         self._turn()
 
     def _turn(self) -> None:
-        if self.at == max(self.start - 1, 0):
-            self.recorder.prepare_trace()
-            self._is_prepared = True
-        if self.at == self.start:
-            self._begin()
-            self.recorded = True
-        if self.at == self.end:
-            self._task.close()
+        action = self._chosen(self.at)
+        if action is ProfilerAction.NONE:
+            return
+        if self._recorder is None:
+            self._recorder = self._new_recorder()
+            self._recorder.prepare_trace()
+        if action is not ProfilerAction.WARMUP and not self._is_recording:
+            self._recorder.start_trace()
+            self._is_recording = True
+            self._begun_at = self.at
+            self._task.callback(self._recorder.stop_trace)
+            self._task.enter_context(record_function(self.name))
 
-    def _begin(self) -> None:
-        self.recorder.start_trace()
-        self._task.callback(self.recorder.stop_trace)
-        self._task.enter_context(record_function(self.name))
+    def _save(self) -> None:
+        assert self._recorder is not None
+        self._task.close()
+        self.recorded.append(self._recorder)
+        self._recorder = None
+        self._is_recording = False
+
+
+_running: list[Window] = []
+"""The task of this process that is recorded, at most one."""
 
 
 def write_trace(recorded: Sequence[profile], path: Path) -> None:

@@ -19,6 +19,7 @@ from verl.base_config import WrongInput
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import scale_to_norm
+from verl.utils.import_utils import hidden
 from verl.workers.engine import passes
 from verl.workers.engine.passes import MicroBatch, PassSpec, Shares
 
@@ -466,7 +467,8 @@ class EngineRegistry:
         Raises: ValueError, which is also an AssertionError, when there is none.
         """
         if backend == "megatron":  # its engines register when they are imported, which takes seconds
-            importlib.import_module("verl.workers.engine.megatron")
+            with hidden(["wandb"]):  # Megatron-Core imports it, and it makes folders that a killed process leaves
+                importlib.import_module("verl.workers.engine.megatron")
         key = (model_type, backend, get_device_name())
         if key not in cls._engines:
             raise UnknownEngineError(

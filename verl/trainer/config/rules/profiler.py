@@ -11,7 +11,7 @@ from verl.base_config import Violation, parse_node
 from verl.trainer.config.keys import select
 from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
-from verl.utils.profiler.config import OPTIONS, RANKS_MUST_BE_NAMED, TOOLS, ProfilerConfig
+from verl.utils.profiler.config import OPTIONS, RANKS_MUST_BE_NAMED, TOOLS, ProfilerConfig, TorchProfilerToolConfig
 
 Tree = Mapping[str, Any]
 
@@ -20,7 +20,8 @@ _PACKAGES = {"nsys": "nvtx", "npu": "torch_npu"}
 _GLOBAL = "global_profiler"
 _ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic", "reward_model")
 _OF_A_ROLE = ("enable", "all_ranks", "ranks")
-_OF_THE_RUN = ("steps", "profile_continuous_steps", "global_tool_config")
+_AT_THE_END = ("relocate_results", "finish_hook_cmd", "finish_hook_all_ranks", "finish_hook_ranks")
+_OF_THE_RUN = ("steps", "profile_continuous_steps", "global_tool_config", *_AT_THE_END)
 _OPTIONS_OF_THE_RUN = ("nsys", "torch_memory")
 
 
@@ -36,6 +37,7 @@ def profiler_rules(run: RunConfig, tree: Tree, use_reference: bool) -> Iterator[
     if any(tool not in (None, *TOOLS) for tool in tools):
         return  # the dataclass refuses it
     yield from _step_rules(run, enabled)
+    yield from _end_rules(run)
     for role, node in enabled.items():
         yield from _role_rules(run, role, node)
     yield from _folder_rules(run, enabled)
@@ -148,6 +150,19 @@ def _step_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterat
         yield Violation(f"{_GLOBAL}.steps", steps, expected)
 
 
+def _end_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield what would follow the last profiled step where there is none, and ranks that do not exist."""
+    profiler = run.global_profiler
+    for name in ("relocate_results", "finish_hook_cmd"):
+        if profiler[name] and not profiler.steps:
+            expected = f"follows the last profiled step, and there is none: write {_GLOBAL}.steps, or remove it"
+            yield Violation(f"{_GLOBAL}.{name}", profiler[name], expected)
+    beyond = [rank for rank in profiler.finish_hook_ranks if rank >= run.trainer.world_size]
+    if beyond:
+        expected = f"ranks {beyond} do not exist, actor_rollout_ref.actor has {run.trainer.world_size} workers"
+        yield Violation(f"{_GLOBAL}.finish_hook_ranks", profiler.finish_hook_ranks, expected)
+
+
 def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Violation]:
     """Yield a role without a tool, ranks that it does not have, and mini-batches after the last."""
     key = f"{role}.profiler"
@@ -165,11 +180,14 @@ def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Vio
             yield Violation(f"{key}.ranks", node.ranks, expected)
     trained = {"actor_rollout_ref.actor": run.actor_rollout_ref.actor, "critic": run.critic}.get(role)
     if node.tool == "torch" and trained is not None and trained.ppo_mini_batch_size > 0:
-        start = select(node, "tool_config.torch.step_start", 0)
+        options = select(node, "tool_config.torch")
         batches = max(1, run.prompts_per_step // trained.ppo_mini_batch_size) * trained.ppo_epochs
-        if isinstance(start, int) and start >= batches:
+        if isinstance(options, TorchProfilerToolConfig) and options.first >= batches:
+            name = "step_start" if options.active is None else "skip_first"
             expected = f"is after the last mini-batch: an update has {batches}, counted from 0"
-            yield Violation(f"{key}.tool_config.torch.step_start", start, expected)
+            if options.active is not None:
+                expected = f"plus wait={options.wait} and warmup={options.warmup} {expected}"
+            yield Violation(f"{key}.tool_config.torch.{name}", options[name], expected)
 
 
 def missing_part(tool: str, device: str, runs_here: bool) -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.utils.import_utils import hidden
 from verl.utils.sglang import patch
 from verl.workers.rollout.sglang_rollout.weights import EngineWeights, UnknownTensorError, deserialized
 from verl.workers.rollout.weight_channel import Bucket, Layout, Rendezvous, WeightGroup, read_shared
@@ -31,11 +32,12 @@ def run_scheduler(log: str, batch_invariant: bool, *args: Any, **kwargs: Any) ->
     """
     _log_to(log)
     _lock_without_name()
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    with hidden(["wandb"]):  # SGLang imports it by way of Megatron-Core; its folders stay when the process is killed
+        from sglang.srt.managers.scheduler import run_scheduler_process
 
-    patch.apply(batch_invariant)
-    patch.answer_calls(_serve, merged)
-    run_scheduler_process(*args, **kwargs)
+        patch.apply(batch_invariant)
+        patch.answer_calls(_serve, merged)
+        run_scheduler_process(*args, **kwargs)
     _end()
 
 
