@@ -340,7 +340,8 @@ def test_log_probs_follow_each_update(running: Running, subject: Subject, temper
         assert gap(running, subject.model, temperature) > 1e-2  # the engine does not have them yet
         pairs = pairs_of(subject.model)
         found = send(running, in_buckets(pairs), version=step)
-        assert found == {"checksums": {name: int(tensor_checksum(tensor)) for name, tensor in pairs}, "unverified": 0}
+        assert found["checksums"] == {name: int(tensor_checksum(tensor)) for name, tensor in pairs}
+        assert found["unverified"] == 0 and found["dtypes"] == {name: "float32" for name, _ in pairs}
         running(running.engine.resume())
         assert gap(running, subject.model, temperature) < TOLERANCE
 

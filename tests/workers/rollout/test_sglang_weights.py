@@ -119,8 +119,25 @@ def test_unknown_and_repeated_tensors() -> None:
     part.load([("other.weight", torch.ones(2))])
 
 
+def test_dtypes_are_known_of_tensors_that_are_copied_as_they_come() -> None:
+    """Not of those from which something is computed, before or after the copy."""
+    _, weights = loaded(pairs())
+    known = {"gate_proj": "float32", "up_proj": "float32", "norm": "bfloat16", "embed": "float32", "a.b_proj": None}
+    assert weights.dtypes == {f"{name}.weight": dtype for name, dtype in known.items()}
+
+    class Shifted(Model):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            super().load_weights((name, tensor.exp() if "gate" in name else tensor) for name, tensor in weights)
+            self.norm.weight.data.add_(1)
+
+    shifted = EngineWeights(Shifted())
+    shifted.load([pair for pair in pairs() if pair[0] in ("gate_proj.weight", "norm.weight")])
+    assert shifted.dtypes == {"gate_proj.weight": None, "norm.weight": None}
+
+
 def test_ranks_that_do_not_agree() -> None:
     assert merged([None, None]) is None
-    one = {"checksums": {"a": 1, "b": 2}, "unverified": 0}
-    other = {"checksums": {"a": 1, "b": 3}, "unverified": 1}
-    assert merged([one, other]) == {"checksums": {"a": 1, "b": None}, "unverified": 1}
+    one = {"checksums": {"a": 1, "b": 2}, "unverified": 0, "dtypes": {"a": "bfloat16", "b": "bfloat16"}}
+    other = {"checksums": {"a": 1, "b": 3}, "unverified": 1, "dtypes": {"b": "float32", "c": "float16"}}
+    dtypes = {"a": "bfloat16", "b": None, "c": "float16"}  # each rank has other layers
+    assert merged([one, other]) == {"checksums": {"a": 1, "b": None}, "unverified": 1, "dtypes": dtypes}

@@ -1,5 +1,6 @@
 """vLLM in bf16 has the same bits whether the trainer casts its fp32 weights before it gathers them, or vLLM does."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,31 @@ def write(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind in FAMILIES:
         monkeypatch.setitem(write_model.__globals__["FAMILIES"], kind, FAMILIES[kind])
     write_model(folder, kind)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3Moe"])
+def test_servers_tell_their_dtypes(ray_cluster: None, tmp_path: Path, kind: str) -> None:
+    """Their first update is whole; the same weights in bf16 then give the same answers, bit for bit."""
+    from tests.workers.rollout.subjects import StandaloneServer
+    from verl.workers.sharding_manager.servers import ServerSync
+
+    model = write_model(tmp_path, kind)
+    engine: Any = cases.build(tmp_path)
+    server = StandaloneServer("vllm", model, tmp_path / "server", dtype="bfloat16")
+    try:
+        server.sync = ServerSync(engine, bucket_bytes=1 << 18, timeout_s=600)
+        answers, sent = [], []
+        for _ in range(2):
+            engine.weights_version += 1
+            assert server.sync.run({"server": server.handle}, step=None) == {}
+            sent.append(server.sync.last_sync["bytes"])
+            found = asyncio.run(server.generate([5, 6, 7], {"temperature": 0.0, "max_tokens": 8}, str(len(sent))))
+            answers.append((found.token_ids, found.log_probs))
+    finally:
+        server.close()
+    gates = sum(tensor.nbytes for name, tensor in engine.named_weights() if name.endswith(".gate.weight"))
+    assert sent[1] == (sent[0] - gates) / 2 + gates and answers[0] == answers[1]
 
 
 def held_by(rollout: Any) -> dict[str, Tensor]:

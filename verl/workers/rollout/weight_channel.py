@@ -7,7 +7,7 @@ disturb the others. Sender and receiver compute the checksum of each tensor.
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +43,25 @@ class Rendezvous:
 def layout_of(bucket: Bucket) -> Layout:
     """Describe the tensors of a bucket for ``receive``."""
     return [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket]
+
+
+def name_of(dtype: torch.dtype | None) -> str | None:
+    """Return the name of a dtype for a message."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def common_dtypes(found: Iterable[Mapping[str, str | None]]) -> dict[str, str | None]:
+    """Return the dtype in which all who have a tensor hold it; None where they differ, or one does not know."""
+    everywhere: dict[str, set[str | None]] = {}
+    for each in found:
+        for name, dtype in each.items():
+            everywhere.setdefault(name, set()).add(dtype)
+    return {name: next(iter(dtypes)) if len(dtypes) == 1 else None for name, dtypes in everywhere.items()}
+
+
+def known_dtypes(found: Mapping[str, str | None]) -> dict[str, torch.dtype]:
+    """Return the dtypes that are known."""
+    return {name: getattr(torch, dtype) for name, dtype in found.items() if dtype is not None}
 
 
 def _empty(dtype: str, shape: Sequence[int], device: torch.device) -> Tensor:

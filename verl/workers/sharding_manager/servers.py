@@ -1,11 +1,11 @@
 """Weights from the trainer to standalone rollout servers."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import torch
@@ -17,7 +17,15 @@ from verl.utils.faults import is_skipped
 from verl.utils.net_utils import LOOPBACK
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.server import ServerError, cause_of
-from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, are_all_there, layout_of, open_store
+from verl.workers.rollout.weight_channel import (
+    SharedMemory,
+    WeightGroup,
+    are_all_there,
+    common_dtypes,
+    known_dtypes,
+    layout_of,
+    open_store,
+)
 from verl.workers.sharding_manager.weight_sync import WeightSync, WeightSyncError
 
 if TYPE_CHECKING:
@@ -27,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 Actor = Any  # Ray's actor handles have no static type
 Bucket = list[tuple[str, Tensor]]
+T = TypeVar("T")
 
 
 @dataclass
@@ -73,6 +82,7 @@ class ServerWeights:
         self._received: list[dict[str, int]] = []
         self._step: int | None = None
         self.lost: dict[str, str] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self.unverified = 0
 
     def choose(self, handles: Mapping[str, Actor], version: int, step: int | None) -> list[str]:
@@ -139,6 +149,7 @@ class ServerWeights:
         )
         self._received = [each["checksums"] for each in found]
         self.unverified = max((each["unverified"] for each in found), default=0)
+        self.dtypes = known_dtypes(common_dtypes(each["dtypes"] for each in found))
 
     def abort_update(self) -> None:
         """Abort the update; a server that cannot even do that is lost."""
@@ -149,8 +160,8 @@ class ServerWeights:
         return (name, tensor_checksum(tensor)) if self._targets else None
 
     def weight_dtype(self, name: str) -> torch.dtype | None:
-        """Return None: only the servers know where a tensor goes."""
-        return None
+        """Return the dtype in which the servers held a tensor in the last update; see ``BaseRollout``."""
+        return self.dtypes.get(name)
 
     def weights_checksum(self) -> dict[str, int]:
         """Return the checksums of the tensors that arrived, without those that the servers do not agree on."""
@@ -270,15 +281,16 @@ class ServerSync:
         Raises: WeightSyncError on all ranks when an update failed for another reason.
         """
         weights = self._weights
-        behind = self._of_rank_0(weights.choose(handles, self._engine.weights_version, step))
+        behind = self._of_rank_0(list(weights.choose(handles, self._engine.weights_version, step)))
         if behind and not is_skipped("weight_sync", rank=envs.integer("RANK", 0), step=step):
             rollout: Any = weights
+            weights.dtypes = self._of_rank_0(weights.dtypes)
             try:
                 figures = WeightSync(self._engine, rollout, self._bucket_bytes, step).run()
                 figures["unverified_tensors"] = float(weights.unverified)
                 self.last_sync = figures | {"servers": float(len(behind) - len(weights.lost))}
             except WeightSyncError:
-                if not self._of_rank_0(weights.lost if weights.nobody_listens else []):
+                if not self._of_rank_0(list(weights.lost) if weights.nobody_listens else []):
                     raise
             finally:
                 weights.close()
@@ -289,9 +301,9 @@ class ServerSync:
         return lost
 
     @staticmethod
-    def _of_rank_0(names: Iterable[str]) -> list[str]:
+    def _of_rank_0(choice: T) -> T:
         """Return what rank 0 has chosen, since a stream of weights is collective."""
-        box = [list(names)]
+        box = [choice]
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             torch.distributed.broadcast_object_list(box, src=0)
         return box[0]

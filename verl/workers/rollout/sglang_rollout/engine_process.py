@@ -14,7 +14,7 @@ import torch
 from verl.utils.import_utils import hidden
 from verl.utils.sglang import patch
 from verl.workers.rollout.sglang_rollout.weights import EngineWeights, UnknownTensorError, deserialized
-from verl.workers.rollout.weight_channel import Bucket, Layout, Rendezvous, WeightGroup, read_shared
+from verl.workers.rollout.weight_channel import Bucket, Layout, Rendezvous, WeightGroup, common_dtypes, read_shared
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -132,7 +132,8 @@ class WeightReceiver:
     def finish(self) -> dict[str, Any]:
         """Close the model, compare what it holds with what arrived, and drop what was computed with other weights.
 
-        Returns the ``checksums`` of the tensors that arrived, and how many of them are ``unverified``.
+        Returns the ``checksums`` of the tensors that arrived, the ``dtypes`` of the parameters that took them by plain
+        copies, and how many of them are ``unverified``.
         Raises: RuntimeError naming tensors that are missing or differ.
         """
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
@@ -143,7 +144,7 @@ class WeightReceiver:
         if not self._manager.flush_cache(empty_cache=self._device.type != "cpu"):  # else it collects garbage
             raise RuntimeError("weight sync: requests run during an update, and hold keys and values of other weights")
         patch.forget_images()
-        return {"checksums": self._weights.received, "unverified": unverified}
+        return {"checksums": self._weights.received, "unverified": unverified, "dtypes": self._weights.dtypes}
 
     def _check_complete(self) -> None:
         """Raise RuntimeError on all ranks if one lacks tensors, or if none has a place for one.
@@ -186,7 +187,8 @@ def merged(results: list[Any]) -> Any:
         name: value if all(each["checksums"].get(name) == value for each in results) else None
         for name, value in first.items()
     }
-    return {"checksums": found, "unverified": max(each["unverified"] for each in results)}
+    dtypes = common_dtypes(each["dtypes"] for each in results)
+    return {"checksums": found, "unverified": max(each["unverified"] for each in results), "dtypes": dtypes}
 
 
 def _check(answer: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import ray
+import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
@@ -35,7 +36,7 @@ from verl.workers.rollout.replica import MOST_CALLS, cause_of_death
 from verl.workers.rollout.server import FULL, SamplingParams, ServerError, TokenOutput
 from verl.workers.rollout.sglang_rollout.engine_args import build_engine_args
 from verl.workers.rollout.sglang_rollout.sglang_server import HybridSGLangServer
-from verl.workers.rollout.weight_channel import SharedMemory, layout_of
+from verl.workers.rollout.weight_channel import SharedMemory, known_dtypes, layout_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -80,6 +81,7 @@ class SGLangRollout(BaseRollout):
         self._is_paused = config.load_format == "dummy"
         self._memory: SharedMemory | None = None
         self._received: dict[str, int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._batches = itertools.count()
         # The worker's own thread may have an event loop, which Ray would block.
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="server-calls")
@@ -310,6 +312,7 @@ class SGLangRollout(BaseRollout):
         limit_s = self.config.server.heartbeat_timeout
         found = self._group.by_leader(lambda: self._ask("finish_update", version, limit_s, timeout_s=limit_s))
         self._received, self.unverified = found["checksums"], found["unverified"]
+        self._dtypes = known_dtypes(found["dtypes"])
         super().finish_update(version)
 
     def abort_update(self) -> None:
@@ -330,6 +333,10 @@ class SGLangRollout(BaseRollout):
     def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return name and checksum of a tensor as it is sent; the engine compares it with its parts."""
         return name, tensor_checksum(tensor)
+
+    def weight_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of the parameters that took a tensor in the last update; see ``BaseRollout``."""
+        return self._dtypes.get(name)
 
     def weights_checksum(self) -> dict[str, int]:
         """Return the checksums of the tensors that arrived, after the engine has compared them with its parameters."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.workers.rollout.checksum import tensor_checksum
-from verl.workers.rollout.weight_channel import Bucket
+from verl.workers.rollout.weight_channel import Bucket, common_dtypes, name_of
 
 
 class Place(NamedTuple):
@@ -35,11 +35,13 @@ class Write:
         name: the checkpoint tensor.
         address: the memory of the parameter, which is another one if the parameter has been packed since.
         checksum: that of the part of the tensor; None if it was not a plain copy.
+        dtype: that of the parameter, if it took a part of the tensor as it came, or a number.
     """
 
     name: str
     address: int
     checksum: Tensor | None
+    dtype: torch.dtype | None = None
 
 
 class UnknownTensorError(RuntimeError):
@@ -67,6 +69,11 @@ class EngineWeights:
     def received(self) -> dict[str, int]:
         """The checksum of each tensor that has arrived in this update."""
         return {name: int(value) for name, value in self._received.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtype of the parameters that have taken each tensor as it came; None for others, or several."""
+        return common_dtypes({write.name: name_of(write.dtype)} for write in self._writes.values())
 
     @property
     def ignored(self) -> set[str]:
@@ -188,7 +195,8 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
             checksum = self._checksums[self._name]
         else:
             checksum = tensor_checksum(source.expand(target.shape), target.dtype)
-        self.writes[place] = Write(self._name, _address(target), checksum)
+        is_as_it_came = source.dim() == 0 or (whole is not None and _address(source) == _address(whole))
+        self.writes[place] = Write(self._name, _address(target), checksum, target.dtype if is_as_it_came else None)
 
 
 def _written(func: Any, args: Any) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from verl.workers.rollout.weight_channel import Layout
+from verl.workers.rollout.weight_channel import Layout, common_dtypes
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -105,7 +105,7 @@ class ServedEngine:
         received = [each for workers in await asked for each in workers]
         if any(other["checksums"] != received[0]["checksums"] for other in received[1:]):
             raise RuntimeError("the workers of its engine got different weights")
-        return dict(received[0])
+        return received[0] | {"dtypes": common_dtypes(each["dtypes"] for each in received)}
 
     async def abort_update(self) -> None:
         """Drop what has arrived."""

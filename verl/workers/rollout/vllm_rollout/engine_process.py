@@ -19,7 +19,7 @@ from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, PA
 from verl.workers.rollout.vllm_rollout.media import use_training_positions
 from verl.workers.rollout.vllm_rollout.sockets import in_folder
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
-from verl.workers.rollout.weight_channel import Layout, Rendezvous, WeightGroup, read_shared
+from verl.workers.rollout.weight_channel import Layout, Rendezvous, WeightGroup, name_of, read_shared
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -135,6 +135,11 @@ class WeightReceiver(base.WeightTransferEngine[Connection, Arrival]):
         return {name: int(value) for name, value in self._received.items()}
 
     @property
+    def dtypes(self) -> dict[str, str | None]:
+        """The dtype of the parameter that has taken each of these tensors by a plain copy; None for another one."""
+        return {name: name_of(self._weights.dtype_of(name)) for name in self._received}
+
+    @property
     def unverified(self) -> int:
         """The number of tensors that arrived and cannot be found in the engine."""
         return len(self._received) - len(self._expected)
@@ -169,6 +174,6 @@ class WorkerExtension:
         self.weight_transfer_engine.abort()
 
     def verl_received(self) -> dict[str, Any]:
-        """Return the checksums of the tensors of the last update, and how many of them could not be read back."""
+        """Return checksums and dtypes of the tensors of the last update, and how many could not be read back."""
         receiver = self.weight_transfer_engine
-        return {"checksums": receiver.received, "unverified": receiver.unverified}
+        return {"checksums": receiver.received, "unverified": receiver.unverified, "dtypes": receiver.dtypes}
