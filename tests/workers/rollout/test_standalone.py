@@ -211,6 +211,42 @@ def test_a_server_that_hangs_does_not_delay_the_replacement_of_another(monkeypat
         replica.shutdown()
 
 
+class Once(Mortal):
+    """A server that starts once; its file is the name of its model."""
+
+    def __init__(self, name: str, rank: int, config: Any, mark: Path, waits_for_weights: bool) -> None:
+        super().__init__()
+        if mark.exists():
+            raise RuntimeError("no memory")
+        mark.touch()
+
+    async def generate(self, **request: Any) -> None:
+        await self.goes_on.wait()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_server_that_cannot_start_again_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who wait for a server, too; the limit of the start is never reached."""
+    server = ServerConfig(max_start_wait_time=NEVER_S)
+    config = tiny.rollout_config("vllm", nnodes=1, n_gpus_per_node=1, server=server)
+    replica_class = replica_class_of(config)
+    monkeypatch.setattr(replica_class, "server_class", Once)
+    mark: Any = tmp_path / "started"
+    servers = StandaloneServers(replica_class, config, mark, "cpu", waits_for_weights=False)
+    (handle,) = servers.handles.values()
+    pid = ray.get(handle.ready.remote())["pid"]
+    node = {"hybrid_engine": False, "rollout": {"server": {"max_start_wait_time": NEVER_S}}}
+    manager = AsyncLLMServerManager(OmegaConf.create({"actor_rollout_ref": node}), [handle])
+    told = "cannot start again: .*no memory"
+    with pytest.raises(ServerError, match=told), servers.watched(None):
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ServerError, match=told):
+            asyncio.run(manager.generate("1", prompt_ids=[1], sampling_params={}))
+        while ray.get(handle.version.remote()) is not None:  # what ends the watch ends this
+            time.sleep(0.1)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_restart_is_not_over_before_the_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from verl.experimental.agent_loop.attempts import Attempt
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
 from verl.workers.config.rollout import start_limit_s
+from verl.workers.rollout.replica import cause_of_death
 from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput, cause_of
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,13 @@ class RequestAbortedError(RuntimeError):
 
 @dataclass(eq=False)
 class _Server:
-    """A server as this process sees it; ``gone`` says why it takes no more requests."""
+    """A server as this process sees it; ``gone`` says why it takes no more requests, ``is_over`` that it will not."""
 
     handle: Actor
     name: str
     tokens: int = 0
     gone: str | None = None
+    is_over: bool = False
     waiting: "set[asyncio.Future[TokenOutput]]" = field(default_factory=set)
     watch: "asyncio.Task[None] | None" = None
     generate: Actor = field(init=False)
@@ -258,7 +260,8 @@ class AsyncLLMServerManager:
         hybrid = OmegaConf.select(self.config, "actor_rollout_ref.hybrid_engine")
         until = asyncio.get_running_loop().time() + (0 if hybrid in (None, True) else self._return_timeout_s)
         while server is None:
-            if asyncio.get_running_loop().time() >= until:
+            is_over = any(each.is_over for each in self._servers)
+            if is_over or asyncio.get_running_loop().time() >= until:
                 reasons = "; ".join(f"{each.name}: {each.gone}" for each in self._servers)
                 raise ServerError(f"no rollout server is left: {reasons}")
             await asyncio.sleep(1.0)
@@ -282,10 +285,14 @@ class AsyncLLMServerManager:
             if illness is None and hasattr(server.handle, "health"):
                 logger.warning("%s is back", server.name)
                 server.gone = None
+            elif server.is_over:
+                server.gone = illness
 
 
 def _loss_of(error: Exception) -> str:
     """Return why a server is gone, with the reason in the first line."""
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return f"it has died and cannot start again: {cause_of_death(error)}"
     if isinstance(error, RayActorError):
         return f"its process has died: {error}"
     cause = cause_of(error)
@@ -302,6 +309,7 @@ async def _illness(server: _Server, limit_s: float) -> str | None:
     except TimeoutError:
         return f"{server.name} has not answered for rollout.agent.server_timeout_s={limit_s:g}"
     except Exception as error:  # servers of users may raise anything; what cannot tell its health is not used
+        server.is_over = isinstance(error, RayActorError) and error.actor_init_failed
         return _loss_of(error)
     return None
 

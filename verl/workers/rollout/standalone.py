@@ -13,7 +13,7 @@ import ray
 from verl.base_config import WrongInput
 from verl.utils.import_utils import load_extern_type
 from verl.workers.rollout.base import NO_WEIGHTS
-from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+from verl.workers.rollout.replica import RolloutReplica, cause_of_death, get_rollout_replica_class
 from verl.workers.rollout.server import ServerError, cause_of
 
 if TYPE_CHECKING:
@@ -168,11 +168,18 @@ class StandaloneServers:
         return not replica.waits_for_weights or bool(health["version"] != NO_WEIGHTS)
 
     def _restart_if_dead(self, replica: RolloutReplica) -> None:
-        """Start a server again whose engine has ended, without waiting for it; Ray starts one whose process has."""
+        """Start a server again whose engine has ended, without waiting for it; Ray starts one whose process has.
+
+        Raises: ServerError for one that Ray has started again in vain: it will not come back.
+        """
         try:
             ray.get(replica.server_handle.version.remote(), timeout=_POLL_S)
         except ServerError as error:
             self._replace(replica, str(cause_of(error)))
+        except ray.exceptions.RayActorError as error:
+            if error.actor_init_failed:
+                why = cause_of_death(error)
+                raise ServerError(f"rollout server {replica.server_name} cannot start again: {why}") from error
         except Exception as error:  # it starts, or a server of a user raises anything
             logger.debug("rollout server %s has no version: %r", replica.server_name, error)
 
