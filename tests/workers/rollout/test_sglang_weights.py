@@ -11,7 +11,7 @@ from verl.workers.rollout.checksum import tensor_checksum
 pytest.importorskip("sglang")
 
 from verl.workers.rollout.sglang_rollout.engine_process import merged
-from verl.workers.rollout.sglang_rollout.weights import EngineWeights
+from verl.workers.rollout.sglang_rollout.weights import EngineWeights, aligned
 
 
 class Stack(nn.Module):
@@ -141,3 +141,11 @@ def test_ranks_that_do_not_agree() -> None:
     other = {"checksums": {"a": 1, "b": 3}, "unverified": 1, "dtypes": {"b": "float32", "c": "float16"}}
     dtypes = {"a": "bfloat16", "b": None, "c": "float16"}  # each rank has other layers
     assert merged([one, other]) == {"checksums": {"a": 1, "b": None}, "unverified": 1, "dtypes": dtypes}
+
+
+def test_a_bucket_of_several_dtypes_is_joined_and_split_by_sglang() -> None:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = [("odd", torch.arange(3, dtype=torch.bfloat16)), ("bias", torch.arange(2.0))]
+    found = dict(FlattenedTensorBucket(named_tensors=aligned(bucket)).reconstruct_tensors())
+    assert all(torch.equal(found[name], tensor) for name, tensor in bucket)

@@ -247,9 +247,18 @@ def serialized(bucket: Bucket) -> str:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     _know_devices_by_uuid()
-    flat = FlattenedTensorBucket(named_tensors=list(bucket))
+    flat = FlattenedTensorBucket(named_tensors=aligned(bucket))
     payload = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
     return str(MultiprocessingSerializer.serialize(payload, output_str=True))
+
+
+def aligned(bucket: Bucket) -> Bucket:
+    """Return the tensors of a bucket, those with the largest elements first.
+
+    SGLang joins their bytes without gaps and views each part as its dtype, which fails for four-byte elements after an
+    odd number of two-byte ones.
+    """
+    return sorted(bucket, key=lambda named: named[1].element_size(), reverse=True)
 
 
 def deserialized(payload: str) -> Bucket:
