@@ -13,7 +13,7 @@ import pytest
 
 from tests.waiting import wait_until
 
-from .conftest import assert_bit_for_bit, is_of_session, leftovers
+from .conftest import Workspace, assert_bit_for_bit, is_of_session, leftovers
 from .test_async_rollout import ASYNC, SHORT
 from .test_standalone_servers import APART
 from .test_train import TWO_WORKERS, assert_names_the_death
@@ -158,3 +158,34 @@ def test_the_next_run_removes_the_temporary_files_of_a_killed_one(workspace, pac
         workspace.train(f"after-{engine}", overrides, {"TMPDIR": place})
         known = ("ray", "verl-permits-")  # the logs of Ray, and locks that all runs of a user share
         assert not [name for name in os.listdir(place) if not name.startswith(known)]
+
+
+FULL = """
+mount -t tmpfs -o size=400m none "$1" && shift && exec "$@"
+"""
+
+
+@pytest.mark.full
+def test_a_temporary_disk_that_is_full_does_not_end_a_run(tmp_path):
+    """It is full after step 1; the run ends at step 3 with all its files, and says once where its notes do not go."""
+    workspace = Workspace(tmp_path)  # without workers that are forked outside of the mount
+    private = ["unshare", "--map-root-user", "--mount"]
+    with tempfile.TemporaryDirectory(prefix="v") as place:
+        mounted = [*private, "sh", "-c", FULL, "sh", place]
+        if subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("this machine mounts no disk for the test")
+        overrides = SHORT | {"trainer.total_training_steps": 3, "trainer.save_freq": 1}
+        folder = workspace.folder / "full"
+        with workspace.start("full", overrides, {"TMPDIR": place}, wrapper=mounted) as process:
+            record = folder / "metrics.jsonl"
+            wait_until(lambda: process.poll() is not None or (record.exists() and record.stat().st_size))
+            with suppress(OSError), open(f"/proc/{process.pid}/root{place}/filler", "wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+            output = process.communicate()[0]
+    assert process.returncode == 0, output
+    assert "step 3/3" in output and (folder / "global_step_3").is_dir()
+    notes = [line for line in output.splitlines() if "cannot be written" in line]  # Ray has lines of its own
+    (note,) = notes
+    assert re.search(f"{place}/\\S+ cannot be written .No space left on device.: .*the run continues", note), output
+    assert not leftovers(process.pid)
