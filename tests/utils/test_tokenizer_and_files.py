@@ -15,12 +15,14 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import verl.utils
 from examples.tiny_model import make_tiny_model
 from verl.utils import fs, hdfs_io, hf_processor, hf_tokenizer
+from verl.utils.tokenizer import one_thread
 
 
 @pytest.fixture(scope="module")
@@ -445,3 +447,27 @@ def test_folders_that_cannot_be_read_ahead(tmp_path, monkeypatch):
     for folder in (tmp_path, tmp_path / "absent", "hdfs://host/model"):
         fs.read_ahead(str(folder)).join()  # whoever loads the model says what is wrong
     assert raised == []
+
+
+def test_an_inner_block_that_a_time_limit_cut_off_holds_nothing() -> None:
+    """The thread's second entry is never left, as if an interrupt came on its way out."""
+    tokenizer: Any = type("Tokenizer", (), {})()
+    cut_off = []
+
+    def interrupted() -> None:
+        with one_thread(tokenizer):
+            inner = one_thread(tokenizer)
+            inner.__enter__()
+            cut_off.append(inner)
+
+    first = threading.Thread(target=interrupted)
+    first.start()
+    first.join()
+    others_turn = threading.Event()
+
+    def other() -> None:
+        with one_thread(tokenizer):
+            others_turn.set()
+
+    threading.Thread(target=other, daemon=True).start()
+    assert others_turn.wait(60)

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,17 +20,36 @@ from verl.base_config import WrongInput
 logger = logging.getLogger(__name__)
 
 
-_locks: "WeakKeyDictionary[PreTrainedTokenizerBase, threading.RLock]" = WeakKeyDictionary()
-_of_locks = threading.Lock()
+@dataclass
+class _Turn:
+    """The lock of a tokenizer, and the thread that holds it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    owner: int | None = None
+
+
+_turns: "WeakKeyDictionary[PreTrainedTokenizerBase, _Turn]" = WeakKeyDictionary()
+_of_turns = threading.Lock()
 
 
 @contextmanager
 def one_thread(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Let one thread at a time use a tokenizer: a call sets truncation and padding in the tokenizer that all share."""
-    with _of_locks:
-        lock = _locks.setdefault(tokenizer, threading.RLock())
-    with lock:
+    """Let one thread at a time use a tokenizer: a call sets truncation and padding in the tokenizer that all share.
+
+    A thread that has the tokenizer may enter again, and takes nothing then: a time limit interrupts a thread anywhere,
+    also on its way out of the inner block. A counting lock would keep that count for ever.
+    """
+    with _of_turns:
+        turn = _turns.setdefault(tokenizer, _Turn())
+    if turn.owner == threading.get_ident():
         yield
+        return
+    with turn.lock:
+        turn.owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            turn.owner = None
 
 
 class TokenizerNotFoundError(WrongInput, OSError):

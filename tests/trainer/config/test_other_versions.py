@@ -8,6 +8,7 @@ from typing import Any
 
 import hydra
 import pytest
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 
 from tests.trainer.config.keys_elsewhere import (
@@ -22,7 +23,7 @@ from tests.trainer.config.keys_elsewhere import (
 )
 from tests.trainer.config.other_versions_page import PAGE, page
 from verl.base_config import ConfigError
-from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.config.cli import CONFIG_DIR, missing_file
 from verl.trainer.config.help_text import keys_help
 from verl.trainer.config.keys import select
 from verl.trainer.config.other_versions import ROWS, row_of
@@ -471,6 +472,20 @@ def own_file(folder: Path, content: dict[str, Any]) -> list[str]:
     head = {"defaults": ["ppo_trainer", "_self_"], "hydra": {"searchpath": ["pkg://verl.trainer.config"]}}
     OmegaConf.save(OmegaConf.create(head | content), folder / "mine.yaml")
     return ["--config-path", str(folder), "--config-name", "mine"]
+
+
+@pytest.mark.parametrize("engine, remedy", [("dp", "leave it out"), ("megatron", "name ppo_megatron_trainer")])
+def test_a_group_of_files_of_another_version_is_told(tmp_path: Path, engine: str, remedy: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        f"defaults: [ppo_trainer, {{model_engine: {engine}}}, _self_]\n"
+        "hydra: {searchpath: ['pkg://verl.trainer.config']}\n"
+    )
+    flags = ["--config-path", str(tmp_path), "--config-name", "mine"]
+    with pytest.raises(MissingConfigException) as missing:
+        prepare_arguments(flags, "ppo_trainer", CONFIG_DIR)
+    told = missing_file(missing.value, "mine", CONFIG_DIR)
+    assert f"model_engine: {engine}, a key of another version" in told and remedy in told
 
 
 CONTENT: dict[str, Any] = {

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.base_config import ConfigError, Violation, WrongInput, nearest
 from verl.trainer.config.invocation import CHECK, call, only_checks
 from verl.trainer.config.keys import dotted_keys, select
+from verl.trainer.config.other_versions import ENGINE_OF_FILES
 from verl.trainer.config.overrides import prepare_arguments
 from verl.trainer.config.problems import leave_refused
 from verl.trainer.config.unread_keys import HAS_CHECKED
@@ -84,10 +85,7 @@ def hydra_main(
             except OverrideParseException as error:
                 leave_refused(unreadable(str(error.override)))
             except MissingConfigException as error:
-                named = flags.config_name or config_name
-                leave_refused(
-                    f"--config-name={named}: {str(error).splitlines()[0]}: write the name of a file in {folder}"
-                )
+                leave_refused(missing_file(error, flags.config_name or config_name, folder))
             except (ConfigError, HydraException, OmegaConfBaseException) as error:
                 leave_refused(error)
             sys.argv[1:] = [*arguments, *(_WRITES_NOTHING if only_checks() else ())]
@@ -96,6 +94,21 @@ def hydra_main(
         return command
 
     return decorate
+
+
+def missing_file(error: MissingConfigException, config_name: str, folder: str) -> str:
+    """Return the message for a configuration file, or a choice of a group of files, that does not exist."""
+    group, _, choice = str(error.missing_cfg_file or "").rpartition("/")
+    if group == ENGINE_OF_FILES:
+        remedy = {
+            "dp": "leave it out: FSDP trains unless the files of Megatron-Core are named",
+            "megatron": "leave it out, and name ppo_megatron_trainer in place of ppo_trainer",
+        }.get(choice, "leave it out: FSDP (ppo_trainer) and Megatron-Core (ppo_megatron_trainer) are the engines here")
+        return f"--config-name={config_name}: its defaults name {group}: {choice}, a key of another version: {remedy}"
+    found = str(error).splitlines()[0]
+    if group and error.options:
+        return f"--config-name={config_name}: {found}: write one of {', '.join(error.options)}"
+    return f"--config-name={config_name}: {found}: write the name of a file in {folder}"
 
 
 def _refuse_unreadable(config: Any) -> None:
