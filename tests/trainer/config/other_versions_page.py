@@ -17,6 +17,9 @@ it can, says once which key of ours it has set, and answers the rest by name. Th
 either spelling; the same setting in both spellings on one command line must have the same value. `--cfg job`
 shows the result.
 
+Every launch script of `examples/` and `recipe/` composes the same configuration in the spelling of later versions
+(`python -m pytest -m full tests/special_sanity/test_spellings.py`).
+
 A node that is switched off (`enable: false`, `enabled: false`) or null is accepted, whatever the table says about it.
 A command of yours keeps the keys that its own files have.
 

@@ -43,10 +43,9 @@ def use_one_thread() -> None:
             if timeout is not None:
                 options._timeout = timeout
             options._devices = _devices(group_class, envs.read("GLOO_SOCKET_IFNAME") or "")
+            # torch 2.14 takes enable_reconfigure next to a timeout only; next to options it is a field of them
             for name in [name for name in more if hasattr(options, name)]:
-                setattr(
-                    options, name, more.pop(name)
-                )  # as enable_reconfigure of torch 2.14, known next to a timeout only
+                setattr(options, name, more.pop(name))
         options._threads = 1
         make(self, store, rank, size, options, **more)
 
