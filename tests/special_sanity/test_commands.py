@@ -60,7 +60,7 @@ def our_command(words: list[str]) -> tuple[Path, list[str]] | None:
             if rest[:1] == ["-m"] and len(rest) > 1:
                 return None if rest[1].split(".")[0] in NOT_OURS else (module_file(rest[1]), rest[2:])
             file = next((argument for argument in rest if not argument.startswith("-")), "")
-            if re.match(r"(scripts|examples|recipe|docker|\.ci)/", file):
+            if re.match(r"(scripts|benchmarks|examples|recipe|docker|\.ci)/", file):
                 assert (ROOT / file).is_file(), f"no file {file}"
                 return ROOT / file, rest[rest.index(file) + 1 :]
             return None

@@ -20,6 +20,7 @@ PAGES = sorted(
         "examples/**/*.md",
         "recipe/**/*.md",
         "scripts/**/*.md",
+        "benchmarks/*.md",
         "verl/**/*.md",
     )
     for path in ROOT.glob(pattern)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [path for folder in ("verl", "recipe", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")]
+SOURCES = [
+    path for folder in ("verl", "recipe", "scripts", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+]
 
 NO_TEXT = {"os", "Image", "av", "tarfile", "zipfile", "files", "opener"}
 """Owners of another ``open`` or ``write_text`` than that of Python's text files."""

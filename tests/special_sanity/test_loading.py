@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [path for folder in ("verl", "recipe", "scripts", "examples") for path in (ROOT / folder).rglob("*.py")]
+SOURCES = [
+    path for folder in ("verl", "recipe", "scripts", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+]
 
 UNPICKLERS = {
     "pickle": {"load", "loads", "Unpickler", "_Unpickler"},
@@ -38,8 +40,8 @@ UNPICKLERS = {
 EXCEPTIONS = {
     ("verl/utils/loading.py", "pickle._Unpickler"): "the list of classes stands there",
     ("verl/utils/loading.py", "torch.load"): "it reads by that list",
-    ("scripts/bench/dispatch.py", "pickle.loads"): "it times the loading of what it has pickled itself",
-    ("scripts/bench/driver_scaling.py", "pickle.loads"): "it times the loading of what it has pickled itself",
+    ("benchmarks/dispatch.py", "pickle.loads"): "it times the loading of what it has pickled itself",
+    ("benchmarks/driver_scaling.py", "pickle.loads"): "it times the loading of what it has pickled itself",
     ("verl/utils/megatron/dist_checkpointing.py", "torch.distributed.checkpoint.load_state_dict"): "it gets a reader "
     "that takes all parts from verl.utils.checkpoint.torch_dist",
     ("verl/utils/vision/images.py", "PIL.Image.open"): "it says which formats may be opened",

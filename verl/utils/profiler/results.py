@@ -57,7 +57,7 @@ def run_command(command: str, folder: Path, rank: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
-            ["sh", "-c", command], cwd=folder, env=variables, capture_output=True, text=True, errors="replace"
+            ["sh", "-c", command], cwd=folder, env=variables, capture_output=True, encoding="utf-8", errors="replace"
         )
     except OSError as error:
         logger.warning("global_profiler.finish_hook_cmd could not run on rank %d: %s", rank, error)

@@ -1,8 +1,8 @@
 """Cost of the algorithms on the driver, in passes: multiples of one ``torch.addcmul(a, b, c)`` over (1024, 2048) fp32.
 
-python scripts/bench/algos.py                 a table
-python scripts/bench/algos.py --check         exit 1 where a cost is above its limit
-python scripts/bench/algos.py --only gae --json
+python benchmarks/algos.py                 a table
+python benchmarks/algos.py --check         exit 1 where a cost is above its limit
+python benchmarks/algos.py --only gae --json
 
 One thread. The pass runs before and after each call of what is measured, in one process, so that the state of the
 machine and of its allocator is the same for both; the median of the ratios counts. Results: docs/perf/algos.md.

@@ -1,6 +1,6 @@
 """Measure vLLM and SGLang on CPU in turn: start, weight sync and generation, on one worker and on two.
 
-python scripts/bench/engines.py
+python benchmarks/engines.py
 
 Each run is a set of fresh processes: a training engine (FSDP2), a rollout and the sharding manager between them, as a
 run of training has them. With tensor parallelism 2 two workers share an engine. Ray, which owns the actor of SGLang's
@@ -23,7 +23,7 @@ from typing import Any
 from countdown import END, PAD, make_inputs
 from process_tree import ProcessTree
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 ENGINES = ("vllm", "sglang")
 RUN_TIMEOUT_S = 900.0

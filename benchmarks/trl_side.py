@@ -1,4 +1,4 @@
-"""TRL's half of scripts/bench/trl.py, which starts it: GRPOTrainer, and a JSON line for each step."""
+"""TRL's half of benchmarks/trl.py, which starts it: GRPOTrainer, and a JSON line for each step."""
 
 import argparse
 import importlib.util

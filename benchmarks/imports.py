@@ -1,6 +1,6 @@
 """CPU seconds that each kind of process of a run spends on imports, by package, by ``python -X importtime``.
 
-python scripts/bench/imports.py
+python benchmarks/imports.py
 
 Python tells the time that passes, which other work on the machine changes. So the parts are scaled to the CPU seconds
 of the whole. Medians of three processes.

@@ -1,6 +1,6 @@
 """Wall and CPU seconds per step and peak memory of GRPO on CPU: ``verl`` and TRL in turn, over the whole process tree.
 
-python scripts/bench/trl.py --trl-python path/to/venv/bin/python
+python benchmarks/trl.py --trl-python path/to/venv/bin/python
 
 Both train the same model on the same prompts with the same settings, from one checkpoint per case that this script
 makes: in the case ``fixed`` every response has 32 tokens, in ``varied`` 4 to 64, uniformly (see countdown.py), in
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from countdown import make_inputs
 from process_tree import run_measured
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 WARMUP_STEPS = 2
 RUN_TIMEOUT_S = 1200.0

@@ -5,9 +5,9 @@ phase. A few actors play any number of workers: the driver makes as many calls, 
 run appends one JSON line. ``model`` fits a cost model to the lines and predicts others; ``phases`` prints seconds and
 bytes of each phase:
 
-    python scripts/bench/driver_scaling.py measure --out runs.jsonl
-    python scripts/bench/driver_scaling.py model runs.jsonl
-    python scripts/bench/driver_scaling.py phases runs.jsonl
+    python benchmarks/driver_scaling.py measure --out runs.jsonl
+    python benchmarks/driver_scaling.py model runs.jsonl
+    python benchmarks/driver_scaling.py phases runs.jsonl
 
 ``measure --work-s`` lets the workers work, and ``model`` compares the wall seconds of such steps with its queue.
 """
@@ -622,7 +622,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     from verl.trainer.run.launch import LOCAL_SYSTEM_CONFIG
 
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     ray.init(
         address="local",

@@ -1,7 +1,7 @@
 """Measure agent loops on CPU: what ``rollout.mode=async`` costs beside ``sync``, and many trajectories at once.
 
-python scripts/bench/agent_loops.py overhead
-python scripts/bench/agent_loops.py concurrent
+python benchmarks/agent_loops.py overhead
+python benchmarks/agent_loops.py concurrent
 
 ``overhead`` runs single-turn GRPO in both modes in turn, with the inputs of the case ``fixed`` of trl.py, and compares
 the medians of the steps after the warm-up, and CPU seconds of all processes. ``concurrent`` runs steps with many
@@ -25,7 +25,7 @@ from typing import Any
 from countdown import make_inputs
 from process_tree import run_measured
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 WARMUP_STEPS = 2
 RUN_TIMEOUT_S = 1800.0

@@ -1,6 +1,6 @@
 """Measure what overrides change in a run of an example: tokens and CPU seconds of a step, without and with them.
 
-python scripts/bench/overrides.py examples/grpo_trainer/run_tiny_cpu.sh actor_rollout_ref.model.use_prefix_sharing=true
+python benchmarks/overrides.py examples/grpo_trainer/run_tiny_cpu.sh actor_rollout_ref.model.use_prefix_sharing=true
 
 The script gets its folder as ``OUT_DIR``, and what it prepares there (data, a supervised model) is kept between runs.
 CPU seconds are those of all processes, from the end of the first step to the end of the last. The last line is JSON.
@@ -18,7 +18,7 @@ from typing import Any
 
 from process_tree import run_measured
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1800.0
 TRAINED, COMPUTED = "perf/total_num_tokens", "perf/computed_tokens/"
 QUIET = ("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.resume_mode=disable")

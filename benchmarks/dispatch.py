@@ -1,10 +1,10 @@
 """Cost of moving a batch between the driver and its workers, in passes: multiples of one ``torch.addcmul(a, b, c)``
 over (1024, 2048) fp32.
 
-python scripts/bench/dispatch.py                        a table
-python scripts/bench/dispatch.py --check                exit 1 where a cost is above its limit
-python scripts/bench/dispatch.py --only pickle --json
-python scripts/bench/dispatch.py --against ../earlier   alternate with another checkout, case by case
+python benchmarks/dispatch.py                        a table
+python benchmarks/dispatch.py --check                exit 1 where a cost is above its limit
+python benchmarks/dispatch.py --only pickle --json
+python benchmarks/dispatch.py --against ../earlier   alternate with another checkout, case by case
 
 One thread. The pass and what is measured alternate in one process, and medians are divided, as in ``algos.py``. Cases
 with Ray count wall time, since several processes work at once; the others CPU time. The process keeps the memory that
@@ -294,7 +294,7 @@ def run_in(checkout: Path, part: str, only: str, repeats: int, new_memory: bool)
 
 def compare(other: Path, parts: list[str], only: str, repeats: int, new_memory: bool) -> None:
     """Alternate processes of another checkout and of this one, and print the medians of both."""
-    here = Path(__file__).resolve().parents[2]
+    here = Path(__file__).resolve().parents[1]
     print(f"{'':38}{'before':>18}{'after':>18}{'ratio':>7}{'limit':>7}")
     for part in parts:
         found: dict[str, dict[Path, list[dict[str, Any]]]] = {}

@@ -1,6 +1,6 @@
 """Where each CPU second of a training step goes, by process and subject, in the run of a case of ``trl.py``.
 
-python scripts/bench/step_profile.py --py-spy path/to/py-spy --case fixed --steps 40 [key=value ...]
+python benchmarks/step_profile.py --py-spy path/to/py-spy --case fixed --steps 40 [key=value ...]
 
 The kernel counts the CPU seconds of every thread. py-spy looks at the stacks of the Python threads meanwhile, and what
 a thread has used is split by the share of its samples in which a subject is on the stack. Threads and daemons in C++

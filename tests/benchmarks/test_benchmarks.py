@@ -16,7 +16,7 @@ import torch
 
 from verl import DataProto
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+BENCH = Path(__file__).parents[2] / "benchmarks"
 PARENT = """
 import subprocess, sys, time
 burn = "import time; start = time.process_time()\\nwhile time.process_time() - start < {}: pass"
