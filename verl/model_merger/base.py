@@ -125,7 +125,7 @@ class BaseMerger(ABC):
             yield
         except files.CheckpointError:
             raise
-        except Exception as error:
+        except Exception as error:  # remote code of a model may raise anything
             reason = one_line(str(error) if isinstance(error, ValueError | OSError) else repr(error))
             raise files.CheckpointError(
                 f"{self.folder / HF_FOLDER} holds no valid model configuration: {reason}"

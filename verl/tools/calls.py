@@ -86,7 +86,7 @@ async def answer_of(made: Any, what: str) -> Any:
         raise ToolMethodError(f"{what} returned {type(made).__name__} at once: write it as async def")
     try:
         return await made
-    except (Exception, asyncio.CancelledError):
+    except (Exception, asyncio.CancelledError):  # passed on unchanged; only an exit is turned into an error
         raise
     except SystemExit as error:
         raise ToolError(f"the tool has called exit({error.code!r}).") from error

@@ -117,7 +117,7 @@ def build(item: ClassItem, make: Callable[[], T]) -> T:
         return make()
     except WrongInput as error:
         raise WrongInput(f"{item.where}: {error}") from error
-    except Exception as error:
+    except Exception as error:  # a class of the user may raise anything
         cause = one_line(error_text(error))
         raise WrongInput(f"{item.where}: {item.class_name} cannot be made ({cause}): correct config") from error
 

@@ -184,7 +184,7 @@ def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
         run = partial(_execute, source, module, path)
     try:
         import_within_limit(run)
-    except BaseException as error:
+    except BaseException as error:  # a module may raise anything, also SystemExit
         del sys.modules[name]
         if isinstance(error, RuntimeError):
             raise UserImportError(f"cannot execute {str(path)!r}: {error}: {_HOW_TO_IMPORT}") from error.__cause__

@@ -100,7 +100,7 @@ def naming(source: StrPath | BinaryIO) -> Iterator[None]:
         yield
     except (CheckpointError, FileNotFoundError):
         raise
-    except Exception as error:
+    except Exception as error:  # unpickling raises errors of any class
         name = os.fspath(source) if isinstance(source, str | os.PathLike) else "the part of a file"
         raise CheckpointError(f"{name} cannot be read ({type(error).__name__}: {error})") from error
 

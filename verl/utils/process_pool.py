@@ -260,7 +260,7 @@ class DeadlinePool:
                 while self._workers[0].is_starting:
                     _wait(self._workers[:1])
                     self._workers[0].finish_start()
-            except BaseException:
+            except BaseException:  # the processes end also at an interrupt
                 _end_all(self._workers)
                 raise
 

@@ -56,7 +56,7 @@ def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[b
     started = _starter().submit(partial(_popen, command, options))
     try:
         return started.result()
-    except BaseException:
+    except BaseException:  # an interrupt of the wait must not leave the process behind
         started.add_done_callback(_kill_started)
         raise
 
@@ -121,7 +121,7 @@ def guarded_group() -> Iterator[int]:
     _guards.append(leader)
     try:
         yield leader.pid
-    except BaseException:
+    except BaseException:  # the group ends also at an interrupt
         os.killpg(leader.pid, signal.SIGKILL)
         raise
     finally:

@@ -51,7 +51,7 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
             return call()
         except (TimeLimitExceeded, UserCodeFailed):
             raise
-        except BaseException as error:
+        except BaseException as error:  # code of the user may raise anything, also SystemExit
             if limit.interrupted:
                 raise
             text = f"raised {error_text(error)}"

@@ -241,7 +241,7 @@ class AgentLoopManager:
         """Keep the account of the attempts of a batch that an error ends."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # the account is kept whatever ends the batch
             self._attempts += _account_of(prompts, error)
             raise
 

@@ -543,7 +543,7 @@ class ToolAgentLoop(AgentLoopBase):
             reward = float(given)
         except ToolMethodError:
             raise
-        except Exception as error:
+        except Exception as error:  # a tool of the user may raise anything
             raise ValueError(f"calc_reward of the tool {tool} failed: {type(error).__name__}: {error}") from error
         if not math.isfinite(reward):
             raise ValueError(f"calc_reward of the tool {tool} returned {reward}, which is no finite number")

@@ -269,7 +269,7 @@ def _check_sendable(row: int, output: AgentLoopOutput) -> None:
                 continue
             try:
                 cloudpickle.dumps(value)
-            except Exception as error:
+            except Exception as error:  # each class fails to pickle in its own way
                 raise ValueError(
                     f"trajectory {row}: extra_fields[{name!r}] cannot be sent to the trainer "
                     f"({type(error).__name__}: {error}): return numbers, texts, and lists or mappings of them"

@@ -106,7 +106,7 @@ class Ownership:
             problem = self._problem(read_owner(file), file, has_lock=handle is not None)
             if problem is not None:
                 raise ValueError(problem)
-        except BaseException:
+        except BaseException:  # the lock is given back whatever ends this
             if handle is not None:
                 os.close(handle)
             raise

@@ -197,7 +197,7 @@ def restoring(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # loaders, samplers and data sets of users raise anything
         reason = f"{type(error).__name__}: {error}"
         raise IncompleteCheckpointError(
             f"{path} cannot be restored ({reason}): it is damaged or of other data. {ANOTHER}"

@@ -497,7 +497,7 @@ def run_sft(config: DictConfig) -> None:
                 trainer.fit()
         except (KeyboardInterrupt, EndRequested):  # other ranks may have left: this one does not wait for them
             sys.exit(end_interrupted(ending, grace) if rank == 0 else exit_code())
-        except BaseException:
+        except BaseException:  # other ranks must not wait for this one, whatever ends it
             _leave_group()
             raise
         _leave_group()

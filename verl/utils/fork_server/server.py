@@ -85,7 +85,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 raise ValueError("an incomplete request")
             content += part
         return json.loads(content), handles
-    except BaseException:
+    except BaseException:  # the descriptors are closed whatever ends this
         for handle in handles:
             os.close(handle)
         raise

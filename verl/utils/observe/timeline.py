@@ -149,7 +149,7 @@ def span(name: str, category: str = "", on: str | None = None, **args: Any) -> I
     begin = time.monotonic()
     try:
         yield args
-    except BaseException as error:
+    except BaseException as error:  # the span records what ended the call
         args["outcome"] = type(error).__name__
         raise
     finally:

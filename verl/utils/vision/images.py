@@ -25,7 +25,7 @@ def decoding() -> Iterator[None]:
         yield
     except MediaError:
         raise
-    except Exception as error:
+    except Exception as error:  # decoders raise errors of any class
         reason = str(error) or type(error).__name__
         raise MediaError(f"the image cannot be read: {reason}") from error
 

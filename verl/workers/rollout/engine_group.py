@@ -52,7 +52,7 @@ class EngineGroup:
         if self.leads:
             try:
                 box[0] = work()
-            except BaseException as error:
+            except BaseException as error:  # the other ranks wait for the outcome, whatever it is
                 box[1] = f"{type(error).__name__}: {error}"
                 torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
                 raise

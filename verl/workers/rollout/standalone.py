@@ -124,7 +124,7 @@ class StandaloneServers:
         watch = ServerWatch(self, send, keeps_weights)
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # the failure of a server explains whatever followed it
             if watch.failures:
                 raise watch.failures[0] from error
             raise

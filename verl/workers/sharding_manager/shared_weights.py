@@ -103,7 +103,7 @@ class SharedWeights:
             # Before the probe, because requests that are under way take part in its steps.
             self._rollout.finish_shared_update(version)
             gap = self.check_probe()
-        except Exception as error:
+        except Exception as error:  # engines raise errors of any class
             self._rollout.abort_update()
             raise WeightSyncError(f"weight sync failed: {error}") from error
         moved = dict.fromkeys(("bytes", "tensors", "buckets", "peak_bytes", "unverified_tensors"), 0.0)

@@ -141,7 +141,7 @@ class EndpointAgentLoop(AgentLoopBase):
                 reward = await act(base_url, api_key, row)
             else:
                 reward = await in_thread(lambda: act(base_url, api_key, row))
-        except Exception:
+        except Exception:  # an agent program may raise anything
             if session.fault is not None:
                 raise session.fault from None
             if session.is_full and session.segments:

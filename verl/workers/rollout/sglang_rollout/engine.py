@@ -71,7 +71,7 @@ class ServedEngine:
                 self._engine: Engine = _engine_class(self._log.path, batch_invariant, self._sockets)(
                     custom_sigquit_handler=_nothing, **args
                 )
-        except Exception as error:
+        except Exception as error:  # SGLang raises errors of any class
             families = ", ".join(read_config_json(args["model_path"]).get("architectures") or ["a model"])
             why = f"SGLang's engine has not started with {families}: {error}{self._log.tail()}"
             self._processes = [each for each in multiprocessing.active_children() if each not in before]

@@ -236,7 +236,7 @@ class SGLangRollout(BaseRollout):
         try:
             output: TokenOutput = await answer
             return output
-        except BaseException:
+        except BaseException:  # also when the caller is cancelled
             ray.cancel(answer)
             raise
 
