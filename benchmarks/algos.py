@@ -22,7 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROWS, WIDTH, SAMPLES = 1024, 2048, 8
+ROWS = 1024
+WIDTH = 2048
+SAMPLES = 8
 WARMUP = 3
 
 

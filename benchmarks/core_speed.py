@@ -72,7 +72,8 @@ class SteadyClock:
             return
         self._busy = True
         began = time.process_time()
-        before, self._probed = self._probed, probe()
+        before = self._probed
+        self._probed = probe()
         # the seconds since the probe before are taken for those of a core between both speeds
         self._steady += (began - self._since) * PROBE_S / ((before + self._probed) / 2)
         self._since = time.process_time()

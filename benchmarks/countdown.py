@@ -12,7 +12,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAD, START, END = 0, 1, 2
+PAD = 0
+START = 1
+END = 2
 SPECIAL_WORDS = ["<pad>", "<start>", "<end>"]
 CERTAINTY = 18.0
 """Logit of the words that may follow, where the others have about 0."""
@@ -76,7 +78,8 @@ def countdown_model(sizes: Any) -> Any:
     group_of = word_groups(sizes.vocab, groups)
     scale = sizes.hidden**0.5
     with torch.no_grad():
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings().weight
         for word, group in enumerate(group_of):
             if group:
                 embedding[word] += scale * directions[group]
@@ -85,7 +88,8 @@ def countdown_model(sizes: Any) -> Any:
                     head[word] += CERTAINTY / scale * directions[0]
         embedding[START] += scale * directions[0]
         head[END] += CERTAINTY / scale * directions[1]
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, PAD
+    model.generation_config.eos_token_id = END
+    model.generation_config.pad_token_id = PAD
     return model
 
 

@@ -32,7 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROWS, WIDTH, SAMPLES = 1024, 2048, 8
+ROWS = 1024
+WIDTH = 2048
+SAMPLES = 8
 WARMUP = 2
 FILTER_ROWS = 20_000
 OBJECT_STORE_BYTES = 1 << 30
@@ -306,7 +308,8 @@ def compare(other: Path, parts: list[str], only: str, repeats: int, new_memory: 
             middle = {
                 side: sorted(rows, key=lambda row: float(row["passes"]))[len(rows) // 2] for side, rows in sides.items()
             }
-            before, after = middle[other], middle[here]
+            before = middle[other]
+            after = middle[here]
             texts = [f"{row['passes']:.1f} ({row['ms']:.0f} ms)" for row in (before, after)]
             ratio = after["passes"] / before["passes"]
             limit = "" if after["limit"] is None else f"{after['limit']:g}"

@@ -88,7 +88,8 @@ class SimulatedWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def work_for(self, seconds: float) -> None:
         """Work so long in each of the calls that follow."""
-        self.call_s, self.late = seconds, 0
+        self.call_s = seconds
+        self.late = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def late_answers(self) -> int:
@@ -104,7 +105,8 @@ class SimulatedWorker(Worker):
         """Return responses as long as they may be."""
         tensors = tensors_of(data)
         prompts = tensors["input_ids"]
-        rows, width = len(prompts), data.meta_info["response_length"]
+        rows = len(prompts)
+        width = data.meta_info["response_length"]
         responses = torch.full((rows, width), 100_007)
         mask = torch.ones(rows, width, dtype=torch.int64)
         ids = torch.cat([prompts, responses], -1)
@@ -350,7 +352,8 @@ class Step:
         self.group = group
         self.weighed = weighed
         self.by_reference = by_reference
-        self.rows, self.tokens = rows, tokens
+        self.rows = rows
+        self.tokens = tokens
         self.record = StepRecord(digests=True, num_samples=0)
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self.thread_seconds = dict.fromkeys(PARTS, 0.0)
@@ -408,8 +411,10 @@ class Step:
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
         """Count the CPU seconds of all threads of this process, those of this thread, and the steady ones."""
-        account, clock = self.account, self.account.clock
-        began, began_here = account.now(), time.thread_time() - account.probes()
+        account = self.account
+        clock = self.account.clock
+        began = account.now()
+        began_here = time.thread_time() - account.probes()
         steady = clock.now() if clock else 0.0
         yield
         self.seconds[name] += account.now() - began
@@ -431,7 +436,9 @@ class Step:
     def phase(self, name: str) -> Iterator[None]:
         """Count the seconds of a phase."""
         self._phase = name
-        before, began, ready = resource.getrusage(resource.RUSAGE_SELF), time.monotonic(), ready_s()
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        began = time.monotonic()
+        ready = ready_s()
         with self._part(name):
             yield
         self.wall_s += time.monotonic() - began
@@ -860,13 +867,15 @@ def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Return the non-negative coefficients with the least squared error: the best of all choices of columns."""
     scale = np.linalg.norm(matrix, axis=0)
     weighted = matrix / scale
-    best, least = np.zeros(matrix.shape[1]), float(target @ target)
+    best = np.zeros(matrix.shape[1])
+    least = float(target @ target)
     for size in range(1, matrix.shape[1] + 1):
         for chosen in map(list, itertools.combinations(range(matrix.shape[1]), size)):
             values = np.linalg.lstsq(weighted[:, chosen], target, rcond=None)[0]
             error = float(np.sum((weighted[:, chosen] @ values - target) ** 2))
             if (values >= 0).all() and error < least:
-                best, least = np.zeros(matrix.shape[1]), error
+                best = np.zeros(matrix.shape[1])
+                least = error
                 best[chosen] = values / scale[chosen]
     return best
 

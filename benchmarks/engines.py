@@ -201,7 +201,8 @@ def measure(engine: str, size: int, args: argparse.Namespace, folder: Path) -> d
     if any(worker.returncode for worker in workers):
         raise RuntimeError(f"a worker has failed; see {folder}/output.log")
     of_workers = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
-    starts, repeats = [lines[0] for lines in of_workers], [lines[1:] for lines in of_workers]
+    starts = [lines[0] for lines in of_workers]
+    repeats = [lines[1:] for lines in of_workers]
     row: dict[str, Any] = {name: max(start[name] for start in starts) for name in starts[0]}
     for name in ("sync_s", "generation_s"):
         row[name] = statistics.median(max(line[name] for line in lines) for lines in zip(*repeats, strict=True))

@@ -75,7 +75,9 @@ def flex(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> 
 
 def forest_of(prompt: int, samples: int, response: int, prompts: int) -> PackedSequences:
     """Return prompts with the responses below them."""
-    lengths, ends, at = [], [], 0
+    lengths = []
+    ends = []
+    at = 0
     for _ in range(prompts):
         lengths += [prompt] + [response] * samples
         ends += [at + prompt + samples * response]
@@ -111,7 +113,8 @@ def main() -> None:
             prompts = max(1, args.tokens // (samples * (prompt + response)))
             plain = PackedSequences([prompt + response] * prompts * samples, "cuda")
             forest = forest_of(prompt, samples, response, prompts)
-            rows, shared = drawn(sum(plain.lengths), heads), drawn(sum(forest.lengths), heads)
+            rows = drawn(sum(plain.lengths), heads)
+            shared = drawn(sum(forest.lengths), heads)
             kernels = {"by depth": forest_attention._ByDepth(), "by path": forest_attention._ByPath()}
             ways: dict[str, tuple[Any, ...]] = {"rows": (packed_attention, rows, plain)}
             ways |= {name: (by(kernel), shared, forest) for name, kernel in kernels.items()}

@@ -37,7 +37,9 @@ def rows(tokens: int, vocabulary: int, with_entropy: bool) -> Any:
 
     from verl.protocol import DataProto
 
-    count, prompt, response = max(1, tokens // 256), 16, min(tokens, 256)
+    count = max(1, tokens // 256)
+    prompt = 16
+    response = min(tokens, 256)
     ids = torch.randint(0, vocabulary, (count, prompt + response), generator=torch.Generator().manual_seed(1))
     ones = torch.ones_like(ids)
     tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
@@ -99,7 +101,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         checkpoint_config=None,
     )
     engine.initialize()
-    data, seconds, on_cuda = rows(options.tokens, options.vocabulary, options.entropy), [], torch.cuda.is_available()
+    data = rows(options.tokens, options.vocabulary, options.entropy)
+    seconds = []
+    on_cuda = torch.cuda.is_available()
     with engine.train_mode():
         engine.train_batch(rows(16, options.vocabulary, False), loss)  # makes the state of the optimizer
         before = torch.cuda.memory_allocated() if on_cuda else status("VmRSS")

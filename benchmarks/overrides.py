@@ -20,7 +20,8 @@ from process_tree import run_measured
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1800.0
-TRAINED, COMPUTED = "perf/total_num_tokens", "perf/computed_tokens/"
+TRAINED = "perf/total_num_tokens"
+COMPUTED = "perf/computed_tokens/"
 QUIET = ("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.resume_mode=disable")
 
 

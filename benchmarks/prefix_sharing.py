@@ -22,7 +22,8 @@ from typing import Any
 
 MIB = 1 << 20
 WARM_UP_ON_GPU = 2  # updates of each case that are not counted
-PROMPTS, SAMPLES = (32, 256, 1024), (4, 8, 16)
+PROMPTS = (32, 256, 1024)
+SAMPLES = (4, 8, 16)
 
 
 def parse_args() -> argparse.Namespace:
@@ -153,7 +154,9 @@ class OnGpu:
         """Take updates and measure them."""
         import torch
 
-        engine, data, seconds = self.engines[given["shares"]], rows_of(given["prompt"], given["samples"], self.args), []
+        engine = self.engines[given["shares"]]
+        data = rows_of(given["prompt"], given["samples"], self.args)
+        seconds = []
         with engine.train_mode():
             for at in range(WARM_UP_ON_GPU + self.args.updates):
                 if at == WARM_UP_ON_GPU:  # kernels are compiled and the optimizer has its state
@@ -176,7 +179,8 @@ def needed(prompt: int, samples: int, args: argparse.Namespace, shares: bool, fo
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     length = prompt + args.response
-    lengths, shared = [length] * args.rows, [prompt if shares and row % samples else 0 for row in range(args.rows)]
+    lengths = [length] * args.rows
+    shared = [prompt if shares and row % samples else 0 for row in range(args.rows)]
     counter = FlopsCounter(config, num_outputs=1)
     tokens = sum(lengths) - sum(shared)
     matrices = counter.estimate_flops([1] * tokens, 1.0)[0]

@@ -95,7 +95,10 @@ def run_measured(
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as out:
         child = subprocess.Popen(command, env=os.environ | env, stdout=out, stderr=subprocess.STDOUT)
-        tree, marks, pss, memory_at = ProcessTree(child.pid), [], [], 0.0
+        tree = ProcessTree(child.pid)
+        marks = []
+        pss = []
+        memory_at = 0.0
         try:
             while child.poll() is None:
                 now = time.monotonic()

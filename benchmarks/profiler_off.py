@@ -99,7 +99,8 @@ def _seconds(call: Callable[[], Any], count: int) -> float:
 
 def measure_method(milliseconds: float, rounds: int, calls: int) -> str:
     """Return the figures of the two methods, called alternately."""
-    owner, kinds = Owner(milliseconds), ("annotated", "plain", "again")
+    owner = Owner(milliseconds)
+    kinds = ("annotated", "plain", "again")
     methods = {"annotated": owner.annotated, "plain": owner.plain, "again": owner.plain}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     chance = random.Random(0)
@@ -119,7 +120,8 @@ def _median(seconds: Sequence[float], others: Sequence[float]) -> str:
     ratios = [one / other for one, other in zip(seconds, others, strict=True)]
     chance = random.Random(0)
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
+    low = medians[int(0.025 * RESAMPLES)]
+    high = medians[int(0.975 * RESAMPLES)]
     return f"{statistics.median(ratios):.4f} (95 % interval {low:.4f} to {high:.4f})"
 
 

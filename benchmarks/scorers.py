@@ -70,7 +70,8 @@ def managers(path: Path, name: str) -> Mapping[str, AbstractRewardManager]:
 
 def measure(path: Path, name: str, num_rows: int, num_chars: int, rounds: int) -> str:
     """Score one batch alternately by both; return the microseconds per response and the ratio of the medians."""
-    both, batch = managers(path, name), samples(num_rows, num_chars)
+    both = managers(path, name)
+    batch = samples(num_rows, num_chars)
     seconds: dict[str, list[float]] = {kind: [] for kind in MANAGERS}
     for turn in range(rounds + 1):
         for kind in MANAGERS if turn % 2 else MANAGERS[::-1]:

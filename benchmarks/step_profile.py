@@ -77,7 +77,8 @@ def counters(processes: list[psutil.Process]) -> dict[tuple[int, int], tuple[str
         for folder in Path(f"/proc/{process.pid}/task").glob("*"):
             with suppress(OSError, IndexError):
                 text = (folder / "stat").read_text(encoding="utf-8")
-                name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+                name = text[text.index("(") + 1 : text.rindex(")")]
+                fields = text[text.rindex(")") + 2 :].split()
                 found[process.pid, int(folder.name)] = (name, (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
     return found
 
@@ -103,7 +104,8 @@ class Recording:
     def __init__(
         self, program: str, rate: int, processes: list[psutil.Process], watched: list[psutil.Process], folder: Path
     ) -> None:
-        self.processes, self.folder = processes, folder
+        self.processes = processes
+        self.folder = folder
         self.spies = []
         for process in watched:
             options = ["--threads", "--nonblocking", "--full-filenames", "--format", "raw", "-d", "100000"]

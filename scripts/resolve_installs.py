@@ -77,7 +77,8 @@ def image_cuda() -> str:
 def problems(resolved: Resolved) -> Iterator[str]:
     """Yield what is wrong with an install."""
     for package in ("torch", "transformers"):
-        bounds, version = bounds_of(package), resolved.versions.get(package, "0")
+        bounds = bounds_of(package)
+        version = resolved.versions.get(package, "0")
         if not bounds.specifier.contains(version):
             yield f"{package} {version} is outside {bounds.specifier} (pyproject.toml)"
     image = image_cuda()

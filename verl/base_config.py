@@ -344,7 +344,8 @@ def _describe_range(hint: Any, limits: Range) -> str:
 
 def matches(value: Any, hint: Any) -> bool:
     """Whether ``value`` has the annotated type. An integer is a float, NaN is no number, and a tuple is a list."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if hint is Any:
         return True
     if origin in (typing.Union, types.UnionType):
@@ -370,7 +371,8 @@ def matches(value: Any, hint: Any) -> bool:
 
 def _describe(hint: Any) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a mapping"}
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if hint is type(None):
         return "null"
     if origin in (typing.Union, types.UnionType):

@@ -23,7 +23,8 @@ SYSTEM = (
 
 def row(split: str, example: Row, index: int) -> Row:
     """Return a problem with its figure, and what the tool is created with."""
-    problem, answer = example["problem"], example["answer"]
+    problem = example["problem"]
+    answer = example["answer"]
     return {
         "data_source": GEOMETRY3K.hub_name,
         "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}],

@@ -22,7 +22,8 @@ from verl.workers.rollout.server import ABORTED, FULL
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-CONVERSATIONS, NUM_PROMPT_MESSAGES = "conversations", "num_prompt_messages"
+CONVERSATIONS = "conversations"
+NUM_PROMPT_MESSAGES = "num_prompt_messages"
 """Columns: the conversations that the turn of a row has led to, each a list of messages, and how many of the messages
 are its prompt."""
 _TURNS = "actor_rollout_ref.rollout.multi_turn"

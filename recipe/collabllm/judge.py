@@ -80,7 +80,8 @@ class Judge:
 def _objects(text: str) -> list[dict[str, Any]]:
     """Return the JSON objects in a text, in their order."""
     found: list[dict[str, Any]] = []
-    place, decoder = text.find("{"), json.JSONDecoder(strict=False)
+    place = text.find("{")
+    decoder = json.JSONDecoder(strict=False)
     while place >= 0:
         try:
             value, end = decoder.raw_decode(text, place)

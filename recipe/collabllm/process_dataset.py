@@ -30,7 +30,9 @@ KINDS = {"math": "a mathematical problem", "bigcode": "a program to write", "med
 
 def made_up(rng: random.Random) -> Row:
     """Return a turn of a conversation about a sum, whose second number the user says when asked."""
-    one, other, asked = rng.randint(1, 9), rng.randint(1, 9), rng.random() < 0.5
+    one = rng.randint(1, 9)
+    other = rng.randint(1, 9)
+    asked = rng.random() < 0.5
     conversation = [{"role": "user", "content": f"Add something to {one}."}]
     if asked:
         conversation += [{"role": "assistant", "content": "What?"}, {"role": "user", "content": f"{other}."}]
@@ -61,7 +63,8 @@ def rl_row(example: Row, kind: str, split: str, index: int) -> Row:
 
     Raises: ValueError for a row without a task or a right answer.
     """
-    task, answer = example["single_turn_prompt"], example["single_turn_completion"]
+    task = example["single_turn_prompt"]
+    answer = example["single_turn_completion"]
     if not task or answer is None:
         raise ValueError(f"no task or no answer: single_turn_prompt={task!r}, single_turn_completion={answer!r}")
     metadata = example.get("single_turn_metadata")

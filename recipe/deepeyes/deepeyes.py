@@ -29,7 +29,9 @@ SYSTEM = (
 )
 MOST_ANSWER_CHARS = 1000
 """Longer answers are wrong: they could address the judge instead of the question."""
-ACCURACY, FORMAT, LOOKED = 0.8, 0.2, 1.2
+ACCURACY = 0.8
+FORMAT = 0.2
+LOOKED = 1.2
 """Weights of a right answer, of a broken form (-1), and of a right answer that a look at a region has helped."""
 
 PROMPT = """Somebody has answered a question about an image, which you do not see. Compare the answer with the reference: does it say the same? Other words, units or details do not matter; a different object, number, text or option does.

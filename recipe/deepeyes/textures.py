@@ -28,11 +28,13 @@ from .deepeyes import CustomRLHFDataset
 
 DATA_SOURCE = "textures"
 KIND = "qwen2_5_vl"
-HEAD, TAIL = '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [', "]}}</tool_call>"
+HEAD = '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": ['
+TAIL = "]}}</tool_call>"
 SHOWN = "Zoomed in on the image to the region "
 """How the answer of the tool starts. As a token it leaves the model close to what it has seen: with a token for each
 of its 37 characters between picture and answer, this model does not learn to read a texture."""
-ANSWER, END = "<answer>", "</answer>"
+ANSWER = "<answer>"
+END = "</answer>"
 QUARTER = 56
 """Pixels of a side of a quarter."""
 SMALL = 56
@@ -58,7 +60,8 @@ def texture(letter: str, rng: random.Random) -> np.ndarray:
     """
     rows, columns = np.indices((QUARTER, QUARTER))
     sign = {"H": rows, "V": columns, "C": rows + columns}.get(letter)
-    level, contrast = rng.randint(110, 145), rng.randint(70, 110)
+    level = rng.randint(110, 145)
+    contrast = rng.randint(70, 110)
     if sign is None:
         return np.full((QUARTER, QUARTER), float(level))
     fade = np.sin(np.pi * (np.arange(QUARTER) + 0.5) / QUARTER) ** 2

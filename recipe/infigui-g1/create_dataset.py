@@ -30,7 +30,8 @@ def draw(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]]:
     canvas = ImageDraw.Draw(screen)
     boxes = {}
     for (name, colour), cell in zip(COLOURS.items(), rng.sample(range(4), 2), strict=True):
-        left, top = cell % 2 * CELL, cell // 2 * CELL
+        left = cell % 2 * CELL
+        top = cell // 2 * CELL
         boxes[name] = [left, top, left + CELL - 1, top + CELL - 1]
         canvas.rectangle(boxes[name], fill=colour)
     return screen, boxes

@@ -22,7 +22,8 @@ from verl.utils.observe.timeline import Part
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "generation.pkl"
-_ATTEMPTS, _DIGEST = "attempts_of_generation", "digest_of_prompts"
+_ATTEMPTS = "attempts_of_generation"
+_DIGEST = "digest_of_prompts"
 
 
 @dataclass
@@ -74,7 +75,8 @@ class GenerationBatchFuture:
 
     def take(self, kept: DataProto) -> bool:
         """Take responses of a checkpoint, if they answer these requests; return whether they do."""
-        attempts, digest = kept.meta_info.pop(_ATTEMPTS, []), kept.meta_info.pop(_DIGEST, None)
+        attempts = kept.meta_info.pop(_ATTEMPTS, [])
+        digest = kept.meta_info.pop(_DIGEST, None)
         if digest != self.digest or len(kept) != len(self.requests):
             logger.warning(
                 "step %d: %s of the checkpoint answers other prompts than those of this run, so they are sampled anew",

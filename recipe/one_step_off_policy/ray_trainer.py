@@ -46,7 +46,8 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         try:
             super().fit()
         finally:
-            coming, self._next = self._next, None
+            coming = self._next
+            self._next = None
             if coming is not None and coming.pending is not None:
                 self._loops.abandon(coming.pending)
 
@@ -70,8 +71,10 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         """Return the batch of this step, which is requested now if nobody has done so before."""
         if self._end_of_data is not None:
             raise self._end_of_data
-        now, self._next = self._next, None
-        kept, self._kept = self._kept, None
+        now = self._next
+        self._next = None
+        kept = self._kept
+        self._kept = None
         if now is None and kept is not None:
             now = self._request(rows, self.state.step)
             if not now.take(kept):
@@ -96,7 +99,8 @@ class OneStepOffRayTrainer(RayPPOTrainer):
             try:
                 prepared = self.prepare(next(rows))
             except EndOfDataError as end:
-                self._end_of_data, self._undrawn = end, position
+                self._end_of_data = end
+                self._undrawn = position
                 raise
             batch = prepared.select()
             prompts, requests, seeds = self._requests(batch, metrics)
@@ -116,7 +120,8 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         now = self._now
         if now is None or batch is not now.prepared:
             return super()._sample(batch, metrics, timing)
-        batch.batch, batch.non_tensor_batch = now.batch.batch, now.batch.non_tensor_batch
+        batch.batch = now.batch.batch
+        batch.non_tensor_batch = now.batch.non_tensor_batch
         with phase("generate", step=now.step), marked_timer("wait_prev_gen", timing):
             output = self._finished(now)
         self.output.attempts.log(now.step, now.attempts)
@@ -159,7 +164,8 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         state = self.state
         before = state.step, state.prompts_drawn
         if step != state.step:
-            state.step, state.prompts_drawn = step, 0
+            state.step = step
+            state.prompts_drawn = 0
         try:
             yield
         finally:

@@ -13,5 +13,6 @@ def prompt_of(problem: str) -> str:
 
 def made_up_sum(rng: random.Random) -> tuple[str, str]:
     """Return a problem and its answer: one of a few sums, so that a small model can learn them all."""
-    one, other = rng.randint(1, MOST), rng.randint(1, MOST)
+    one = rng.randint(1, MOST)
+    other = rng.randint(1, MOST)
     return f"Find ${one} + {other}$.", str(one + other)

@@ -39,7 +39,8 @@ _MARKS = ("<code>", "</code>", "<interpreter>", "</interpreter>")
 
 def made_up(rng: random.Random) -> Row:
     """Return a sum with its solution, in the form of the raw rows."""
-    x, y = rng.randint(100, 999), rng.randint(100, 999)
+    x = rng.randint(100, 999)
+    y = rng.randint(100, 999)
     solution = (
         f"I add them.\n<code>\n```python\nprint({x} + {y})\n```\n</code>\n<interpreter>\n{x + y}\n</interpreter>\n"
         f"<answer>\n\\boxed{{{x + y}}}\n</answer>"

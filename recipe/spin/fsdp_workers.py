@@ -59,7 +59,8 @@ class SPINRolloutRefWorker(ActorRolloutRefWorker):
         pairs = zip(self.engine.local_parameters(), self.ref_engine.local_parameters(), strict=True)
         with torch.no_grad():
             for (name, new), (_, old) in pairs:
-                source, target = _local(new), _local(old)
+                source = _local(new)
+                target = _local(old)
                 if source.shape != target.shape:
                     raise WrongInput(
                         f"policy and reference cut {name} differently, into {tuple(source.shape)} and "

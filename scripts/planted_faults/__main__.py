@@ -36,7 +36,10 @@ NO_IMPORT = "does not import"
 FAILS_ANYWAY = "fails without the fault too"
 TIMED_OUT = "timed out"
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", flags=re.MULTILINE)
-_PASSED, _FAILED, _INTERRUPTED, _NOTHING_RAN = 0, 1, 2, (4, 5)
+_PASSED = 0
+_FAILED = 1
+_INTERRUPTED = 2
+_NOTHING_RAN = (4, 5)
 """Exit codes of pytest; 2 is an error while it imports test files."""
 
 

@@ -119,7 +119,8 @@ def rows_to_use(mask: Tensor, index: Index | None) -> Tensor:
     used = mask.any(dim=-1)
     if index is not None:
         group = as_torch_index(index, device=mask.device)
-        size, left = group_count(group), group_sum(used, group, int(group.max()) + 1)
+        size = group_count(group)
+        left = group_sum(used, group, int(group.max()) + 1)
         used = used & ~((size > 1) & (left == 1))[group]
     return used
 

@@ -4,7 +4,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-_REWARDS, _ROLES = "verl.workers.rewards.managers", "verl.workers.roles"
+_REWARDS = "verl.workers.rewards.managers"
+_ROLES = "verl.workers.roles"
 _BUCKETS = (
     "weights reach the engine by buckets (verl.workers.sharding_manager); a way of your own is not supported: set "
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes only"

@@ -67,7 +67,8 @@ def merge(options: MergeOptions, target_dir: str) -> Path:
 
 def _target_problem(target_dir: str, target: Path, checkpoint: Path) -> str | None:
     """Return why a merged model cannot be written to a folder; None if it can."""
-    real, source = target.resolve(), checkpoint.resolve()
+    real = target.resolve()
+    source = checkpoint.resolve()
     if not target_dir:
         return "names no folder"
     if real.is_relative_to(source):

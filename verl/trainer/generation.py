@@ -98,7 +98,8 @@ class Generation:
         """Warn of keys that change no response here."""
         template = templater_of(self.tokenizer, self.processor).chat_template
         tell_unread_options(self.config.data.apply_chat_template_kwargs, template)
-        rollout, samples = self.rollout, self.config.data.n_samples
+        rollout = self.rollout
+        samples = self.config.data.n_samples
         idle = [f"rollout.n={rollout.n} (data.n_samples={samples} counts)"] if rollout.n not in (1, samples) else []
         idle += ["rollout.calculate_log_probs=true (the output holds texts)"] if rollout.calculate_log_probs else []
         if idle:

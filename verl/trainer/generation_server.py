@@ -32,7 +32,8 @@ class ServerGeneration(Generation):
     @contextmanager
     def _workers(self) -> Iterator[Any]:
         """Start the servers and yield their handles; replace those whose engines die, and release all in the end."""
-        role, trainer = self.config.worker.actor_rollout_ref, self.config.trainer
+        role = self.config.worker.actor_rollout_ref
+        trainer = self.config.trainer
         config: RolloutConfig = omega_conf_to_dataclass(role.rollout)
         config = replace(config, nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node)
         servers = StandaloneServers(
@@ -64,7 +65,8 @@ class ServerGeneration(Generation):
         endpoint = Endpoint(policy=policy, token=token, limits=Limits(answer_s=_DAY_S))
         await endpoint.start()
         try:
-            timeout, connector = aiohttp.ClientTimeout(total=_DAY_S), aiohttp.TCPConnector(limit=0)
+            timeout = aiohttp.ClientTimeout(total=_DAY_S)
+            connector = aiohttp.TCPConnector(limit=0)
             headers = {"Authorization": f"Bearer {token}"}
             async with aiohttp.ClientSession(
                 endpoint.address, timeout=timeout, connector=connector, headers=headers
@@ -91,7 +93,8 @@ class ServerGeneration(Generation):
 
     def _bodies(self, row: int) -> Iterator[dict[str, Any]]:
         """Yield the requests of a row: its prompt as tokens, and a seed for each sample."""
-        rollout, samples = self.rollout, self.config.data.n_samples
+        rollout = self.rollout
+        samples = self.config.data.n_samples
         greedy = not rollout.do_sample or rollout.temperature == 0
         sampling = sampling_of(rollout, greedy)
         for seed in sampling_seeds(rollout.seed, 0, 1, samples, first_prompt=row).tolist():

@@ -279,7 +279,8 @@ def _row_checks(run: RunConfig) -> "list[Callable[[ColumnCheck], None]]":
     from verl.utils.dataset import files
     from verl.utils.reward_score import data_source_problem
 
-    data, reward = run.data, run.reward_model
+    data = run.data
+    reward = run.reward_model
     folder = Path(os.path.expanduser(run.actor_rollout_ref.model.path))
     text_only = folder.is_dir() and not any((folder / name).exists() for name in PROCESSOR_FILES)
 

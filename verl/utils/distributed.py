@@ -67,7 +67,8 @@ def _store_of_one_machine(timeout: datetime.timedelta) -> TCPStore | None:
     """Return the store of ranks that meet at the address of this machine alone; None for others."""
     if envs.read("MASTER_ADDR") != LOOPBACK:
         return None
-    port, size = envs.integer("MASTER_PORT", 0), envs.integer("WORLD_SIZE", 1)
+    port = envs.integer("MASTER_PORT", 0)
+    size = envs.integer("WORLD_SIZE", 1)
     if envs.integer("RANK", 0) == 0:
         return listening_store(LOOPBACK, port, size, timeout)
     return TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout)

@@ -52,7 +52,8 @@ def keep_interrupts() -> None:
     if not _is_installed:  # the hooks that were registered last are the outermost ones
         _is_installed = True
         os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_child)
-        _report_others, sys.unraisablehook = sys.unraisablehook, _report
+        _report_others = sys.unraisablehook
+        sys.unraisablehook = _report
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, leave_at_once):
         signal.signal(signal.SIGINT, _on_signal)
 
@@ -60,7 +61,8 @@ def keep_interrupts() -> None:
 def catch_signals() -> None:
     """Raise KeyboardInterrupt at SIGTERM too, and lose none; Python allows this in the main thread only."""
     global _count, _raised_s
-    _count, _raised_s = 0, None
+    _count = 0
+    _raised_s = None
     keep_interrupts()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_signal)
@@ -117,7 +119,8 @@ def interrupt(number: int) -> None:
         return
     now = time.monotonic()
     if _raised_s is None or now - _raised_s > _QUICK_S:
-        _last, _raised_s = number, now
+        _last = number
+        _raised_s = now
         raise KeyboardInterrupt
 
 
@@ -152,7 +155,8 @@ def _report(unraisable: Any) -> None:
     """Report an exception that nobody can catch, unless it is an interruption, which comes again."""
     global _count, _raised_s
     if unraisable.exc_type is KeyboardInterrupt:
-        _count, _raised_s = _count - 1, None
+        _count = _count - 1
+        _raised_s = None
         _send_again(_last)
     else:
         _report_others(unraisable)

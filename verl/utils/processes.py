@@ -78,7 +78,8 @@ def passes_in_fork(check: Callable[[], object]) -> bool:
     """
     if sys.platform != "linux" or not _has_only_own_threads():
         return False
-    parent, child = os.getpid(), os.fork()
+    parent = os.getpid()
+    child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     code = 1

@@ -147,7 +147,8 @@ def started_in_group(group: int) -> Iterator[None]:
     """
     from ray._private import services
 
-    name, start = "ConsolePopen", services.ConsolePopen
+    name = "ConsolePopen"
+    start = services.ConsolePopen
     setattr(services, name, partial(start, process_group=group))
     try:
         yield

@@ -21,7 +21,8 @@ import pandas as pd
 
 from examples.tiny_model import make_tiny_model
 
-HEAD, TAIL = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+HEAD = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+TAIL = '"}}</tool_call>'
 LEAST = 32
 NUM_TEST = 128
 NUM_SUPERVISED = 4096

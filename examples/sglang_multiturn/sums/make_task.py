@@ -45,7 +45,8 @@ def with_second_attempt(row: Row, rng: random.Random) -> Row:
 
 def tables(seed: int) -> dict[str, list[Row]]:
     """Return the rows of each file by its name."""
-    rng, made = random.Random(seed), synthetic_tables(seed)
+    rng = random.Random(seed)
+    made = synthetic_tables(seed)
     return {
         name: [with_second_attempt(row, rng) if name.startswith("sft") else with_user(row) for row in rows]
         for name, rows in made.items()

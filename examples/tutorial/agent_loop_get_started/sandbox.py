@@ -25,7 +25,8 @@ def run_code(request: dict[str, Any]) -> dict[str, Any]:
     if request.get("language", "python") != "python":
         return {"status": "SandboxError", "message": "this sandbox runs python only", "run_result": None}
     test = Test(stdin=request.get("stdin") or "")
-    timeout_s, memory_mb = float(request.get("run_timeout", 10)), int(request.get("memory_limit_MB", 1024))
+    timeout_s = float(request.get("run_timeout", 10))
+    memory_mb = int(request.get("memory_limit_MB", 1024))
     try:
         (run,) = run_tests(str(request["code"]), [test], timeout_s=timeout_s, memory_limit_mb=memory_mb)
     except SandboxError as error:
@@ -45,9 +46,11 @@ class _Handler(BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length") or 0)
         try:
             request = json.loads(self.rfile.read(size)) if size <= MOST_BYTES else {}
-            reply, status = run_code(request), 200
+            reply = run_code(request)
+            status = 200
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reply, status = {"status": "SandboxError", "message": f"the request cannot be read: {error!r}"}, 400
+            reply = {"status": "SandboxError", "message": f"the request cannot be read: {error!r}"}
+            status = 400
         body = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -41,12 +41,14 @@ def bleu(candidate: str, reference: str) -> float:
 
     Source: Papineni et al., "BLEU" (2002), section 2; smoothing: Lin and Och, "ORANGE" (2004), section 4.
     """
-    said, wanted = words(candidate), words(reference)
+    said = words(candidate)
+    wanted = words(reference)
     if not said or not wanted:
         return float(said == wanted)
     logs = []
     for size in range(1, MOST_WORDS + 1):
-        grams, others = ngrams(said, size), ngrams(wanted, size)
+        grams = ngrams(said, size)
+        others = ngrams(wanted, size)
         smooth = int(size > 1)
         hits = (grams & others).total() + smooth
         if not hits:

@@ -7,7 +7,8 @@ from verl.interactions.base import Message
 
 from ..judge import Judge, shown
 
-LEAST, MOST = 1, 3
+LEAST = 1
+MOST = 3
 PROMPT = """Below is a conversation of a user with an assistant.
 
 Judge how the assistant works with the user, from 1 to 3. Look at the assistant's messages only.

@@ -51,7 +51,8 @@ def prompt_row(split: str, index: int, name: str) -> Row:
 
 def conversation(number: int, name: str) -> Row:
     """Return a supervised conversation."""
-    says_it, asks = bool(number % 2), number % 8 < 2
+    says_it = bool(number % 2)
+    asks = number % 8 < 2
     messages = [request(name, says_it)]
     if asks:
         messages += [{"role": "assistant", "content": ASKS}, {"role": "user", "content": name}]

@@ -71,11 +71,14 @@ def _made_up(rng: random.Random) -> Row:
     numbers = [rng.randint(1, 99) for _ in range(4)]
     if rng.random() < 0.5:
         tests = [{"input": f"{x}\n", "output": f"{x * factor}\n", "testtype": "stdin"} for x in numbers]
-        starter, metadata, place = "", {}, "Read a number and print it"
+        starter = ""
+        metadata = {}
+        place = "Read a number and print it"
     else:
         tests = [{"input": str(x), "output": str(x * factor), "testtype": "functional"} for x in numbers]
         starter = "class Solution:\n    def times(self, x: int) -> int:\n        "
-        metadata, place = {"func_name": "times"}, "Return a number"
+        metadata = {"func_name": "times"}
+        place = "Return a number"
     hidden = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests[1:])))).decode()
     question = f"{place} times {factor}."
     values = (question, starter, json.dumps(tests[:1]), hidden, json.dumps(metadata))

@@ -20,7 +20,8 @@ from examples.tiny_model import make_tiny_model
 
 from ..retool import INSTRUCTION
 
-HEAD, TAIL = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(', ')"}}</tool_call>'
+HEAD = '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print('
+TAIL = ')"}}</tool_call>'
 MODULUS = 97
 
 Row = dict[str, Any]

@@ -10,7 +10,12 @@ from verl.utils.masking import masked_text
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.observe.attempts import AttemptLine
 
-OK, ERROR, TIMEOUT, CANCELLED, REPLACED, DROPPED = "ok", "error", "timeout", "cancelled", "replaced", "dropped"
+OK = "ok"
+ERROR = "error"
+TIMEOUT = "timeout"
+CANCELLED = "cancelled"
+REPLACED = "replaced"
+DROPPED = "dropped"
 _FAILURES = (ERROR, TIMEOUT, REPLACED, DROPPED)
 _LONGEST_REASON = 500
 
@@ -80,7 +85,8 @@ class Attempt:
         """
         if self.is_cancelled or self.outcome is not None:
             raise AttemptOverError(f"attempt {self.id} has ended: agent loop {self.loop} must not ask for more tokens")
-        turn, self.turns = self.turns, self.turns + 1
+        turn = self.turns
+        self.turns = self.turns + 1
         changed = dict(params)
         if turn and self.seed is not None and params.get("seed") == self.seed:
             changed["seed"] = derive_seed(self.seed, "turn", turn)

@@ -89,7 +89,8 @@ class Policy:
         baselines of ReMax, of which none may be missing.
         """
         agent = rollout.agent
-        on_failure, validate = agent.on_failure, bool(meta.get("validate", False))
+        on_failure = agent.on_failure
+        validate = bool(meta.get("validate", False))
         if validate and on_failure == "replace":
             on_failure = "drop"
         if greedy and not validate and on_failure in ("drop", "replace"):

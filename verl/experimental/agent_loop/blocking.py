@@ -23,7 +23,8 @@ def blocking_is_named(limit_s: float = BLOCKED_S) -> Iterator[None]:
 
     Deadlines cannot end such a call, since they need the event loop too.
     """
-    loop, thread_id = asyncio.get_running_loop(), threading.get_ident()
+    loop = asyncio.get_running_loop()
+    thread_id = threading.get_ident()
     ended = threading.Event()
 
     def watch() -> None:

@@ -247,7 +247,8 @@ class AgentLoopManager:
 
     def take_attempts(self) -> list[AttemptLine]:
         """Return the account of all attempts since the last call of this method."""
-        attempts, self._attempts = self._attempts, []
+        attempts = self._attempts
+        self._attempts = []
         return attempts
 
     def flush_traces(self) -> None:
@@ -261,7 +262,8 @@ class AgentLoopManager:
 
     def take_timeline(self) -> list[timeline.Part]:
         """Return what the actors have recorded since the last call of this method, of batches that asked for it."""
-        parts, self._timeline = self._timeline, []
+        parts = self._timeline
+        self._timeline = []
         return parts
 
     def _start_loops(self, pending: PendingGeneration) -> None:
@@ -270,7 +272,8 @@ class AgentLoopManager:
         if handles != self.server_handles:  # a replica has replaced its server
             self.server_handles = handles
             ray.get([worker.set_servers.remote(handles) for worker in self.agent_loop_workers])
-        prompts, first = pending.prompts, 0
+        prompts = pending.prompts
+        first = 0
         for index, size in enumerate(_split(len(prompts), len(self.agent_loop_workers))):
             if size:
                 part = prompts[first : first + size]
@@ -282,7 +285,8 @@ class AgentLoopManager:
             pending.scores = ScoresOfParts(self.rm_wg, pending.refs, pending.parts)
 
     def _wait_for_loops(self, pending: PendingGeneration) -> DataProto:
-        callers, scores = pending.callers, pending.scores
+        callers = pending.callers
+        scores = pending.scores
         outputs: list[DataProto] = self.worker_group.wait_for_callers(callers, pending.refs, "generate_sequences")
         metrics = {} if scores is None else scores.add_to(outputs)
         lists: dict[str, list[Any]] = {"seconds": [], "attempts": [], "versions": []}

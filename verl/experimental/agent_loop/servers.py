@@ -142,8 +142,10 @@ class AsyncLLMServerManager:
                 "prompt_ids is a mapping, not a list of tokens: give apply_chat_template return_dict=False"
             )
         attempt = self._attempt
-        conversation, params = request_id, dict(sampling_params)
-        limit, count = params.get("max_tokens"), params.pop("n", None)
+        conversation = request_id
+        params = dict(sampling_params)
+        limit = params.get("max_tokens")
+        count = params.pop("n", None)
         if limit is not None and limit < 1:  # engines may take 0 for no limit
             raise WrongInput(f"max_tokens={limit}: a response has at least one token: do not ask where none has room")
         if count not in (None, 1):
@@ -188,7 +190,8 @@ class AsyncLLMServerManager:
 
     async def _timed(self, server: _Server, request: dict[str, Any], size: int) -> TokenOutput:
         """Ask a server, and record when and for how long."""
-        begin, prompt_tokens = time.monotonic(), len(request["prompt_ids"])
+        begin = time.monotonic()
+        prompt_tokens = len(request["prompt_ids"])
         with timeline.span("generate", "turn", request=request["request_id"], prompt_tokens=prompt_tokens) as shown:
             output = await self._ask(server, request, size)
             shown.update(tokens=len(output.token_ids), cached=output.num_cached_tokens, end=output.finish_reason)

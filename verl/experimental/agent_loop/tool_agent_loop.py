@@ -277,7 +277,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _generate(self, talk: Conversation) -> AgentState:
         """Sample a turn, and find out what it asks for."""
-        trajectory, params = talk.trajectory, dict(talk.sampling_params)
+        trajectory = talk.trajectory
+        params = dict(talk.sampling_params)
         params["max_tokens"] = min(trajectory.room, params.get("max_tokens") or trajectory.room)
         if params.get("seed") is not None:
             params["seed"] = turn_seed(params["seed"], talk.model_turns)
@@ -308,7 +309,8 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.TERMINATED if talk.interaction is None else AgentState.INTERACTING
 
     def _has_enough(self, talk: Conversation) -> bool:
-        most_model, most_user = self.settings.max_assistant_turns, self.settings.max_user_turns
+        most_model = self.settings.max_assistant_turns
+        most_user = self.settings.max_user_turns
         return bool(most_model and talk.model_turns >= most_model) or bool(most_user and talk.user_turns >= most_user)
 
     async def _process_tools(self, talk: Conversation) -> AgentState:
@@ -327,11 +329,14 @@ class ToolAgentLoop(AgentLoopBase):
         made: list[ToolCall] = []
         for number, (call, result) in enumerate(zip(talk.calls, results, strict=True)):
             answer = result.response
-            text, outcome = self._shortened(self.parts.media.plain(answer.text or "")), result.outcome
+            text = self._shortened(self.parts.media.plain(answer.text or ""))
+            outcome = result.outcome
             try:
                 new = self.parts.media.loaded(call.name, answer, talk.trajectory.multi_modal_data, shown)
             except MediaError as error:
-                text, outcome, new = one_line(f"Error: {error}", _SHOWN_ERROR_CHARS), ToolOutcome.ERROR, Shown()
+                text = one_line(f"Error: {error}", _SHOWN_ERROR_CHARS)
+                outcome = ToolOutcome.ERROR
+                new = Shown()
             shown.extend(new)
             content = new.parts(text) if new else text
             message = {"role": "tool", "name": call.name, "tool_call_id": _call_id(number), "content": content}
@@ -438,7 +443,8 @@ class ToolAgentLoop(AgentLoopBase):
         shown: Shown | None = None,
     ) -> AgentState:
         """Append messages and the next generation prompt; end the trajectory if nothing more would fit."""
-        chat, trajectory = self.parts.chat, talk.trajectory
+        chat = self.parts.chat
+        trajectory = talk.trajectory
         last = trajectory.response_ids[-1] if trajectory.response_ids else None
         options: dict[str, Any] = {
             "stopped": last in self.parts.end_tokens,
@@ -500,7 +506,8 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _shortened(self, text: str) -> str:
         """Cut the text of a tool: side ``left`` keeps its head, ``right`` its tail, ``middle`` half of each."""
-        most, side = self.settings.max_tool_response_length, self.settings.tool_response_truncate_side
+        most = self.settings.max_tool_response_length
+        side = self.settings.tool_response_truncate_side
         if len(text) <= most:
             return text
         if side == "left":

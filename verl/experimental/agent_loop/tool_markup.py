@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-THINK, END_OF_THOUGHT = "<think>", "</think>"
-CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
+THINK = "<think>"
+END_OF_THOUGHT = "</think>"
+CALL = "<tool_call>"
+END_OF_CALL = "</tool_call>"
 
 Call = TypeVar("Call")
 Read = Callable[[int], tuple[Call, int] | None]
@@ -43,8 +45,11 @@ def find_calls(text: str, read: Read[Call], broken: Callable[[str], Call]) -> Fo
             thinks = has_thought = True
         elif mark[0] == END_OF_THOUGHT:
             if not has_thought:  # the prompt has opened it, so all before was a thought
-                kept, calls, copied = [], [], 0
-            thinks, has_thought = False, True
+                kept = []
+                calls = []
+                copied = 0
+            thinks = False
+            has_thought = True
         elif (found := read(position)) is not None:
             call, position = found
             if not thinks:
@@ -128,7 +133,8 @@ class Elements:
         name = self.tags[place].value
         arguments: dict[str, str] = {}
         while self._is_next(place + 1, "parameter"):
-            opening, end = self.tags[place + 1], end_of(place + 1)
+            opening = self.tags[place + 1]
+            end = end_of(place + 1)
             if end is None or opening.value in arguments:
                 return None
             written = self.text[opening.stop : self.tags[end].start]
@@ -147,7 +153,8 @@ class Elements:
         self._next_clean_end = [none] * (none + 1)
         self._next_own_end = [none] * (none + 1)  # on a line of its own
         for place in reversed(range(none)):
-            tag, after = self.tags[place], place + 1
+            tag = self.tags[place]
+            after = place + 1
             self._is_clean[place] = _is(tag, "tool_call") or (not tag.is_end and self._is_clean[after])
             is_call = _is(tag, "tool_call") and self._is_next(after, "function")
             self._next_call[place] = place if is_call else self._next_call[after]
@@ -165,14 +172,17 @@ class Elements:
         return end if self._ends_cleanly(end) else None
 
     def _is_on_own_line(self, place: int) -> bool:
-        start, stop = self.tags[place].start, self.tags[place].stop
+        start = self.tags[place].start
+        stop = self.tags[place].stop
         return self.text[start - 1 : start] in ("", "\n") and self.text[stop : stop + 1] in ("", "\n")
 
     def _end_of_value(self, opening: int) -> int | None:
-        partner, after = self._partners[opening], opening + 1
+        partner = self._partners[opening]
+        after = opening + 1
         if partner is not None and self._ends_cleanly(partner):
             return partner
-        clean, call = self._next_clean_end[after], self._next_call[after]
+        clean = self._next_clean_end[after]
+        call = self._next_call[after]
         end = clean if clean < call else self._next_end[after]
         return None if self._is_missing(after, end) else end
 

@@ -126,7 +126,8 @@ class MediaRules:
                     f"the tool {tool} answered with {_a(kind)}: {type(self.processor).__name__} is not supported here, "
                     "only the processors of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and GLM-4V are"
                 )
-            limit, count = self.limits[kind], len(so_far.get(kind, ())) + len(earlier[kind]) + len(items)
+            limit = self.limits[kind]
+            count = len(so_far.get(kind, ())) + len(earlier[kind]) + len(items)
             if items and limit is not None and count > limit:
                 most = f"{limit} {kind}{'' if limit == 1 else 's'}"
                 raise MediaError(

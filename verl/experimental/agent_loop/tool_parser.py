@@ -103,7 +103,8 @@ class ToolParser:
 
     def text_of(self, responses_ids: Sequence[int]) -> str:
         """Return the text of a turn with its special tokens, except those that end it."""
-        tokens, special = list(responses_ids), set(self.tokenizer.all_special_ids)
+        tokens = list(responses_ids)
+        special = set(self.tokenizer.all_special_ids)
         while tokens and tokens[-1] in special:
             tokens.pop()
         return self._decode(tokens)
@@ -208,7 +209,8 @@ class Llama3JsonToolParser(ToolParser):
         if start is None:
             return text, []
         has_tag = bool(start[0].strip())
-        kept, position = thought + said[: start.start()], skip_blanks(said, start.end())
+        kept = thought + said[: start.start()]
+        position = skip_blanks(said, start.end())
         calls: list[FunctionCall] = []
         while position < len(said):
             try:
@@ -293,7 +295,8 @@ class GptOssToolParser(ToolParser):
         calls: list[FunctionCall] = []
         position = 0
         while (marker := text.find(_MESSAGE, position)) != -1:
-            header, start = text[position:marker].rpartition("<|start|>")[2], marker + len(_MESSAGE)
+            header = text[position:marker].rpartition("<|start|>")[2]
+            start = marker + len(_MESSAGE)
             recipient = re.search(r"\bto=(\S+?)(?=[\s<]|$)", header)
             whole = None if recipient is None else _json_at(text, start, self._END)
             if whole is not None:
@@ -301,7 +304,8 @@ class GptOssToolParser(ToolParser):
             else:
                 end = self._END.search(text, start)
                 assert end is not None  # the end of the text is one
-                body, position = text[start : end.start()], end.end()
+                body = text[start : end.start()]
+                position = end.end()
             if recipient is not None:
                 calls.append(_call_with(recipient[1].removeprefix("functions."), body.strip()))
             elif not re.search(r"<\|channel\|>\s*analysis", header):

@@ -57,7 +57,8 @@ def decode_at(text: str, start: int) -> tuple[Any, int, int]:
 
     Raises: ValueError, or RecursionError, if no JSON value stands there.
     """
-    first, size = skip_blanks(text, start), _FIRST_WINDOW
+    first = skip_blanks(text, start)
+    size = _FIRST_WINDOW
     while True:
         window = text[first : first + size]
         try:

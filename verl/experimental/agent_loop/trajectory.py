@@ -64,7 +64,8 @@ class Trajectory:
         Raises: ValueError for more tokens than there is room for, another number of log-probabilities, or a prompt
             that the engine saw with other tokens.
         """
-        tokens, log_probs = output.token_ids, output.log_probs
+        tokens = output.token_ids
+        log_probs = output.log_probs
         if len(tokens) > self.room:
             raise ValueError(f"{len(tokens)} tokens were sampled, the response has room for {self.room}")
         if log_probs is not None and len(log_probs) != len(tokens):

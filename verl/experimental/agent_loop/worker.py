@@ -79,7 +79,8 @@ class AgentLoopWorkerBase:
             register_all(read_agent_loops(os.path.expanduser(agent.agent_loop_config_path)))
         self._prepared: set[str] = set()
         self._has_warned = False
-        trainer, trace = config.trainer, self.rollout_config.trace
+        trainer = config.trainer
+        trace = self.rollout_config.trace
         # MLflow waits when its queue is full, and all trajectories with it: let it hold those of a batch.
         envs.write_default({"MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE": str(_MOST_TRACES)})
         self._flush: asyncio.Future[None] | None = None
@@ -200,7 +201,8 @@ class AgentLoopWorkerBase:
     ) -> Callable[[Attempt], Awaitable[AgentLoopOutput]]:
         """Return what makes one attempt at the trajectory of a row."""
         meta = batch.meta_info
-        step, validate = meta.get("global_steps"), bool(meta.get("validate", False))
+        step = meta.get("global_steps")
+        validate = bool(meta.get("validate", False))
 
         async def run(attempt: Attempt) -> AgentLoopOutput:
             with trajectory_span(attempt, place, step, validate) as ended:

@@ -67,7 +67,8 @@ class Pass(Iterator[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the rows that were drawn. The sampler has had its latest state when this pass was made."""
-        learned, self._begin = self._begin, state["begin"]
+        learned = self._begin
+        self._begin = state["begin"]
         self._drawn = state["drawn"]
         self._sampler.load_state_dict(copy.deepcopy(self._begin))
         self._rows = self._again()

@@ -293,7 +293,8 @@ class _Dense:
     takes_biases: tuple[str, ...] = ()
 
     def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
-        bias, mlp_bias = self._has("attention_bias", hf), self._has("mlp_bias", hf)
+        bias = self._has("attention_bias", hf)
+        mlp_bias = self._has("mlp_bias", hf)
         if mlp_bias:
             refuse(mcore_limits.bias_limits(hf))
         return dense_config(
@@ -639,7 +640,8 @@ class WeightConverter:
         if found := _LAYER.fullmatch(name):
             layer, rest = found.groups()
             if of_expert := _EXPERT.fullmatch(rest):
-                expert, rest = of_expert[1], f"{EXPERT}{of_expert[2]}"
+                expert = of_expert[1]
+                rest = f"{EXPERT}{of_expert[2]}"
             rule = self._layer.get(_PLAIN_NORMS.get(rest, rest))
         if rule is None:
             raise ValueError(f"no rule maps Megatron-Core's {name!r} to checkpoint tensors")

@@ -66,7 +66,8 @@ def _kernel_for(query: Tensor, key: Tensor, packed: PackedSequences) -> "_Kernel
     return _ByPath() if copies <= min(_MAX_COPIES, _MAX_COPIED / key.shape[1:].numel()) else _ByDepth()
 
 
-_MAX_COPIES, _MAX_COPIED = 10, 6144
+_MAX_COPIES = 10
+_MAX_COPIED = 6144
 """Copies of a key, and elements of these, on average over the tokens, up to which a call by paths is faster.
 
 The gradients of copies take memory, for as many heads as queries have (docs/perf/gpu.md).
@@ -102,7 +103,8 @@ class _Call:
             bounds = self.bounds
             return bounds.query_bounds, bounds.key_bounds, bounds.max_queries, bounds.max_keys
         assert isinstance(self.bounds, PackedSequences)
-        offsets, longest = self.bounds.cu_seqlens, self.bounds.max_length
+        offsets = self.bounds.cu_seqlens
+        longest = self.bounds.max_length
         return offsets, offsets, longest, longest
 
 
@@ -147,7 +149,9 @@ class _Merged(torch.autograd.Function):
             _merge(out, sums, call.queries, *attend(call))
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.packed, ctx.scale, ctx.kernel = packed, scale, kernel
+        ctx.packed = packed
+        ctx.scale = scale
+        ctx.kernel = kernel
         return out
 
     @staticmethod
@@ -157,7 +161,8 @@ class _Merged(torch.autograd.Function):
         within, between = _by_kind(ctx.kernel.calls(ctx.packed))
 
         def differentiate(call: _Call) -> tuple[Tensor, ...]:
-            below, above = call.queries, call.keys
+            below = call.queries
+            above = call.keys
             parts = [_take(*each) for each in ((grad, below), (query, below), (key, above), (value, above))]
             return ctx.kernel.backward(call, *parts, _take(out, below), _take(sums, below), ctx.scale)
 
@@ -195,7 +200,8 @@ def _merge(out: Tensor, sums: Tensor, rows: slice | Tensor, found: Tensor, log_s
 
         merge_rows(out, sums, rows, found, log_sum)
         return
-    merged, total_before = _take(out, rows), _take(sums, rows)
+    merged = _take(out, rows)
+    total_before = _take(sums, rows)
     total = torch.logaddexp(total_before, log_sum)
     merged.mul_((total_before - total).exp_().unsqueeze(-1)).addcmul_(found, (log_sum - total).exp_().unsqueeze(-1))
     total_before.copy_(total)

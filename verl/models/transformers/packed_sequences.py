@@ -115,7 +115,8 @@ class PackedSequences:
         return [self._level(nodes) for nodes in depths]
 
     def _level(self, nodes: list[tuple[int, int, int]]) -> Level:
-        below, own = ([(stop, end) for _, stop, end in nodes], [(start, stop) for start, stop, _ in nodes])
+        below = [(stop, end) for _, stop, end in nodes]
+        own = [(start, stop) for start, stop, _ in nodes]
         queries, keys = ([stop - start for start, stop in ranges] for ranges in (below, own))
         bounds = (self._offsets(sizes) for sizes in (queries, keys))
         return Level(self._rows(below), self._rows(own), *bounds, max(queries), max(keys))
@@ -155,12 +156,14 @@ class PackedSequences:
         """Return the tokens that each node sees, path by path; built once and used by every layer."""
         total = sum(self.path_lengths)
         nodes = torch.tensor([each for path in self._paths for each in path])
-        starts, lengths = torch.tensor(self._starts)[nodes], torch.tensor(self.lengths)[nodes]
+        starts = torch.tensor(self._starts)[nodes]
+        lengths = torch.tensor(self.lengths)[nodes]
         keys = self._repeated(starts - lengths.cumsum(0) + lengths, lengths, total)
         keys += torch.arange(total, device=self.device)
         counts = self._repeated(nodes.bincount(), torch.tensor(self.lengths), sum(self.lengths))
         bounds = self.cu_seqlens, self._offsets(self.path_lengths)
-        places, ends = keys.argsort(stable=True), counts.cumsum(0)
+        places = keys.argsort(stable=True)
+        ends = counts.cumsum(0)
         return Paths(keys, *bounds, self.max_length, max(self.path_lengths), places, F.pad(ends, (1, 0)))
 
     def _repeated(self, values: Tensor, times: Tensor, total: int) -> Tensor:

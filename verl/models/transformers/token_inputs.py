@@ -16,7 +16,8 @@ from torch import Tensor
 
 from verl.base_config import ConfigError, Violation, WrongInput
 
-TYPES, MM_TYPES = "token_type_ids", "mm_token_type_ids"
+TYPES = "token_type_ids"
+MM_TYPES = "mm_token_type_ids"
 _PREFIX = ("paligemma",)
 """Families in which the tokens before the first sampled one see each other; the others mark their images."""
 _OF_TOKENS = (

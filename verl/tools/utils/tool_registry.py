@@ -48,7 +48,8 @@ def tools_of(turns: Mapping[str, Any]) -> list[BaseTool]:
 
     Raises: WrongInput naming the file, and a name that both have.
     """
-    path, functions = turns.get("tool_config_path"), turns.get("function_tool_path")
+    path = turns.get("tool_config_path")
+    functions = turns.get("function_tool_path")
     listed = initialize_tools_from_config(path) if path else []
     plain = function_tools(functions) if functions else []
     twice = sorted({tool.name for tool in listed} & {tool.name for tool in plain})

@@ -109,7 +109,8 @@ class GenerationConfig:
             yield Violation("data.apply_chat_template_kwargs", data.apply_chat_template_kwargs, "must be a mapping")
         if "model.path" not in broken:
             path = self.model.path
-            fields, changes = read_config_json(path), self.model.override_config
+            fields = read_config_json(path)
+            changes = self.model.override_config
             problems = [*path_problems(path)] or [*tokenizer_problems(path, fields)]
             yield from (Violation("model.path", path, problem) for problem in problems)
             wrong = override_problems(fields, changes)

@@ -61,7 +61,9 @@ def parse_generation_server(config: DictConfig) -> GenerationConfig:
 
 def _as_generation(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return a ``generation`` tree with the values of this one."""
-    data, trainer, role = tree["data"], tree["trainer"], tree[_ROLE]
+    data = tree["data"]
+    trainer = tree["trainer"]
+    role = tree[_ROLE]
     return {
         "data": {
             "path": path,

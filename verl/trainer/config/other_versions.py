@@ -12,7 +12,11 @@ from typing import Any
 
 from verl.workers.config import ActorConfig
 
-ALIAS, ACCEPTED, BUILT, FEATURE, REFUSED = "alias", "accepted", "built", "feature", "refused"
+ALIAS = "alias"
+ACCEPTED = "accepted"
+BUILT = "built"
+FEATURE = "feature"
+REFUSED = "refused"
 DECISIONS = (ALIAS, ACCEPTED, BUILT, FEATURE, REFUSED)
 """A key is translated to ours; asks for what this version does anyway; is one of ours; will come; will not come."""
 
@@ -30,7 +34,8 @@ class Untranslatable(ValueError):
 
     def __init__(self, key: str, expected: str) -> None:
         super().__init__(key, expected)
-        self.key, self.expected = key, expected
+        self.key = key
+        self.expected = expected
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,8 @@ def _reward_manager(given: Values, read: Read) -> Translated:
     """Translate the reward manager: a registered name, or a class in a file."""
     values: dict[str, Any] = {}
     name = given.get(f"{_SCORING}.name")
-    source, module = given.get(f"{_SCORING}.source", "register"), given.get(f"{_SCORING}.module.path")
+    source = given.get(f"{_SCORING}.source", "register")
+    module = given.get(f"{_SCORING}.module.path")
     if source not in ("register", "importlib"):
         raise Untranslatable(f"{_SCORING}.source", "must be register, or importlib with module.path")
     if source == "importlib" or (module is not None and f"{_SCORING}.source" not in given):

@@ -103,7 +103,8 @@ def _likeness(name: str, other: str) -> float:
     """Return how alike two last parts are: 1 if they are equal, 0 if they have nothing to do with each other."""
     if name == other:
         return 1.0
-    words, others = set(name.split("_")), set(other.split("_"))
+    words = set(name.split("_"))
+    others = set(other.split("_"))
     is_part = words < others and max(map(len, words)) >= _LEAST_LETTERS
     if is_part or (others < words and len(others) > 1):
         return 0.9

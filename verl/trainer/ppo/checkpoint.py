@@ -313,7 +313,8 @@ class Checkpoints:
 
     def after_draw(self) -> None:
         """Restore what had been learned between the place in the data and the checkpoint, once the batch is drawn."""
-        later, self._later = self._later, {}
+        later = self._later
+        self._later = {}
         _restore(later, {**self.learners, "sampler": self.loader.sampler})
 
 

@@ -265,18 +265,21 @@ def _token_percentiles(group: RayWorkerGroup, batch: DataProto, names: Sequence[
     weight = dict(zip(ranks, np.exp(np.clip(ratios.astype(np.float64), -limit, limit)).tolist(), strict=True))
     values = []
     for position in positions:
-        low, high = weight[int(np.floor(position))], weight[int(np.ceil(position))]
+        low = weight[int(np.floor(position))]
+        high = weight[int(np.ceil(position))]
         values.append(low + (high - low) * (position - np.floor(position)))
     return [float(value) for value in values]
 
 
 def _count_keys(worker: Worker | None, data: DataProto) -> DataProto:
-    tensors, options = tensors_of(data), options_of(data)
+    tensors = tensors_of(data)
+    options = options_of(data)
     keep = tensors["response_mask"].bool() & tensors[_OWN].unsqueeze(-1)
     ratio = (tensors["old_log_probs"].float() - tensors["rollout_log_probs"].float())[keep]
     keys = _keys(ratio.numpy())
     turn = options["turn"]
-    bits, left = _BITS[turn], sum(_BITS[turn + 1 :])
+    bits = _BITS[turn]
+    left = sum(_BITS[turn + 1 :])
     digits = (keys >> np.uint32(left)) & np.uint32((1 << bits) - 1)
     above = keys.astype(np.uint64) >> np.uint64(left + bits)
     counts = [np.bincount(digits[above == prefix], minlength=1 << bits) for prefix in options["prefixes"]]
@@ -354,8 +357,10 @@ def _remax_rows(worker: Worker | None, data: DataProto) -> DataProto:
 
 
 def _discounted_rows(worker: Worker | None, data: DataProto) -> DataProto:
-    tensors, options = tensors_of(data), options_of(data)
-    rewards, mask = tensors["token_level_rewards"], tensors["response_mask"]
+    tensors = tensors_of(data)
+    options = options_of(data)
+    rewards = tensors["token_level_rewards"]
+    mask = tensors["response_mask"]
     if "values" in tensors.keys():
         found = advantage.gae_of_rows(rewards, tensors["values"], mask, options["gamma"], options["lam"])
     else:

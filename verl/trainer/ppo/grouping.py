@@ -52,7 +52,8 @@ def keep_groups(ranks: Partition, groups: Groups, stretch: int) -> Partition:
                     rank = min(fitting, key=lambda each: (loads[each], each))
                 else:
                     rank = max(range(len(ranks)), key=lambda each: (rooms[each], -loads[each], -each))
-                taken, rows = rows[: rooms[rank]], rows[rooms[rank] :]
+                taken = rows[: rooms[rank]]
+                rows = rows[rooms[rank] :]
                 parts[rank] += taken
                 rooms[rank] -= len(taken)
                 loads[rank] += groups.distinct_tokens(taken)

@@ -68,13 +68,17 @@ def compute_data_metrics(
     batch = without_dropped(batch)
     tensors = tensors_of(batch)
     info = _compute_response_info(batch)
-    prompt_length, response_length = info["prompt_length"], info["response_length"]
+    prompt_length = info["prompt_length"]
+    response_length = info["response_length"]
     response_limit = tensors["responses"].shape[-1]
     is_full = response_length == response_limit
-    scores, rewards = tensors["token_level_scores"], tensors["token_level_rewards"]
+    scores = tensors["token_level_scores"]
+    rewards = tensors["token_level_rewards"]
     if whole := Joined.of(batch):
-        response_length, is_full = whole.total(response_length), whole.total(is_full.float()) > 0
-        scores, rewards = whole.rewards(scores), whole.rewards(rewards)
+        response_length = whole.total(response_length)
+        is_full = whole.total(is_full.float()) > 0
+        scores = whole.rewards(scores)
+        rewards = whole.rewards(rewards)
     finished = response_length > 0
     mask = tensors["response_mask"].bool() if token_metrics is None else torch.tensor(bool(token_metrics))
     if not finished.any() or not mask.any():
@@ -143,7 +147,8 @@ def failure_metrics(name: str, reasons: Sequence[str | None] | np.ndarray | None
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Report each timer in seconds, and the main ones in milliseconds per token."""
     info = _compute_response_info(batch)
-    prompt_length, response_length = info["prompt_length"], info["response_length"]
+    prompt_length = info["prompt_length"]
+    response_length = info["response_length"]
     response_tokens = response_length.sum().item()
     all_tokens = prompt_length.sum().item() + response_tokens
     tokens = dict.fromkeys(_TIMERS_OVER_RESPONSE, response_tokens) | dict.fromkeys(_TIMERS_OVER_ALL, all_tokens)

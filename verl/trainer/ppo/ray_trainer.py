@@ -586,7 +586,9 @@ class RayPPOTrainer:
             seeds = seeds.clone()
             seeds[rows] = spare_seeds
             kept = [row for row in range(len(output)) if row not in set(rows)]
-            meta_info, output.meta_info, spare_output.meta_info = output.meta_info, {}, {}
+            meta_info = output.meta_info
+            output.meta_info = {}
+            spare_output.meta_info = {}
             together = joined([output.select_idxs(torch.tensor(kept, dtype=torch.int64)), spare_output])
             output = together.select_idxs(torch.tensor(np.argsort([*kept, *rows], kind="stable")))
             output.meta_info = meta_info | ({"replace": again} if again else {})
@@ -853,7 +855,8 @@ class RayPPOTrainer:
     def _keep_groups(self, batch: DataProto, parts: Partition) -> Partition:
         """Give the samples of a prompt to one rank where that saves computing their prompt again."""
         run = self.run_config
-        actor, critic = run.actor_rollout_ref.actor, run.critic
+        actor = run.actor_rollout_ref.actor
+        critic = run.critic
         shards = self.actor_rollout_wg.world_size // workers_of_a_shard(actor)
         # Workers that share a shard may have one part between them, where the rows do not divide over all workers.
         sharing, rest = divmod(len(parts), shards)
@@ -873,7 +876,8 @@ class RayPPOTrainer:
         entropies = tensors_of(output).pop("entropys")
         assert isinstance(entropies, torch.Tensor)
         batch = batch.union(output)
-        mode, length = actor.loss_agg_mode, actor.loss_scale_factor
+        mode = actor.loss_agg_mode
+        length = actor.loss_scale_factor
         metrics.update(columns.log_prob_metrics(self.actor_rollout_wg, batch, entropies, mode, length))
         return batch
 

@@ -37,7 +37,8 @@ def apply_kl_penalty(
     columns = ["token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"]
     found = tensors_of(run_where_it_lies(group, _rewards_after_kl, data, columns, kind=kl_penalty, beta=beta))
     tensors_of(data)["token_level_rewards"] = found["token_level_rewards"]
-    kl, tokens = found["kl"], found["tokens"]
+    kl = found["kl"]
+    tokens = found["tokens"]
     if whole := Joined.of(data):
         kl, tokens = (whole.total(each) for each in (kl, tokens))
     used = tokens > 0  # rows without a token only fill the batch
@@ -47,7 +48,8 @@ def apply_kl_penalty(
 
 
 def _rewards_after_kl(worker: Worker | None, data: DataProto) -> DataProto:
-    tensors, options = tensors_of(data), options_of(data)
+    tensors = tensors_of(data)
+    options = options_of(data)
     mask = tensors["response_mask"]
     kl = compute_kl(tensors["old_log_probs"], tensors["ref_log_prob"], options["kind"])
     kl = torch.where(mask.bool(), kl, 0.0)  # padding may hold any number, also infinity
@@ -136,10 +138,12 @@ def compute_advantage(
         batch["response_mask"] = compute_response_mask(data)
     columns = {name: batch[name] for name in ("values", "reward_baselines") if name in batch.keys()}
     groups = {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}
-    rewards, mask = batch["token_level_rewards"], batch["response_mask"]
+    rewards = batch["token_level_rewards"]
+    mask = batch["response_mask"]
     whole = Joined.of(data)
     if whole is not None:
-        rewards, mask = whole.rewards(rewards), whole.join(mask)
+        rewards = whole.rewards(rewards)
+        mask = whole.join(mask)
         columns = {name: whole.join(each) if each.dim() == 2 else each[whole.last] for name, each in columns.items()}
         groups = {name: uids[whole.last.numpy()] for name, uids in groups.items()}
     discounts = {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
@@ -154,7 +158,8 @@ def compute_advantage(
         **discounts,
     )
     if whole is not None:
-        advantages, returns = whole.split(advantages), whole.split(returns)
+        advantages = whole.split(advantages)
+        returns = whole.split(returns)
     batch["advantages"], batch["returns"] = advantages, returns
     if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo"):
         options = AlgoConfig().pf_ppo | dict(config.get("pf_ppo") or {})

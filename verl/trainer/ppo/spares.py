@@ -32,7 +32,8 @@ class SparePrompts:
 
     def draw(self, count: int) -> DataProto:
         """Return the next prompts, each with a ``uid``; meta ``first_prompt`` is the place that their seeds have."""
-        state, first = self._state, self._state.spares_drawn
+        state = self._state
+        first = self._state.spares_drawn
         size = len(self._dataset)
         rows = [_order(state.seed, at // size, size)[at % size] for at in range(first, first + count)]
         batch = DataProto.from_single_dict(self._collate([self._dataset[row] for row in rows]))

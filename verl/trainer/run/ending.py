@@ -61,7 +61,8 @@ class Ending:
     def last_line(self) -> str:
         """Return the last line of a run: its checkpoint, its lost steps, and the command that resumes it."""
         checkpoint = self._checkpoint()
-        saved, last = self._step_of(checkpoint), self._last_step()
+        saved = self._step_of(checkpoint)
+        last = self._last_step()
         if not self._is_seen():
             place = f"{self.folder} is on the machine of the trainer"
             return f"{name_of(signal_of_the_end())}: {place}; go on with: {command_line()}"

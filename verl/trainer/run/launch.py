@@ -111,7 +111,8 @@ def run_on_ray(
         root = root_cause(error)
         is_interrupted = grace.has_begun
         if not isinstance(root, EndRequested):  # a scheduler may have told Ray's processes too, so nothing was saved
-            message, code = report_failure(error, folder), USAGE_ERROR if isinstance(root, WrongInput) else 1
+            message = report_failure(error, folder)
+            code = USAGE_ERROR if isinstance(root, WrongInput) else 1
     else:
         set_error_log_aside(folder)
     grace.close()

@@ -246,7 +246,8 @@ def find_untrusted(folder: Path, run: RunConfig) -> list[str]:
 def find_misfits(folder: Path, run: RunConfig) -> list[str]:
     """Return one sentence for each part of a checkpoint that is whole and that this run cannot read."""
     problems = []
-    shared, critic = run.actor_rollout_ref, run.critic
+    shared = run.actor_rollout_ref
+    critic = run.critic
     roles = {"actor": (shared.actor.strategy, shared.model, shared.actor.checkpoint)}
     if critic is not None:
         roles["critic"] = critic.strategy, critic.model.as_model_config(), critic.checkpoint

@@ -124,8 +124,10 @@ def _add_engine(code: UserCode, demand: Demand, name: str) -> None:
 
 def _add_rollout(code: UserCode, run: RunConfig, broken: Collection[str]) -> None:
     """Add the classes of tools, interactions and agent loops, and the names that modules may register."""
-    agent, turns = run.actor_rollout_ref.rollout.agent, run.actor_rollout_ref.rollout.multi_turn
-    tools, users = f"{_ROLLOUT}.multi_turn.tool_config_path", f"{_ROLLOUT}.multi_turn.interaction_config_path"
+    agent = run.actor_rollout_ref.rollout.agent
+    turns = run.actor_rollout_ref.rollout.multi_turn
+    tools = f"{_ROLLOUT}.multi_turn.tool_config_path"
+    users = f"{_ROLLOUT}.multi_turn.interaction_config_path"
     loops = f"{_ROLLOUT}.agent.agent_loop_config_path"
     if turns.tool_config_path and tools not in broken:
         items = read_tools_file(turns.tool_config_path)

@@ -224,7 +224,8 @@ class SFTTrainer:
             check_template(options, self.tokenizer.chat_template)
         # Reading the data before the model shows its errors sooner.
         self.train_dataset = self._dataset(settings.data.train_files, settings.data.train_max_samples)
-        files, most = settings.data.val_files, settings.data.val_max_samples
+        files = settings.data.val_files
+        most = settings.data.val_max_samples
         self.val_dataset = self._dataset(files, most) if files else None
         self._plan()
         settings.optim.total_training_steps = self.total_steps
@@ -392,10 +393,12 @@ class SFTTrainer:
         segments, images = self._take_computed()
         if images is None:
             images = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
-        lengths, shared = counts.tolist(), [0] * len(counts)
+        lengths = counts.tolist()
+        shared = [0] * len(counts)
         computed = {}
         if self.engine.shares_prefixes:
-            lengths, shared = [until for until, _ in segments], [above for _, above in segments]
+            lengths = [until for until, _ in segments]
+            shared = [above for _, above in segments]
             own = torch.tensor(sum(lengths) - sum(shared), dtype=torch.float64)
             computed = {"train/computed_tokens": self._sum_over_ranks(own)}
         sharing = self.world_size // self.engine.get_data_parallel_size()

@@ -41,10 +41,12 @@ def cut_neighbours(found: Neighbours, max_tokens: int) -> list[tuple[int, int]]:
 
     Returns: (first, last) of each run, the largest first: memory then peaks early.
     """
-    own, lengths = found.own_tokens(), found.lengths
+    own = found.own_tokens()
+    lengths = found.lengths
     most = int(lengths.max())
     runs = _fill(own, lengths, max(max_tokens, most))
-    low, high = max(most, -(-int(own.sum()) // len(runs))), max(max_tokens, most)
+    low = max(most, -(-int(own.sum()) // len(runs)))
+    high = max(max_tokens, most)
     while low < high:  # the smallest limit that needs no further run
         middle = (low + high) // 2
         if len(_fill(own, lengths, middle)) > len(runs):
@@ -142,7 +144,8 @@ def forest_of(found: Neighbours, min_shared: int = MIN_SHARED_TOKENS) -> Forest:
 
     Args: a common beginning gets a node if it is ``min_shared`` tokens longer than the one that it lies in.
     """
-    shared, lengths = found.shared, found.lengths
+    shared = found.shared
+    lengths = found.lengths
     root = _Node(0, 0, 0, len(lengths), [], [])
     todo = [root]
     preorder = []

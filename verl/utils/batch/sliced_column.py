@@ -91,7 +91,8 @@ class SlicedColumn:
         """Return the tensor, which shares no memory with slices that arrived out of band."""
         if self._tensor is not None:
             return self._tensor
-        tensor, at = self._new_tensor(), 0
+        tensor = self._new_tensor()
+        at = 0
         for values in self._slices:
             at = write_values(tensor, at, values)
         return tensor
@@ -161,7 +162,8 @@ def take_slice(column: SlicedColumn, name: str, content: Any) -> None:
 def _narrow(parts: tuple[Tensor, ...]) -> list[Values]:
     """Return parts of an int64 tensor in the smallest integers that hold their values."""
     room = host_memory.empty((sum(part.nbytes // 2 + _ALIGNMENT for part in parts),), torch.uint8)
-    slices, at = [], 0
+    slices = []
+    at = 0
     for part in parts:
         kind = narrow_dtype(part)
         if kind is None:

@@ -120,7 +120,8 @@ class ChatFormat:
 
         Raises: ChatFormatError when the template rejects the messages, or marks no end of the turn.
         """
-        history, new = plain(messages), plain(added)
+        history = plain(messages)
+        new = plain(added)
         if not history or history[-1]["role"] != "assistant":
             raise ChatFormatError("after_turn needs the sampled assistant message as the last of its messages")
         if not keep_history:
@@ -269,7 +270,8 @@ class ChatFormat:
 
     def encode_after(self, before: str, text: str) -> list[int]:
         """Return the tokens that a text has after another one; its own where the other's last token would change."""
-        ids, both = self.encode(before), self.encode(before + text)
+        ids = self.encode(before)
+        both = self.encode(before + text)
         return both[len(ids) :] if both[: len(ids)] == ids else self.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:

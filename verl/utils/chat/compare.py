@@ -88,7 +88,8 @@ def _differences(chat: ChatFormat, ids: list[int], whole: list[int]) -> list[Dif
     stop = 0
     while stop < min(len(ids), len(whole)) - start and ids[len(ids) - 1 - stop] == whole[len(whole) - 1 - stop]:
         stop += 1
-    one, other = ids[start : len(ids) - stop], whole[start : len(whole) - stop]
+    one = ids[start : len(ids) - stop]
+    other = whole[start : len(whole) - stop]
     if not one and not other:
         return []
     spans = [(0, len(one), 0, len(other))]

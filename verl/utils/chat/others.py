@@ -71,7 +71,9 @@ class ControlTexts:
         text = decode(token_ids)
         if self._number_in(text) == self.count(token_ids):
             return text
-        shown, parts, count = "", [], 0
+        shown = ""
+        parts = []
+        count = 0
         for is_control, run in groupby(token_ids, self._ids.__contains__):
             count += len(list(run))
             before, shown = shown, decode(token_ids[:count])  # some tokenizers drop a blank at the start of a text

@@ -48,7 +48,8 @@ def pieces(
     first = chat.render(conversation[: turns[0]], True)
     found = _given(chat, conversation, 0, turns[0], first, split)
     for at, following in pairwise([*turns, len(conversation)]):
-        history, added = conversation[: at + 1], conversation[at + 1 : following]
+        history = conversation[: at + 1]
+        added = conversation[at + 1 : following]
         alone = chat.render(history)
         start, surplus = _turn_start(chat, history, alone)
         if surplus:

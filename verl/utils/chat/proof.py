@@ -92,7 +92,8 @@ def _prove(chat: Writes, messages: Sequence[Message]) -> None:
     """Compare at each assistant turn of a conversation."""
     said = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     for at, following in pairwise([*said, len(messages)]):
-        history, added = messages[: at + 1], messages[at + 1 : following]
+        history = messages[: at + 1]
+        added = messages[at + 1 : following]
         if len(history[-1].get("tool_calls", ())) > 1 and not _takes(chat, [*history, *added]):
             return  # templates of models that make one call at a time say so by an error
         _prove_turn(chat, history, added)

@@ -194,7 +194,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             records.append(_write_json(folder, _CONFIG_NAME, fields))
 
         def write_model(unfinished: Path | None) -> None:
-            config, dtype = copy.deepcopy(self.hf_config), None
+            config = copy.deepcopy(self.hf_config)
+            dtype = None
             if self.should_save_hf_model and named_weights is not None:
                 config.dtype = dtype = self.model[0].config.params_dtype
                 export_weights(unfinished, named_weights, self.weights_mode())
@@ -312,7 +313,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.rank != 0 or self.optimizer is None:
             return
         pairs = [(group, mine) for group, mine in zip(self.optimizer.param_groups, own, strict=True) if "betas" in mine]
-        saved, mine = [_of_group(group) for group, _ in pairs], [_of_group(each) for _, each in pairs]
+        saved = [_of_group(group) for group, _ in pairs]
+        mine = [_of_group(each) for _, each in pairs]
         if schedule is not None and self.lr_scheduler is not None:
             saved.append(_of_schedule(schedule))
             mine.append(_of_schedule(self._schedule_state()))

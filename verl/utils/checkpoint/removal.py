@@ -93,7 +93,8 @@ def _lock_of(path: Path) -> Iterator[int | None]:
 
     What cannot be removed stays.
     """
-    handle, has_lock = None, False
+    handle = None
+    has_lock = False
     with suppress(OSError):
         handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -126,7 +126,8 @@ def _checked_places(path: Path, index: Metadata) -> dict[MetadataIndex, _Storage
     """
     places: dict[MetadataIndex, _StorageInfo] = dict(index.storage_data)
     for part, place in places.items():
-        file, span = place.relative_path, (place.offset, place.length)
+        file = place.relative_path
+        span = (place.offset, place.length)
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
             raise CheckpointError(f"{path} places {part.fqn} in {file!r}: it must be in a file of the same folder")
         if place.transform_descriptors:

@@ -391,7 +391,8 @@ class ColumnCheck:
                 self.refuse(name, pc.is_null(values), "is null", key)
                 self.refuse(name, pc.equal(pc.list_value_length(values), 0), "is an empty list", key)
                 lists = values.cast(pa.list_(values.type.value_type))
-                offsets, values = lists.offsets, lists.values
+                offsets = lists.offsets
+                values = lists.values
             if not pa.types.is_struct(values.type) or field not in [f.name for f in values.type]:
                 self.fail(name, 0, f"has no field {field!r}, it is {values.type}", f"{key} with its dict keys")
             values = pc.struct_field(values, field)

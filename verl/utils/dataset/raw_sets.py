@@ -35,7 +35,8 @@ def final_number(answer: str) -> str:
 
 def _story(rng: random.Random) -> Row:
     text, sign = rng.choice(_STORIES)
-    x, y = rng.randint(2, 60), rng.randint(2, 60)
+    x = rng.randint(2, 60)
+    y = rng.randint(2, 60)
     total = x + y if sign == "+" else x * y
     question = text.format(who=rng.choice(_NAMES), thing=rng.choice(_THINGS), x=x, y=y)
     return {"question": question, "answer": f"{x} {sign} {y} = <<{x}{sign}{y}={total}>>{total}\n#### {total:,}"}
@@ -46,7 +47,8 @@ GSM8K = RawSet("openai/gsm8k", ("question", "answer"), _story, subset="main")
 
 def gsm8k_row(split: str, example: Row, index: int, system: str, instruction: str) -> Row:
     """Return a problem as a prompt with a system message."""
-    question, answer = example["question"], example["answer"]
+    question = example["question"]
+    answer = example["answer"]
     return {
         "data_source": GSM8K.hub_name,
         "prompt": [

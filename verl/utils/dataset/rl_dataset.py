@@ -400,7 +400,8 @@ def _texts_to_count(
         except jinja2.TemplateError:
             text, count = "", 0  # __getitem__ names the row
         except MediaError:
-            text, count = "", UNREADABLE
+            text = ""
+            count = UNREADABLE
         if not count and enough is not None and bound is not None and (most := bound(text)) <= enough:
             count = most
         if count:

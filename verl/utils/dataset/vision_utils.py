@@ -345,9 +345,11 @@ def _read_file(spec: Described, media: MediaConfig) -> dict[str, Any]:
     path = str(spec["video"])
     content = fetch(path, media) if scheme_of(path) is not None else None
     try:
-        rate, total = FRAMES_PER_SECOND, 0
+        rate = FRAMES_PER_SECOND
+        total = 0
         for stream, _ in _decoded_frames(path, content, media):
-            rate, total = float(stream.average_rate or FRAMES_PER_SECOND), total + 1
+            rate = float(stream.average_rate or FRAMES_PER_SECOND)
+            total = total + 1
         try:
             count = _qwen_vl_utils().smart_nframes(dict(spec), total_frames=total, video_fps=rate)
         except ValueError as error:
@@ -575,7 +577,8 @@ def check_media(check: ColumnCheck, settings: DataConfig) -> None:
 
 def encoded_media(processor: Any, media: Described, kwargs: Described) -> Row:
     """Return what a processor makes of ``multi_modal_data`` alone: images, and videos as (frames, metadata)."""
-    images, videos = list(media.get("image") or ()), list(media.get("video") or ())
+    images = list(media.get("image") or ())
+    videos = list(media.get("video") or ())
     if not images and not videos:
         return {}
     shown: Row = {"images": images} if images else {}

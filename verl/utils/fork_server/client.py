@@ -17,7 +17,8 @@ _PATIENCE_S = 45.0  # Ray kills a process that has not reported after 60
 _FAILED = b"n"
 OF_WORKER = "WG_BACKEND"
 """A variable that only the workers of a worker group have."""
-GENERAL, WORKERS = "general", "workers"
+GENERAL = "general"
+WORKERS = "workers"
 """Names of the sockets: of a server for all processes, and of one that has also imported what workers need."""
 
 

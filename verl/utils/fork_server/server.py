@@ -31,7 +31,8 @@ from typing import Any, NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _ALLOCATIONS_PER_COLLECTION = 50_000
-_USUAL, _ONLY_YOUNG = gc.get_threshold()[1:], (1 << 30, 1 << 30)
+_USUAL = gc.get_threshold()[1:]
+_ONLY_YOUNG = (1 << 30, 1 << 30)
 """Collections of young objects before one of older ones, and of those before one of all."""
 _REQUEST_S = 10.0
 _SAFE_THREADS = ("jemalloc_bg_thd",)  # jemalloc stops and starts it around a fork

@@ -26,10 +26,12 @@ def _merge_kernel(
         row = tl.load(rows + at)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    head, column = place // width, place % width
+    head = place // width
+    column = place % width
     own = tl.load(sums + row * sums_row + head * sums_head, mask=inside, other=0.0)
     more = tl.load(log_sum + at * log_row + head * log_head, mask=inside, other=0.0)
-    to, of = out + row * out_row + head * out_head + column, found + at * found_row + head * found_head + column
+    to = out + row * out_row + head * out_head + column
+    of = found + at * found_row + head * found_head + column
     old = tl.load(to, mask=inside, other=0.0).to(tl.float32)
     new = tl.load(of, mask=inside, other=0.0).to(tl.float32)
     merged = old + (new - old) * tl.sigmoid(more - own)
@@ -47,8 +49,10 @@ def _add_kernel(
         row = tl.load(rows + at)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    head, column = place // width, place % width
-    to, of = whole + row * whole_row + head * whole_head + column, part + at * part_row + head * part_head + column
+    head = place // width
+    column = place % width
+    to = whole + row * whole_row + head * whole_head + column
+    of = part + at * part_row + head * part_head + column
     old = tl.load(to, mask=inside, other=0.0).to(tl.float32)
     new = tl.load(of, mask=inside, other=0.0).to(tl.float32)
     tl.store(to, (old + new).to(whole.dtype.element_ty), mask=inside)

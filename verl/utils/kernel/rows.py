@@ -137,5 +137,6 @@ class Backend:
 
 
 def _product(rows: Rows, chunk: slice, columns: slice) -> Tensor:
-    hidden, weight = rows.hidden[chunk], rows.weight[columns].t()
+    hidden = rows.hidden[chunk]
+    weight = rows.weight[columns].t()
     return hidden @ weight if rows.bias is None else torch.addmm(rows.bias[columns], hidden, weight)

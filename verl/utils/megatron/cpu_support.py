@@ -206,7 +206,8 @@ def _without_compiler(jit: types.ModuleType) -> None:
 
 def _random_state_of_cpu(random: types.ModuleType) -> None:
     """Use the CPU's random generator in place of the GPU's (dropout, recompute). From 0.9 on; goes with the proxy."""
-    get_from_gpu, set_on_gpu = random._get_cuda_rng_state, random._set_cuda_rng_state
+    get_from_gpu = random._get_cuda_rng_state
+    set_on_gpu = random._set_cuda_rng_state
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False, **more: Any) -> torch.Tensor:
         return get_from_gpu(device, clone, graph_safe, **more) if more else torch.get_rng_state()

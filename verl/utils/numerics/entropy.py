@@ -66,7 +66,8 @@ class _Entropy(torch.autograd.Function):
         dtype = grad.dtype
         scale = grad.unsqueeze(-1).div(total).div_(-_LOG2_E)
         if ctx.unscaled is not None:
-            unscaled, ctx.unscaled = ctx.unscaled, None
+            unscaled = ctx.unscaled
+            ctx.unscaled = None
             return unscaled.mul_(scale), None, None
         grad_logits = recycled_like(logits)
         chunk = (min(ctx.step, len(logits)), logits.shape[-1])
@@ -74,7 +75,8 @@ class _Entropy(torch.autograd.Function):
         for at in range(0, len(logits), ctx.step):
             part = slice(at, at + ctx.step)
             z = logits[part].to(dtype)
-            d, e = exponents[: len(z)], exponentials[: len(z)]
+            d = exponents[: len(z)]
+            e = exponentials[: len(z)]
             _exponents(z, offset[part], d)
             torch.exp2(d, out=e)
             d.mul_(e).addcmul_(e, mean[part], value=-1)
@@ -88,7 +90,8 @@ def _moments(
     logits: Tensor, offset: Tensor, total: Tensor, mean: Tensor, unscaled: Tensor | None, step: int, masked: bool
 ) -> None:
     """Write -max z / ln 2, s and t / s of each row, and 2^d d - 2^d t / s where there is memory for it."""
-    shape, dtype = (min(step, len(logits)), logits.shape[-1]), total.dtype
+    shape = (min(step, len(logits)), logits.shape[-1])
+    dtype = total.dtype
     exponentials = logits.new_empty(shape, dtype=dtype)
     exponents = itertools.repeat(logits.new_empty(shape, dtype=dtype)) if unscaled is None else unscaled.split(step)
     parts = (logits.split(step), offset.split(step), total.split(step), mean.split(step), exponents)

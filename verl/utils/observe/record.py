@@ -167,7 +167,8 @@ def shaped(value: Any, hint: Any) -> Any:
 
     A number that is none becomes NaN, a text that is none its ``str``; keys without a place are dropped.
     """
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if is_typeddict(hint):
         given = value if isinstance(value, dict) else {}
         hints = get_type_hints(hint)

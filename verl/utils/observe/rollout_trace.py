@@ -62,8 +62,10 @@ class RolloutTraceConfig:
         if backend not in (None, *BACKENDS):
             raise ValueError(f"rollout.trace.backend={backend!r} must be null or one of {', '.join(BACKENDS)}")
         cls.finish()
-        cls._token2text, cls._decode = token2text, decode
-        cls._most_samples, cls._samples = max_samples_per_step, {}
+        cls._token2text = token2text
+        cls._decode = decode
+        cls._most_samples = max_samples_per_step
+        cls._samples = {}
         if backend is not None:
             cls._backend = (_Mlflow if backend == "mlflow" else _Weave)(project_name, experiment_name)
 
@@ -98,8 +100,10 @@ class RolloutTraceConfig:
     def reset(cls) -> None:
         """Forget the backend and its options, without flushing: a test starts from here."""
         cls._backend = None
-        cls._token2text, cls._decode = False, None
-        cls._most_samples, cls._samples = None, {}
+        cls._token2text = False
+        cls._decode = None
+        cls._most_samples = None
+        cls._samples = {}
 
     @classmethod
     def flush(cls) -> None:

@@ -27,7 +27,8 @@ RECORDED = "timeline"
 """Meta of a batch: whether to record what is done with it; meta of the answer: the ``Part`` that was recorded."""
 MOST_SPANS = 200_000
 """Spans that a process keeps between two calls of ``take``; older ones are dropped."""
-QUEUE, SAMPLE = "queue", "sample"
+QUEUE = "queue"
+SAMPLE = "sample"
 """Names of the two parts of a request: it waits in the server, and its tokens are sampled."""
 _LONGEST_TEXT = 300
 
@@ -125,7 +126,8 @@ def is_recording() -> bool:
 def take(process: str) -> Part | None:
     """Stop recording and return the spans; None if this process did not record."""
     global _spans
-    taken, _spans = _spans, None
+    taken = _spans
+    _spans = None
     return None if taken is None else Part(process, Clock.now(), list(taken))
 
 
@@ -246,7 +248,8 @@ def lanes_of(spans: Iterable[Span]) -> list[list[Span]]:
     free_at: list[float] = []
     for group, members in groups.items():
         for stack in _nested(members):
-            begin, end = stack[0].start, max(each.end for each in stack)
+            begin = stack[0].start
+            end = max(each.end for each in stack)
             at = next((at for at, free in enumerate(free_at) if group and free <= begin), len(lanes))
             if at == len(lanes):
                 lanes.append([])

@@ -39,7 +39,8 @@ class TorchTrace(Tool):
     @property
     def path(self) -> Path:
         """Return the trace file of the current step."""
-        first, end = self.options.first, self.options.step_end
+        first = self.options.first
+        end = self.options.step_end
         name = f"prof_start_{first}_end_{'last' if end is None else end}"
         if self.options.active is not None:
             name = f"prof_first_{first}_active_{self.options.active}"
@@ -128,7 +129,8 @@ def schedule_of(options: TorchProfilerToolConfig) -> Schedule:
         cycle = {"wait": options.wait, "warmup": options.warmup, "active": options.active}
         chosen: Schedule = schedule(**cycle, repeat=options.repeat, skip_first=options.skip_first)
         return chosen
-    start, end = options.step_start, options.step_end
+    start = options.step_start
+    end = options.step_end
 
     def of_range(at: int) -> ProfilerAction:
         if at < start or (end is not None and at >= end):

@@ -356,13 +356,16 @@ def _nothing_trained(entries: Entries) -> Iterator[Flag]:
 
     scores = [points_of(entries, f"critic/score/{key}") for key in ("max", "min")]
     levels = {value for points in scores for step, value in points if step in steps}
-    reason, panel = "", "gradient"
+    reason = ""
+    panel = "gradient"
     if points_of(entries, "timing_s/update_critic") and not points_of(entries, "timing_s/update_actor"):
         reason = f"{how_many} updated the critic only: trainer.critic_warmup covers the run"
     elif always_zero("critic/advantages/max", "critic/advantages/min"):
-        reason, panel = f"all advantages are 0 in {how_many}: the responses to a prompt have equal scores", "reward"
+        reason = f"all advantages are 0 in {how_many}: the responses to a prompt have equal scores"
+        panel = "reward"
     elif len(levels) == 1 and len(scores[0]) >= len(steps):
-        reason, panel = f"all scores are {levels.pop():g} in {how_many}: no response is better than another", "reward"
+        reason = f"all scores are {levels.pop():g} in {how_many}: no response is better than another"
+        panel = "reward"
     elif len(steps) > 1 and (always_zero("actor/lr") or always_zero("train/lr")):
         reason = f"the learning rate is 0 in {how_many}: see optim.lr and the warm-up"
     elif always_zero("actor/grad_norm") or always_zero("train/grad_norm"):

@@ -87,7 +87,8 @@ class RecordFollower:
 def sparkline(values: list[float], width: int = _WIDTH) -> str:
     """Return the last values as a line of bars, scaled from the lowest to the highest."""
     values = values[-width:]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if high == low:
         return _BARS[0] * len(values)
     return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)

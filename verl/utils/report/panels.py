@@ -192,7 +192,8 @@ def label_axes(ax: "Axes", panel: Panel, entries: Entries) -> None:
     """Name panel and axes, and show every step of the record."""
     from matplotlib.ticker import MaxNLocator
 
-    low, high = min(entries), max(entries)
+    low = min(entries)
+    high = max(entries)
     limits = (low - 0.5, max(high, low + 1) + 0.5)
     ax.set(title=panel.title, xlabel="training step", ylabel=panel.unit, xlim=limits)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))

@@ -194,8 +194,10 @@ def _closes_at_end(tokens: Sequence[str]) -> bool:
 
 def _split(tokens: Sequence[str], separators: Collection[str]) -> tuple[list[Sequence[str]], list[str]]:
     """Split at separators outside of brackets and environments; return the pieces and the separators between them."""
-    depth, start = 0, 0
-    pieces, found = [], []
+    depth = 0
+    start = 0
+    pieces = []
+    found = []
     for i, token in enumerate(tokens):
         depth += _nesting(token)
         if depth == 0 and token in separators:
@@ -223,7 +225,8 @@ def _same(one: Tree, other: Tree, judge: Judge) -> bool:
         if alone.kind == _SET and len(alone.parts) == 1 and value.kind == "value" and not _LETTER.search(value.text):
             return _same(alone.parts[0], value, judge)
     if one.kind in _INTERVALS or other.kind in _INTERVALS:
-        one, other = _as_interval(one), _as_interval(other)
+        one = _as_interval(one)
+        other = _as_interval(other)
     if len(one.parts) != len(other.parts) or not _are_alike(one.kind, other.kind):
         return False
     if {one.kind, other.kind} == set(CONNECTIVES) and any(part.kind == "relation" for part in one.parts):
@@ -252,9 +255,11 @@ def _as_interval(tree: Tree) -> Tree:
         return Tree("union", "", tuple(_as_interval(part) for part in tree.parts))
     if tree.kind != "relation":
         return tree
-    signs, parts = tree.text.split(), tree.parts
+    signs = tree.text.split()
+    parts = tree.parts
     if set(signs) <= {">", r"\ge"}:
-        signs, parts = _turned(signs), parts[::-1]
+        signs = _turned(signs)
+        parts = parts[::-1]
     if not set(signs) <= {"<", r"\le"}:
         return tree
     brackets = [{"<": ("(", ")"), r"\le": ("[", "]")}[sign] for sign in signs]

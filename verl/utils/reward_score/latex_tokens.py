@@ -78,7 +78,8 @@ def tokenize(text: str) -> list[str]:
     found: list[str] = []
     depth = 0  # of brackets, in which (1,234) is a pair and (1,000) a number
     for match in _TOKEN.finditer(_in_plain_latex(text)):
-        kind, token = match.lastgroup, match[0]
+        kind = match.lastgroup
+        token = match[0]
         if kind == "environment":
             found.append(match[kind])
         elif kind == "row":
@@ -115,7 +116,8 @@ def _in_plain_latex(text: str) -> str:
 
 def stripped(tokens: Sequence[str]) -> Sequence[str]:
     """Return tokens without blanks around them, and without the punctuation after them."""
-    start, end = 0, len(tokens)
+    start = 0
+    end = len(tokens)
     while start < end and tokens[start] == " ":
         start += 1
     while start < end and tokens[end - 1] in (" ", ".", ",", ";", ":", ROW_BREAK):

@@ -18,7 +18,9 @@ LONGEST_STEP_S = 1.0
 """Time between two looks that counts at most. In a longer gap the one who looks did not run himself."""
 MOST_TASKS = 256
 """Number of processes and threads that one look reads: a program cannot make it long."""
-CPU, IDLE, STARVED = "cpu", "idle", "starved"
+CPU = "cpu"
+IDLE = "idle"
+STARVED = "starved"
 _CPU_CLOCK = 2  # of all threads of a process, as the kernel numbers clocks
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -108,7 +110,8 @@ class _Group:
         self.cpu_s = max(before_s, sum(self._own_cpu_s.values()), waited_s)
         used_s = self.cpu_s - before_s
         tasks: dict[str, tuple[int, float]] = {}
-        awake_ns, step_ns = 0, int((now - last) * 1e9)
+        awake_ns = 0
+        step_ns = int((now - last) * 1e9)
         for task in [task for pid in pids for task in _tasks(pid)][:MOST_TASKS]:
             awake = sum(map(int, _read(f"{task}/schedstat").split()[:2]))
             before, since = self._tasks.get(task, (awake - step_ns, last))

@@ -21,7 +21,8 @@ MARGIN_S = 10.0  # added to the program's own time limits
 MOST_REPLY_BYTES = 64 << 20
 
 
-_TEXT, _NUMBER = str | None, int | float | None
+_TEXT = str | None
+_NUMBER = int | float | None
 _FIELDS: Mapping[str, Any] = {
     "status": _TEXT,
     "stdout": _TEXT,

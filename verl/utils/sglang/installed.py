@@ -10,7 +10,8 @@ from packaging.version import Version
 STAND_IN = Path(__file__).parent / "standin"
 """The folder of ``sgl_kernel``, which only makes imports succeed where SGLang has no kernels."""
 
-FIRST_VERSION, LAST_VERSION = Version("0.5.21"), Version("0.5.23")
+FIRST_VERSION = Version("0.5.21")
+LAST_VERSION = Version("0.5.23")
 """The versions that this code has run with; ``patch`` changes SGLang only between them."""
 
 

@@ -91,8 +91,10 @@ def draw_by_seeds() -> None:
 
     from_schedule_batch = SamplingBatchInfo.from_schedule_batch.__func__
     init = sampler.Sampler.__init__
-    draw, draw_limited = sampler.sampling_from_probs_torch, sampler.top_k_top_p_min_p_sampling_from_probs_torch
-    forward, compute_logprobs = sampler.Sampler.forward, OutputLogprobProcessor.compute_logprobs
+    draw = sampler.sampling_from_probs_torch
+    draw_limited = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+    forward = sampler.Sampler.forward
+    compute_logprobs = OutputLogprobProcessor.compute_logprobs
     drawn_from: dict[str, Tensor] = {}  # in this step: probabilities without excluded tokens, and the rows with limits
 
     def with_seeds(cls: Any, batch: Any, vocab_size: int, **more: Any) -> Any:

@@ -62,8 +62,10 @@ class PartialBlocks:
 
     def has_room(self, request: Any, count: int) -> bool:
         """Whether a request needs no further block for the next ``count`` tokens, and fills none of those it has."""
-        request_id, end = request.request_id, request.num_computed_tokens + count
-        group, block_tokens = self._group, self._block_tokens
+        request_id = request.request_id
+        end = request.num_computed_tokens + count
+        group = self._group
+        block_tokens = self._block_tokens
         return (
             request_id in group.num_cached_block
             and end <= len(group.req_to_blocks[request_id]) * block_tokens

@@ -137,7 +137,8 @@ class PolicyLossConfig(BaseConfig):
 
     def rules(self) -> Iterator[Violation]:
         """Yield an empty range of covariances."""
-        lower, upper = self.clip_cov_lb, self.clip_cov_ub
+        lower = self.clip_cov_lb
+        upper = self.clip_cov_ub
         if lower is not None and upper is not None and lower >= upper:
             yield Violation("clip_cov_ub", upper, f"must be above clip_cov_lb={lower}")
 

@@ -135,11 +135,13 @@ def vocabulary_difference(tokenizer: str, other: str, may_lack: bool = False) ->
     folders = [cached_folder(path) for path in (tokenizer, other)]
     if folders[0] is None or folders[1] is None or folders[0] == folders[1]:
         return None
-    first, second = Path(folders[0]), Path(folders[1])
+    first = Path(folders[0])
+    second = Path(folders[1])
     if all((folder / _VOCABULARY[0]).is_file() for folder in (first, second)):
         if filecmp.cmp(first / _VOCABULARY[0], second / _VOCABULARY[0], shallow=False):
             return None
-    ids, others = vocabulary_of(first), vocabulary_of(second)
+    ids = vocabulary_of(first)
+    others = vocabulary_of(second)
     if not ids or not others:
         return None
     differing = [token for token, number in ids.items() if others.get(token, number if may_lack else None) != number]

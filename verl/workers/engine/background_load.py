@@ -113,6 +113,7 @@ class _Loads:
         self.wait()
         while self._futures:
             _store(self._futures.pop(0).result())
-        dependents, self.dependents = self.dependents, []
+        dependents = self.dependents
+        self.dependents = []
         for work in dependents:
             work()

@@ -281,7 +281,9 @@ def pack_shared_rows(data: DataProto, lead: int = 1) -> PackedRows:
     for each token that follows it.
     """
     batch = tensors_of(data)
-    ids, attended, positions = batch["input_ids"], batch["attention_mask"].bool(), batch["position_ids"]
+    ids = batch["input_ids"]
+    attended = batch["attention_mask"].bool()
+    positions = batch["position_ids"]
     counted = response_mask_of(data).bool()
     rows, width = counted.shape
     forest = forest_of(neighbours(keys_of(data), attended))

@@ -92,7 +92,8 @@ def _read_index(path: str) -> dict[str, str]:
 class SafetensorsReader:
     """Read the tensors of a checkpoint folder, one slice at a time."""
 
-    single_file, index_file = SINGLE_FILE, INDEX_FILE
+    single_file = SINGLE_FILE
+    index_file = INDEX_FILE
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -181,7 +182,8 @@ class SafetensorsReader:
 class PickledReader(SafetensorsReader):
     """Read the tensors of files of ``torch.save``, which stay on disk where their format allows it."""
 
-    single_file, index_file = PICKLED_FILE, PICKLED_INDEX_FILE
+    single_file = PICKLED_FILE
+    index_file = PICKLED_INDEX_FILE
 
     def _open(self, file: str) -> "OpenFile":
         if file == HEAD_FILE:

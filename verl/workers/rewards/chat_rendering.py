@@ -59,7 +59,8 @@ class ChatRenderer:
         Raises: MissingRawPromptError without ``raw_prompt``, RawPromptTypeError for a row of another type, ValueError
             if the template rejects a chat, SequenceTooLongError for ``truncation=error``; each names the row.
         """
-        prompts, said = raw_prompts(data), response_turns(data, self.source, self.ends)
+        prompts = raw_prompts(data)
+        said = response_turns(data, self.source, self.ends)
         chats = list(zip(prompts, said, strict=True))
         texts = self._render(chats)
         rows: list[list[int]] = self.target(texts, add_special_tokens=False)["input_ids"]
@@ -72,7 +73,8 @@ class ChatRenderer:
 
     def _render(self, chats: Sequence[tuple[list[Message], list[Message]]]) -> list[str]:
         shape = ChatFormat(self.target)
-        has_tools, before = _has_tools(shape), _before_turns(shape)
+        has_tools = _has_tools(shape)
+        before = _before_turns(shape)
         texts: list[str] = []
         for index, (prompt, said) in enumerate(starmap(_joined, chats)):
             said = [each if each["role"] == _MODEL else shape.control.of_others(each) for each in said]
@@ -116,7 +118,8 @@ def response_turns(
 ) -> Iterator[list[Message]]:
     """Yield the messages of each response: those of its turns where the rollout has kept them, else one."""
     kept = data.non_tensor_batch.get(TURNS_COLUMN, [None] * len(data))
-    special, control = set(tokenizer.all_special_ids), ControlTexts(tokenizer)
+    special = set(tokenizer.all_special_ids)
+    control = ControlTexts(tokenizer)
 
     def shown_as(ids: Sequence[int], ends: Collection[int]) -> str:
         return control.text_of(_without_ends(ids, ends), lambda part: _decoded(part, tokenizer))
@@ -171,7 +174,8 @@ def _whole(shape: ChatFormat, chat: list[Message], num_prompt_messages: int, bef
     Args: ``before`` is what the template writes between its generation prompt and a turn; a policy samples it.
     Raises: ChatFormatError when the template rejects it.
     """
-    asked, sampled = chat[:num_prompt_messages], [dict(message) for message in chat[num_prompt_messages:]]
+    asked = chat[:num_prompt_messages]
+    sampled = [dict(message) for message in chat[num_prompt_messages:]]
     as_it_is = ""
     for message in sampled:
         if message.pop(_AS_IT_IS, False):
@@ -190,7 +194,8 @@ def _before_turns(shape: ChatFormat) -> str:
     """Return the text between a template's generation prompt and a turn: blanks, or an empty thought."""
     asked = [{"role": "user", "content": "a"}]
     try:
-        shown, whole = shape.render(asked, True), shape.render([*asked, {"role": _MODEL, "content": _MARK}])
+        shown = shape.render(asked, True)
+        whole = shape.render([*asked, {"role": _MODEL, "content": _MARK}])
     except ChatFormatError:
         return ""
     return whole[len(shown) :].partition(_MARK)[0] if whole.startswith(shown) else ""

@@ -66,7 +66,8 @@ class ScoresOfParts:
             while left:
                 (done, *_), left = ray.wait(left, num_returns=1)
                 at = self._refs.index(done)
-                part, asked = ray.get(done), self._requests[at]
+                part = ray.get(done)
+                asked = self._requests[at]
                 if len(part) == len(asked):  # else rows were added, and the batch is scored as a whole
                     part.meta_info["global_steps"] = asked.meta_info.get("global_steps")
                     self._scores[at] = self._group.start_rm_score(for_reward_model(part, asked))

@@ -35,7 +35,8 @@ SHOWN_RESPONSE_CHARS = 1000
 MOST_CHARS = 600
 """Of the first failure, in the error that ends the run; the log has the whole text."""
 _PLAIN = frozenset({float, int, bool, str, type(None)})
-RAISED, UNAVAILABLE = "raised", "unavailable"
+RAISED = "raised"
+UNAVAILABLE = "unavailable"
 """Kinds of failures: the scorer raised, and among that it lacked a service or something of this machine, which no
 response can cause."""
 FAILURE_COLUMN = "reward_failure"

@@ -64,7 +64,8 @@ class ActorWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: Any) -> None:
         """Train with ``loss_fn(model_output=, data=)`` from now on; see ``losses.ppo_loss`` for what it returns."""
-        self.loss_fn, self.prepare = as_engine_loss(loss_fn), None
+        self.loss_fn = as_engine_loss(loss_fn)
+        self.prepare = None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     @DistProfiler.annotate(color="blue", role="actor_compute_log_prob")

@@ -282,7 +282,8 @@ class ActorRolloutRefWorker(EngineWorker):
     def _begin_rollout(self) -> None:
         """Let an engine that starts apart do so while the models are built here."""
         builds_its_own = type(self)._build_rollout is not ActorRolloutRefWorker._build_rollout
-        name, mode = self.rollout_config.name, self.rollout_config.mode
+        name = self.rollout_config.name
+        mode = self.rollout_config.mode
         if not builds_its_own and get_rollout_class(name, mode).starts_apart():
             self._begun = begin_rollout(self.rollout_config, self.model_config, has_trainer=self._is_actor)
 

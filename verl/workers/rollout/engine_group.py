@@ -18,7 +18,8 @@ def engine_group(size: int) -> "ProcessGroup | None":
     """Return a group of the ranks that share this rank's engine, None for one; collective over all ranks."""
     if size == 1:
         return None
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    world = torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
     mine = None
     for first in range(0, world, size):
         ranks = list(range(first, first + size))
@@ -71,7 +72,8 @@ class EngineGroup:
         try:
             mine = (make(), None)
         except Exception as error:  # the others wait for this rank
-            failure, mine = error, (None, f"{type(error).__name__}: {error}")
+            failure = error
+            mine = (None, f"{type(error).__name__}: {error}")
         found: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(found, mine, group=self._group)
         errors = [f"worker {rank} of this engine: {error}" for rank, (_, error) in enumerate(found) if error]

@@ -171,5 +171,6 @@ def _yarn_scale(parameters: Mapping[str, Any]) -> float:
     def of(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    above = parameters.get("mscale")
+    below = parameters.get("mscale_all_dim")
     return of(above) / of(below) if above is not None and below is not None else of(1.0)

@@ -417,7 +417,8 @@ class EngineServer(ABC):
         """Pause, and open the model for new weights; ``step`` is that of the run, for messages."""
         self._check_alive()
         self._step = step
-        self._usable, self._version = False, NO_WEIGHTS
+        self._usable = False
+        self._version = NO_WEIGHTS
         await self.pause()
         await self._ask(self._engine.begin_update(), "the start of an update")
 
@@ -434,13 +435,15 @@ class EngineServer(ABC):
         """
         self._check_alive()
         received = await self._ask(self._engine.finish_update(version), "the end of an update", timeout_s)
-        self._version, self._usable = version, True
+        self._version = version
+        self._usable = True
         return dict(received)
 
     async def abort_update(self) -> None:
         """Abort the update; the server stays paused, and needs a whole one."""
         self._check_alive()
-        self._usable, self._version = False, NO_WEIGHTS
+        self._usable = False
+        self._version = NO_WEIGHTS
         await self._ask(self._engine.abort_update(), "the end of an update")
 
     async def shutdown(self) -> None:

@@ -315,7 +315,8 @@ class HFRollout(BaseRollout):
 
 def _longer(inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
     """Return the inputs of prompts with the tokens (b, n) that follow them."""
-    ids, positions = inputs["input_ids"], inputs["position_ids"]
+    ids = inputs["input_ids"]
+    positions = inputs["position_ids"]
     later = _next_positions(positions, tokens.shape[1])
     longer = inputs | {
         "input_ids": torch.cat([ids, tokens], dim=1),

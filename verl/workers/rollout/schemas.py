@@ -372,7 +372,8 @@ class AsyncRolloutRequest(BaseModel):
             self._set_tokens(chat, seen, [0] * len(seen))
             self._set_prompt()
         elif self._num_turns:
-            standing, new = self._as_chat(chat)[: self._num_standing], self._as_chat(chat)[self._num_standing :]
+            standing = self._as_chat(chat)[: self._num_standing]
+            new = self._as_chat(chat)[self._num_standing :]
             engine_ids: list[int] = []
             seen = []
             if new or generation_prompt:

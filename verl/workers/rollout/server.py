@@ -8,7 +8,8 @@ SamplingParams = Mapping[str, Any]
 """How to sample a request: ``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``max_tokens``,
 ``logprobs`` (whether to return log-probabilities), ``stop``, ``stop_token_ids``, and other options of the engine."""
 
-ABORTED, FULL = "abort", "length"
+ABORTED = "abort"
+FULL = "length"
 """Why a response ended: the request was aborted, or the response reached its limit. Else it ended by itself."""
 
 

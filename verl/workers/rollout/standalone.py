@@ -210,7 +210,9 @@ class ServerWatch:
 
     def __init__(self, servers: StandaloneServers, send: Send | None, keeps_weights: bool = False) -> None:
         self.failures: list[Exception] = []
-        self._servers, self._send, self._keeps_weights = servers, send, keeps_weights
+        self._servers = servers
+        self._send = send
+        self._keeps_weights = keeps_weights
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="servers", daemon=True)
         self._thread.start()

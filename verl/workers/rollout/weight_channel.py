@@ -114,7 +114,8 @@ def read_shared(path: str, layout: Layout, device: torch.device) -> list[tuple[s
 
 def _places(layout: Layout) -> tuple[list[int], int]:
     """Return where each tensor starts, and the bytes of all."""
-    places, size = [], 0
+    places = []
+    size = 0
     for _, dtype, shape in layout:
         places.append(size)
         nbytes = _empty(dtype, shape, torch.device("meta")).nbytes

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 KEY = "actor_rollout_ref.rollout.share_weights"
 
-PROBE_ROWS, PROBE_TOKENS = 2, 8
+PROBE_ROWS = 2
+PROBE_TOKENS = 8
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest difference of a log-probability between trainer and engine, by the dtype of the weights.
 
@@ -202,7 +203,8 @@ def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
 def _check_form(name: str, tensor: Tensor, place: Tensor) -> None:
     """Raise WrongInput unless a tensor fits the place that it shall have in the engine."""
     for what in ("shape", "dtype", "device"):
-        here, there = getattr(tensor, what), getattr(place, what)
+        here = getattr(tensor, what)
+        there = getattr(place, what)
         if here != there:
             raise WrongInput(f"{name} has {what} {here} in the trainer and {there} in the rollout engine")
     if not place.is_contiguous() or place.is_inference():

@@ -18,9 +18,13 @@ import pandas as pd
 
 from examples.tiny_model import make_tiny_model
 
-HEAD, TAIL = '<tool_call>{"name": "search", "arguments": {"query_list": ["', '"]}}</tool_call>'
-OPEN, CLOSE = "<answer>", "</answer>"
-BEFORE, BETWEEN, AFTER = '{"result": "Doc 1 (Title: Locker ', ")\\nThe code is ", '.\\n"}'
+HEAD = '<tool_call>{"name": "search", "arguments": {"query_list": ["'
+TAIL = '"]}}</tool_call>'
+OPEN = "<answer>"
+CLOSE = "</answer>"
+BEFORE = '{"result": "Doc 1 (Title: Locker '
+BETWEEN = ")\\nThe code is "
+AFTER = '.\\n"}'
 """What stands around number and code in the answer of ``SearchTool``."""
 ASKS = "code of locker "
 TEXTS = (HEAD, TAIL, OPEN, CLOSE, BEFORE, BETWEEN, AFTER, ASKS)

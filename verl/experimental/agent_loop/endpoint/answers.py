@@ -65,7 +65,8 @@ def completion_body(answer: Answer, options: Options, model: str, tokenizer: "Pr
 
 def usage(answer: Answer) -> Body:
     """Return the numbers of tokens."""
-    prompt, sampled = len(answer.prompt_ids), len(answer.output.token_ids)
+    prompt = len(answer.prompt_ids)
+    sampled = len(answer.output.token_ids)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,

@@ -198,7 +198,8 @@ async def _leased(host: str, limits: Limits) -> AsyncIterator[Endpoint]:
         if not lease.users:
             async with lease.lock:
                 if not lease.users and lease.endpoint is not None:
-                    endpoint, lease.endpoint = lease.endpoint, None
+                    endpoint = lease.endpoint
+                    lease.endpoint = None
                     await endpoint.close()
 
 

@@ -69,7 +69,10 @@ class RequestError(Exception):
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
+        self.message = message
+        self.param = param
+        self.status = status
+        self.code = code
 
     @property
     def kind(self) -> str:

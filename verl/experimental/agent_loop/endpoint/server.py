@@ -94,7 +94,8 @@ class Endpoint:
     ) -> None:
         if policy is not None and host not in LOCAL_HOSTS and not token:
             raise WrongInput(f"host={host}: other machines can reach the endpoint: give it a token, or host=127.0.0.1")
-        self._host, self._port = host, port
+        self._host = host
+        self._port = port
         self._advertised = advertised or host
         self._policy = None if policy is None else replace(policy, client_sampling="apply")  # nothing is trained
         self._token = token
@@ -131,7 +132,8 @@ class Endpoint:
         """Cancel what is under way, and take no more requests."""
         for name in list(self._sessions):
             self._shut(name)
-        runner, self._runner = self._runner, None
+        runner = self._runner
+        self._runner = None
         if runner is not None:
             await runner.cleanup()
 

@@ -242,7 +242,8 @@ class Session:
         if found is None:
             return None
         segment, messages = found
-        last, keep = segment.trajectory.token_ids[-1], self.policy.keep_history
+        last = segment.trajectory.token_ids[-1]
+        keep = self.policy.keep_history
         history = segment.history
         ids = await self._write(request, lambda form: history.added(form, messages, last, keep))
         return None if ids is None else (segment, segment.added(ids, messages))
@@ -337,7 +338,9 @@ class Session:
         if tools:
             kept, calls = await self.policy.parser.extract_tool_calls(output.token_ids, tools, prompt_ids)
         if calls and all(call.name for call in calls):  # else a call is too broken to be named
-            text, calls, finish = kept, calls[: self.policy.most_calls], "tool_calls"
+            text = kept
+            calls = calls[: self.policy.most_calls]
+            finish = "tool_calls"
         else:
             calls = []
         answer = Answer(prompt_ids, output, text, finish, (segment.number, len(segment.answers)), calls, rest)

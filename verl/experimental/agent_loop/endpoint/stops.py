@@ -63,7 +63,8 @@ def _end_of_turn(tokenizer: "PreTrainedTokenizerBase", output: TokenOutput) -> R
 
 def first_tokens(output: TokenOutput, size: int) -> TokenOutput:
     """Return the first tokens of an output, as one that ended by itself."""
-    versions, left = [], size
+    versions = []
+    left = size
     for version, count in output.versions:
         if left > 0:
             versions.append((version, min(count, left)))

@@ -114,7 +114,8 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
 
 def vocabulary_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
     """Yield models that read the policy's tokens with another vocabulary; one with more tokens is right."""
-    shared, reward = run.actor_rollout_ref, run.reward_model
+    shared = run.actor_rollout_ref
+    reward = run.reward_model
     policy = shared.model
     readers: dict[str, str | None] = {}
     if use_reference:

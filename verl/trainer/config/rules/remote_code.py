@@ -12,7 +12,8 @@ from verl.trainer.config.run_config import RunConfig
 from verl.workers.config.engines import ENGINES
 from verl.workers.config.model import is_known_tokenizer, is_known_type
 
-KIMI, MINICPMO = "kimi_vl", "minicpmo"
+KIMI = "kimi_vl"
+MINICPMO = "minicpmo"
 _MODEL = "actor_rollout_ref.model"
 _READ_FIRST = "it runs with your rights, so read it, then write true"
 _TOKENIZER_FILES = {

@@ -75,8 +75,10 @@ def agent_loop_rules(run: RunConfig) -> Iterator[Violation]:
     rollout = run.actor_rollout_ref.rollout
     if not rollout.serves:
         return
-    agent, names = rollout.agent, known_names()
-    call_s, step_s = run.trainer.worker_call_timeout_s, agent.step_timeout_s
+    agent = rollout.agent
+    names = known_names()
+    call_s = run.trainer.worker_call_timeout_s
+    step_s = agent.step_timeout_s
     if agent.on_failure in ("drop", "replace") and not (step_s and step_s < call_s):
         expected = f"must be below trainer.worker_call_timeout_s={call_s:g} with on_failure={agent.on_failure}, else a "
         expected += "trajectory that hangs ends the run before it is given up: lower it, or raise the other"
@@ -96,7 +98,8 @@ def agent_loop_rules(run: RunConfig) -> Iterator[Violation]:
 def multi_turn_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield turns without a server, an unknown format of calls, and files of tools that cannot be read."""
     rollout = run.actor_rollout_ref.rollout
-    turns, key = rollout.multi_turn, f"{_KEY}.multi_turn"
+    turns = rollout.multi_turn
+    key = f"{_KEY}.multi_turn"
     has_own_loops = rollout.serves and (rollout.agent.agent_loop_config_path or _registers_more(run))
     if turns.num_repeat_rollouts is not None and not has_own_loops:
         expected = (
@@ -135,7 +138,8 @@ def _registers_more(run: RunConfig) -> bool:
 
 def _pass_rules(rollout: RolloutConfig, longest: int) -> Iterator[Violation]:
     """Yield a pass of the engine that is too small for its sequences, or for a prompt that must fit whole."""
-    key, tokens = f"{_KEY}.max_num_batched_tokens", rollout.max_num_batched_tokens
+    key = f"{_KEY}.max_num_batched_tokens"
+    tokens = rollout.max_num_batched_tokens
     chunked = f"{_KEY}.enable_chunked_prefill"
     if not rollout.enable_chunked_prefill and tokens < longest:
         expected = f"must be at least the {longest} tokens of the longest sequence with enable_chunked_prefill=false"

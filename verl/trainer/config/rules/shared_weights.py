@@ -9,7 +9,8 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.config.engines import ENGINES
 from verl.workers.config.model import path_problems, read_config_json
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _KEY = f"{_ROLLOUT}.share_weights"
 _DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _OWN_WEIGHTS = ("quantization", "cpu_offload_gb", "enable_sleep_mode", "dtype")
@@ -48,10 +49,12 @@ def shared_weight_rules(run: RunConfig) -> Iterator[Violation]:
 
 def _needs_of_the_layout(run: RunConfig) -> Iterator[_Need]:
     shared = run.actor_rollout_ref
-    actor, rollout = shared.actor, shared.rollout
+    actor = shared.actor
+    rollout = shared.rollout
     can_share = rollout.name not in ENGINES or ENGINES[rollout.name].shares_weights  # its class answers for another one
     yield _Need(f"{_ROLLOUT}.name", rollout.name, can_share, "write vllm", f"{rollout.name} cannot hold them")
-    hybrid, size = shared.hybrid_engine, run.trainer.world_size
+    hybrid = shared.hybrid_engine
+    size = run.trainer.world_size
     yield _Need("actor_rollout_ref.hybrid_engine", hybrid, hybrid, "write true", "servers hold weights of their own")
     is_fsdp = isinstance(actor, FSDPActorConfig)
     yield _Need(
@@ -69,7 +72,8 @@ def _needs_of_the_layout(run: RunConfig) -> Iterator[_Need]:
 
 
 def _needs_of_the_memory(run: RunConfig) -> Iterator[_Need]:
-    actor, rollout = run.actor_rollout_ref.actor, run.actor_rollout_ref.rollout
+    actor = run.actor_rollout_ref.actor
+    rollout = run.actor_rollout_ref.rollout
     on_cpu = run.trainer.device == "cpu"
     frees = rollout.free_cache_engine and not on_cpu
     yield _Need(
@@ -83,7 +87,8 @@ def _needs_of_the_memory(run: RunConfig) -> Iterator[_Need]:
         yield _Need(key, own.get(name), not own.get(name), "leave it out", "the engine's weights would be others")
     if not isinstance(actor, FSDPActorConfig):
         return
-    fsdp, node = actor.fsdp_config, f"{_ACTOR}.fsdp_config"
+    fsdp = actor.fsdp_config
+    node = f"{_ACTOR}.fsdp_config"
     for name in ("param_offload", "offload_policy"):
         yield _Need(f"{node}.{name}", True, not fsdp[name], "write false", "the weights would leave the engine")
     held = _long_name(fsdp.model_dtype)

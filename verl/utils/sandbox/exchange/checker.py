@@ -282,7 +282,8 @@ def check(code: str, pipes: tuple[int, int]) -> tuple[int, str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return REFUSED, f"the test code does not compile: {error}"
     peer = Checker(*pipes)
-    verdict, reason = FAILED, ""
+    verdict = FAILED
+    reason = ""
     try:
         main.__dict__.update(peer.names(code, tree))
         exec(compiled, main.__dict__)
@@ -295,5 +296,6 @@ def check(code: str, pipes: tuple[int, int]) -> tuple[int, str]:
     if peer.refusal is not None:
         return REFUSED, peer.refusal
     if peer.fault is not None:
-        verdict, reason = FAILED, peer.fault
+        verdict = FAILED
+        reason = peer.fault
     return verdict, reason[-MOST_TEXT_CHARS:]

@@ -9,7 +9,8 @@ import ast
 import symtable
 
 TEST_NAME = "<test>"
-SAME, KIND = "__verl_same__", "__verl_kind__"
+SAME = "__verl_same__"
+KIND = "__verl_kind__"
 """Names under which the rewritten code finds the two functions."""
 _SHARED = {"inspect", "__main__", "unittest.mock", "sys.stdin"}
 """What a test looks into the interpreter of the program with."""

@@ -168,7 +168,8 @@ def _refuse_names(model: "PreTrainedModel", config: "HFModelConfig") -> None:
 
     peft takes the names of a checkpoint's experts too, which no module has. So a model with experts may have any name.
     """
-    targets, excluded = _as_list(config.target_modules), _as_list(config.exclude_modules)
+    targets = _as_list(config.target_modules)
+    excluded = _as_list(config.exclude_modules)
     for path in _unfit_layers(model):
         if is_named(targets, path) and not is_named(excluded, path):
             raise WrongInput(
@@ -239,7 +240,8 @@ def _left_out(wrapped: Any, targets: "ModuleNames", excluded: "ModuleNames") -> 
     unfit = set(_unfit_layers(wrapped.get_base_model()))
     for name, parameter in wrapped.named_parameters():
         path, _, kind = name.rpartition(".")
-        module, plain = modules[path], without_wrappers(path)
+        module = modules[path]
+        plain = without_wrappers(path)
         if is_adapter(name) or adapting_layer(modules, name) is not None:
             continue
         if is_named(excluded, plain) and plain not in unfit:

@@ -117,7 +117,8 @@ class ComputeCopies:
         return self._cast_inputs(module, args, kwargs) if self._is_in_place else None
 
     def _end_call(self, *_: Any) -> None:
-        call, self._call = self._call, None
+        call = self._call
+        self._call = None
         if call is not None:
             call.close()
 

@@ -310,7 +310,8 @@ class FSDPEngine(BaseEngine):
 
     def take_segments(self) -> list[Segment]:
         """Return and forget the segments of passes with shared prefixes; see ``BaseEngine``."""
-        segments, self.forward.segments = self.forward.segments, []
+        segments = self.forward.segments
+        self.forward.segments = []
         return segments
 
     def take_images(self) -> list[int]:
@@ -373,7 +374,8 @@ class FSDPEngine(BaseEngine):
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = optimizer
         if lr_scheduler is not self.lr_scheduler:
-            self.lr_scheduler, self.schedule = lr_scheduler, None
+            self.lr_scheduler = lr_scheduler
+            self.schedule = None
 
     # ---- weights
 

@@ -168,7 +168,8 @@ class Forward:
         sp_size = self.layout.sp_size
         ids, positions, padding = ulysses_pad(packed.input_ids, packed.position_ids, sp_size)
         assert positions is not None
-        lengths, ends = packed.lengths, packed.ends
+        lengths = packed.lengths
+        ends = packed.ends
         if padding:
             lengths = [*lengths, padding]
             ends = None if ends is None else [*ends, ids.shape[1]]

@@ -32,7 +32,8 @@ def check_remote_code(model: Any, infer: Callable[[DataProto], Tensor], packed: 
     vocab_size = model.config.get_text_config().vocab_size
     size = 2 * sp_size  # the ranks get 8 tokens each, and the long sequence is on all of them
     tokens = torch.randint(vocab_size, (6 * size,), generator=torch.Generator().manual_seed(0)) % vocab_size
-    sequence, neighbours = tokens[: 3 * size], tokens[3 * size : 5 * size].view(2, size)
+    sequence = tokens[: 3 * size]
+    neighbours = tokens[3 * size : 5 * size].view(2, size)
     other = sequence.clone()
     other[0] = tokens[-1] if tokens[-1] != sequence[0] else (tokens[-1] + 1) % vocab_size
     build = _packed if packed else _padded

@@ -180,7 +180,8 @@ class ModelBuilder:
 
     def _refuse_sharing(self) -> None:
         """Raise ConfigError for a model or a layout that cannot compute shared tokens once."""
-        config, fields = self.engine_config, self.hf_config.to_dict()
+        config = self.engine_config
+        fields = self.hf_config.to_dict()
         bridged = needs_bridge(self.hf_config, config.use_mbridge)
         overrides = config.override_transformer_config
         trains = not config.forward_only
@@ -198,7 +199,8 @@ class ModelBuilder:
                 raise WrongInput(
                     f"megatron.tensor_model_parallel_size={self.layout.tp_size} must divide {name}={heads} of the model"
                 )
-        experts, ep_size = num_experts(self.hf_config), self.engine_config.expert_model_parallel_size
+        experts = num_experts(self.hf_config)
+        ep_size = self.engine_config.expert_model_parallel_size
         if ep_size > 1 and (not experts or experts % ep_size):
             raise WrongInput(
                 f"megatron.expert_model_parallel_size={ep_size} must divide the {experts or 0} experts of the model"

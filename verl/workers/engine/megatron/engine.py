@@ -109,7 +109,8 @@ class MegatronEngine(BaseEngine):
         They are offloaded next, so that an engine finds the memory free; or an option makes copies of them that
         ``reload_model_params`` does not make again.
         """
-        config, optimizer = self.engine_config, self.optimizer_config
+        config = self.engine_config
+        optimizer = self.optimizer_config
         options = optimizer is not None and (optimizer.override_optimizer_config or config.override_ddp_config)
         is_quantized = any(key.startswith(("fp8", "fp4")) for key in config.override_transformer_config)
         return config.param_offload or config.optimizer_offload or is_quantized or bool(options)

@@ -427,7 +427,8 @@ def _kept_logging() -> Iterator[None]:
     about_quit = logging.getLogger("sglang.srt.entrypoints.engine")
     about_quit.addFilter(lambda record: "custom SIGQUIT handler" not in str(record.msg))
     root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    handlers = list(root.handlers)
+    level = root.level
     try:
         yield
     finally:

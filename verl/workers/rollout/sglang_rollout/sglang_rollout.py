@@ -311,7 +311,8 @@ class SGLangRollout(BaseRollout):
         self._close_memory()
         limit_s = self.config.server.heartbeat_timeout
         found = self._group.by_leader(lambda: self._ask("finish_update", version, limit_s, timeout_s=limit_s))
-        self._received, self.unverified = found["checksums"], found["unverified"]
+        self._received = found["checksums"]
+        self.unverified = found["unverified"]
         self._dtypes = known_dtypes(found["dtypes"])
         super().finish_update(version)
 

@@ -133,7 +133,8 @@ def cpu_kv_cache_bytes(config: "RolloutConfig", hf_config: "PreTrainedConfig", m
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    is_latent, size = has_latent_cache(hf_config), head_size(hf_config)
+    is_latent = has_latent_cache(hf_config)
+    size = head_size(hf_config)
     sizes = [_LATENT_SIZE] if is_latent else CPUAttentionBackend.get_supported_head_sizes()
     if size not in sizes:  # vLLM accepts others at start and fails later
         raise WrongInput(

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _POLL_S = 1.0
-_GATHER_S, _GATHER_AT_MOST_S = 0.002, 0.2
+_GATHER_S = 0.002
+_GATHER_AT_MOST_S = 0.2
 """How long an idle engine waits for another request after one, and for all of a burst."""
 
 
@@ -411,7 +412,8 @@ class EngineLoop:
     def _fail(self, error: BaseException, cause: BaseException | None = None) -> None:
         """Take nothing more, and give every caller that waits an error."""
         with self._closing:
-            self._error, self._is_closed = cause, True
+            self._error = cause
+            self._is_closed = True
         waiting = [ended.deliver for ended in self._open.values()]
         waiting += [event.deliver for event in self._held]
         while not self._inbox.empty():
@@ -427,7 +429,8 @@ class EngineLoop:
     def _begin_burst(self) -> None:
         if not self._in_burst:
             self._burst.enter_context(preserved_random_state())
-            self._in_burst, self._entered = True, False
+            self._in_burst = True
+            self._entered = False
 
     def _end_burst(self) -> None:
         self._burst.close()

@@ -23,7 +23,8 @@ class PackedLayers:
         self._plain: dict[nn.Module, Any] = {}
         self._vocabulary: list[nn.Module] = []  # their plain weights are read as well, as embeddings
         for path, layer in model.named_modules(remove_duplicate=False):
-            product, weight = vars(layer).get("cpu_linear"), getattr(layer, "weight", None)
+            product = vars(layer).get("cpu_linear")
+            weight = getattr(layer, "weight", None)
             if product not in (torch.nn.functional.linear, product_on_blocks) or weight is None:
                 continue
             if weight.dim() != 2 or weight.dtype not in _DTYPES or weight.is_meta or layer in self._plain:
@@ -49,6 +50,7 @@ class PackedLayers:
     def check(self) -> None:
         """Raise RuntimeError if an output layer has another packed weight than plain one, which may be an embedding."""
         for layer in self._vocabulary:
-            product, weight = vars(layer)["cpu_linear"], layer.get_parameter("weight")
+            product = vars(layer)["cpu_linear"]
+            weight = layer.get_parameter("weight")
             if isinstance(product, PackedProduct) and not product.weight().equal(weight):
                 raise RuntimeError("weight sync: the packed output layer has other weights than the plain one")

@@ -149,7 +149,8 @@ def token_output(
         all tokens, if it is known; vLLM tells it since 0.32.
     """
     sample = output.outputs[0]
-    ended, stats = time.monotonic(), output.metrics
+    ended = time.monotonic()
+    stats = output.metrics
     if stats is not None and stats.scheduled_ts:
         started = max(arrived, ended - (stats.last_token_ts - stats.scheduled_ts))
     spans = getattr(sample, "weight_versions", None)
