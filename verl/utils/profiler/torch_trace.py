@@ -106,7 +106,6 @@ class TorchTrace(Tool):
             activities=activities or None,
             record_shapes="shapes" in contents or not contents,
             profile_memory="memory" in contents,
-            with_stack="stack" in contents,
         )
 
     def _keep(self, recorded: list[profile], task: str) -> None:
