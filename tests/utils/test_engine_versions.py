@@ -31,6 +31,7 @@ from verl.utils.engine_versions import LOWEST_VLLM, check_vllm, installed_versio
 )
 def test_each_mode_has_a_lower_bound(version: str | None, refused: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_versions, "installed_version", lambda: version)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)  # an earlier test may have started Ray here
     machine: Any = SimpleNamespace(is_local=True, ray_init={"num_cpus": 1})
     for mode, lowest in LOWEST_VLLM.items():
         checks = (
