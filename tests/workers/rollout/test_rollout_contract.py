@@ -31,7 +31,9 @@ SLEEPS = {"vllm": sleeping.LEVELS, "sglang": (None,), "hf": (None,), OUTSIDE: (N
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "sleep_level" in metafunc.fixturenames:
         cases = {f"{name}-{level or 'awake'}": (name, level) for name, levels in SLEEPS.items() for level in levels}
-        metafunc.parametrize(("started", "sleep_level"), list(cases.values()), indirect=["started"], ids=list(cases))
+        metafunc.parametrize(
+            ("started", "sleep_level"), list(cases.values()), indirect=["started"], ids=list(cases), scope="module"
+        )  # by the scope, tests of one engine follow one another: it starts once
     elif "started" in metafunc.fixturenames:
         metafunc.parametrize("started", list(SLEEPS), indirect=True)
 
