@@ -75,7 +75,9 @@ class Trajectory:
         if log_probs is None:
             self._log_probs = None
         turn = self._append(MODEL, tokens, tokens, 1, log_probs)
-        turn.seconds, turn.finish_reason, turn.versions = seconds, output.finish_reason, list(output.versions)
+        turn.seconds = seconds
+        turn.finish_reason = output.finish_reason
+        turn.versions = list(output.versions)
         return turn
 
     def add(
@@ -104,7 +106,9 @@ class Trajectory:
         if len(seen) > self.room:
             return False
         turn = self._append(role, token_ids, seen, 0, [0.0] * len(seen))
-        turn.seconds, turn.calls, turn.text = seconds, list(calls), text
+        turn.seconds = seconds
+        turn.calls = list(calls)
+        turn.text = text
         for kind, items in media.items():
             if items:
                 self.multi_modal_data.setdefault(kind, []).extend(items)

@@ -253,7 +253,9 @@ class AsyncRolloutRequest(BaseModel):
         self._set_tokens(chat, self._row("input_ids") + ids, self._row("loss_mask") + [1] * len(ids))
         self._note_log_probs(log_probs)
         self._ends = (len(self._row("input_ids")), len(self._engine_ids))
-        self._num_standing, self._stopped, self._waits = len(self.messages), chat.is_ended(ids), False
+        self._num_standing = len(self.messages)
+        self._stopped = chat.is_ended(ids)
+        self._waits = False
         self._num_turns += 1
 
     def add_tool_response_messages(
