@@ -38,7 +38,7 @@ def test_traces_of_the_steps_roles_and_ranks_that_were_asked_for(workspace):
             "global_profiler.steps": "[1,3]",
             "global_profiler.save_path": folder,
             "global_profiler.relocate_results": True,
-            "global_profiler.finish_hook_cmd": "ls >listing_$VERL_PROFILE_RANK",
+            "global_profiler.finish_hook_cmd": "'ls >listing_$VERL_PROFILE_RANK'",
             "global_profiler.finish_hook_ranks": "[1]",
             f"{ACTOR}.profiler.enable": True,
             f"{ACTOR}.profiler.ranks": "[1]",
