@@ -234,6 +234,8 @@ def test_a_server_that_cannot_start_again_is_told_at_once(tmp_path: Path, monkey
     monkeypatch.setattr(replica_class, "server_class", Once)
     mark: Any = tmp_path / "started"
     servers = StandaloneServers(replica_class, config, mark, "cpu", waits_for_weights=False)
+    ended = threading.Event()
+    monkeypatch.setattr(servers, "shutdown", lambda: (StandaloneServers.shutdown(servers), ended.set()))
     (handle,) = servers.handles.values()
     pid = ray.get(handle.ready.remote())["pid"]
     node = {"hybrid_engine": False, "rollout": {"server": {"max_start_wait_time": NEVER_S}}}
@@ -243,8 +245,8 @@ def test_a_server_that_cannot_start_again_is_told_at_once(tmp_path: Path, monkey
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ServerError, match=told):
             asyncio.run(manager.generate("1", prompt_ids=[1], sampling_params={}))
-        while ray.get(handle.version.remote()) is not None:  # what ends the watch ends this
-            time.sleep(0.1)
+        assert ended.wait(NEVER_S)
+        ray.get(handle.version.remote())  # fails; what ended the watch explains it
 
 
 @pytest.mark.full
