@@ -187,7 +187,7 @@ def masked_rloo(rewards: Tensor, mask: Tensor, index: np.ndarray) -> Tensor:
 
 @dataclass
 class PromptFilter:
-    """Which prompts are preferred: those between the bounds of accuracy, and without a response of full length.
+    """The filter for prompts: accuracy between the bounds, and no response of full length.
 
     A bound of None does not limit, and a length of None neither.
     """

@@ -50,7 +50,7 @@ def compute_online_dpo_loss(
 
 @dataclass
 class Pairs:
-    """What a loss says of the pairs, for each of their responses: (B,) each.
+    """The outputs of a loss over pairs, for each of their responses: (B,) each.
 
     Attributes:
         loss: loss of the pair.

@@ -28,7 +28,7 @@ _SHOWN_ERROR_CHARS = 500
 
 
 class ToolOutcome(StrEnum):
-    """How a call ended."""
+    """The outcome of a call."""
 
     OK = "ok"
     ERROR = "error"
@@ -77,7 +77,7 @@ def unknown_tool(name: str, known: Mapping[str, Any]) -> CallResult:
 
 
 async def answer_of(made: Any, what: str) -> Any:
-    """Wait for what a method of a tool returns; nothing that it raises ends the event loop of all trajectories.
+    """Await a tool method's result; none of its exceptions ends the event loop that all trajectories share.
 
     Args: ``made`` is what the call of the method gave; ``what`` names both.
     Raises: ToolMethodError for a method that is no ``async def``; ToolError for what is no Exception, such as exit.

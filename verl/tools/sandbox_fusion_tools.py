@@ -54,7 +54,7 @@ class SandboxToolConfig(BaseConfig):
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program ended: ``ok``, ``timeout``, ``runtime error`` or the like, and all that it wrote."""
+    """The result of a program: status (``ok``, ``timeout``, ``runtime error`` or the like), and whole output."""
 
     status: str
     text: str

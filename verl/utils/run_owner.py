@@ -1,4 +1,4 @@
-"""Which process owns the folder of a run, read from the file that names it; ``verl.trainer.run.owner`` writes it."""
+"""Read which process owns the folder of a run, from the file that ``verl.trainer.run.owner`` writes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How near the document that the conversation makes is to the reference: BLEU, from 0 to 1."""
+"""BLEU, from 0 to 1, of the document that the conversation produced against the reference."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""How well the assistant works with the user, as a judge sees it: 0, 0.5 or 1."""
+"""Interactivity: a judge's grade of how well the assistant works with the user, 0, 0.5 or 1."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

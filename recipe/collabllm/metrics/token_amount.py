@@ -1,4 +1,4 @@
-"""How much there is to read and write: the tokens of all messages after the prompt, of user and assistant."""
+"""Token amount: the number of tokens of all messages after the prompt, of user and assistant."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

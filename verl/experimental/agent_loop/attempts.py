@@ -123,7 +123,7 @@ class Attempt:
 
 
 def attempt_metrics(lines: Iterable[AttemptLine]) -> dict[str, float]:
-    """Count the attempts of a batch by what became of them.
+    """Count the attempts of a batch by outcome.
 
     ``failed`` counts errors and missed deadlines, whatever came of them; ``retried`` counts attempts after a first.
     """

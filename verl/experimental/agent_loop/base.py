@@ -1,4 +1,4 @@
-"""What an agent loop is, and what it returns."""
+"""The interface of an agent loop, and its output."""
 
 import asyncio
 import inspect
@@ -27,7 +27,7 @@ class AgentLoopMetrics(BaseModel):
 
 @dataclass
 class ToolCall:
-    """A call of a tool, and what came of it.
+    """A tool call and its outcome.
 
     Attributes:
         name: the tool, as the model wrote it.
@@ -111,7 +111,7 @@ class WholeConfig:
 
 
 class AgentLoopInputError(WrongInput):
-    """An agent loop cannot be built from what the user gave."""
+    """An agent loop cannot be built from the user's configuration."""
 
 
 class AgentLoopBase(ABC):

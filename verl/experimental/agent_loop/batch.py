@@ -1,4 +1,4 @@
-"""The trajectories of a batch, made at the same time, and what becomes of those that fail."""
+"""Run the trajectories of a batch concurrently; retry, drop or replace those that fail."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ END_S = 60.0
 
 
 class Place(NamedTuple):
-    """Where a trajectory belongs: the row of the step's batch, its prompt, and which sample of the prompt it is."""
+    """The position of a trajectory: row in the step, prompt, and number among the samples of the prompt."""
 
     row: int
     uid: str
@@ -65,7 +65,7 @@ def sample_numbers(uids: Iterable[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a batch does about slow and failed trajectories.
+    """The limits of a batch, and the treatment of failed trajectories.
 
     Attributes:
         on_failure: ``fail``, ``retry``, ``drop`` or ``replace``.
@@ -105,7 +105,7 @@ class Policy:
 
 
 def kind_of(meta: Mapping[str, Any], greedy: bool) -> str:
-    """Return what a batch is for, as the ids of its attempts name it: ``validate``, ``greedy`` or ``train``."""
+    """Return the purpose of a batch, which the ids of its attempts name: ``validate``, ``greedy`` or ``train``."""
     return "validate" if meta.get("validate", False) else "greedy" if greedy else "train"
 
 

@@ -1,4 +1,4 @@
-"""Images and videos of later turns: what the model takes of them, and the positions of whole trajectories."""
+"""Images and videos of later turns: their model inputs, and the position ids of whole trajectories."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -73,7 +73,7 @@ def last_segment(
 
 
 def _fitted(output: AgentLoopOutput, prompt_length: int | None) -> AgentLoopOutput:
-    """Move what does not fit a prompt to the head of the response, where it counts as little as the prompt."""
+    """Move the end of a prompt that is too long to the head of the response, masked out of the loss like a prompt."""
     rest = [] if prompt_length is None else output.prompt_ids[prompt_length:]
     if not rest:
         return output

@@ -345,7 +345,7 @@ def without_events(method: Any) -> Any:
 
 
 def _identity(handle: Actor) -> str | int:
-    """Return what is equal for two handles of one Ray actor."""
+    """Return a key that is equal for two handles of one Ray actor."""
     actor_id = getattr(handle, "_actor_id", None)
     return id(handle) if actor_id is None else str(actor_id.hex())
 

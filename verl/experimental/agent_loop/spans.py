@@ -1,4 +1,4 @@
-"""What a trajectory does and when: for the timeline of the step, and for the trace of the trajectory."""
+"""Time spans of a trajectory, for the step's timeline and for the trajectory's trace."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ Outputs = AgentLoopOutput | Sequence[AgentLoopOutput]
 def trajectory_span(
     attempt: Attempt, place: Place, step: int | None, validate: bool
 ) -> Iterator[Callable[[Outputs], None]]:
-    """Record one attempt at a trajectory; yields a function that takes what came of it."""
+    """Record one attempt at a trajectory; yield a function that takes its outcome."""
     known: dict[str, Any] = {"uid": place.uid, "sample": place.sample, "attempt": attempt.id, "loop": attempt.loop}
     trace = rollout_trace_attr(
         sample_index=place.uid, step=step, rollout_n=place.sample, name="agent_loop", validate=validate

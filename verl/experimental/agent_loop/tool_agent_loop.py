@@ -64,7 +64,7 @@ class InteractionTimeoutError(TimeoutError):
 
 
 class AgentState(Enum):
-    """What a trajectory does next."""
+    """The next action of a trajectory."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -75,7 +75,7 @@ class AgentState(Enum):
 
 @dataclass(frozen=True)
 class Parts:
-    """What all trajectories of a process share; ``differences`` holds the first one that was logged."""
+    """The objects that all trajectories of a process share; ``differences`` holds the first one that was logged."""
 
     config: DictConfig
     tools: Mapping[str, "BaseTool"]
@@ -276,7 +276,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.GENERATING
 
     async def _generate(self, talk: Conversation) -> AgentState:
-        """Sample a turn, and find out what it asks for."""
+        """Sample a turn, and parse its tool calls."""
         trajectory = talk.trajectory
         params = dict(talk.sampling_params)
         params["max_tokens"] = min(trajectory.room, params.get("max_tokens") or trajectory.room)

@@ -1,4 +1,4 @@
-"""Calls between tags in what a model sampled: each ends where its own grammar ends it, and thoughts hold none."""
+"""Find tool calls between tags in sampled text. A call ends where its own grammar ends it; thoughts hold no call."""
 
 import re
 from collections.abc import Callable, Sequence

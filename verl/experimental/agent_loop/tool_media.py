@@ -1,4 +1,4 @@
-"""Images and videos that tools answer with: loading them, and what a model may read of them."""
+"""Load the images and videos of tool answers, within the limits of the model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class MediaRules:
-    """What the engine can take of what tools and users say.
+    """Limits on the images and videos in tool and user messages.
 
     Attributes:
         processor: of the policy; None if it reads text only.

@@ -1,4 +1,4 @@
-"""Find the tool calls in what a model sampled. Nothing here imports torch: the checks before the start read the names.
+"""Find the tool calls in sampled text. Nothing here imports torch: the checks before the start read the names.
 
 Formats, by the documentation of their models: ``hermes`` (Hermes 2 Pro, Qwen2.5, Qwen3), ``gpt-oss`` (harmony),
 ``qwen3-coder``, ``llama3-json`` (Llama 3.1 and later) and ``pythonic`` (Llama 3.2 and 4, ToolACE).
@@ -154,7 +154,7 @@ class HermesToolParser(ToolParser):
     _END: ClassVar[re.Pattern[str]] = re.compile(r"</tool_call>|\Z")
 
     def parse(self, text: str, tools: Schemas = ()) -> Found:
-        """Return a text without its calls, and the calls; what the model thinks holds none."""
+        """Return a text without its calls, and the calls; thoughts hold no call."""
 
         def read(start: int) -> tuple[FunctionCall, int] | None:
             found = _json_at(text, start, self._END)
@@ -288,7 +288,7 @@ class GptOssToolParser(ToolParser):
     _END: ClassVar[re.Pattern[str]] = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
 
     def parse(self, text: str, tools: Schemas = ()) -> Found:
-        """Return what the messages to the user say, and the calls; the channel ``analysis`` holds neither."""
+        """Return the text of the messages to the user, and the calls; the channel ``analysis`` holds neither."""
         if "<|message|>" not in text:
             return text, []
         said: list[str] = []

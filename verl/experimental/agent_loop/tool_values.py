@@ -1,4 +1,4 @@
-"""Arguments that a format writes as text without a type: the schema of their tool says what they are."""
+"""Convert arguments that a format writes as untyped text, by the schema of their tool."""
 
 import functools
 import json
@@ -102,7 +102,7 @@ def _read(text: str) -> Any:
 
 
 def _accepts(parameters: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Whether a schema accepts a value of one argument; what it says of other arguments does not count.
+    """Whether a schema accepts a value of one argument; its rules for other arguments do not count.
 
     A schema with a mistake accepts texts and nothing else.
     """

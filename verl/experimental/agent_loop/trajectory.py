@@ -55,11 +55,11 @@ class Trajectory:
 
     @property
     def num_model_turns(self) -> int:
-        """How many turns the model has sampled."""
+        """The number of turns that the model has sampled."""
         return sum(turn.role == MODEL for turn in self.turns)
 
     def sampled(self, output: TokenOutput, seconds: float = 0.0) -> Turn:
-        """Append what the model sampled after ``token_ids``; return its turn.
+        """Append the sampled tokens after ``token_ids``; return their turn.
 
         Raises: ValueError for more tokens than there is room for, another number of log-probabilities, or a prompt
             that the engine saw with other tokens.
@@ -91,7 +91,7 @@ class Trajectory:
         expanded_ids: Sequence[int] | None = None,
         videos: Sequence[Any] = (),
     ) -> bool:
-        """Append what a tool or a user says, with the tokens that the chat template puts around it.
+        """Append a message of a tool or user, with the tokens that the chat template puts around it.
 
         Args: ``images`` and ``videos``, each as (frames, metadata), are those of ``token_ids``; ``expanded_ids`` are
             the same tokens as the engine will see them.

@@ -199,7 +199,7 @@ class AgentLoopWorkerBase:
     def _runner(
         self, batch: DataProto, index: int, name: str, sampling_params: dict[str, Any], place: Place
     ) -> Callable[[Attempt], Awaitable[AgentLoopOutput]]:
-        """Return what makes one attempt at the trajectory of a row."""
+        """Return the function that makes one attempt at the trajectory of a row."""
         meta = batch.meta_info
         step = meta.get("global_steps")
         validate = bool(meta.get("validate", False))
@@ -279,7 +279,7 @@ def _check_sendable(row: int, output: AgentLoopOutput) -> None:
 
 
 def own(value: Any) -> Any:
-    """Return a value whose lists and mappings are copies; what they hold is the same, such as images."""
+    """Copy the lists and mappings of a value, but not their other members, such as images."""
     if isinstance(value, dict):
         return {key: own(each) for key, each in value.items()}
     if isinstance(value, list):  # tokens are many, and hold nothing

@@ -75,7 +75,7 @@ class VisionParts:
 
 @dataclass(frozen=True)
 class Family:
-    """How one kind of Hugging Face model becomes a ``GPTModel``.
+    """The conversion of one family of Hugging Face models to a ``GPTModel``.
 
     ``config`` returns arguments of ``TransformerConfig``. ``layer`` returns the rules for the parameters of all kinds
     of layers, by their names after ``decoder.layers.<n>.``. ``rope`` returns arguments of ``GPTModel`` for rotary

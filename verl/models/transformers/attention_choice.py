@@ -1,4 +1,4 @@
-"""Which attention of transformers runs padded rows: one that applies everything the model's configuration asks for.
+"""Choose the transformers attention for padded rows: one that applies everything the model's configuration asks for.
 
 ``sdpa`` drops a cap of the logits without a word, and some families have no ``sdpa``, because it has no sinks for
 instance. Packed rows have an attention of verl (``verl.models.transformers.attention``).

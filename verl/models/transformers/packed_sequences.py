@@ -1,4 +1,4 @@
-"""Where the sequences of a packed row begin and end, and which of them see tokens of others."""
+"""The boundaries of the sequences in a packed row, and which sequences attend to others."""
 
 import itertools
 from dataclasses import dataclass

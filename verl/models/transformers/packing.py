@@ -1,4 +1,4 @@
-"""Which models may read packed rows: several rows in one sequence, whose attention is told where each begins.
+"""Decide which models may read packed rows: several rows in one sequence, with boundaries for the attention.
 
 Layers that carry a state along the sequence are not told, and would go on from the state of the row before. This
 imports no torch: the launching process asks too.

@@ -1,4 +1,4 @@
-"""Which models may compute the tokens that several rows begin with once.
+"""Decide which models may compute a common prefix of several rows once.
 
 A shared token must not depend on the row: its layers see nothing but the tokens before it, and draw nothing at random.
 This imports no torch: the launching process asks too.

@@ -88,7 +88,7 @@ class MethodAttrs(TypedDict):
 
 
 class Dispatch(DynamicEnum):
-    """How the arguments of a call are split among the workers and their outputs merged."""
+    """The rule by which a call's arguments are split among the workers and their outputs merged."""
 
     RANK_ZERO: "Dispatch"
     ONE_TO_ALL: "Dispatch"

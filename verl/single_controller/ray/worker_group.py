@@ -463,7 +463,7 @@ def _nsight_options(options: dict[str, Any] | None, num_steps: int) -> dict[str,
 
 
 class Place(NamedTuple):
-    """Where a worker runs: the id of its node, and its process there."""
+    """The location of a worker: the id of its node, and its process there."""
 
     node: str
     pid: int

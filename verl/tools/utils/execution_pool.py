@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class PoolMode(Enum):
-    """Where the functions of a pool run."""
+    """The place where a pool runs its functions."""
 
     ThreadMode = 1
     ProcessMode = 2

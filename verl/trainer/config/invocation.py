@@ -1,4 +1,4 @@
-"""How the command of this process was called: to run, or with ``--check``."""
+"""The mode of this process's command: run, or ``--check``."""
 
 from dataclasses import dataclass, field
 

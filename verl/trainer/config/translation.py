@@ -26,7 +26,7 @@ def file_of_engine(overrides: Iterable[str], config_name: str, folder: str) -> s
 
 
 class Translation:
-    """What becomes of the keys of other versions in the overrides of a command, and in the tree of its files.
+    """The translation of other versions' keys in a command's overrides and in its composed files.
 
     ``known`` are the keys of the files that come with the command: what these files have is no key of another version.
     ``reads`` tells whether code of the user reads what an override adds.

@@ -1,4 +1,4 @@
-"""Where an assistant's turn ends in the text that a chat template writes."""
+"""Find the end of an assistant's turn in the text that a chat template writes."""
 
 import os
 import re
@@ -16,7 +16,7 @@ class ChatFormatError(WrongInput):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The text after what an assistant said.
+    """The text that a template writes after an assistant's content.
 
     Attributes:
         end: the token that ends the turn; in formats whose turns have no end, the token that starts the next turn.

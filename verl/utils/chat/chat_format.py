@@ -1,4 +1,4 @@
-"""How one tokenizer and chat template write a conversation as tokens, piece by piece."""
+"""Encode a conversation as tokens, piece by piece, with one tokenizer and chat template."""
 
 import copy
 import os
@@ -21,7 +21,7 @@ _SHOWN_CHARS = 80
 
 @dataclass(frozen=True)
 class Appended:
-    """Tokens that continue a trajectory after a sampled turn; what came before stays as it is."""
+    """Tokens that continue a trajectory after a sampled turn; earlier tokens stay as they are."""
 
     token_ids: list[int]
 

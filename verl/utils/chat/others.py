@@ -67,7 +67,7 @@ class ControlTexts:
         return shown
 
     def text_of(self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return tokens as text, with cuts in what reads like a control token and is none."""
+        """Decode tokens, and break up ordinary text that reads like a control token."""
         text = decode(token_ids)
         if self._number_in(text) == self.count(token_ids):
             return text

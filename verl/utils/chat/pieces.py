@@ -33,7 +33,7 @@ class Piece:
 def pieces(
     chat: ChatFormat, messages: Sequence[Message], split: bool = False, num_prompt_messages: int = 0
 ) -> list[Piece]:
-    """Return the pieces of a conversation: prompt, turn, what follows it, turn, and so on.
+    """Return the pieces of a conversation: prompt, turn, the text between turns, turn, and so on.
 
     Each turn stands as the template writes it when it is the last one, with its thought for instance, and stays so.
 
@@ -160,7 +160,7 @@ def _turn_start(chat: ChatFormat, history: Sequence[Message], alone: str) -> tup
 
 
 def _separator(chat: ChatFormat, last: str, after: str) -> str:
-    """Return what a template writes after the end of a turn, whether or not another one follows."""
+    """Return the text that a template writes after the end of every turn, whether or not another one follows."""
     shared = len(os.path.commonprefix([last, after]))
     cut = [start for start, stop in chat.special.spans(after) if start < shared < stop]
     return after[: cut[0] if cut else shared]

@@ -17,7 +17,7 @@ _TALKS = (
 
 
 class Writes(Protocol):
-    """What is proven of a ``ChatFormat``."""
+    """The properties proven of a ``ChatFormat``."""
 
     tools: list[dict[str, Any]]
 

@@ -45,7 +45,7 @@ def _processes_of(state: State) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a loader stands, whatever the number of its processes.
+    """The position of a loader in its data, for any number of processes.
 
     Attributes: ``sampler`` is the state of the sampler, ``batches`` the number of batches that it has yielded,
         ``data`` the state of the data set if it has one, and ``is_at_end`` whether the epoch has ended.

@@ -75,7 +75,7 @@ def pad_right(input_ids: Tensor, loss_mask: Tensor, length: int, pad_token_id: i
 
 
 class DatasetPadMode(StrEnum):
-    """How rows are padded."""
+    """The padding of rows."""
 
     RIGHT = "right"
     LEFT_RIGHT = "left_right"

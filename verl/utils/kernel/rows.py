@@ -14,7 +14,7 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class HeadFormula:
-    """How logits follow from ``x``, the product with the weight plus the bias.
+    """The formula of the logits from ``x``, the product with the weight plus the bias.
 
     They are ``softcap * tanh(scale * x / softcap)``, or ``scale * x`` without a cap, divided by the temperature. Rows
     of the weight after ``columns`` are padding, not tokens; -1 stands for all rows.

@@ -1,4 +1,4 @@
-"""What follows the last profiled step: files of other nodes are gathered, and a command of the user runs."""
+"""After the last profiled step, gather the files of other nodes and run the user's command."""
 
 import logging
 import os

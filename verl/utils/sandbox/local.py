@@ -62,7 +62,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Run:
-    """How a program ended.
+    """The result of a program.
 
     ``ok``, ``runtime error`` (also if the test code failed), ``timeout``, ``compile error``, ``output limit``, or
     ``refused`` if the test code cannot run apart from the program.

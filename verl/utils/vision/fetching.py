@@ -52,7 +52,7 @@ def check_no_address(media: MediaConfig, *given: Any) -> None:
 
 
 def fetch(url: str, media: MediaConfig) -> bytes:
-    """Return what is at an ``http`` or ``https`` address.
+    """Download the content of an ``http`` or ``https`` address.
 
     The addresses of its name are checked before each connection, also those of redirects.
 

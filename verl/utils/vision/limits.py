@@ -1,4 +1,4 @@
-"""What images and videos that other people made may be: the node ``data.media``."""
+"""Limits on images and videos from other people: the node ``data.media``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -178,7 +178,7 @@ def concat_multi_modal_inputs(rows: Iterable[SharedRow | RowObject | None]) -> d
 
 
 def names_of_inputs(rows: "Iterable[SharedRow | RowObject | None]") -> list[SharedRow | int]:
-    """Return what tells the objects of rows apart: rows that share one have equal names."""
+    """Return a name for each row's media objects; rows that share an object have equal names."""
     return [row if isinstance(row, SharedRow) else id(row) for row in rows]
 
 

@@ -229,7 +229,7 @@ class RolloutConfig(LogProbConfig):
 
     @property
     def workers_per_engine(self) -> int:
-        """How many workers hold one generation engine; with transformers each worker has one."""
+        """The number of workers that hold one generation engine; with transformers each worker has one."""
         is_alone = self.name in ENGINES and not ENGINES[self.name].spans_workers
         return 1 if is_alone else self.tensor_model_parallel_size * self.data_parallel_size
 

@@ -1,4 +1,4 @@
-"""What was said in a segment, and how incoming requests are compared with it."""
+"""The messages of a segment, and their comparison with incoming requests."""
 
 import time
 import uuid
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model answered to a request.
+    """The model's answer to a request.
 
     Attributes: ``prompt_ids`` are all tokens that it saw; ``text`` is its text, without ``calls``; ``place`` is the
         number of its segment, and of its turn there; ``rest`` is what its tokens hold after the text.
@@ -76,7 +76,7 @@ class ChatHistory:
 
     @property
     def length(self) -> int:
-        """How many messages there are."""
+        """The number of messages."""
         return len(self.messages)
 
     def later(self, request: ChatRequest) -> list[Message] | None:
@@ -123,7 +123,7 @@ class TextHistory:
 
     @property
     def length(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self.token_ids)
 
     def later(self, request: CompletionRequest) -> str | list[int] | None:
@@ -151,7 +151,7 @@ class TextHistory:
 
 @contextmanager
 def refused_templates() -> Iterator[None]:
-    """Turn what a chat template raises for the messages of a client into a refusal."""
+    """Turn an error of the chat template over a client's messages into a refusal."""
     try:
         yield
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:

@@ -84,7 +84,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What a request says besides its prompt.
+    """The options of a request: everything but its prompt.
 
     Attributes: ``sampling`` holds the values that the request names, by name; ``wants_log_probs`` and
         ``wants_token_ids`` say whether the answer has them.

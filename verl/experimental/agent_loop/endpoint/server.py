@@ -49,7 +49,7 @@ _LONG_BODY = 1 << 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may have and cost.
+    """Limits on the size and cost of a request.
 
     Attributes: ``body_bytes``, ``messages``, ``tools`` and ``stops`` of its body; ``body_s`` seconds to send it, and
         ``answer_s`` until the answer.
@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Access:
-    """How an agent reaches its trajectory: what a client of the ``openai`` package takes."""
+    """The address and key of a trajectory, as a client of the ``openai`` package takes them."""
 
     base_url: str
     api_key: str
@@ -129,7 +129,7 @@ class Endpoint:
         self._runner = runner
 
     async def close(self) -> None:
-        """Cancel what is under way, and take no more requests."""
+        """Cancel the open requests, and accept no others."""
         for name in list(self._sessions):
             self._shut(name)
         runner = self._runner

@@ -1,4 +1,4 @@
-"""What the endpoint knows of a trajectory: its segments of tokens, and how incoming messages continue them."""
+"""The endpoint's record of a trajectory: its token segments, and how incoming messages continue them."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ FULL = "context_length_exceeded"
 
 @dataclass(frozen=True)
 class Policy:
-    """What all trajectories of a process share.
+    """The settings that all trajectories of a process share.
 
     Attributes:
         model: the name of the model in answers.
@@ -73,7 +73,7 @@ class Policy:
 
 @dataclass
 class Added:
-    """What a request adds to a segment: tokens, and who adds them."""
+    """The tokens that a request adds to a segment, and their author."""
 
     token_ids: list[int] = field(default_factory=list)
     role: str = "user"
@@ -84,7 +84,7 @@ class Added:
 
 @dataclass
 class Segment(Generic[Said]):
-    """Tokens that grow at their end, and what was said in them."""
+    """A token sequence that only grows at its end, with the messages that it encodes."""
 
     number: int
     history: Said
@@ -94,7 +94,7 @@ class Segment(Generic[Said]):
     answered: float = 0.0
 
     def added(self, token_ids: list[int], messages: Sequence[Message]) -> Added:
-        """Return what new messages add; their time is that since the last answer, if tools sent them."""
+        """Return the tokens that new messages add; messages of tools count the time since the last answer."""
         role = messages[0]["role"]
         seconds = time.perf_counter() - self.answered if role == "tool" else 0.0
         text = "\n".join(message["content"] for message in messages)
@@ -255,7 +255,7 @@ class Session:
         return segment, Added()
 
     async def _write(self, request: ChatRequest, write: Callable[[ChatFormat], Written]) -> Written:
-        """Return what a chat format writes of a request, in a thread."""
+        """Return the tokens that the chat format writes for a request; runs in a thread."""
 
         def written(templates: Templates) -> Written:
             try:

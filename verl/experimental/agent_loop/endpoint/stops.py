@@ -1,4 +1,4 @@
-"""Stop texts, found in what was sampled."""
+"""Find stop texts in sampled tokens."""
 
 import os
 from bisect import bisect_left
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rest:
-    """What the tokens of an answer hold after its text: the stop text, or what ends the turn.
+    """The tokens of an answer after its text: the stop text, or the end of the turn.
 
     Attributes:
         text: it, with what the last token adds to a stop text.

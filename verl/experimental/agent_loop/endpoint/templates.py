@@ -67,7 +67,7 @@ class Templates:
         return form
 
     async def write(self, size: int, work: "Callable[[Templates], T]") -> T:
-        """Return what ``work`` writes of texts with so many characters, in a thread that alone has the tokenizer.
+        """Run ``work``, on texts with so many characters, in the one thread that has the tokenizer; return its result.
 
         Raises: RequestError if that takes too long; what ``work`` raises.
         """

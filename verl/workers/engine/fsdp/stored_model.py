@@ -38,7 +38,7 @@ class WeightFiles(Protocol):
 
 @dataclass
 class Origin:
-    """What one conversion of transformers reads, or the name of one tensor that needs none.
+    """The source tensors of one transformers conversion, or the name of one tensor that needs none.
 
     Attributes:
         first: the tensor of the model after which transformers names the conversion; it may yield several.
@@ -132,7 +132,7 @@ class StoredModel:
 
 
 class _Expected(NamedTuple):
-    """What an operation asks of the model: the shape of the tensor that it makes."""
+    """The shape of the tensor that an operation makes, as the model expects it."""
 
     shape: torch.Size
 

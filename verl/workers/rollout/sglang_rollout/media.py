@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """What the processor makes of an image or a video.
+    """The processor's output for an image or a video.
 
     Attributes:
         tokens: what stands for it in the prompt.

@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Write:
-    """What a place holds.
+    """The content of a place.
 
     Attributes:
         name: the checkpoint tensor.
