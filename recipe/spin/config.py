@@ -14,7 +14,7 @@ _OF_PPO += ("loss_agg_mode", "use_rollout_log_probs")
 
 @dataclass
 class SPINActorConfig(FSDPActorConfig):
-    """A policy that learns from pairs of its own responses.
+    """Configuration of a policy that learns from pairs of its responses.
 
     Source: DPO (arXiv:2305.18290), equation 7, with label smoothing as in conservative DPO; IPO (arXiv:2310.12036),
     equation 17.

@@ -96,7 +96,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of each token, (B, T), and what is known about each for the metrics.
+    """The loss of each token, (B, T), with values per token for the metrics.
 
     Attributes:
         loss: before weights and mask; numbers outside the mask do not count.

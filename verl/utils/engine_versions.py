@@ -1,4 +1,4 @@
-"""The versions of vLLM that each mode of a rollout needs, held against what is installed; nothing is imported."""
+"""Compare the installed vLLM with the versions that each rollout mode needs; nothing is imported."""
 
 import contextlib
 import importlib.metadata
@@ -30,7 +30,7 @@ def installed_version(pkg: str = "vllm") -> str | None:
 
 
 def check_vllm(mode: str, key: str = "actor_rollout_ref.rollout.name") -> None:
-    """Check that an installed vLLM has what a mode needs; ``key`` is that of the engine's name.
+    """Check that the installed vLLM is new enough for a mode; ``key`` is that of the engine's name.
 
     A version that cannot be compared, as of a build from a clone without tags, gets a notice.
 

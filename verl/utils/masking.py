@@ -1,4 +1,4 @@
-"""Hide secrets in what a run writes: values whose key names a secret, those of the environment, and texts by shape."""
+"""Hide secrets in a run's output: values whose key names a secret, secrets of the environment, and texts by shape."""
 
 import re
 from collections.abc import Iterator, Mapping

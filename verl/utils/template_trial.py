@@ -76,7 +76,7 @@ def _chats() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _render(environment: jinja2.Environment, template: str, chat: dict[str, Any]) -> None:
-    """Render a chat; what the template raises is no problem, since it may refuse the chat."""
+    """Render a chat; an error that the template raises is no problem, since it may refuse the chat."""
     longest = longest_text(len(json.dumps(chat)))
     size = 0
     try:
@@ -103,12 +103,12 @@ def _environment() -> jinja2.Environment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag around what an assistant says, which changes no text."""
+    """The tag around an assistant's content, which changes no text."""
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
-        """Return what stands between the tags."""
+        """Return the content between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -100,7 +100,7 @@ class GenerationConfig:
         )
 
     def _violations(self, broken: set[str]) -> Iterator[Violation]:
-        """Yield what is wrong apart from the nodes of rollout and model; ``broken`` are wrong keys of these."""
+        """Yield violations outside the nodes of rollout and model, whose wrong keys are ``broken``."""
         data = self.data
         rollout = self.rollout
         trainer = self.trainer

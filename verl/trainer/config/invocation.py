@@ -25,7 +25,7 @@ def only_checks() -> bool:
 
 
 def refused_keys() -> list[Violation]:
-    """Return what the command line of a check holds that no configuration can: it was left out."""
+    """Return the overrides that a check left out, because no configuration can hold them."""
     return call.refused
 
 

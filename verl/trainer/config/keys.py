@@ -218,7 +218,7 @@ def _field_names(target: Any) -> set[str] | None:
 
 
 def replaced_keys(tree: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield each key of another version in a tree, unless an interpolation reads it, with what to write instead."""
+    """Yield each key of another version in a tree, unless an interpolation reads it, and its replacement."""
     references = referenced_keys(tree)
     seen: list[str] = []
     for key in dotted_keys(tree):

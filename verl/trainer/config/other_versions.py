@@ -1,4 +1,4 @@
-"""Keys of other versions of the established project, and what the command does with each of them.
+"""Keys of other versions of the established project, and the command's treatment of each.
 
 ``ROWS`` is the one table: the command line, files of the user, ``--help``, and the page "Coming from another version"
 show or apply it. ``verl.trainer.config.translation`` applies it.
@@ -40,7 +40,7 @@ class Untranslatable(ValueError):
 
 @dataclass(frozen=True)
 class Translated:
-    """Values by our keys: those that are asked for, and those that follow unless the user writes them too.
+    """Values by our keys: the requested ones, and those that follow unless the user writes them too.
 
     ``notices`` say of a given key why it has no effect.
     """
@@ -79,7 +79,7 @@ class Row:
         return key == self.key or key.startswith(f"{self.key}.")
 
     def needs_nothing(self, key: str, value: Any) -> bool:
-        """Whether a value asks for nothing, or for what this version does anyway."""
+        """Whether a value asks for nothing, or for the present behaviour."""
         is_off = value is None or value == {} or (value is False and key.endswith(SWITCHES))
         takes_all = self.decision == ACCEPTED and not self.accepts
         return is_off or takes_all or any(value == each and type(value) is type(each) for each in self.accepts)

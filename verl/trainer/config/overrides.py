@@ -1,4 +1,4 @@
-"""Fit the overrides of a command line to the tree that they change, and list those that no tree can have."""
+"""Fit the overrides of a command line to the tree that they change, and list the impossible ones."""
 
 import os
 import re

@@ -112,7 +112,7 @@ class RayConfig(BaseConfig):
     timeline_json_file: str | None = setting(None, "file for the Ray timeline at the end of the run")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield arguments that ``ray.init`` does not take; those that begin with _ are Ray's own."""
+        """Yield arguments that ``ray.init`` does not take; Ray has undocumented ones that begin with _."""
         given = {name: value for name, value in (self.ray_init or {}).items() if not name.startswith("_")}
         for name in given.keys() - {"num_cpus"}:  # the one in our YAML; to know the others takes a while
             if name not in ray_arguments():

@@ -203,7 +203,7 @@ def examined_sft_config(
 def _violations(
     config: DictConfig, tree: Mapping[str, Any], run: SFTConfig, wrong: list[Violation], world_size: int
 ) -> Iterator[Violation]:
-    """Yield what is wrong with ``config``; ``run`` is its engine ``tree`` with types, ``wrong`` what that refuses."""
+    """Yield the violations of ``config``; ``run`` is its engine ``tree`` with types, ``wrong`` what typing refused."""
     raw: Any = OmegaConf.to_container(config, resolve=False)
     missing = [Violation(key, "???", "is missing") for key in dotted_keys(raw) if select(raw, key) == "???"]
     yield from missing

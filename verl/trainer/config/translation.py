@@ -62,7 +62,7 @@ class Translation:
         self.before[:0] = [f"~{key}" for key in self.in_files]
 
     def tell(self) -> None:
-        """Name what has been translated, with our keys."""
+        """Print the translated keys, each with ours."""
         if self._said:
             logger.warning("keys of another version: %s", "; ".join(dict.fromkeys(self._said)))
 

@@ -198,7 +198,7 @@ def _step_rules(run: RunConfig) -> Iterator[Violation]:
 
 
 def _lazy_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield what needs the tokens of the whole batch in one process."""
+    """Yield settings that need the tokens of the whole batch in one process."""
     name = run.algorithm.adv_estimator
     if name not in ADV_ESTIMATORS:
         expected = (

@@ -1,4 +1,4 @@
-"""Tell the keys that the user has written, on the command line or in a file, from those that have their default."""
+"""Tell keys that the user wrote, on the command line or in a file, from defaults."""
 
 import importlib.resources
 import os

@@ -62,7 +62,7 @@ StrPath = str | os.PathLike[str]
 
 
 class CheckpointError(WrongInput):
-    """A checkpoint cannot be used; the message says why and what to do."""
+    """A checkpoint cannot be used; the message gives the reason and a remedy."""
 
 
 # ---- files

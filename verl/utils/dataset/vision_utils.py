@@ -576,7 +576,7 @@ def check_media(check: ColumnCheck, settings: DataConfig) -> None:
 
 
 def encoded_media(processor: Any, media: Described, kwargs: Described) -> Row:
-    """Return what a processor makes of ``multi_modal_data`` alone: images, and videos as (frames, metadata)."""
+    """Encode ``multi_modal_data`` with a processor, without text: images, and videos as (frames, metadata)."""
     images = list(media.get("image") or ())
     videos = list(media.get("video") or ())
     if not images and not videos:

@@ -11,7 +11,7 @@ LOG_ZERO = -1e4
 
 
 def chunk_elements(logits: Tensor) -> int:
-    """Return the default number of logits in a chunk: what fits the cache of a CPU, or enough work for a GPU."""
+    """Return the default number of logits in a chunk: small enough for a CPU's cache, large enough to fill a GPU."""
     return 1 << 20 if logits.device.type == "cpu" else 1 << 25
 
 

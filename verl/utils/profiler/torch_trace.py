@@ -24,7 +24,7 @@ Schedule = Callable[[int], ProfilerAction]
 
 
 class TorchTrace(Tool):
-    """Records every task of a role; of a task with mini-batches those that the options choose."""
+    """Record every task of a role, and within a task the mini-batches that the options choose."""
 
     options: TorchProfilerToolConfig
 
@@ -109,7 +109,7 @@ class TorchTrace(Tool):
         )
 
     def _keep(self, recorded: list[profile], task: str) -> None:
-        """Keep what a task has recorded for the trace of the step, or for its own."""
+        """Keep a task's events, for the trace of the step or for a separate trace."""
         path = self.path
         if self.options.discrete:
             path = path.with_name(f"{task}_{self._tasks[task]}_{path.name}")

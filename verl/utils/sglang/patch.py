@@ -75,7 +75,7 @@ _SAMPLING_BACKEND = "pytorch"
 
 
 def draw_by_seeds() -> None:
-    """Draw each token by the seed of its request and the token's position, and score it by what it was drawn from.
+    """Draw each token by its request's seed and its position, and score it under the distribution it was drawn from.
 
     Versions: 0.5.21 to 0.5.23. SGLang reads seeds with ``enable_deterministic_inference`` only, which refuses the
     attention of a CPU, and draws by them with a Triton kernel. There a token also depends on the other requests of its
@@ -414,7 +414,7 @@ def answer_calls(
 
 
 def take_encoded_media(manager: Any) -> None:
-    """Let requests to a tokenizer manager bring what a processor has made of their images and videos.
+    """Let requests to a tokenizer manager bring images and videos that a processor has already encoded.
 
     Versions: 0.5.21 to 0.5.23, whose processors encode a prompt again, and choose pixels and positions by rules of
     their own. ``image_data`` is then one ``MultimodalProcessorOutput``. Remove when requests may hold one.

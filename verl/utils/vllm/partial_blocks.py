@@ -97,7 +97,7 @@ class PartialBlocks:
 
 
 def _extra_key(request: Any, start: int, count: int) -> bytes:
-    """Return what tells requests with equal tokens apart: images, adapter, salt."""
+    """Return the keys that tell requests with equal tokens apart: images, adapter, salt."""
     if not (request.mm_features or request.lora_request or request.cache_salt or request.prompt_embeds is not None):
         return b""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys

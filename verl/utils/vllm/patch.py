@@ -538,7 +538,7 @@ def zero_dummy_weights() -> None:
 
 
 def load_media_on_use() -> None:
-    """Let what stands in vLLM for a package that was not imported with it be the package, imported at first use.
+    """Replace vLLM's placeholder of a package by the package itself, imported at first use.
 
     Versions: 0.32 on a CPU, where ``import_vllm`` leaves out what decodes audio and video. Remove when vLLM imports
     these packages at first use.

@@ -86,5 +86,5 @@ class ActorRolloutRefConfig(BaseConfig):
 
     @property
     def reference_is_in_actor(self) -> bool:
-        """Whether the actor's workers hold the reference: the base of its adapters, or a model of its own."""
+        """Whether the actor's workers hold the reference: the base model under the adapters, or a separate model."""
         return self.model.lora_rank > 0 or self.actor.holds_reference

@@ -262,7 +262,7 @@ class BaseEngine(ABC):
     def _run_micro_batches(
         self, micro_batches: list[MicroBatch], rounds: int, use: OutputFn, spec: PassSpec, forward_only: bool
     ) -> None:
-        """Run ``rounds`` forward (and backward) passes; ``use`` takes each output and returns what is differentiated.
+        """Run ``rounds`` forward (and backward) passes; ``use`` turns each output into the loss to differentiate.
 
         Ranks have different numbers of micro-batches, but passes are collective. A rank with fewer than ``rounds``
         runs empty passes for the rest.

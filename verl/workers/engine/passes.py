@@ -321,7 +321,7 @@ def pack_shared_rows(data: DataProto, lead: int = 1) -> PackedRows:
 
 
 def keys_of(data: DataProto) -> Tensor:
-    """Return what tells the tokens of rows apart, (b, L, C); see ``token_keys``.
+    """Return keys that tell the tokens of rows apart, (b, L, C); see ``token_keys``.
 
     Rows with images share tokens if they have the same images, all in the same prompt: each image is then shown once by
     what they share. A tool may have shown some of them where a response has tokens that do not count.

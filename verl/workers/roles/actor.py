@@ -63,7 +63,7 @@ class ActorWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: Any) -> None:
-        """Train with ``loss_fn(model_output=, data=)`` from now on; see ``losses.ppo_loss`` for what it returns."""
+        """Train with ``loss_fn(model_output=, data=)`` from now on; ``losses.ppo_loss`` documents its result."""
         self.loss_fn = as_engine_loss(loss_fn)
         self.prepare = None
 

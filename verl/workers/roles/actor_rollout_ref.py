@@ -249,7 +249,7 @@ class ActorRolloutRefWorker(EngineWorker):
         role: str = "actor",
         enable_activation_offload: bool | None = None,
     ) -> tuple[Any, Any, Any, Any]:
-        """Build model, optimizer and schedule of ``actor`` or ``ref``; a subclass may change what this returns.
+        """Build model, optimizer and schedule of ``actor`` or ``ref``; a subclass may change the result.
 
         Args: None stands for the value of the configuration. On Megatron-Core ``fsdp_config`` is the node ``megatron``.
         Returns: the model (on Megatron-Core a list of chunks), its optimizer and schedule (None for a reference), and

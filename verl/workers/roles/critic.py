@@ -52,7 +52,7 @@ class CriticWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: Any) -> None:
-        """Train with ``loss_fn(model_output=, data=)`` from now on; see ``losses.value_loss`` for what it returns."""
+        """Train with ``loss_fn(model_output=, data=)`` from now on; ``losses.value_loss`` documents its result."""
         self.loss_fn = as_engine_loss(loss_fn)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))

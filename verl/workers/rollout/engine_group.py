@@ -64,7 +64,7 @@ class EngineGroup:
         return found
 
     def gathered(self, make: Callable[[], T]) -> list[T]:
-        """Return what all ranks have made, in their order; raise if one could not make it."""
+        """Return the results of all ranks, in rank order; raise if one rank failed."""
         if self._group is None:
             return [make()]
         failure: Exception | None = None

@@ -105,7 +105,7 @@ def _check(engine: str, layer: str | None, kind: str, parameters: Mapping[str, A
 def _parameters(
     engine: str, text: Any, layer: str | None, kind: str, parameters: dict[str, Any], length: int
 ) -> dict[str, Any]:
-    """Return parameters by which the engine computes what transformers does for a row of ``length`` tokens."""
+    """Return rope parameters that make the engine compute as transformers does for a row of ``length`` tokens."""
     if kind == "yarn" and engine == "sglang" and parameters.get("attention_factor") is not None:
         own = {name: value for name, value in parameters.items() if name != "attention_factor"}
         return own | {"attn_factor": parameters["attention_factor"] / _yarn_scale(parameters)}
@@ -162,7 +162,7 @@ def _longrope(text: Any, layer: str | None, parameters: dict[str, Any], length: 
 
 
 def _yarn_scale(parameters: Mapping[str, Any]) -> float:
-    """Return by what SGLang multiplies ``attn_factor``.
+    """Return the factor by which SGLang multiplies ``attn_factor``.
 
     Source: YaRN (arXiv:2309.00071), section 3.4, with the two weights of DeepSeek-V2.
     """

@@ -1,4 +1,4 @@
-"""What all engines read of the config: context, layout, key-value cache, and whether batches may matter."""
+"""The settings that all engines read: context length, layout, key-value cache, and batch invariance."""
 
 import math
 from collections.abc import Mapping

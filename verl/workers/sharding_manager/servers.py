@@ -176,7 +176,7 @@ class ServerWeights:
         return not self._targets
 
     def resume(self, handles: Mapping[str, Actor]) -> None:
-        """Let the servers answer requests, those that an update has not paused included."""
+        """Let the servers answer requests, also those that no update has paused."""
         for name in self._call_all(handles, lambda name: handles[name].resume.remote()):
             logger.debug("rollout server %s serves", name)
 
@@ -302,7 +302,7 @@ class ServerSync:
 
     @staticmethod
     def _of_rank_0(choice: T) -> T:
-        """Return what rank 0 has chosen, since a stream of weights is collective."""
+        """Return the choice of rank 0, since a stream of weights is collective."""
         box = [choice]
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             torch.distributed.broadcast_object_list(box, src=0)

@@ -16,14 +16,14 @@ _OPTIONS = ("runtime_env", "_system_config", "include_dashboard")
 
 
 def fork_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield what keeps the processes of a run from starting from one that has imported, if they shall."""
+    """Yield a violation if a run asks for forked workers and something prevents them."""
     if run.ray_kwargs.fork_workers:
         for expected in obstacles(run.trainer.device, run.ray_kwargs.ray_init or {}, run.global_profiler.tool):
             yield Violation(KEY, True, expected)
 
 
 def obstacles(device: str, ray_init: Mapping[str, Any], profiler: str | None) -> Iterator[str]:
-    """Yield what keeps Ray from starting its processes from one that has imported, and what to do.
+    """Yield each obstacle to forking Ray's processes from one that has imported, with a remedy.
 
     Without a choice these processes start by themselves then. A fork must not share the libraries of an accelerator, it
     lives on the machine of the launch, and it starts with what the launch has imported, whatever its own environment

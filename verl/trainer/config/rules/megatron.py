@@ -235,7 +235,7 @@ def bridged_architecture(node: Tree, fields: ConfigFields | None, engine: McoreE
 
 
 def bridge_rules(architecture: str, engine_key: str, device: str, on_fsdp: str) -> Iterator[Violation]:
-    """Yield what keeps mbridge from building a model; ``on_fsdp`` says what to write for a run on FSDP."""
+    """Yield each obstacle to building a model with mbridge; ``on_fsdp`` is the advice for a run on FSDP."""
     missing = [name for name in ("mbridge", "transformer_engine") if importlib.util.find_spec(name) is None]
     if device != "cuda":
         missing.insert(0, "CUDA devices")

@@ -166,7 +166,7 @@ _UNCHANGED = {"model_config": {}, "moe_config": {"freeze_moe_router": False}}
 
 
 def keys_of_absent_roles(run: RunConfig, tree: Mapping[str, Any], use_reference: bool) -> Iterator[Violation]:
-    """Yield what the free nodes of roles that this run does not have hold: no reader of theirs checks it."""
+    """Yield the entries in free nodes of roles that this run lacks: nothing reads them."""
     absent = {
         "critic": "no critic is trained" if run.critic is None else "",
         REF: "" if use_reference else "there is no reference policy",
@@ -178,7 +178,7 @@ def keys_of_absent_roles(run: RunConfig, tree: Mapping[str, Any], use_reference:
 
 
 def free_entries(run: RunConfig, tree: Mapping[str, Any], roles: Mapping[str, str]) -> Iterator[Violation]:
-    """Yield what the free nodes of ``roles`` hold beyond their defaults; ``roles`` has a reason for each role."""
+    """Yield the entries in free nodes of ``roles`` that are not defaults; ``roles`` has a reason for each role."""
     if run.critic is None:
         run = replace(run, critic=NodeReader().node({}, "critic", critic_class(tree.get("critic") or {})))
     policy = f"{ACTOR}.megatron"
@@ -196,7 +196,7 @@ def free_entries(run: RunConfig, tree: Mapping[str, Any], roles: Mapping[str, st
 
 
 def _padded_models(run: RunConfig) -> Iterator[Idle]:
-    """Yield what padded rows do not read."""
+    """Yield keys that padded rows do not read."""
     models = [(MODEL, run.actor_rollout_ref.actor.strategy), (f"{REWARD}.model", run.reward_model.strategy)]
     models += [] if run.critic is None else [("critic.model", run.critic.strategy)]
     for node, strategy in models:

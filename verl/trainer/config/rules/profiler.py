@@ -151,7 +151,7 @@ def _step_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterat
 
 
 def _end_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield what would follow the last profiled step where there is none, and ranks that do not exist."""
+    """Yield actions after the last profiled step in runs that profile no step, and ranks that do not exist."""
     profiler = run.global_profiler
     for name in ("relocate_results", "finish_hook_cmd"):
         if profiler[name] and not profiler.steps:

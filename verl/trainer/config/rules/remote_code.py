@@ -1,4 +1,4 @@
-"""Rules for models with remote code: permission to run it, and what their families cannot do."""
+"""Rules for models with remote code: permission to run it, and the limits of their families."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def family_rules(run: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Violation]:
-    """Yield what the family of the policy cannot do, if its code is remote."""
+    """Yield settings that the family of a policy with remote code does not support."""
     family = hf_config.get("model_type")
     if family not in REMOTE_FAMILIES:
         return

@@ -1,4 +1,4 @@
-"""One copy of the weights for trainer and engine: what both must be like."""
+"""Requirements for one copy of the weights in trainer and engine."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple

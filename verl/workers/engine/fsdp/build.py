@@ -110,7 +110,7 @@ def packed_implementation(model_config: "HFModelConfig", sp_size: int) -> str:
 
 
 def own_attention_implementation(model_config: "HFModelConfig") -> str:
-    """Resolve ``override_config.attn_implementation`` for a model that has a table of attentions of its own."""
+    """Resolve ``override_config.attn_implementation`` for a model with its own table of attentions."""
     asked: str | None = model_config.override_config.get("attn_implementation")
     return "eager" if asked in (None, VARLEN_ATTENTION) else asked
 
@@ -132,7 +132,7 @@ def use_packed_attention(module: nn.Module) -> None:
 
 
 def keep_attention_whole(module: nn.Module, device: torch.device) -> None:
-    """Choose another attention for a built transformers model whose own drops what its configuration asks for."""
+    """Replace the attention of a built transformers model if it drops a feature that the configuration asks for."""
     config = getattr(module, "config", None)
     if config is None or config.get_text_config()._attn_implementation != "sdpa":
         return
@@ -411,7 +411,7 @@ def _hold_in_fp32(model: nn.Module, pattern: str) -> None:
 
 
 def load_buffers(model: nn.Module, read: LocalReader) -> None:
-    """Fill the buffers that checkpoints hold; those that this one lacks keep the values of a new model, with a warning.
+    """Fill the persistent buffers from a checkpoint; a missing one keeps the value of a new model, with a warning.
 
     No rank shards a buffer. One that transformers holds in fp32 whatever the dtype of the weights, such as the bias of
     a router, is held so here.

@@ -567,7 +567,7 @@ class SharedWeights:
         return bool(self._wanting and self._owners)
 
     def exchange(self, plan: Callable[[], None]) -> None:
-        """Collect the requests that ``plan`` makes by ``want``, and send what other workers request.
+        """Collect the requests that ``plan`` makes by ``want``, and send the parts that other workers request.
 
         Raises: on all workers, the error that ``plan`` raises on one.
         """

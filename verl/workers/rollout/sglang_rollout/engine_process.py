@@ -1,4 +1,4 @@
-"""What runs in the processes of SGLang's engine: our patches around its own functions, and the receiver of weights.
+"""Code that runs in the processes of SGLang's engine: our patches, and the receiver of weights.
 
 SGLang's engine starts its processes by name of these functions; multiprocessing imports this module there.
 """

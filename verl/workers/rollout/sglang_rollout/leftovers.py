@@ -1,4 +1,4 @@
-"""What SGLang's engine leaves behind on a machine, and its removal however the engine's owner ends."""
+"""Remove the files and sockets that SGLang's engine leaves on a machine, however the engine's owner ends."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Turn the images and videos of prompts into what SGLang's scheduler takes, with tokens and positions of training.
+"""Convert the images and videos of prompts to inputs of SGLang's scheduler, with the tokens and positions of training.
 
 SGLang's own processors tokenize a prompt again, and choose pixels and positions by rules of their own. So the model's
 processor runs here, on each image and video alone, as it does in the data set; the scheduler gets the result.

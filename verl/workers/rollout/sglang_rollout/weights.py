@@ -118,7 +118,7 @@ class EngineWeights:
         self._known = {place: write.name for place, write in self._writes.items()}
 
     def verify(self) -> int:
-        """Compare what the parameters hold with what was written, and return how many tensors cannot be found there.
+        """Compare the parameters with the tensors that were written; return how many cannot be compared.
 
         Raises: RuntimeError naming the tensors that differ.
         """

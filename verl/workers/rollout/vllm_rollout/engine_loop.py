@@ -193,7 +193,7 @@ class EngineLoop:
 
     @property
     def load(self) -> tuple[int, int]:
-        """The numbers of requests in the engine, and of those that wait for a paused engine."""
+        """The number of requests in the engine, and the number that wait for a paused engine."""
         return len(self._open), len(self._held)
 
     # ---- for one thread of every rank
@@ -261,7 +261,7 @@ class EngineLoop:
             self._end_burst()
 
     def _turn(self) -> bool:
-        """Handle what has arrived, and step if there is work; return whether the thread goes on."""
+        """Handle the messages in the inbox, and step if there is work; return whether the thread goes on."""
         events, steps = self._arrived()
         for event in events:
             if isinstance(event, _Stop):
@@ -288,7 +288,7 @@ class EngineLoop:
         return events, steps
 
     def _received(self) -> list[_Event]:
-        """Return what is in the inbox; an idle engine waits for an event, and for the requests that follow at once.
+        """Return the messages in the inbox; an idle engine waits for one, and for the requests that follow at once.
 
         A batch arrives request by request, and a step with only the first of them would hold up all the others.
         """

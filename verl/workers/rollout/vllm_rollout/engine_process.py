@@ -1,4 +1,4 @@
-"""What a server's engine has in its own processes: our patches, and the receiver of weights.
+"""Code that runs in the processes of a server's engine: our patches, and the receiver of weights.
 
 vLLM imports this module there by ``worker_extension_cls``, before it loads the model. Nothing else imports it: it
 changes the process.
@@ -113,7 +113,7 @@ class WeightReceiver(base.WeightTransferEngine[Connection, Arrival]):
         self._weights.load(bucket)
 
     def finish_weight_update(self) -> None:
-        """Close the model, and compare what it holds with what arrived.
+        """Close the model, and compare its weights with those that arrived.
 
         Raises: RuntimeError naming tensors that are missing or differ.
         """

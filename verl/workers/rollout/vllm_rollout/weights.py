@@ -224,7 +224,7 @@ class Piece:
     stacked: tuple[Span, ...] = ()
 
     def read(self) -> Tensor:
-        """Return the engine's values: a view, or a copy of what the products of a packed layer use."""
+        """Return the engine's values: a view, or for a packed layer a copy of the values that its products use."""
         product = vars(self.module).get("cpu_linear")
         if self.parameter == "weight" and isinstance(product, PackedProduct):
             return _cut(product.weight(), self.held)
