@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV="${VERL_VENV:-.venv}"
 EXTRAS="cpu,mcore,math,geo,tools,langgraph,test,docs"
-CONSTRAINTS="requirements/constraints-cpu.txt"
+CONSTRAINTS="requirements-cpu.lock"
 SGLANG=(sglang gguf ipython traitlets) # what SGLang imports on a CPU beyond the dependencies of verl and vLLM
 TORCH_VERSION="$(sed -n 's/^torch==//p' "$CONSTRAINTS")"
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"

@@ -30,11 +30,11 @@ esac
 def setup(tmp_path):
     """Return a function that runs the script in a copy of what it reads, and gives exit code, output and notes."""
     clone = tmp_path / "a clone (1)"
-    (clone / "requirements").mkdir(parents=True)
+    clone.mkdir()
     for name in (
         "scripts/setup_env.sh",
         "scripts/torch_extras.py",
-        "requirements/constraints-cpu.txt",
+        "requirements-cpu.lock",
         "pyproject.toml",
     ):
         (clone / name).parent.mkdir(exist_ok=True)

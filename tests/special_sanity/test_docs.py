@@ -63,7 +63,7 @@ def test_files_named_in_the_docs_exist() -> None:
     missing = []
     for page in PAGES:
         for word in re.findall(
-            r"`((?:verl|examples|scripts|tests|docs|requirements|recipe)/[\w./\-]+)`", page.read_text()
+            r"`((?:verl|examples|scripts|tests|docs|benchmarks|recipe)/[\w./\-]+)`", page.read_text()
         ):
             if not (ROOT / word).exists():
                 missing.append(f"{page.relative_to(ROOT)}: {word}")

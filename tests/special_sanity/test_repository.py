@@ -201,12 +201,21 @@ def test_third_party_imports_are_declared() -> None:
     assert not missing, f"imported by the library, but not among the dependencies of pyproject.toml: {missing}"
 
 
+def test_pyproject_is_the_only_source_of_requirements() -> None:
+    assert {path.name for path in ROOT.glob("requirements*") if path.is_file()} == {
+        "requirements.txt",
+        "requirements-cpu.lock",
+    }
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == ["-e ."]
+
+
 def test_constraints_satisfy_the_bounds_of_the_project() -> None:
     from packaging.requirements import Requirement
 
     pins = dict(
         line.strip().split("==")
-        for line in (ROOT / "requirements" / "constraints-cpu.txt").read_text().splitlines()
+        for line in (ROOT / "requirements-cpu.lock").read_text().splitlines()
         if "==" in line and not line.startswith("#")
     )
     pins = {normalised(key): version for key, version in pins.items()}
