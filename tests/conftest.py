@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+import omegaconf.base
 import pytest
 from hypothesis import settings
 from omegaconf import OmegaConf
@@ -43,7 +45,10 @@ def _load(file: Any) -> Any:
     return pickle.loads(_parsed[key])
 
 
-pytest.MonkeyPatch().setattr(OmegaConf, "load", staticmethod(_load))  # as long as this process lives
+_as_long_as_this_process_lives = pytest.MonkeyPatch()
+_as_long_as_this_process_lives.setattr(OmegaConf, "load", staticmethod(_load))
+# Half of the time in which a configuration is read; OmegaConf only reads the trees that it gets.
+_as_long_as_this_process_lives.setattr(omegaconf.base, "parse", cache(omegaconf.base.parse))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.dapo.main_dapo import DAPOTaskRunner
 from recipe.entropy.main_entropy import EntropyTaskRunner
 from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner
+from tests.composition import composed_config
 from tests.special_sanity.test_docs import PAGES
 from verl.base_config import ConfigError
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.generation_server import parse_generation_server
 from verl.trainer.config.keys import OPTIONAL, dotted_keys, is_free
 from verl.trainer.config.other_versions import ROWS
-from verl.trainer.config.overrides import make_names_absolute
 from verl.trainer.config.rules import profiler
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.sft import parse_sft_config
@@ -115,10 +114,7 @@ def composed(module: str, overrides: list[str], name: str | None = None, path: s
     folder = ROOT.joinpath(*module.split(".")[:-1], path or "config")
     if not folder.is_dir():
         folder = ROOT / (path or "config")
-    with initialize_config_dir(str(folder), version_base=None):
-        config = compose(name or CONFIG_OF_MODULE[module], overrides=overrides)
-        make_names_absolute(config, name or CONFIG_OF_MODULE[module], overrides)
-    return config
+    return composed_config(folder, name or CONFIG_OF_MODULE[module], overrides)
 
 
 def override_for(script: Path) -> tuple[str, str]:

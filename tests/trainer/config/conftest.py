@@ -2,18 +2,12 @@
 
 import json
 from collections.abc import Callable
-from copy import deepcopy
-from functools import cache
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from verl.trainer.config.overrides import make_names_absolute
+from tests.composition import composed_config
 
 CONFIG_DIR = str(Path(__file__).resolve().parents[3] / "verl" / "trainer" / "config")
 
@@ -49,35 +43,13 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-@cache
-def _composed(name: str, folder: Path, words: tuple[str, ...]) -> DictConfig:
-    with initialize_config_dir(str(folder), version_base=None):
-        config = compose(name, list(words))
-        make_names_absolute(config, name, list(words))
-    return config
-
-
-def _chooses_a_file(override: Override) -> bool:
-    key = override.key_or_group
-    return override.package is not None or "." not in key or key.startswith("hydra.")
-
-
 @pytest.fixture(scope="session")
 def composed(small_run: list[str]) -> Callable[..., DictConfig]:
-    """Compose ``ppo_trainer`` with the overrides of the small run and then the given ones.
-
-    Hydra reads and merges the files once for all overrides that choose no other files.
-    """
+    """Compose ``ppo_trainer`` with the overrides of the small run and then the given ones."""
 
     def make(
         *overrides: str, name: str = "ppo_trainer", base: bool = True, folder: str | Path = CONFIG_DIR
     ) -> DictConfig:
-        words = tuple(small_run if base else ())
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        if any(map(_chooses_a_file, parsed)):
-            return deepcopy(_composed(name, Path(folder), (*words, *overrides)))
-        config = deepcopy(_composed(name, Path(folder), words))
-        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
-        return config
+        return composed_config(Path(folder), name, overrides, small_run if base else ())
 
     return make

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from verl.workers.config import ActorConfig
@@ -100,6 +101,11 @@ class Row:
         return f"{self.meaning}: {self.instead}" if self.instead else self.meaning
 
 
+@cache
+def _covering(key: str) -> tuple[Row, ...]:
+    return tuple(row for row in ROWS if row.covers(key))
+
+
 def row_of(key: str, value: Any = None, roots: Mapping[str, Any] | None = None) -> Row | None:
     """Return the row of a key with a value, the one that says most; None if there is none.
 
@@ -107,9 +113,8 @@ def row_of(key: str, value: Any = None, roots: Mapping[str, Any] | None = None) 
     """
     found = [
         row
-        for row in ROWS
-        if row.covers(key)
-        and (not row.only or value in row.only)
+        for row in _covering(key)
+        if (not row.only or value in row.only)
         and (roots is None or not row.roots or any(root in roots for root in row.roots))
     ]
     return max(found, key=lambda row: (row.key.count("."), len(row.key), bool(row.only)), default=None)
