@@ -88,7 +88,7 @@ def save_weights(
 
     from verl.models.mcore.gpt.export import module_weights
 
-    models = wrapped_models if isinstance(wrapped_models, list | tuple) else [wrapped_models]
+    models = [wrapped_models] if isinstance(wrapped_models, nn.Module) else wrapped_models
     keeps = not dist.is_initialized() or dist.get_rank() == 0
     whole = {}
     for name, tensor in module_weights(models, config):

@@ -61,7 +61,8 @@ def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: b
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy={strategy!r} must be one of {', '.join(_STRATEGIES)}")
     if enable_ckpt:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     forward = model.forward
 
     @functools.wraps(forward)
@@ -71,4 +72,4 @@ def enable_activation_offloading(model: nn.Module, strategy: str, enable_ckpt: b
         with offloaded_activations(model, pin_memory=get_device_name() != "cpu"):
             return forward(*args, **kwargs)
 
-    model.forward = offloading  # type: ignore[method-assign]
+    model.forward = offloading

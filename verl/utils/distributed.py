@@ -9,11 +9,11 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export its type
+from torch._C._distributed_c10d import HashStore, TCPStore  # torch.distributed does not export their types
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl.utils import envs
@@ -76,7 +76,7 @@ def _store_of_one_machine(timeout: datetime.timedelta) -> TCPStore | None:
 
 def initialize_lone_process_group() -> None:
     """Start a group of this process alone, which needs no address."""
-    dist.init_process_group(get_process_group_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(get_process_group_backend(), store=HashStore(), rank=0, world_size=1)
 
 
 def initialize_global_process_group_ray(timeout_second: float | None = None) -> None:
@@ -169,7 +169,7 @@ def run_and_leave(command: Callable[[], None]) -> NoReturn:
 
 def _gpu_numa_node(device_index: int) -> int:
     """Read the NUMA node of a GPU from sysfs; -1 if it is unknown."""
-    properties = torch.cuda.get_device_properties(device_index)  # the fields differ between torch versions
+    properties: Any = torch.cuda.get_device_properties(device_index)  # the fields differ between torch versions
     bus = getattr(properties, "pci_bus_id", None)
     if bus is None:
         return -1

@@ -300,6 +300,7 @@ class FlopsCounter:
 
     def _of_tower(self, images: Lengths) -> tuple[float, float]:
         """Return the operations of the vision tower, forward and backward."""
+        assert self.vision_config is not None
         forward, through, gradients = _vision_flops(self.vision_config, images)
         if self.frozen_vision:
             return forward, 0.0

@@ -30,7 +30,7 @@ from verl.utils.device import current_device, get_device_name, get_torch_device
 from verl.utils.model import check_exclude_modules, check_target_modules
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import LoraConfig
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +105,8 @@ def parallel_load_safetensors(filepath: str) -> dict[str, Tensor | int]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     reader = {file: at * ranks // len(files) if len(files) > ranks else at for at, file in enumerate(files)}
     states: dict[str, Tensor | int] = {name: reader[file] for name, file in file_of.items()}
-    for file in (file for file in files if reader[file] == _rank()):
-        states |= load_file(os.path.join(filepath, file), device=str(current_device()))
+    for own in (file for file in files if reader[file] == _rank()):
+        states |= load_file(os.path.join(filepath, own), device=str(current_device()))
     return states
 
 
@@ -188,7 +188,8 @@ def sharding_units(
     missing = sorted(names - {type(part).__name__ for part in units})
     if named and missing:
         raise ValueError(f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={named}: the model has no {missing}")
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    get_embeddings: Any = getattr(model, "get_input_embeddings", None)
+    embeddings = None if get_embeddings is None else get_embeddings()
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     if units and isinstance(embeddings, nn.Module) and not tied:
         units.append(embeddings)
@@ -439,7 +440,7 @@ def without_wrappers(name: str) -> str:
     return re.sub(rf"{re.escape(ADAPTED)}(?=\.)", "", name.removeprefix(ADAPTER_PREFIX))
 
 
-def replace_lora_wrapper(k: str, peft_config: "PeftConfig") -> str:
+def replace_lora_wrapper(k: str, peft_config: "LoraConfig") -> str:
     """Return the rollout engine's name of the base tensor ``k``; adapted modules get ``base_layer``."""
     module, _, kind = k.rpartition(".")
     adapted = check_target_modules(peft_config, module) and not check_exclude_modules(peft_config, module)
@@ -450,14 +451,18 @@ def collect_lora_params(
     module: nn.Module, layered_summon: bool = False, base_sync_done: bool = True
 ) -> "OrderedDict[str, Tensor]":
     """Gather the adapters under peft's names or, before the base is synced, the base under the engine's names."""
-    config = module.peft_config["default"]
+    configs: Any = module.peft_config
     collected: OrderedDict[str, Tensor] = OrderedDict()
     for name, parameter in module.named_parameters():
         adapter = ADAPTER_MARK in name
         if adapter != base_sync_done:
             continue
         tensor = full_tensor(parameter).cpu()
-        own = name.replace(".default.", ".") if adapter else replace_lora_wrapper(without_wrappers(name), config)
+        own = (
+            name.replace(".default.", ".")
+            if adapter
+            else replace_lora_wrapper(without_wrappers(name), configs["default"])
+        )
         collected[own] = tensor
     return collected
 

@@ -228,7 +228,7 @@ def deprecated(replacement: str = "") -> Callable[[Callable[P, T]], Callable[P, 
     def decorate(target: Callable[P, T]) -> Callable[P, T]:
         name = getattr(target, "__qualname__", repr(target))
         text = f"{name} is deprecated" + (f": use {replacement}" if replacement else "")
-        inner: Callable[..., T] = target.__init__ if inspect.isclass(target) else target
+        inner: Callable[..., T] = getattr(target, "__init__") if inspect.isclass(target) else target  # noqa: B009
 
         @functools.wraps(inner)
         def warn_and_call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -238,6 +238,6 @@ def deprecated(replacement: str = "") -> Callable[[Callable[P, T]], Callable[P, 
         if not inspect.isclass(target):
             return warn_and_call
         setattr(target, "__init__", warn_and_call)  # noqa: B010  # an assignment to a method to type checkers
-        return target
+        return target  # type: ignore[return-value]
 
     return decorate

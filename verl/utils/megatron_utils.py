@@ -68,7 +68,7 @@ def unwrap_model(model: Any, module_instances: tuple[type, ...] | None = None) -
     found = []
     for module in model if isinstance(model, list) else [model]:
         while isinstance(module, wrappers):
-            module = module.module
+            module = module.module  # type: ignore[union-attr]
         found.append(module)
     return found if isinstance(model, list) else found[0]
 

@@ -199,7 +199,8 @@ def value_model_config(hf_config: PretrainedConfig) -> PretrainedConfig:
     Raises: ValueError if transformers has no such model of this type.
     """
     config = copy.deepcopy(hf_config)
-    config.architectures = [get_value_model_class(config)._model_mapping[type(config)].__name__]
+    mapping = get_value_model_class(config)._model_mapping or {}
+    config.architectures = [mapping[type(config)].__name__]
     config.num_labels = 1
     return config
 
@@ -228,13 +229,13 @@ def _with_score(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a subclass of an architecture with a head ``score`` that gives one number per token."""
     from transformers import conversion_mapping
 
-    class VisionTokenClassification(architecture):  # type: ignore[misc]
+    class VisionTokenClassification(architecture):  # type: ignore[misc, valid-type]
         _tied_weights_keys = None
 
         def __init__(self, config: PretrainedConfig) -> None:
             super().__init__(config)
             del self.lm_head
-            self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels)
+            self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels or 1)
 
         def get_output_embeddings(self) -> None:
             """Return None: there is no language-model head."""

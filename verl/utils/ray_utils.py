@@ -181,8 +181,8 @@ class LogForwarder:
 
         # Of a dead GCS, the launching process tells by itself.
         logging.getLogger("ray._private.log_monitor").setLevel(logging.CRITICAL)
-        node = ray._private.worker._global_node
-        client = ray._raylet.GcsClient(address=node.gcs_address)
+        node: Any = ray._private.worker._global_node
+        client = ray._raylet.GcsClient(address=node.gcs_address)  # type: ignore[attr-defined]
         self._monitor = LogMonitor(node.node_ip_address, node.get_logs_dir_path(), client, is_proc_alive)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)

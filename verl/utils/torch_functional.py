@@ -268,21 +268,21 @@ def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list
 
 def broadcast_dict_tensor(tensors: dict[str, Tensor] | TensorDict, src: int, group: dist.ProcessGroup | None) -> None:
     """Overwrite the tensors of every rank with those of ``src``, in place and in the order of sorted keys."""
-    for key in sorted(tensors.keys()):
+    for key in sorted(map(str, tensors.keys())):
         dist.broadcast(tensors[key], src=src, group=group)
 
 
 def allgather_dict_tensors(tensors: Tensors, size: int, group: dist.ProcessGroup | None, dim: int = 0) -> Tensors:
     """Concatenate the tensors of all ``size`` ranks along ``dim``; returns the type of the input."""
-    gathered = {}
-    for key in sorted(tensors.keys()):
+    gathered: dict[str, Tensor] = {}
+    for key in sorted(map(str, tensors.keys())):
         value = tensors[key].contiguous()
         parts = [torch.empty_like(value) for _ in range(size)]
         dist.all_gather(parts, value, group=group)
         gathered[key] = torch.cat(parts, dim=dim)
-    if isinstance(tensors, dict):
-        return gathered
-    return type(tensors)(gathered, batch_size=tensors.batch_size[0] * size)
+    if isinstance(tensors, TensorDict):
+        return type(tensors)(gathered, batch_size=tensors.batch_size[0] * size)
+    return gathered
 
 
 def compute_grad_norm(model: nn.Module) -> float:

@@ -175,7 +175,8 @@ def _refuse_unread(loop: type[AgentLoopBase], kwargs: Mapping[str, Any]) -> None
     known = {
         name
         for base in loop.__mro__
-        for name, each in inspect.signature(base.__init__).parameters.items()
+        if "__init__" in vars(base)
+        for name, each in inspect.signature(vars(base)["__init__"]).parameters.items()
         if each.kind is each.KEYWORD_ONLY
     }
     for name in kwargs:

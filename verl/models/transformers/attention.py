@@ -189,13 +189,12 @@ def _attention_with_terms(
     window: int | None,
     terms: Terms,
 ) -> Tensor:
+    parts = query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None]
     if flex_serves(query, dropout):
-        parts = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
         return flex(*parts, packed.block_mask(window), terms, scale)[0].transpose(0, 1)
     if packed.prefixes:
         at = torch.arange(len(query), device=query.device)
         sees = (at[None] <= at[:, None]) & (at[:, None] < packed.visible_until[None])  # (query, key)
-        parts = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
         return written_out(*parts, sees, terms, scale, dropout)[0].transpose(0, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def install_fused_head(model: "PreTrainedModel", backend: str = "torch") -> None
     formula = _formula_of(model, name)
     model.__dict__[_MARK] = (model.forward, name)
     head.__dict__[_MARK] = (head.forward, formula, backend)
-    model.forward = MethodType(_forward, model)  # type: ignore[method-assign]
+    model.forward = MethodType(_forward, model)
     head.forward = MethodType(_score, head)  # type: ignore[method-assign]
 
 

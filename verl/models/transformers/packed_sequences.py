@@ -117,8 +117,9 @@ class PackedSequences:
     def _level(self, nodes: list[tuple[int, int, int]]) -> Level:
         below = [(stop, end) for _, stop, end in nodes]
         own = [(start, stop) for start, stop, _ in nodes]
-        queries, keys = ([stop - start for start, stop in ranges] for ranges in (below, own))
-        bounds = (self._offsets(sizes) for sizes in (queries, keys))
+        queries = [stop - start for start, stop in below]
+        keys = [stop - start for start, stop in own]
+        bounds = self._offsets(queries), self._offsets(keys)
         return Level(self._rows(below), self._rows(own), *bounds, max(queries), max(keys))
 
     def _rows(self, ranges: list[tuple[int, int]]) -> slice | Tensor:
@@ -216,12 +217,13 @@ class PackedSequences:
             apart = first[:, None] - first[None]
             some &= apart - _BLOCK + 1 < window  # the first query is that far from the last key
             whole &= apart + _BLOCK - 1 < window
-        parts = [
-            (each.sum(-1, dtype=torch.int32), each.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int())
-            for each in (some & ~whole, whole)
-        ]
-        given = [each[None, None] for part in parts for each in part]
-        return BlockMask.from_kv_blocks(*given, BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(tokens, tokens))
+
+        def counts_and_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+            return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+        kept = *counts_and_order(some & ~whole), *counts_and_order(whole)
+        return BlockMask.from_kv_blocks(*kept, _BLOCK, sees, (tokens, tokens))
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

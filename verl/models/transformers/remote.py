@@ -63,8 +63,8 @@ def adapt(model: "PreTrainedModel", packed: bool) -> None:
         _check_parts(model)
         if packed and builds_own_attention(model.config):
             _pack_attention(model)
-        forward = {"kimi_vl": _kimi_forward, "minicpmo": _minicpmo_forward}[model.config.model_type]
-        model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+        forward: Any = {"kimi_vl": _kimi_forward, "minicpmo": _minicpmo_forward}[model.config.model_type]
+        model.forward = MethodType(forward, model)
         return
     known = inspect.signature(model.forward).parameters
     takes_more = any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values())
@@ -75,7 +75,7 @@ def adapt(model: "PreTrainedModel", packed: bool) -> None:
         )
     if "logits_to_keep" not in known:
         model.__dict__[_PLAIN] = model.forward
-        model.forward = MethodType(_forward_with_kept_logits, model)  # type: ignore[method-assign]
+        model.forward = MethodType(_forward_with_kept_logits, model)
 
 
 def _forward_with_kept_logits(self: Any, *args: Any, logits_to_keep: Tensor | None = None, **kwargs: Any) -> Any:

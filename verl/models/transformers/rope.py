@@ -204,7 +204,7 @@ def install_row_temperature(model: nn.Module) -> None:
     and no norm behind their queries, so the projection of the queries can give the temperature.
     """
     for layer in model.modules():
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not getattr(attention, "use_rope", True):
             attention.attn_temperature_tuning = False
             layer.register_forward_pre_hook(_keep_positions, with_kwargs=True)

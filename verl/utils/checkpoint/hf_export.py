@@ -161,7 +161,7 @@ def save_config_and_tokenizer(
     own = getattr(model, "config", None) if config is None else config
     if source is None:
         for part in (own, getattr(model, "generation_config", None), processing_class):
-            if hasattr(part, "save_pretrained"):
+            if part is not None and hasattr(part, "save_pretrained"):
                 part.save_pretrained(folder)
     else:
         _copy_settings(folder, source, own, dtype)
@@ -232,7 +232,7 @@ def other_dtypes(folder: str, dtype: str) -> dict[str, str]:
     """Return the dtypes of the floating-point tensors in a folder's safetensors that are not of ``dtype``."""
     from safetensors import safe_open
 
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             stored = {name: _STORED.get(file.get_slice(name).get_dtype(), dtype) for name in file.keys()}

@@ -189,15 +189,16 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             layout = self._sizes() | self.layout_fields() | {_OPTIMIZER_KEY: self._is_sharded()}
             records.append(_write_json(folder, files.MEGATRON_LAYOUT_NAME, layout))
         if self.rank == 0 and self.should_save_extra:
-            plain = str | int | float | bool | list | None
+            plain = (str, int, float, bool, list, type(None))
             fields = {key: value for key, value in vars(self.model[0].config).items() if isinstance(value, plain)}
             records.append(_write_json(folder, _CONFIG_NAME, fields))
 
         def write_model(unfinished: Path | None) -> None:
             config = copy.deepcopy(self.hf_config)
-            dtype = None
+            dtype: torch.dtype | None = None
             if self.should_save_hf_model and named_weights is not None:
-                config.dtype = dtype = self.model[0].config.params_dtype
+                own: Any = self.model[0].config
+                config.dtype = dtype = own.params_dtype
                 export_weights(unfinished, named_weights, self.weights_mode())
             if unfinished is not None:
                 save_config_and_tokenizer(unfinished, None, self.processing_class, self.source_files, config, dtype)
@@ -296,12 +297,12 @@ class MegatronCheckpointManager(BaseCheckpointManager):
 
     def _load_extra(self, folder: Path, schedule: State | None) -> None:
         if self.lr_scheduler is not None and schedule is not None:
-            self.lr_scheduler.num_steps = 0  # load_state_dict adds the loaded steps
+            vars(self.lr_scheduler)["num_steps"] = 0  # load_state_dict adds the loaded steps
             self.lr_scheduler.load_state_dict(schedule)
             if self.keeps_settings:
                 vars(self.lr_scheduler).update({name: schedule[name] for name in _UNSAVED if name in schedule})
         file = folder / self._random_state_name()
-        state = load_tensors(file) if file.is_file() else {"layout": None}
+        state: State = load_tensors(file) if file.is_file() else {"layout": None}
         if state["layout"] != self._place():
             logger.warning("%s was written by another parallel layout: this process keeps its random state", folder)
             return
@@ -338,9 +339,9 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             if not self.keeps_settings:
                 group.update(mine)
             elif self.lr_scheduler is not None:
-                group.update(max_lr=self.lr_scheduler.max_lr, min_lr=self.lr_scheduler.min_lr)
+                group.update({name: vars(self.lr_scheduler)[name] for name in ("max_lr", "min_lr")})
         if self.lr_scheduler is not None:
-            self.lr_scheduler.step(0)
+            self.lr_scheduler.step(0)  # type: ignore[attr-defined]
 
 
 def _of_group(group: State) -> Settings:

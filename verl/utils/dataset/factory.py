@@ -61,14 +61,19 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     processor: ProcessorMixin | None,
     is_train: bool = True,
-) -> Dataset:
+) -> Dataset[Any]:
     """Build the prompt data set: a custom class, the generating one (training only), or ``RLHFDataset``."""
     cls: type | None = load_class(data_config.get("custom_cls"), "data.custom_cls", Dataset, ("path", "name"))
     datagen = data_config.get("datagen")
     if cls is None and is_train and datagen and datagen.get("path"):
         # verl.experimental is a higher layer, so it is loaded by name and only if the config asks for it.
         cls = load_extern_type("pkg://verl.experimental.dynamic_dataset.dynamicgen_dataset", "DynamicGenDataset")
-    arguments = {"data_files": data_paths, "tokenizer": tokenizer, "processor": processor, "config": data_config}
+    arguments: dict[str, Any] = {
+        "data_files": data_paths,
+        "tokenizer": tokenizer,
+        "processor": processor,
+        "config": data_config,
+    }
     most = DataConfig.of_data_set(data_config).most_rows(is_train)
     if most >= 0:
         arguments["max_samples"] = most
@@ -92,7 +97,7 @@ def _check_parameters(cls: type, arguments: Mapping[str, Any]) -> None:
         ) from error
 
 
-def create_rl_sampler(data_config: Node, dataset: Dataset | Sized) -> Sampler:
+def create_rl_sampler(data_config: Node, dataset: Dataset[Any] | Sized) -> Sampler[int]:
     """Build the training sampler: a custom class, a seeded permutation per epoch, or file order."""
     assert isinstance(dataset, Sized), "a training set needs a length"
     settings = DataConfig.of_data_set(data_config)
@@ -129,13 +134,13 @@ def warn_of_lost_state(sampler: Any, dataset: Any) -> None:
         logger.warning("data.custom_cls: %s has on_batch_end and %s", name, starts_anew)
 
 
-def digest_of(dataset: Dataset) -> str | None:
+def digest_of(dataset: Dataset[Any]) -> str | None:
     """Return the digest of the rows of a data set; None if its class makes none."""
     digest: str | None = getattr(dataset, "rows_digest", None)
     return digest
 
 
-def warn_of_other_data(saved: str | None, dataset: Dataset) -> None:
+def warn_of_other_data(saved: str | None, dataset: Dataset[Any]) -> None:
     """Warn when the rows are not those of the checkpoint, whose digest is ``saved``; None if it holds none."""
     if saved is not None and digest_of(dataset) not in (None, saved):
         logger.warning(
@@ -157,7 +162,7 @@ def warn_of_other_batch_size(saved: int | None, batch_size: int) -> None:
         )
 
 
-def order_of(sampler: Sampler | None) -> str | None:
+def order_of(sampler: Sampler[int] | None) -> str | None:
     """Return the setting that chose the sampler of the training rows; None without a sampler."""
     if sampler is None:
         return None
@@ -168,7 +173,7 @@ def order_of(sampler: Sampler | None) -> str | None:
     return f"data.sampler.class_name={type(sampler).__name__}"
 
 
-def check_order(saved: str | None, sampler: Sampler | None) -> None:
+def check_order(saved: str | None, sampler: Sampler[int] | None) -> None:
     """Check that a sampler can go on from the state of the one that ``saved`` names; None if the checkpoint does not.
 
     Raises: SamplerSettingError with both settings.

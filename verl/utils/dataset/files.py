@@ -646,7 +646,7 @@ def _limits(settings: DataConfig, kind: str) -> Iterator[tuple[str, int]]:
     """Yield the rollout keys that limit the images or videos of a prompt, with the limits."""
     if kind == "image" and settings.limit_images is not None:
         yield "limit_images", settings.limit_images
-    bound = settings.limit_mm_per_prompt.get(kind)
+    bound = (settings.limit_mm_per_prompt or {}).get(kind)
     if isinstance(bound, Mapping):  # vLLM's longer form also holds sizes
         bound = bound.get("count")
     if bound is not None:

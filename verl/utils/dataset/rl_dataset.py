@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import datasets
 import jinja2
@@ -78,7 +79,7 @@ def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
     return ids[:head] + ids[len(ids) - (max_length - head) :]
 
 
-class RLHFDataset(Dataset):
+class RLHFDataset(Dataset[dict[str, Any]]):
     """Chat prompts, tokenized and left-padded, with the images and videos that a vision-language model takes.
 
     With a processor, an item also holds ``multi_modal_data`` for the rollout engine and ``multi_modal_inputs``, the
@@ -116,6 +117,7 @@ class RLHFDataset(Dataset):
         self.media = None if processor is None else MediaEncoder(processor, settings)
 
         # Data sets that derive from this one read these attributes.
+        assert settings.cache_dir is not None, "of_data_set has a default"
         self.cache_dir = os.path.expanduser(settings.cache_dir)
         self.use_shm = settings.use_shm
         self.prompt_key = settings.prompt_key

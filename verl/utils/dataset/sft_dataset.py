@@ -113,7 +113,7 @@ class SFTTensorCollator:
 # ---- prompt and response
 
 
-class SFTDataset(Dataset):
+class SFTDataset(Dataset[dict[str, Any]]):
     """Single-turn rows: one text column for the prompt and one for the response.
 
     An item holds ``input_ids, attention_mask, position_ids, loss_mask``, each (max_length,), right-padded.
@@ -198,7 +198,7 @@ def _as_messages(check: ColumnCheck, key: str, prompts: list[str], columns: list
 # ---- pairs for reward models
 
 
-class RMDataset(Dataset):
+class RMDataset(Dataset[dict[str, Any]]):
     """Rows of ``prompt``, ``chosen`` and ``rejected`` text.
 
     An item holds ``input_ids`` and ``attention_mask``, each (2, max_length), chosen response first, right-padded and
@@ -248,7 +248,7 @@ class RMDataset(Dataset):
 # ---- conversations
 
 
-class MultiTurnSFTDataset(Dataset):
+class MultiTurnSFTDataset(Dataset[dict[str, Any]]):
     """Conversations from parquet files.
 
     An item holds ``input_ids, attention_mask, position_ids, loss_mask``, each (max_length,) and right-padded. With

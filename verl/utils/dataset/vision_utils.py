@@ -449,7 +449,7 @@ class MediaEncoder:
         self.processor = processor
         self.keys = settings.media_columns()
         self.limits = settings.media
-        self.kwargs = dict(settings.mm_processor_kwargs)
+        self.kwargs = dict(settings.mm_processor_kwargs or {})
         self.rope = vision_rope(processor)
         own = getattr(getattr(processor, "image_processor", None), "patch_size", None)
         self.patch_size = settings.image_patch_size or own or 14

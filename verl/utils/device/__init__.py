@@ -1,6 +1,7 @@
 """The accelerator of this process and the backend of its process groups."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -12,10 +13,10 @@ from verl.utils import envs
 @cache
 def _npu_available() -> bool:
     try:
-        import torch_npu  # noqa: F401
+        import torch_npu
     except ImportError:
         return False
-    return bool(torch.npu.is_available())
+    return bool(torch_npu.npu.is_available())
 
 
 is_cuda_available: bool = torch.cuda.is_available()
@@ -73,7 +74,7 @@ def set_expandable_segments(enable: bool) -> None:
     if get_device_name() == "cuda":
         of_user = envs.read("PYTORCH_ALLOC_CONF") or envs.read("PYTORCH_CUDA_ALLOC_CONF")
         texts = [of_user, torch._C._accelerator_getAllocatorSettings()]
-        configure = torch._C._accelerator_setAllocatorSettings
+        configure: Callable[[str], None] | None = torch._C._accelerator_setAllocatorSettings
     else:
         texts = [envs.read("PYTORCH_NPU_ALLOC_CONF")]
         configure = getattr(get_torch_device().memory, "_set_allocator_settings", None)

@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import TypedDict
 
-from packaging.markers import default_environment
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -245,7 +244,7 @@ def declared_requirements() -> list[Requirement]:
 def _host() -> Host:
     name = socket.gethostname()
     try:
-        return Host(name, socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0])
+        return Host(name, str(socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0]))
     except OSError as error:
         return Host(name, error=error.strerror or str(error))
 
@@ -435,7 +434,7 @@ def _ascend(npu: Npu, visible: str | None) -> Findings:
 
 def _packages(env: Environment) -> Findings:
     for requirement in env.requirements:
-        base = requirement.marker is None or requirement.marker.evaluate({**default_environment(), "extra": ""})
+        base = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         version = env.version(requirement.name)
         wanted = f"{requirement.name}{requirement.specifier}"
         if version is None:

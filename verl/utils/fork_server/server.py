@@ -185,12 +185,13 @@ class Server(MetaPathFinder):
     def _next(self) -> Request:
         """Return the next request; end when the raylet has ended."""
         while True:
-            ready, _, _ = select.select([*self._listeners, *self._ends], [], [])
+            ready, _, _ = select.select([*self._listeners, *self._ends], [], [])  # type: ignore[type-var]
             if any(end in ready for end in self._ends):
                 os._exit(0)
-            connection, _ = ready[0].accept()
+            listener = next(each for each in self._listeners if each in ready)
+            connection, _ = listener.accept()
             try:
-                return Request(ready[0], connection, *receive(connection))
+                return Request(listener, connection, *receive(connection))
             except (OSError, ValueError):
                 connection.close()
 
@@ -271,7 +272,8 @@ class Server(MetaPathFinder):
         try:
             child = os.fork()
         except OSError:  # the system has no room for another process
-            return request.fail()
+            request.fail()
+            return
         if child == 0:
             self._become(request)
         with suppress(OSError):  # the group of the process that Ray has started, while that one waits for the answer
@@ -293,7 +295,9 @@ class Server(MetaPathFinder):
         become(request.content, handles, self._path, self._launch_path)
 
 
-def become(request: Mapping[str, Any], handles: Sequence[int], path: Sequence[str], launch_path: Sequence[str]) -> None:
+def become(
+    request: Mapping[str, Any], handles: Sequence[int], path: Sequence[str], launch_path: Sequence[str]
+) -> NoReturn:
     """Turn a fork into the process of a request: run its script and end.
 
     Args: ``path`` is what a new interpreter has after the folder of its script; ``launch_path`` is that of the launch.
@@ -351,7 +355,7 @@ def leave(code: int) -> NoReturn:
     import threading
 
     with suppress(BaseException):
-        threading._shutdown()
+        threading._shutdown()  # type: ignore[attr-defined]
     with suppress(BaseException):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -374,7 +378,7 @@ def main(settings: Mapping[str, Any]) -> None:
     sys.path[:] = settings["path"]
     listeners = [socket.socket(fileno=handle) for handle in settings["listeners"]]
     absent = settings["absent"]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # an import of None fails
+    sys.modules.update(dict.fromkeys(absent))  # an import of None fails
     load(settings["first"])
     if forks:
         end_with_threads()

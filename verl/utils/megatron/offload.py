@@ -66,7 +66,7 @@ class Offload:
         for away in self._away[part].values():
             away.storage.resize_(away.size)
             if away.host is None:
-                away.storage.fill_(0)
+                away.storage.fill_(0)  # type: ignore[attr-defined]  # torch's stubs lack it
             else:
                 away.storage.copy_(away.host.untyped_storage())
         self._away[part].clear()

@@ -129,7 +129,7 @@ class DistProfiler:
                         stop_after_error()
                     raise
 
-            return run_in_context(func, capture)
+            return run_in_context(func, capture)  # type: ignore[arg-type]  # the worker is the first of its arguments
 
         return decorate
 

@@ -53,7 +53,7 @@ def run_command(command: str, folder: Path, rank: int) -> None:
 
     It finds the rank in ``VERL_PROFILE_RANK`` and the folder in ``VERL_PROFILE_PATH``.
     """
-    variables = envs.mapping() | {"VERL_PROFILE_RANK": str(rank), "VERL_PROFILE_PATH": str(folder)}
+    variables = {**envs.mapping(), "VERL_PROFILE_RANK": str(rank), "VERL_PROFILE_PATH": str(folder)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(

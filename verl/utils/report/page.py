@@ -112,7 +112,7 @@ def _samples(entries: Entries) -> dict[int, list[Sample]]:
 
 def _metrics(entries: Entries) -> list[tuple[str, tuple[float, ...]]]:
     """Return the first, last, lowest and highest value of every metric."""
-    rows = []
+    rows: list[tuple[str, tuple[float, ...]]] = []
     for key in keys_of(entries):
         values = [value for _, value in points_of(entries, key)]
         if values:

@@ -240,7 +240,7 @@ def _lines(ax: "Axes", entries: Entries, metrics: Mapping[str, str], absolute: b
 
 
 def logarithmic(ax: "Axes") -> None:
-    values = [float(value) for line in ax.get_lines() for value in line.get_ydata()]  # type: ignore[union-attr]
+    values = [float(value) for line in ax.get_lines() for value in line.get_ydata()]  # type: ignore[union-attr, arg-type]
     if values and max(values) > 20 * min(values) > 0:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter("{x:.0e}")  # the usual labels are formulas, which RC leaves as they are written

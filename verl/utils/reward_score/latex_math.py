@@ -8,13 +8,13 @@ import operator
 import random
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import mpmath
 
 from verl.utils.reward_score.latex_tokens import GREEK
 
-Value = Any  # a number of mpmath
+Value: TypeAlias = "mpmath.mpf | mpmath.mpc"
 Node = Callable[[dict[str, Value]], Value]
 
 LONGEST_CHARS = 300

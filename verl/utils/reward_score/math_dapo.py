@@ -43,8 +43,9 @@ def verify(
         end = pause_tokens_index[-1] if pause_tokens_index else len(solution_str)
         boxed = last_boxed_only_string(solution_str[max(end - BOXED_CLIP_CHARS, 0) :])
         pred = remove_boxed(boxed) if boxed is not None else NO_ANSWER
-        number, truth = (rational(normal_form(tokenize(text))) for text in (pred, str(answer)))
-        return pred == str(answer) or (number is not None and number == truth), pred
+        number = rational(normal_form(tokenize(pred)))
+        is_equal = number is not None and number == rational(normal_form(tokenize(str(answer))))
+        return pred == str(answer) or is_equal, pred
     answers = ANSWER.findall(solution_str)
     if not answers:
         return False, NO_ANSWER

@@ -120,7 +120,7 @@ def draw_by_seeds() -> None:
     def draw_with(
         probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None, **more: Any
     ) -> Tensor:
-        if sampling_seed is None or more:
+        if sampling_seed is None or positions is None or more:
             return draw(probs, sampling_seed, positions, **more)
         return draw_by_seed(probs, sampling_seed, positions).to(torch.int32)
 
@@ -146,7 +146,7 @@ def draw_by_seeds() -> None:
         drawn_from.update(kept=kept, rows=rows)
         return draw_by_seed(kept, sampling_seed, positions).to(torch.int32)
 
-    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)  # type: ignore[arg-type]
     sampler.Sampler.__init__ = init_exact
     sampler.Sampler.forward = forward_of_step
     OutputLogprobProcessor.compute_logprobs = compute_within

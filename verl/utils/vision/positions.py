@@ -136,7 +136,7 @@ def _inside_grids(grid: Tensor, interval: Tensor, sizes: Tensor) -> Tensor:
     return torch.stack([frame.long(), index // columns % rows, index % columns], dim=-1)
 
 
-def vision_rope(processor: "ProcessorMixin") -> VisionRope | None:
+def vision_rope(processor: Any) -> VisionRope | None:
     """Return the position rules of a processor's model; None for a model with one position axis."""
     family = _FAMILIES.get(type(processor).__name__)
     if family is None:

@@ -171,12 +171,13 @@ def model_forward_no_padding(
 
     It takes no positions, and so no images. Raises: ValueError for images.
     """
-    lengths: list[int] = input_ids.offsets().diff().tolist()
+    offsets: Tensor = input_ids.offsets()  # type: ignore[attr-defined]  # torch has no type of nested tensors
+    lengths: list[int] = offsets.diff().tolist()
     row = _Row(model, lengths, input_ids.device, media=multi_modal_inputs)
     arguments = {name: value.values() for name, value in (logits_processor_args or {}).items()}
 
     def nested(values: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(values, input_ids.offsets())
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
 
     return row.outputs(input_ids.values(), logits_processor, arguments, None if value_model else vocab_size, nested)
 

@@ -111,7 +111,7 @@ class PathRotary:
 def attach_paths(chunk: nn.Module) -> None:
     """Let the tokens of a text model have other positions than their places in a packed row."""
     chunk.paths = PathRotary()  # type: ignore[assignment]
-    chunk.rotary_pos_emb.register_forward_hook(chunk.paths)  # type: ignore[union-attr]
+    chunk.rotary_pos_emb.register_forward_hook(chunk.paths)  # type: ignore[union-attr, arg-type]
 
 
 def _parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:
@@ -236,7 +236,7 @@ class PackedCoreAttention(MegatronModule):
             column = torch.arange(chunk, device=q.device)
             position = torch.cat([column + rank * chunk, column + (2 * group.size() - 1 - rank) * chunk])
             mask = torch.arange(len(k), device=q.device).unsqueeze(0) <= position.unsqueeze(1)
-            heads = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+            heads = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
             out = F.scaled_dot_product_attention(
                 *heads, attn_mask=mask, scale=self.scale, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
             )

@@ -89,7 +89,7 @@ class ComputeCopies:
                 leaf = nn.Parameter(copy, requires_grad=trains and weight.requires_grad)
                 if leaf.requires_grad:
                     hand_over = partial(_hand_over, weight)
-                    leaf.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+                    leaf.register_post_accumulate_grad_hook(hand_over)
                 for table, name in places[weight]:
                     table[name] = leaf
                     stack.callback(table.__setitem__, name, weight)

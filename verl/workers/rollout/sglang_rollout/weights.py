@@ -149,7 +149,7 @@ class EngineWeights:
         return _unwritten_projections(self._model, parameter, self._writes) or [parameter]
 
 
-class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Record(TorchDispatchMode):
     """Records the writes into a model's parameters while its loader runs."""
 
     def __init__(self, model: nn.Module, checksums: dict[str, Tensor]) -> None:

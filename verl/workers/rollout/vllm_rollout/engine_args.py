@@ -109,7 +109,7 @@ def build_engine_args(
 
 def check_packing(config: "RolloutConfig", on_cpu: bool) -> None:
     """Raise WrongInput if this machine cannot pack the weights."""
-    if not on_cpu or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not on_cpu or not torch.backends.mkldnn.is_available():
         raise WrongInput(f"{_NODE}.pack_weights=true: packs for a CPU with oneDNN, and there is none: write false")
     if config.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise WrongInput(
