@@ -134,7 +134,11 @@ OBJECTS: dict[str, tuple[str, str]] = {
         SYNC,
         "_check_token_based_finish sampling_params output_ids origin_input_ids finished_reason finished_len rid",
     ),
-    "sglang.srt.managers.scheduler:Scheduler": (SYNC, "abort_request waiting_queue _release_aborted_request"),
+    "sglang.srt.managers.scheduler:Scheduler": (
+        SYNC,
+        "abort_request waiting_queue _release_aborted_request _record_scheduler_state_for_paused_engine "
+        "maybe_sleep_on_idle",
+    ),
     "megatron.core.models.gpt:GPTModel": (SYNC, "decoder output_layer rotary_pos_emb config"),
 }
 """By the class, the use and the attributes that are read from its objects; parameters in parentheses."""

@@ -229,6 +229,11 @@ def sglang_patches() -> dict[str, tuple[Callable[[], None], str, tuple[Any, ...]
             f"{srt}.managers.scheduler:Scheduler",
             (MagicMock(waiting_queue=[]), MagicMock()),
         ),
+        "_record_scheduler_state_for_paused_engine": (
+            patch.sleep_in_pauses,
+            f"{srt}.managers.scheduler:Scheduler",
+            ONE,
+        ),
         "_check_token_based_finish": (patch.end_at_own_tokens, f"{srt}.managers.schedule_batch:Req", ONE * 2),
         "_prepare": (
             patch.penalise_tokens_of_prompts,
@@ -242,7 +247,7 @@ def sglang_patches() -> dict[str, tuple[Callable[[], None], str, tuple[Any, ...]
 SGLANG_NAMES = (
     "from_schedule_batch", "__init__", "forward", "compute_logprobs", "sampling_from_probs_torch",
     "top_k_top_p_min_p_sampling_from_probs_torch", "apply", "_compute_lm_head", "moe_forward_native", "abort_request",
-    "_check_token_based_finish", "_prepare", "check_weights",
+    "_record_scheduler_state_for_paused_engine", "_check_token_based_finish", "_prepare", "check_weights",
 )  # fmt: skip
 SGLANG_ALONE = {
     "standardize_rope_params", "config_socket", "init_threads_binding", "process_mm_data_async",

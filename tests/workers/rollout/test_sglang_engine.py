@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -48,6 +49,7 @@ def engine_args(folder: Path, **more: Any) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
+        "sleep_on_idle": True,
         "max_total_tokens": 2048,
         "max_running_requests": 16,
         "mem_fraction_static": 0.3,
@@ -211,6 +213,24 @@ def test_a_pause(running: Running) -> None:
         return was_done
 
     assert not all(running(paused(delay_s)) for delay_s in (0.05, 0.01, 0.0))  # the first may be over on a busy machine
+
+
+def test_an_engine_without_work_sleeps(running: Running) -> None:
+    """Also in a pause, in which SGLang itself asks for messages without end: the core is the trainer's meanwhile."""
+    processes = [psutil.Process(pid) for pid in running.engine.pids]
+
+    def sleep() -> bool:
+        for _ in range(20):
+            time.sleep(0.01)
+            if any(process.status() != psutil.STATUS_SLEEPING for process in processes):
+                return False
+        return True
+
+    running(running.engine.pause())
+    wait_until(sleep)
+    running(running.engine.resume())
+    wait_until(sleep)
+    assert len(running.sample()["output_ids"]) == 8
 
 
 def test_an_abort_ends_one_request(running: Running) -> None:

@@ -46,6 +46,7 @@ def apply(batch_invariant: bool) -> None:
         draw_by_seeds()
         see_frame_by_frame()
         name_channels()
+        sleep_in_pauses()
     if batch_invariant:
         choose_products()
 
@@ -306,6 +307,22 @@ def answer_aborted() -> None:
         return abort_request(self, request, **more)
 
     Scheduler.abort_request = answer_and_abort
+
+
+def sleep_in_pauses() -> None:
+    """Let a scheduler with ``sleep_on_idle`` wait for the next message in a pause too.
+
+    Versions: 0.5.21 to 0.5.23, which ask for messages without end in a pause. Remove when they wait.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record_state = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_sleep(self: Any, **more: Any) -> None:
+        record_state(self, **more)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
 def end_at_own_tokens() -> None:
