@@ -54,9 +54,9 @@ run_pytest() {
     local -a select=(-m "not full")
     [ "$MODE" = fast ] && select=(-m "not full and not slow")
     [ "$MODE" = full ] && select=(-m "full or not full")
-    # A file stays in one process, because its tests share fixtures (an engine, ranks, a run). In the order of
-    # tests/conftest.py, slowest first, so that all processes end at about the same time. Three, also on two cores: a
-    # test often waits for a process to start or to end.
+    # A file stays in one process, because its tests share fixtures (an engine, ranks, a run); so do files that share
+    # imports (tests/conftest.py). In the order of tests/conftest.py, slowest first, so that all processes end at about
+    # the same time. Three, also on two cores: a test often waits for a process to start or to end.
     local -a processes=(-n 3 --dist loadfile --no-loadscope-reorder)
     stage tests "$BIN/python" -m pytest -ra --durations=20 --junit-xml="$TIMES" -o junit_family=xunit1 \
         --session-timeout="$SESSION_TIMEOUT_S" "${processes[@]}" "${select[@]}" "$@"

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import fcntl
+import functools
 import gc
 import io
 import multiprocessing
@@ -214,6 +215,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.full)
     if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
         items.sort(key=lambda item: min(_rank(folder) for folder in _folders(item)))
+
+
+TOGETHER = ("from tests.ranks import", "from tests.workers.rollout import")
+"""What files import that run in one process: others would start a server of ranks and import the engines again."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let files that share imports run in one process, under ``--dist loadfile``."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _process_of(super()._split_scope(nodeid))
+
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@functools.cache
+def _process_of(file: str) -> str:
+    """Return a name that files of one process share."""
+    text = (REPOSITORY / file).read_text(encoding="utf-8")
+    return next((line for line in TOGETHER if line in text), file)
 
 
 def pytest_configure(config: pytest.Config) -> None:
