@@ -119,6 +119,7 @@ def test_adapters_start_at_the_base_model_and_reach_the_engine(lora, verificatio
     assert gap < GAP
 
 
+@pytest.mark.full  # engine/test_fsdp_engine.py continues adapters, test_train.py a run
 def test_adapters_resume_bit_for_bit(workspace, lora):
     resumed = train(
         workspace,

@@ -93,8 +93,9 @@ def test_a_process_of_its_own_says_the_same(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("reward: a module that cannot be imported", marks=pytest.mark.full),
-        "model: weights of other sizes",
+        "reward: a module that cannot be imported",
+        # engine/test_stored_model.py refuses them
+        pytest.param("model: weights of other sizes", marks=pytest.mark.full),
     ],
 )
 def test_a_run_that_finds_it_ends_with_code_2_and_no_stack_trace(

@@ -50,11 +50,6 @@ def code(module: str, name: str = "mine", **classes: str) -> UserCode:
     return UserCode({"model.external_lib": [module]}, classes, {"algorithm.adv_estimator": name})
 
 
-def test_a_name_that_the_module_registers_passes(caplog: pytest.LogCaptureFixture) -> None:
-    check_user_code(code("mine", tool="mine.Outer", nested="mine.Outer.Tool"), HERE)
-    assert "mine" not in sys.modules and not caplog.records
-
-
 def test_a_name_that_nothing_registers_is_refused() -> None:
     with pytest.raises(UserCodeError, match="algorithm.adv_estimator=mien: Unknown advantage estimator: mine does not"):
         check_user_code(code("mine", "mien"), HERE)
@@ -114,31 +109,31 @@ def test_an_import_without_end_is_a_notice_and_leaves_no_process(
 LEAST = Demand("actor_rollout_ref.rollout", "sync", "cpu", 1, "dummy", False)
 
 
-def test_an_engine_is_looked_at_in_the_child_and_answers_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_module_registers_and_classes_that_are_there_pass(caplog: pytest.LogCaptureFixture) -> None:
     check_engine(LEAST, "vllm", HERE)
-    check_engine(LEAST, "engine.Good", HERE)
-    assert "engine" not in sys.modules and not caplog.records
+    right = code("mine", tool="mine.Outer", nested="mine.Outer.Tool")
+    right.classes[f"{LEAST.node}.name"] = "engine.Good"
+    right.demands[f"{LEAST.node}.name"] = [*LEAST]
+    check_user_code(right, HERE)
+    assert not {"mine", "engine"} & sys.modules.keys() and not caplog.records
+
+
+def test_engines_answer_for_themselves_and_what_is_none_is_refused() -> None:
+    """All in one child, which takes seconds to import what they are derived from."""
+    asked = LEAST._replace(mode="async", device="cuda", num_workers=2, share_weights=True)
+    classes = {"a": "engine.God", "b": "engine.Plain", "c": "engine.Unfinished", LEAST.node: "engine.Good"}
+    demands = {f"{node}.name": [*asked._replace(node=node)] for node in classes}
     with pytest.raises(UserCodeError) as raised:
-        check_engine(
-            LEAST._replace(mode="async", device="cuda", num_workers=2, share_weights=True), "engine.Good", HERE
+        check_user_code(
+            UserCode(classes={f"{node}.name": name for node, name in classes.items()}, demands=demands), HERE
         )
     for says in (
+        "a.name=engine.God: engine has no God: write one of its classes: Good",
+        "b.name=engine.Plain: is no rollout engine: derive the class from",
+        "c.name=engine.Unfinished: lacks generate_sequences, load, source_checksum",
         "actor_rollout_ref.rollout.mode=async: is not supported by Good: write",
         "trainer.device=cuda: is not supported by Good: write cpu",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2: x data_parallel_size must be 1",
         "actor_rollout_ref.rollout.share_weights=true: is not supported by Good: write false",
     ):
         assert says in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("engine.God", "rollout.name=engine.God: engine has no God: write one of its classes: Good"),
-        ("engine.Plain", "rollout.name=engine.Plain: is no rollout engine: derive the class from"),
-        ("engine.Unfinished", "rollout.name=engine.Unfinished: lacks generate_sequences, load, source_checksum"),
-    ],
-)
-def test_what_is_no_engine_is_refused(name: str, says: str) -> None:
-    with pytest.raises(UserCodeError, match=says):
-        check_engine(LEAST, name, HERE)

@@ -41,12 +41,13 @@ def step(engine: BaseEngine, loss: Any = cases.loss_fn) -> dict[str, float]:
     return metrics
 
 
-def test_checkpoint_continues_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    engine = cases.build(folder)
+@pytest.mark.parametrize("model", [{}, {"lora_rank": 4, "lora_alpha": 8}], ids=["whole", "adapters"])
+def test_checkpoint_continues_bit_for_bit(folder: Path, tmp_path: Path, model: dict[str, Any]) -> None:
+    engine = cases.build(folder, model)
     step(engine)
     engine.save_checkpoint(str(tmp_path / "actor"), global_step=1)
     expected = step(engine)
-    other = cases.build(folder)
+    other = cases.build(folder, model)
     version = other.weights_version
     other.load_checkpoint(str(tmp_path / "actor"))
     assert other.weights_version != version
