@@ -109,7 +109,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
 
     def _begin(self, coming: GenerationBatchFuture, timing: Timing) -> None:
         """Give the newest weights to the servers, and send them the requests."""
-        if self.timelines is not None and self.timelines.records(coming.step):
+        if self.records is not None and self.records.has_timeline(coming.step):
             coming.requests.meta_info[RECORDED] = True
         with phase("weight_sync", step=coming.step), marked_timer("sync_rollout_weights", timing):
             coming.pending = self._loops.begin(coming.requests, trains_meanwhile=True)
@@ -124,7 +124,8 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         batch.non_tensor_batch = now.batch.non_tensor_batch
         with phase("generate", step=now.step), marked_timer("wait_prev_gen", timing):
             output = self._finished(now)
-        self.output.attempts.log(now.step, now.attempts)
+        if self.records is not None:
+            self.records.log_attempts(now.attempts, now.step)
         metrics.update(now.metrics)
         self._receive(now.requests, output, metrics, timing)
         self._parts = now.recorded
@@ -138,7 +139,8 @@ class OneStepOffRayTrainer(RayPPOTrainer):
             try:
                 batch.gen_batch_output = self._loops.finish(batch.pending)
             except Exception:  # what failed is in the account too
-                self.output.attempts.log(batch.step, self._loops.take_attempts())
+                if self.records is not None:
+                    self.records.log_attempts(self._loops.take_attempts(), batch.step)
                 raise
             batch.pending = None
             batch.attempts = self._loops.take_attempts()

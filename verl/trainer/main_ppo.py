@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
             run_config.ray_kwargs,
             run_config.trainer.device,
             run_folder(config),
-            lambda watch: _run_in_actor(config, run_config, runner_class, Terminal(display), watch),
+            partial(_run_in_actor, config, run_config, runner_class, Terminal(display)),
             display,
             run_config.trainer.worker_call_timeout_s,
             run_config.trainer.prometheus,

@@ -11,7 +11,6 @@ from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, joined
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
-from verl.trainer.ppo.records import StepRecord
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.factory import SeededRandomSampler
 from verl.utils.numerics.seeding import prompt_uids, sampling_seeds
@@ -87,7 +86,6 @@ def make_trainer(world_size: int = 1, **groups) -> RayDAPOTrainer:
         }
     )
     trainer.state = RunState(seed=1, total_steps=STEPS)
-    trainer.step_record = StepRecord(digests=False, num_samples=0)
     trainer.use_rm = False
     trainer.single_turn = True
     trainer.device_name = "cpu"

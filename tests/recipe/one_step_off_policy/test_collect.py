@@ -19,7 +19,6 @@ from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.records import StepRecord
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import IncompleteCheckpointError
 from verl.utils.dataset.factory import SeededRandomSampler
@@ -120,14 +119,17 @@ def make_trainer(cls: type[RayPPOTrainer], folder: Path, dataset: Prompts | None
         }
     )
     trainer.state = RunState(seed=1, total_steps=STEPS)
-    trainer.step_record = StepRecord(digests=False, num_samples=0)
     trainer.hybrid_engine, trainer.use_rm, trainer.single_turn = False, False, True
     trainer.async_rollout_mode, trainer.async_rollout_manager = True, Loops()
     trainer.reward_fn, trainer.device_name = reward, "cpu"
     trainer.actor_rollout_wg = SimpleNamespace(world_size=1)
     trainer.run_config = RunConfig.parse(trainer.config)
-    trainer.attempts, trainer.timelines = [], None
-    trainer.output = SimpleNamespace(attempts=SimpleNamespace(log=lambda *line: trainer.attempts.append(line)))
+    trainer.attempts = []
+    trainer.records = SimpleNamespace(
+        phase=lambda *arguments: None,
+        has_timeline=lambda step: False,
+        log_attempts=lambda attempts, step=None: trainer.attempts.append((step, attempts)),
+    )
     prompts = dataset or Prompts()
     sampler = SeededRandomSampler(prompts, seed=5)
     trainer.train_dataloader = loaders.train_loader(trainer.run_config.data, 1, prompts, None, sampler)

@@ -11,7 +11,6 @@ from recipe.prime.prime_fsdp_workers import REFERENCE
 from recipe.prime.prime_ray_trainer import RayPRIMETrainer, compared, outcome_of
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo.records import StepRecord
 from verl.trainer.ppo.state import RunState
 
 SAMPLES, WIDTH = 2, 4
@@ -86,7 +85,6 @@ def make_trainer(**changes) -> RayPRIMETrainer:
     trainer.config = tree
     trainer.run_config = RunConfig.parse(tree)
     trainer.state = RunState(seed=1, step=1, total_steps=2)
-    trainer.step_record = StepRecord(digests=False, num_samples=0)
     trainer.rm_wg = RewardModel()
     trainer.actor_rollout_wg = SimpleNamespace(world_size=1)
     trainer._read_nodes()

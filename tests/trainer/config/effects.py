@@ -62,7 +62,7 @@ class Reader(NamedTuple):
 # fmt: off
 READERS = [
     # data
-    Reader("data", "train_files val_files", "trainer/ppo/ray_trainer.py", "node", ROWS + "test_rows_of_several_files_and_messages_with_other_keys"),
+    Reader("data", "train_files val_files", "trainer/ppo/loaders.py", "node", ROWS + "test_rows_of_several_files_and_messages_with_other_keys"),
     Reader("data", "prompt_key reward_fn_key image_key video_key", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_column_of_the_wrong_type"),
     Reader("data", "max_prompt_length", "utils/dataset/rl_dataset.py", "settings", ROWS + "test_truncation"),
     Reader("data", "truncation", "utils/dataset/files.py", "settings", ROWS + "test_truncation"),
@@ -202,7 +202,7 @@ READERS = [
     Reader("reward_model.model.fsdp_config", "fsdp_size", "workers/engine/fsdp/layout.py", "config", SCORES),
     Reader("reward_model.model.fsdp_config", "forward_prefetch", "utils/fsdp_utils.py", "config"),
     Reader("reward_model.model.fsdp_config.wrap_policy", "min_num_params", "utils/fsdp_utils.py", "policy"),
-    Reader("reward_model", "launch_reward_fn_async", "trainer/ppo/ray_trainer.py", "options"),
+    Reader("reward_model", "launch_reward_fn_async", "trainer/ppo/reward.py", "options"),
     Reader("reward_model", "reward_manager", "workers/rewards/loading.py", "node", REWARDS + "test_custom_manager_registered_by_the_file"),
     Reader("reward_model", "reward_kwargs", "workers/rewards/loading.py", "node", REWARDS + "test_dapo_punishes_long_responses"),
     Reader("reward_model.scoring", "failure_score timeout_s batch_timeout_s max_failed_ratio", "workers/rewards/scoring.py", "limits", REWARDS + "test_limits_come_from_the_configuration"),
@@ -238,10 +238,10 @@ READERS = [
     Reader("trainer", "log_val_generations validation_data_dir", "trainer/ppo/ray_trainer.py", "options", STATE + "test_dumps_are_in_the_order_in_which_rows_were_asked_for"),
     Reader("trainer", "project_name experiment_name", "trainer/run/output.py", "options", "tests/utils/observe/test_tracking.py::test_file_holds_one_object_per_step"),
     Reader("trainer", "logger", "trainer/config/run_config.py", "self", "tests/utils/observe/test_tracking.py::test_file_holds_one_object_per_step"),
-    Reader("trainer", "timeline_steps", "trainer/ppo/ray_trainer.py", "options", "tests/special_e2e/test_async_rollout.py::test_a_run_with_tools"),
-    Reader("trainer", "record_samples record_digests", "trainer/ppo/ray_trainer.py", "options", "tests/trainer/ppo/test_step_record.py::test_details_of_a_step"),
+    Reader("trainer", "timeline_steps", "trainer/ppo/run_records.py", "options", "tests/special_e2e/test_async_rollout.py::test_a_run_with_tools"),
+    Reader("trainer", "record_samples record_digests", "trainer/ppo/run_records.py", "options", "tests/trainer/ppo/test_step_record.py::test_details_of_a_step"),
     Reader("trainer", "prometheus", "trainer/run/output.py", "options", "tests/trainer/run/test_prometheus.py::test_gauges_by_name_and_tags"),
-    Reader(f"{ROLLOUT}.trace", "backend token2text", "trainer/ppo/ray_trainer.py", "trace", "tests/utils/observe/test_rollout_trace.py::test_every_response_becomes_a_trace"),
+    Reader(f"{ROLLOUT}.trace", "backend token2text", "trainer/ppo/run_records.py", "trace", "tests/utils/observe/test_rollout_trace.py::test_every_response_becomes_a_trace"),
     Reader("trainer", "report", "trainer/run/output.py", "options", "tests/utils/report/test_report.py::test_a_run_ends_with_a_report"),
     Reader("trainer", "live_view", "trainer/main_ppo.py", "run_config.trainer", "tests/utils/report/test_live.py::test_what_a_terminal_shows"),
     Reader("trainer", "nnodes n_gpus_per_node device", "trainer/main_ppo.py", "config.trainer", BATCHES + "test_pools_count_worker_processes"),

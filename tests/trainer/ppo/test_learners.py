@@ -323,7 +323,6 @@ def test_sampler_and_data_set_learn_before_the_checkpoint_also_in_the_last_step(
     trainer: Any = RayPPOTrainer.__new__(RayPPOTrainer)
     trainer.state = RunState(seed=1, total_steps=2)
     trainer.run_config = RunConfig.parse(OmegaConf.create({"trainer": {"total_training_steps": 2}}))
-    trainer.timelines = None
 
     def note(name: str) -> Any:
         return lambda *arguments, **named: order.append((trainer.global_steps, name))
@@ -395,7 +394,7 @@ def test_a_longer_run_draws_again_what_a_step_that_was_not_full_had_drawn(tmp_pa
         trainer = trainer_of(tmp_path, "shuffled")
         trainer.run_config = trainer.checkpoints.run = run_of(None, epochs)
         trainer._validate_after_step = lambda *arguments: None
-        trainer.output = SimpleNamespace(log=lambda *arguments: None)
+        trainer.records = SimpleNamespace(output=SimpleNamespace(log=lambda *arguments: None))
         return trainer
 
     def run(trainer: Any) -> dict[int, list[list[int]]]:
@@ -441,7 +440,6 @@ def test_a_step_that_sigterm_leaves_is_made_again(tmp_path: Path, monkeypatch: A
         trainer = trainer_of(tmp_path, "shuffled")
         trainer.run_config = trainer.checkpoints.run = run_of(99, save_freq=-1, save_on_sigterm_s=60)
         trainer.reward_fn = trainer.checkpoints.learners["reward_fn"] = Scorer()
-        trainer.step_record = SimpleNamespace(phase=lambda *arguments: None)
         return trainer
 
     def ask(at: str) -> None:

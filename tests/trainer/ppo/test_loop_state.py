@@ -22,7 +22,7 @@ from tests.utils.checkpoint.killed import SAVE, kill_in
 from verl.algos.kl import AdaptiveKLController
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import loaders, ray_trainer
+from verl.trainer.ppo import loaders, run_records
 from verl.trainer.ppo.checkpoint import (
     Checkpoints,
     load_driver_state,
@@ -342,11 +342,11 @@ def start_and_die(root, monkeypatch, cuts, **trainer):
         raise Killed
 
     run = RayPPOTrainer.__new__(RayPPOTrainer)
-    run.run_config, run.config = config_for(root, **trainer), OmegaConf.create({})
+    run.run_config, run.config, run.tokenizer = config_for(root, **trainer), OmegaConf.create({}), None
     run.state = RunState(seed=1, total_steps=20)
     run.checkpoints = SimpleNamespace(load=lambda folder, delete_after_load: setattr(run.state, "step", 2))
     monkeypatch.setattr(run, "_take_over_changes", lambda: None)
-    monkeypatch.setattr(ray_trainer, "RunOutput", open_outputs)
+    monkeypatch.setattr(run_records, "RunOutput", open_outputs)
     with pytest.raises(Killed), run._run():
         pass
 
@@ -815,7 +815,7 @@ def test_the_tracker_names_a_step_only_when_the_record_has_it(tmp_path, monkeypa
         state = RunState(seed=1, total_steps=4, step=resumed or 0)
         group = {"actor": Group(tmp_path)}
         trainer.checkpoints = checkpoints_of(tmp_path, state, group, in_background=in_background, save_freq=1)
-        trainer.run_config, trainer.state, trainer.timelines = trainer.checkpoints.run, state, None
+        trainer.run_config, trainer.state = trainer.checkpoints.run, state
         record = RunRecord(tmp_path, resumed)
 
         def finish_step(*arguments):

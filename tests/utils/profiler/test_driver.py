@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from verl.base_config import ConfigError
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import ray_trainer
+from verl.trainer.ppo import ray_trainer, run_records
 from verl.trainer.ppo.loaders import EndOfDataError
 from verl.trainer.ppo.profiling import (
     absolute_save_paths,
@@ -156,7 +156,7 @@ def outputs(monkeypatch):
         def close(self, finished, report=True):
             closed.append(finished)
 
-    monkeypatch.setattr(ray_trainer, "RunOutput", Output)
+    monkeypatch.setattr(run_records, "RunOutput", Output)
     return closed
 
 

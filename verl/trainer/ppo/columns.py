@@ -20,8 +20,9 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad
 from verl.protocol.lazy import BY_REFERENCE, is_lazy
 from verl.single_controller.base import Worker
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo import phases
 from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
-from verl.trainer.ppo.phases import RolloutInvariantError, check_rollout, rollout_faults
+from verl.trainer.ppo.phases import RolloutInvariantError, rollout_faults
 from verl.trainer.ppo.segments import SEGMENTS_COLUMN
 
 SAMPLED = "__sampled_tokens__"
@@ -90,13 +91,24 @@ def options_of(data: DataProto) -> dict[str, Any]:
 # ---- generate
 
 
+def check_rollout(group: RayWorkerGroup, asked: DataProto, output: DataProto, step: int, single_turn: bool) -> None:
+    """Check the output of a rollout where its columns lie.
+
+    Raises: RolloutInvariantError, as ``phases.check_rollout``.
+    """
+    if is_lazy(output):
+        describe_rollout(group, asked, output, step, single_turn)
+    else:
+        phases.check_rollout(asked, output, step, single_turn)
+
+
 def describe_rollout(group: RayWorkerGroup, asked: DataProto, output: DataProto, step: int, single_turn: bool) -> None:
     """Check the output of a rollout as ``check_rollout`` does, where it lies, and add the lengths of its rows.
 
     Raises: RolloutInvariantError, as ``check_rollout``.
     """
     if len(output) != len(asked) or not is_lazy(output):
-        check_rollout(asked, output, step, single_turn)
+        phases.check_rollout(asked, output, step, single_turn)
     rows = output.select()
     for name in ("input_ids", "attention_mask"):
         tensors_of(rows)[f"asked_{name}"] = tensors_of(asked)[name]

@@ -1,9 +1,18 @@
-"""Samples of a prompt on one rank, which then computes the prompt once (``model.use_prefix_sharing``)."""
+"""Rows for ranks: equal numbers of tokens, and the samples of a prompt on one rank.
 
+Such a rank computes the prompt once (``model.use_prefix_sharing``).
+"""
+
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from verl.utils.seqlen_balancing import Partition
+from verl.models.transformers.packing import packs_rows
+from verl.protocol import DataProto, tensors_of
+from verl.trainer.config.rules.batch import workers_of_a_shard
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo.lengths import lengths_of
+from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 
 class Groups(NamedTuple):
@@ -60,3 +69,52 @@ def keep_groups(ranks: Partition, groups: Groups, stretch: int) -> Partition:
         for whole, part in zip(placed, parts, strict=True):
             whole += sorted(part)
     return placed
+
+
+def groups_of(batch: DataProto, run: RunConfig) -> Groups | None:
+    """Return the samples of each prompt, if the roles compute a prompt once for the samples that a rank has.
+
+    None where rows are shuffled, or trained in other mini-batches by the critic.
+    """
+    actor = run.actor_rollout_ref.actor
+    critic = run.critic
+    model = run.actor_rollout_ref.model
+    shares = model.use_prefix_sharing and packs_rows(actor.strategy, model.use_remove_padding)
+    if not shares or actor.shuffle or "uid" not in batch.non_tensor_batch:
+        return None
+    if critic is not None and (critic.shuffle or workers_of_a_shard(critic) != workers_of_a_shard(actor)):
+        return None
+    prompts, responses = lengths_of(batch)
+    return Groups(batch.non_tensor_batch["uid"].tolist(), prompts.tolist(), responses.tolist())
+
+
+def balanced_order(
+    batch: DataProto, run: RunConfig, num_workers: int, prefix: str
+) -> tuple[list[int], dict[str, float]]:
+    """Return the order of the rows in which every rank gets about the same number of tokens, and metrics of it."""
+    lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
+    # The rows need not be a multiple of the workers, since some workers share rows. Their greatest common divisor
+    # is a multiple of the workers that do not share.
+    parts = math.gcd(len(lengths), num_workers)
+    partitions = get_seqlen_balanced_partitions(lengths, parts, equal_size=True)
+    partitions = _with_groups_together(batch, partitions, run, num_workers)
+    order = [row for part in partitions for row in part]
+    return order, log_seqlen_unbalance(lengths, partitions, prefix=prefix)
+
+
+def _with_groups_together(batch: DataProto, parts: Partition, run: RunConfig, num_workers: int) -> Partition:
+    """Give the samples of a prompt to one rank where that saves computing their prompt again."""
+    actor = run.actor_rollout_ref.actor
+    critic = run.critic
+    shards = num_workers // workers_of_a_shard(actor)
+    # Workers that share a shard may have one part between them, where the rows do not divide over all workers.
+    sharing, rest = divmod(len(parts), shards)
+    groups = groups_of(batch, run) if shards > 1 and not rest else None
+    if groups is None:
+        return parts
+    ranks = [[row for part in parts[at : at + sharing] for row in part] for at in range(0, len(parts), sharing)]
+    roles = [actor] if critic is None else [actor, critic]
+    rows = [role.ppo_mini_batch_size * run.actor_rollout_ref.rollout.n // len(ranks) for role in roles]
+    placed = keep_groups(ranks, groups, math.gcd(len(ranks[0]), *rows))
+    width = len(parts[0])
+    return [part[at : at + width] for part in placed for at in range(0, len(part), width)]

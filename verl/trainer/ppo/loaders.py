@@ -3,18 +3,20 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.base_config import WrongInput, omega_conf_to_dataclass
 from verl.experimental.agent_loop.registry import ONE_TURN
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import batches_after
 from verl.utils.dataset.config import DataConfig
+from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.loader import loader_processes, stateful_loader
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.numerics.seeding import seed_process
@@ -38,6 +40,52 @@ class EmptyLoaderError(WrongInput, AssertionError):
 
 class EndOfDataError(RuntimeError):
     """The last epoch ended before the last step, because steps drew more than one batch each."""
+
+
+class GivenData(NamedTuple):
+    """Parts of the data that the caller has built; None for those to build."""
+
+    train_dataset: Dataset[Rows] | None = None
+    val_dataset: Dataset[Rows] | None = None
+    collate_fn: CollateFn | None = None
+    train_sampler: Sampler[int] | None = None
+
+
+class Data(NamedTuple):
+    """Data sets and loaders of a run; those of the validation are None without its files."""
+
+    train_dataset: Dataset[Rows]
+    val_dataset: Dataset[Rows] | None
+    train_loader: StatefulDataLoader
+    val_loader: StatefulDataLoader | None
+
+
+def build_data(
+    config: DictConfig,
+    data: DataConfig,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None,
+    given: GivenData,
+) -> Data:
+    """Build the data sets and the sampler that were not given, and the loaders.
+
+    Args: ``config`` is the whole tree, because data sets and samplers of a fork may read keys that DataConfig has not.
+    """
+    complete_data_node(config)
+    node = config.data
+    train_dataset = given.train_dataset
+    if train_dataset is None:
+        train_dataset = create_rl_dataset(node.train_files, node, tokenizer, processor)
+    val_dataset = given.val_dataset
+    if val_dataset is None and node.val_files:
+        val_dataset = create_rl_dataset(node.val_files, node, tokenizer, processor, is_train=False)
+    sampler = given.train_sampler
+    if sampler is None:
+        sampler = create_rl_sampler(node, train_dataset)
+    train = train_loader(data, seed, train_dataset, given.collate_fn, sampler)
+    validation = None if val_dataset is None else validation_loader(data, seed, val_dataset, given.collate_fn)
+    return Data(train_dataset, val_dataset, train, validation)
 
 
 def train_loader(

@@ -1,8 +1,6 @@
 """The training loop: a driver that holds metadata and small tensors, and worker groups that hold the weights."""
 
-import itertools
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -17,24 +15,23 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.algos.kl import get_kl_controller
 from verl.algos.names import AdvantageEstimator
 from verl.base_config import WrongInput
-from verl.models.transformers.packing import packs_rows
+from verl.experimental.agent_loop.rewards import scores_one_by_one
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
-from verl.protocol.lazy import BY_REFERENCE, by_reference, is_lazy, take_touched
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import columns, loaders, metric_utils, profiling, spares
+from verl.trainer.ppo import columns, loaders, loops, profiling, sampling, validation
 from verl.trainer.ppo.checkpoint import Checkpoints, DataPosition, reference_fields
-from verl.trainer.ppo.grouping import Groups, keep_groups
-from verl.trainer.ppo.lengths import lengths_of
+from verl.trainer.ppo.grouping import balanced_order
 from verl.trainer.ppo.loaders import CollateFn, Rows
-from verl.trainer.ppo.metric_utils import compute_data_metrics as compute_data_metrics  # forks import these from here
-from verl.trainer.ppo.metric_utils import compute_throughout_metrics as compute_throughout_metrics
-from verl.trainer.ppo.metric_utils import compute_timing_metrics as compute_timing_metrics
-from verl.trainer.ppo.metric_utils import process_validation_metrics as process_validation_metrics
-from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
-from verl.trainer.ppo.records import StepRecord, dump_generations, scored_columns, trace_batch
+from verl.trainer.ppo.metric_utils import (  # noqa: F401 (forks import these from here)
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    process_validation_metrics,
+)
+from verl.trainer.ppo.phases import checked_phase, needs_old_log_probs
+from verl.trainer.ppo.records import dump_generations, dumped_rows, scored_columns
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
 from verl.trainer.ppo.reward import (
     ExtraColumns,
@@ -42,62 +39,43 @@ from verl.trainer.ppo.reward import (
     PendingReward,
     RewardFn,
     leave_unscored_out,
+    new_reward,
     refuse_nothing_scored,
 )
 from verl.trainer.ppo.rollout_skip import RolloutSkip
-from verl.trainer.ppo.segments import (
-    SEGMENTS_COLUMN,
-    TRAJECTORY_COLUMN,
-    arrange,
-    balance_metrics,
-    has_segments,
-    per_trajectory,
-    placed,
-    segment_rows,
-    without_segments,
-)
+from verl.trainer.ppo.run_records import RunRecords
+from verl.trainer.ppo.sampling import for_model, without_metrics
+from verl.trainer.ppo.segments import has_segments, per_trajectory, rows_for_ranks, without_segments
 from verl.trainer.ppo.shaping import (
     add_rollout_weights,
     apply_kl_penalty,
     compute_advantage,
-    compute_response_mask,
+    compute_response_mask,  # noqa: F401 (forks import it from here)
     with_rollout_log_probs,
 )
-from verl.trainer.ppo.state import Metrics, RunState, Timing
-from verl.trainer.ppo.timelines import Timelines
-from verl.trainer.ppo.utils import Role as Role  # forks import it from here
-from verl.trainer.ppo.utils import need_reference_policy, need_reward_model
+from verl.trainer.ppo.spares import Sampled, SparePrompts, replace_failed
+from verl.trainer.ppo.state import Metrics, OfState, RunState, Timing
+from verl.trainer.ppo.utils import Role, need_reference_policy, need_reward_model  # noqa: F401 (forks import Role)
 from verl.trainer.ppo.validation import choose_samples, collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import is_end_requested
 from verl.trainer.run.ending import EndRequested
-from verl.trainer.run.output import RunOutput, log_generations
+from verl.trainer.run.output import log_generations
 from verl.trainer.run.resume import find_resume_folder, name_start, run_folder
-from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler, warn_of_lost_state
+from verl.utils.dataset.factory import warn_of_lost_state
 from verl.utils.flops_counter import image_lengths
-from verl.utils.memory_utils import keep_freed_host_memory
-from verl.utils.metric import reduce_metrics
-from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
-from verl.utils.observe.rollout_trace import RolloutTraceConfig
+from verl.utils.numerics.seeding import derive_seed, prompt_uids
 from verl.utils.observe.timeline import RECORDED, Part, is_recording
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
-from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.utils.vision.multi_modal import count_shared_bytes, replace_inputs, share
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL
-from verl.workers.rewards.scoring import FAILURE_COLUMN, UNAVAILABLE
-from verl.workers.roles.batching import NUM_TRAJECTORIES
-from verl.workers.rollout.base import DROPPED_COLUMN, STAYS_AWAKE
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop import AgentLoopManager
 
 logger = logging.getLogger(__name__)
 
-LARGE_BATCH_BYTES = 1 << 26
-"""From this size of a rollout's answer on, the trainer keeps the memory that it frees."""
 _PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validate"}
-_SCORING_COLUMNS = frozenset({"data_source", "reward_model", "extra_info", "uid"})
 
 
 class RayPPOTrainer:
@@ -155,10 +133,10 @@ class RayPPOTrainer:
         self._trackers: Trackers = [options.logger] if isinstance(options.logger, str) else options.logger
         self.single_turn = not run.actor_rollout_ref.rollout.serves  # agent loops write masks and prompts themselves
         self.state = RunState(seed=run.trainer.seed)
-        self.step_record = StepRecord(digests=False, num_samples=0)
-        self.timelines: Timelines | None = None
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
+    records: RunRecords | None = None
+    """What ``fit`` publishes and keeps of each step; None in the loop of a fork."""
     _step_position: DataPosition | None = None
     """Where the data of the current step begin, if they may end before it is full."""
     _catches_up: bool = False
@@ -170,42 +148,12 @@ class RayPPOTrainer:
 
     # ---- established names for parts of the state
 
-    @property
-    def global_steps(self) -> int:
-        """Number of the current step."""
-        return self.state.step
-
-    @global_steps.setter
-    def global_steps(self, step: int) -> None:
-        self.state.step = step
-
-    @property
-    def total_training_steps(self) -> int:
-        """Number of steps of the whole run."""
-        return self.state.total_steps
-
-    @total_training_steps.setter
-    def total_training_steps(self, steps: int) -> None:
-        self.state.total_steps = steps
-
-    @property
-    def run_seed(self) -> int:
-        """Seed of the run, from which a recipe derives its own (``derive_seed``)."""
-        return self.state.seed
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether the current step is the last one."""
-        return self.state.is_last_step
-
-    @property
-    def max_steps_duration(self) -> float:
-        """Seconds of the longest step."""
-        return self.state.max_step_s
-
-    @max_steps_duration.setter
-    def max_steps_duration(self, seconds: float) -> None:
-        self.state.max_step_s = seconds
+    global_steps = OfState[int]("step")
+    total_training_steps = OfState[int]("total_steps")
+    max_steps_duration = OfState[float]("max_step_s")
+    run_seed = OfState[int]("seed")
+    """Seed of the run, from which a recipe derives its own (``derive_seed``)."""
+    is_last_step = OfState[bool]("is_last_step")
 
     # ---- data
 
@@ -217,22 +165,18 @@ class RayPPOTrainer:
         train_sampler: Sampler[int] | None,
     ) -> None:
         """Make the loaders, build the data sets and the sampler that were not given, and count the steps."""
-        loaders.complete_data_node(self.config)
-        node = self.config.data  # data sets and samplers of a fork may read keys that DataConfig does not have
-        if train_dataset is None:
-            train_dataset = create_rl_dataset(node.train_files, node, self.tokenizer, self.processor)
-        if val_dataset is None and node.val_files:
-            val_dataset = create_rl_dataset(node.val_files, node, self.tokenizer, self.processor, is_train=False)
-        if train_sampler is None:
-            train_sampler = create_rl_sampler(node, train_dataset)
-        self.train_dataset = train_dataset
-        self.val_dataset = val_dataset
-        data = self.run_config.data
-        seed = self.state.seed
-        self.train_dataloader = loaders.train_loader(data, seed, train_dataset, collate_fn, train_sampler)
-        self.val_dataloader = None
-        if val_dataset is not None:
-            self.val_dataloader = loaders.validation_loader(data, seed, val_dataset, collate_fn)
+        data = loaders.build_data(
+            self.config,
+            self.run_config.data,
+            self.state.seed,
+            self.tokenizer,
+            self.processor,
+            loaders.GivenData(train_dataset, val_dataset, collate_fn, train_sampler),
+        )
+        self.train_dataset = data.train_dataset
+        self.val_dataset = data.val_dataset
+        self.train_dataloader = data.train_loader
+        self.val_dataloader = data.val_loader
         steps = self.run_config.trainer.total_training_steps
         if steps is None:
             steps = len(self.train_dataloader) * self.run_config.trainer.total_epochs
@@ -270,10 +214,8 @@ class RayPPOTrainer:
                 with phase(f"init_model of {name}", step=0):
                     groups[name].init_model()
                 CLOCK.mark(f"init_{name}")
-        wait_until_ready = getattr(self.async_rollout_manager, "wait_until_ready", None)
-        if wait_until_ready is not None:  # a manager of a fork need not have it
-            with phase("init_agent_loops", step=0):
-                wait_until_ready()
+        with phase("init_agent_loops", step=0):
+            loops.wait_until_ready(self.async_rollout_manager)
 
     def _take_over_changes(self) -> None:
         """Read the configuration again, because a fork may have written to ``config`` since."""
@@ -306,9 +248,8 @@ class RayPPOTrainer:
         try:
             output: DataProto = generator.generate_sequences(requests)
         finally:  # what failed is in the account too
-            take_attempts = getattr(self.async_rollout_manager, "take_attempts", None)
-            if take_attempts is not None:  # a manager of a fork need not have it
-                self.output.attempts.log(self.state.step, take_attempts())
+            if self.records is not None:
+                self.records.log_attempts(loops.take_attempts(self.async_rollout_manager))
         self.state.engine_version = self.state.weights_version
         return output
 
@@ -349,8 +290,6 @@ class RayPPOTrainer:
                 metrics: Metrics = {}
                 timing: Timing = {}
                 self._profile_from_here(timing)
-                if self.timelines is not None:  # a fork may open its outputs by itself
-                    self.timelines.begin(self.state.step, self.worker_groups())
                 with marked_timer("step", timing):
                     self._sync_before_generation(timing)
                     batch = self.collect(rows, metrics, timing)
@@ -374,26 +313,11 @@ class RayPPOTrainer:
         """Resume, keep the records of the run, and close them in every case."""
         self._take_over_changes()
         options = self.run_config.trainer
-        rollout = self.run_config.actor_rollout_ref.rollout
         resumed = self._load_checkpoint()
         profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
-        self.output = RunOutput(
-            options, self.config, resumed, self.state.total_steps, metric_utils.describe_step, options.val_only
-        )
-        self._trackers = self.output.tracking.logger
-        trace = rollout.trace
-        RolloutTraceConfig.init(
-            trace.project_name or options.project_name,
-            trace.experiment_name or options.experiment_name,
-            trace.backend,
-            trace.token2text,
-            max_samples_per_step=trace.max_samples_per_step_per_worker,
-        )
-        algorithm = self.run_config.algorithm
-        veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
-        self.step_record = StepRecord(options.record_digests, options.record_samples, self.tokenizer, veto)
-        self.timelines = Timelines(options.timeline_steps, self.output.folder, self.output.kept_step)
-        if rollout.skip_rollout:
+        self.records = RunRecords(self.run_config, self.config, self.state, resumed, self.tokenizer)
+        self._trackers = self.records.output.tracking.logger
+        if self.run_config.actor_rollout_ref.rollout.skip_rollout:
             RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
         CLOCK.mark("resume")
         if self._may_save:
@@ -415,10 +339,8 @@ class RayPPOTrainer:
             raise
         finally:
             profiling.end_profiling(self.state)
-            flush_traces = getattr(self.async_rollout_manager, "flush_traces", None)
-            if flush_traces is not None:  # a manager of a fork need not have it
-                flush_traces()
-            self.output.close(finished, report=not is_asked)  # else the launching process writes it
+            loops.flush_traces(self.async_rollout_manager)
+            self.records.close(finished, report=not is_asked)  # else the launching process writes it
 
     def _training_rows(self) -> Iterator[Rows]:
         options = self.run_config.trainer
@@ -453,7 +375,8 @@ class RayPPOTrainer:
             self._end_if_requested()
         with checked_phase(name, batch) as result:
             result.append(method(*args) if batch is None else method(batch, *args))
-        self.step_record.phase(name, result[0], None if name == "prepare" else self.state.row_order)
+        if self.records is not None:
+            self.records.phase(name, result[0])
         return result[0]
 
     @contextmanager
@@ -486,29 +409,17 @@ class RayPPOTrainer:
     def generate(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Sample ``rollout.n`` responses per prompt; the rows become the responses."""
         num_samples = self.run_config.actor_rollout_ref.rollout.n
-        prompts, output, seeds = self._sample(batch, metrics, timing)
-        if "replace" in output.meta_info:
-            batch, prompts, output, seeds = self._replace_failed(batch, prompts, output, seeds, metrics, timing)
-        dropped = output.non_tensor_batch.get(DROPPED_COLUMN)
-        if dropped is not None and dropped.astype(bool).all():
-            raise RuntimeError(
-                f"step {self.state.step}: all {len(dropped)} trajectories were dropped "
-                "(actor_rollout_ref.rollout.agent.on_failure=drop), so there is nothing to learn from: see "
-                "attempts.jsonl in the folder of the run for the reasons"
-            )
+        sampled = self._sample(batch, metrics, timing)
+        if "replace" in sampled[1].meta_info:
+            sample = partial(self._sample, metrics=metrics, timing=timing)
+            batch, sampled = replace_failed(batch, sampled, self.spare_prompts, sample, num_samples, self.state.step)
+        prompts, output, seeds = sampled
+        sampling.refuse_all_dropped(output, self.state.step)
         if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
-        later = output.non_tensor_batch.pop("__later_inputs__", None)
-        batch = batch.repeat(repeat_times=num_samples, interleave=True).union(output)
-        if later is not None:
-            replace_inputs(batch.non_tensor_batch, later)
-        tensors = tensors_of(batch)
-        tensors["sampling_seed"] = seeds
-        if "response_mask" not in tensors.keys():
-            tensors["response_mask"] = compute_response_mask(batch)
-        return self._arrange(batch, metrics)
+        return self._arrange(sampling.with_responses(batch, output, num_samples, seeds), metrics)
 
-    def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[DataProto, DataProto, torch.Tensor]:
+    def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> Sampled:
         """Sample ``rollout.n`` responses per prompt; return the prompts, the responses and the seeds of these.
 
         The columns that the rollout reads move from ``batch`` to the prompts.
@@ -519,88 +430,30 @@ class RayPPOTrainer:
         self._receive(requests, output, metrics, timing)
         return prompts, output, seeds
 
-    def _requests(self, batch: DataProto, metrics: Metrics) -> tuple[DataProto, DataProto, torch.Tensor]:
+    def _requests(self, batch: DataProto, metrics: Metrics) -> Sampled:
         """Return the prompts, the requests for their responses, and the seeds of these.
 
         The columns that the rollout reads move from ``batch`` to the prompts.
         """
-        num_samples = self.run_config.actor_rollout_ref.rollout.n
         prompts = self._get_gen_batch(batch)
-        count_shared_bytes(prompts.non_tensor_batch, metrics)
-        if self.run_config.trainer.lazy_columns:
-            prompts = by_reference(prompts)
-            prompts.meta_info[BY_REFERENCE] = batch.meta_info[BY_REFERENCE] = True
-        prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
-        prompts.meta_info["global_steps"] = self.state.step
-        if self._loops_score(self.reward_fn):
-            prompts.meta_info["score_trajectories"] = True
-        if self._reward_model_need_not_wait(prompts):
-            prompts.meta_info[SCORED_BY_MODEL] = True
-        requests = prompts.repeat(repeat_times=num_samples, interleave=True)
-        seeds = self._sampling_seeds(prompts, num_samples)
-        tensors_of(requests)["sampling_seed"] = seeds
+        asked = {
+            "score_trajectories": self._loops_score(self.reward_fn),
+            SCORED_BY_MODEL: self._reward_model_need_not_wait(prompts),
+        }
+        by_reference = self.run_config.trainer.lazy_columns
+        prompts = sampling.complete_prompts(prompts, batch, self.state, by_reference, asked, metrics)
+        requests, seeds = sampling.repeated(prompts, self.run_config.actor_rollout_ref.rollout.n, self.state)
         return prompts, requests, seeds
 
     def _receive(self, requests: DataProto, output: DataProto, metrics: Metrics, timing: Timing) -> None:
         """Check the responses of a rollout, and move their times and metrics to those of the step."""
         self._check_rollout(requests, output)
-        if not is_lazy(output) and output.tensor_bytes() >= LARGE_BATCH_BYTES:
-            keep_freed_host_memory()  # each step takes such blocks again
-        for name, value in output.meta_info.pop("timing", {}).items():  # several calls in a step add up
-            timing[name] = value if "/" in name else timing.get(name, 0.0) + value
-        found = output.meta_info.get("metrics", {})
-        counts = {name: value for name, value in found.items() if name.startswith("attempts/")}
-        counts = {name: metrics.get(name, 0.0) + value for name, value in counts.items()}
-        without_metrics(output, metrics)
-        metrics.update(counts)
-
-    def _replace_failed(
-        self,
-        batch: DataProto,
-        prompts: DataProto,
-        output: DataProto,
-        seeds: torch.Tensor,
-        metrics: Metrics,
-        timing: Timing,
-    ) -> tuple[DataProto, DataProto, DataProto, torch.Tensor]:
-        """Put spare prompts with their responses in place of the prompts that ``replace`` of the output names.
-
-        Raises: RuntimeError when spare prompts fail again and again.
-        """
-        from verl.experimental.agent_loop.rows import joined
-
-        num_samples = self.run_config.actor_rollout_ref.rollout.n
-        for rounds in itertools.count():
-            failed = set(output.meta_info.pop("replace", ()))
-            places = [place for place, uid in enumerate(batch.non_tensor_batch["uid"]) if uid in failed]
-            if not places:
-                return batch, prompts, output, seeds
-            if rounds == spares.MOST_ROUNDS:
-                break
-            spare = self.spare_prompts.draw(len(places))
-            spare_prompts, spare_output, spare_seeds = self._sample(spare, metrics, timing)
-            rows = spares.rows_of_prompts(places, num_samples)
-            batch = spares.with_rows(batch, spare, places)
-            prompts = spares.with_rows(prompts, spare_prompts, places)
-            again = spare_output.meta_info.pop("replace", ())
-            seeds = seeds.clone()
-            seeds[rows] = spare_seeds
-            kept = [row for row in range(len(output)) if row not in set(rows)]
-            meta_info = output.meta_info
-            output.meta_info = {}
-            spare_output.meta_info = {}
-            together = joined([output.select_idxs(torch.tensor(kept, dtype=torch.int64)), spare_output])
-            output = together.select_idxs(torch.tensor(np.argsort([*kept, *rows], kind="stable")))
-            output.meta_info = meta_info | ({"replace": again} if again else {})
-        raise RuntimeError(
-            f"step {self.state.step}: {len(places)} prompts were replaced {spares.MOST_ROUNDS} times, and agent loops "
-            "fail for the spare ones too: see attempts.jsonl in the folder of the run for the reasons"
-        )
+        sampling.take_metrics(output, metrics, timing)
 
     @cached_property
-    def spare_prompts(self) -> spares.SparePrompts:
+    def spare_prompts(self) -> SparePrompts:
         """The prompts that replace those whose trajectories failed."""
-        return spares.SparePrompts(self.train_dataset, self.train_dataloader.collate_fn, self.state)
+        return SparePrompts(self.train_dataset, self.train_dataloader.collate_fn, self.state)
 
     def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Start to score the responses; ``shape`` takes the scores, so that scorers may run during ``infer``."""
@@ -621,30 +474,12 @@ class RayPPOTrainer:
             self._add_scores(batch, metrics)
         if len(self.state.row_order) == len(batch):  # else a fork has cut the batch
             batch.reorder(torch.tensor(self.state.row_order))  # so that the rows do not depend on the ranks
-        num_trajectories = len(batch)
-        rows = segment_rows(batch)
-        check_rollout(rows, rows, self.state.step, single_turn=False)
-        lengths = tensors_of(rows)["attention_mask"].sum(-1).tolist()
-        ranks = max(1, self.actor_rollout_wg.world_size // workers_of_a_shard(run.actor_rollout_ref.actor))
-        steps = math.lcm(*self._steps_of_a_pass(num_trajectories))
-        divisor = steps * math.lcm(ranks, *(group.world_size for group in self.worker_groups().values()))
-        trajectories = rows.non_tensor_batch[TRAJECTORY_COLUMN].tolist()
-        groups = self._groups_of(rows)
-        layout = arrange(trajectories, lengths, steps, ranks, divisor, run.trainer.balance_batch, groups)
-        batch, self.state.row_order = placed(rows, layout)
-        if run.trainer.balance_batch:
-            metrics.update(balance_metrics(lengths, layout))
-        metrics["segments/rows"] = len(rows)
-        metrics["segments/filling_rows"] = len(batch) - len(rows)
-        batch.meta_info[NUM_TRAJECTORIES] = num_trajectories
+        workers = [group.world_size for group in self.worker_groups().values()]
+        batch, self.state.row_order, found = rows_for_ranks(
+            batch, run, self.state.step, self.actor_rollout_wg.world_size, workers
+        )
+        metrics.update(found)
         return self._describe(batch)
-
-    def _steps_of_a_pass(self, num_trajectories: int) -> list[int]:
-        """Return for each role that trains in how many mini-batches it cuts a batch."""
-        run = self.run_config
-        roles = [run.actor_rollout_ref.actor] if run.critic is None else [run.actor_rollout_ref.actor, run.critic]
-        rows = run.actor_rollout_ref.rollout.n
-        return [max(1, num_trajectories // (role.ppo_mini_batch_size * rows)) for role in roles]
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Compute only the log-probabilities and values that the rest of the step reads."""
@@ -722,22 +557,7 @@ class RayPPOTrainer:
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Move the columns that the rollout reads out of ``batch``; a ``uid`` is copied, to name each row."""
-        # Images and their tensors go to the workers once, however often a prompt is sampled.
-        share(batch.non_tensor_batch)
-        columns = [name for name in batch.non_tensor_batch if name not in _SCORING_COLUMNS]
-        prompts = batch.pop(["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=columns)
-        # Agent loops read the whole row, and may score it.
-        shared = _SCORING_COLUMNS if self.async_rollout_mode else {"uid"}
-        for name in sorted(shared & batch.non_tensor_batch.keys()):
-            prompts.non_tensor_batch[name] = batch.non_tensor_batch[name]
-        if "multi_modal_inputs" in columns:  # the models read it too
-            batch.non_tensor_batch["multi_modal_inputs"] = prompts.non_tensor_batch["multi_modal_inputs"]
-        return prompts
-
-    def _sampling_seeds(self, prompts: DataProto, num_samples: int) -> torch.Tensor:
-        """Return the seeds of the samples of prompts of this step, (num_prompts * num_samples,)."""
-        first = prompts.meta_info["first_prompt"]
-        return sampling_seeds(self.state.seed, self.state.step, len(prompts), num_samples, first_prompt=first)
+        return sampling.take_prompts(batch, with_scoring_columns=self.async_rollout_mode)
 
     def _arrange(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Order the rows of a batch for the ranks; ``state.row_order`` says how to put them back."""
@@ -755,45 +575,26 @@ class RayPPOTrainer:
 
     def _check_rollout(self, requests: DataProto, output: DataProto) -> None:
         """Check a rollout where its columns are."""
-        if is_lazy(output):
-            group = self.actor_rollout_wg
-            columns.describe_rollout(group, requests, output, self.state.step, self.single_turn)
-        else:
-            check_rollout(requests, output, self.state.step, self.single_turn)
+        columns.check_rollout(self.actor_rollout_wg, requests, output, self.state.step, self.single_turn)
 
     def _generate_padded(self, requests: DataProto) -> DataProto:
         """Generate for any number of requests, and drop the timers and metrics of the rollout."""
         padded, pad_size = pad_dataproto_to_divisor(requests, self.actor_rollout_wg.world_size)
         output = unpad_dataproto(self.rollout_wg_generate(padded), pad_size=pad_size)
         self._check_rollout(requests, output)
-        output.non_tensor_batch.pop("__later_inputs__", None)  # of images of later turns; only training reads them
-        output.meta_info.pop("timing", None)
-        output.meta_info.pop("metrics", None)
-        return output
+        return sampling.drop_metrics(output)
 
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto, metrics: Metrics, timing: Timing) -> torch.Tensor:
-        """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it.
-
-        The metrics of its scoring, except ``perf/``, get the prefix ``greedy/``.
-        """
-        requests = prompts.repeat(repeat_times=1)
-        requests.meta_info = {**prompts.meta_info, "do_sample": False, SCORED_BY_MODEL: False}
-        tensors_of(requests)["sampling_seed"] = self._sampling_seeds(prompts, 1)
+        """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it."""
+        requests = sampling.greedy_requests(prompts, self.state)
         with self._timed("gen_max", timing):
             greedy = batch.repeat(repeat_times=1).union(self._generate_padded(requests))
-            found: Metrics = {}
-            scores, extras = self._new_reward().start(greedy, found).take(greedy, found)
-        found |= metric_utils.failure_metrics("reward", extras.get(FAILURE_COLUMN))
-        metrics |= {f"greedy/{name}": value for name, value in found.items() if not name.startswith("perf/")}
-        unknown = torch.tensor([reason == UNAVAILABLE for reason in extras.get(FAILURE_COLUMN, [None] * len(greedy))])
-        return scores.sum(dim=-1).masked_fill(unknown, torch.nan)  # the responses of such a prompt are not trained
+            return sampling.score_greedy(greedy, self._new_reward(), metrics)
 
     def _loops_score(self, reward_fn: RewardFn | None) -> bool:
         """Whether agent loops score their trajectories: with a rule that judges each by itself."""
         if not self.async_rollout_mode or self.use_rm or self.run_config.actor_rollout_ref.rollout.skip_rollout:
             return False  # a rollout that was kept may be scored by another rule
-        from verl.experimental.agent_loop.rewards import scores_one_by_one
-
         return scores_one_by_one(reward_fn)
 
     def _reward_model_need_not_wait(self, prompts: DataProto) -> bool:
@@ -812,63 +613,14 @@ class RayPPOTrainer:
 
     def _new_reward(self) -> PendingReward:
         assert self.reward_fn is not None, "training needs reward_fn"
-        options = self.run_config.reward_model
-        return PendingReward(
-            self.reward_fn,
-            self.rm_wg if self.use_rm else None,
-            own_pool=options.enable_resource_pool,
-            in_task=options.launch_reward_fn_async,
-            # On CPU every core may belong to a worker: a task that asks for one would never start.
-            num_cpus=0 if self.device_name == "cpu" else 1,
-            timeout_s=self.run_config.trainer.worker_call_timeout_s,
-        )
+        return new_reward(self.run_config, self.reward_fn, self.rm_wg if self.use_rm else None, self.device_name)
 
     def _balance_batch(self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen") -> None:
         """Reorder the rows so that every rank gets about the same number of tokens."""
-        lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
-        # The rows need not be a multiple of the workers, since some workers share rows. Their greatest common divisor
-        # is a multiple of the workers that do not share.
-        parts = math.gcd(len(lengths), self.actor_rollout_wg.world_size)
-        partitions = self._keep_groups(batch, get_seqlen_balanced_partitions(lengths, parts, equal_size=True))
-        order = [row for part in partitions for row in part]
+        order, found = balanced_order(batch, self.run_config, self.actor_rollout_wg.world_size, logging_prefix)
         batch.reorder(torch.tensor(order))
         self.state.row_order = np.argsort(order).tolist()
-        metrics.update(log_seqlen_unbalance(lengths, partitions, prefix=logging_prefix))
-
-    def _groups_of(self, batch: DataProto) -> Groups | None:
-        """Return the samples of each prompt, if the roles compute a prompt once for the samples that a rank has.
-
-        None where rows are shuffled, or trained in other mini-batches by the critic.
-        """
-        run = self.run_config
-        actor = run.actor_rollout_ref.actor
-        critic = run.critic
-        model = run.actor_rollout_ref.model
-        shares = model.use_prefix_sharing and packs_rows(actor.strategy, model.use_remove_padding)
-        if not shares or actor.shuffle or "uid" not in batch.non_tensor_batch:
-            return None
-        if critic is not None and (critic.shuffle or workers_of_a_shard(critic) != workers_of_a_shard(actor)):
-            return None
-        prompts, responses = lengths_of(batch)
-        return Groups(batch.non_tensor_batch["uid"].tolist(), prompts.tolist(), responses.tolist())
-
-    def _keep_groups(self, batch: DataProto, parts: Partition) -> Partition:
-        """Give the samples of a prompt to one rank where that saves computing their prompt again."""
-        run = self.run_config
-        actor = run.actor_rollout_ref.actor
-        critic = run.critic
-        shards = self.actor_rollout_wg.world_size // workers_of_a_shard(actor)
-        # Workers that share a shard may have one part between them, where the rows do not divide over all workers.
-        sharing, rest = divmod(len(parts), shards)
-        groups = self._groups_of(batch) if shards > 1 and not rest else None
-        if groups is None:
-            return parts
-        ranks = [[row for part in parts[at : at + sharing] for row in part] for at in range(0, len(parts), sharing)]
-        roles = [actor] if critic is None else [actor, critic]
-        rows = [role.ppo_mini_batch_size * run.actor_rollout_ref.rollout.n // len(ranks) for role in roles]
-        placed = keep_groups(ranks, groups, math.gcd(len(ranks[0]), *rows))
-        width = len(parts[0])
-        return [part[at : at + width] for part in placed for at in range(0, len(part), width)]
+        metrics.update(found)
 
     def _add_old_log_probs(self, batch: DataProto, metrics: Metrics) -> DataProto:
         actor = self.run_config.actor_rollout_ref.actor
@@ -919,8 +671,7 @@ class RayPPOTrainer:
     def _dump(self, batch: DataProto, timing: Timing) -> None:
         folder = self.run_config.trainer.rollout_data_dir
         if folder:
-            if SEGMENTS_COLUMN in batch.non_tensor_batch:  # one line for each trajectory
-                batch = per_trajectory(batch.select_idxs(self.state.row_order))
+            batch = dumped_rows(batch, self.state.row_order)
             extras = {name: list(batch.non_tensor_batch[name]) for name in self.state.extra_columns}
             self._log_rollout_data(batch, extras, timing, folder)
 
@@ -949,36 +700,23 @@ class RayPPOTrainer:
 
     def _finish_step(self, batch: DataProto, metrics: Metrics, timing: Timing) -> None:
         """Compute and publish the metrics of the step."""
-        state = self.state
-        self.step_record.ask_workers(self.worker_groups())
-        metrics["training/global_step"] = state.step
-        metrics["training/epoch"] = state.epoch
-        tokens = None
-        if columns.stays_with_workers(batch):
-            tokens = columns.token_metrics(self.actor_rollout_wg, metric_utils.without_dropped(batch), self.use_critic)
-        metrics.update(metric_utils.compute_data_metrics(batch, use_critic=self.use_critic, token_metrics=tokens))
-        metrics.update(metric_utils.compute_timing_metrics(batch, timing))
-        workers = self.resource_pool_manager.get_n_gpus()
-        metrics.update(metric_utils.compute_throughput_metrics(batch, timing, workers))
-        CLOCK.mark("first_step")
-        metrics.update(CLOCK.report())
-        if not self._loops_score(self.reward_fn):  # else they have traced the scores, with each turn
-            trajectories = per_trajectory(batch)
-            scores = tensors_of(trajectories)["token_level_scores"].sum(-1)
-            trace_batch(trajectories, scores, state.step, self.tokenizer)
-        details = self.step_record.finish(batch, metrics)
-        if self.run_config.trainer.lazy_columns:
-            metrics["driver/column_bytes"] = float(sum(take_touched().values()))
-        self.output.log(metrics, state.step, details, finished=True)
-        if self.timelines is not None:
-            self.timelines.finish(state.step, self._recorded())
+        assert self.records is not None
+        self.records.finish_step(
+            batch,
+            metrics,
+            timing,
+            self.worker_groups(),
+            self.resource_pool_manager.get_n_gpus(),
+            self.use_critic,
+            not self._loops_score(self.reward_fn),  # else they have traced the scores, with each turn
+            self._recorded,
+        )
         profiler = self.run_config.global_profiler
-        profiling.dump_memory(profiler.tool, profiler.steps, state.step, self.actor_rollout_wg)
+        profiling.dump_memory(profiler.tool, profiler.steps, self.state.step, self.actor_rollout_wg)
 
     def _recorded(self) -> list[Part]:
-        """Return what workers and agent loops have recorded for the timeline of the step."""
-        take = getattr(self.async_rollout_manager, "take_timeline", None)
-        return [*self.step_record.parts, *(take() if take is not None else ())]
+        """Return what agent loops have recorded for the timeline of the step."""
+        return loops.take_timeline(self.async_rollout_manager)
 
     def _end_early(self, reason: loaders.EndOfDataError) -> None:
         """Validate and save the last full step, if the data end before the planned number of steps.
@@ -1000,7 +738,8 @@ class RayPPOTrainer:
         if options.save_freq > 0:
             self._save_last_full_step(timing)
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        self.output.log(metrics, state.step)
+        assert self.records is not None
+        self.records.output.log(metrics, state.step)
 
     def _save_last_full_step(self, timing: Timing) -> None:
         """Save the step before one that has not become full, which a resumed run draws again."""
@@ -1024,7 +763,8 @@ class RayPPOTrainer:
             metrics = self._validate()
         CLOCK.mark("validation")
         if metrics:  # empty if a reward model judges the rows: they have no ground truth
-            self.output.log(metrics, self.state.step)
+            assert self.records is not None
+            self.records.output.log(metrics, self.state.step)
         return bool(options.val_only)
 
     def _validate_after_step(self, metrics: Metrics, timing: Timing) -> None:
@@ -1055,14 +795,7 @@ class RayPPOTrainer:
             return {}
         self._maybe_log_val_generations(inputs=samples.inputs, outputs=samples.shown, scores=samples.scores)
         if options.validation_data_dir:
-            self._dump_generations(
-                inputs=samples.inputs,
-                outputs=samples.outputs,
-                gts=samples.truths,
-                scores=samples.scores,
-                reward_extra_infos_dict=samples.columns,
-                dump_path=options.validation_data_dir,
-            )
+            self._dump_generations(**samples.dumped, dump_path=options.validation_data_dir)
         return summarise(samples)
 
     def _maybe_log_val_generations(
@@ -1082,16 +815,9 @@ class RayPPOTrainer:
         sampling = self.run_config.actor_rollout_ref.rollout.val_kwargs
         batch, seeds = repeat_prompts(prompts, sampling.n, self.state.seed, self.state.step, first_prompt)
         requests = self._get_gen_batch(batch)
-        tensors_of(requests)["sampling_seed"] = seeds
-        requests.meta_info = {  # as in training, the worker adds eos_token_id and pad_token_id of the model
-            "recompute_log_prob": False,
-            "do_sample": sampling.do_sample,
-            "validate": True,
-            "global_steps": self.state.step,
-            STAYS_AWAKE: prompts.meta_info.get(STAYS_AWAKE, False),
-        }
-        if self._loops_score(self.val_reward_fn):
-            requests.meta_info["score_trajectories"] = True
+        validation.complete_requests(
+            requests, prompts, seeds, sampling.do_sample, self.state.step, self._loops_score(self.val_reward_fn)
+        )
         batch = batch.union(self._generate_padded(requests))
         batch.meta_info["validate"] = True
         return batch
@@ -1156,6 +882,8 @@ class RayPPOTrainer:
         if profiling.starts_profiling(self.run_config.global_profiler, self.state):
             with marked_timer("start_profile", timing):
                 self._start_profiling(True)
+        if self.records is not None:
+            self.records.begin_step(self.worker_groups())
 
     def _profile_to_here(self, timing: Timing) -> None:
         """Stop the profilers of the roles, unless they run on into the next step."""
@@ -1173,15 +901,3 @@ class RayPPOTrainer:
         """Stop the profilers of the roles."""
         if do_profile:
             profiling.stop_profiling(self.state)
-
-
-def without_metrics(output: DataProto, metrics: Metrics) -> DataProto:
-    """Move the metrics of a workers' answer to those of the step, and return the rest."""
-    metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
-    return output
-
-
-def for_model(batch: DataProto) -> DataProto:
-    """Select the part of a batch that models read: tensors, multi-modal inputs and meta_info."""
-    columns = [name for name in ("multi_modal_inputs",) if name in batch.non_tensor_batch]
-    return batch.select(non_tensor_batch_keys=columns)

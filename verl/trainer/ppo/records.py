@@ -27,7 +27,7 @@ from verl.trainer.ppo.columns import VETOED
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.metric_utils import without_dropped
-from verl.trainer.ppo.segments import earlier_segments, per_trajectory
+from verl.trainer.ppo.segments import SEGMENTS_COLUMN, earlier_segments, per_trajectory
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests, take_parts
 from verl.utils.observe.digest import column_digest, tensor_digest
@@ -321,6 +321,11 @@ def dump_generations(
             file.write(json.dumps(sample, ensure_ascii=False, allow_nan=False) + "\n")
     unfinished.replace(path)
     return path
+
+
+def dumped_rows(batch: DataProto, row_order: Sequence[int]) -> DataProto:
+    """Return a row for each trajectory; of several segments, the rows come in the order of the requests."""
+    return per_trajectory(batch.select_idxs(row_order)) if SEGMENTS_COLUMN in batch.non_tensor_batch else batch
 
 
 def dump_extras(extras: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

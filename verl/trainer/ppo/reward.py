@@ -26,6 +26,7 @@ from verl.protocol.lazy import (
     register_with_ray,
 )
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import columns
 from verl.trainer.ppo.metric_utils import without_dropped
 from verl.utils.metric import reduce_metrics
@@ -392,3 +393,19 @@ class PendingReward:
         # Ray's types know no arguments with a default.
         task: Any = compute_reward_async.options(num_cpus=self.num_cpus, **without_nsight())
         self._rule = task.remote(data=batch, reward_fn=self.reward_fn)
+
+
+def new_reward(
+    run: RunConfig, reward_fn: RewardFn, reward_model: RayWorkerGroup | None, device_name: str
+) -> PendingReward:
+    """Return the reward of a batch, not started yet, as the configuration scores it."""
+    options = run.reward_model
+    return PendingReward(
+        reward_fn,
+        reward_model,
+        own_pool=options.enable_resource_pool,
+        in_task=options.launch_reward_fn_async,
+        # On CPU every core may belong to a worker: a task that asks for one would never start.
+        num_cpus=0 if device_name == "cpu" else 1,
+        timeout_s=run.trainer.worker_call_timeout_s,
+    )

@@ -20,13 +20,17 @@ from verl.algos.aggregate import SHARE_COLUMN
 from verl.experimental.agent_loop.later_images import LATER_INPUTS
 from verl.experimental.agent_loop.segments import EARLIER_COLUMN, EarlierSegments
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.ppo.grouping import Groups, keep_groups
+from verl.trainer.config.rules.batch import workers_of_a_shard
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo.grouping import Groups, groups_of, keep_groups
 from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
+from verl.trainer.ppo.phases import check_rollout
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.py_functional import object_array
 from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.torch_functional import at_last_sampled
 from verl.utils.vision.multi_modal import replace_inputs
+from verl.workers.roles.batching import NUM_TRAJECTORIES
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 logger = logging.getLogger(__name__)
@@ -253,6 +257,37 @@ def balance_metrics(lengths: Sequence[int], layout: Layout) -> dict[str, float]:
     """Return the tokens of the ranks, as for other batches."""
     filling = sum(row < 0 for row in layout.order)
     return log_seqlen_unbalance([*lengths, *[1] * filling], layout.parts, prefix="global_seqlen")
+
+
+def rows_for_ranks(
+    batch: DataProto, run: RunConfig, step: int, actor_workers: int, workers: Sequence[int]
+) -> tuple[DataProto, list[int], dict[str, float]]:
+    """Make a row of each segment, and place the rows on the ranks.
+
+    A pass has as many mini-batches as one over whole trajectories, so rows that count nowhere fill the batch.
+
+    Args: ``workers`` are the sizes of all worker groups.
+    Returns: the batch, how to put its rows back, and metrics.
+    Raises: RolloutInvariantError for a segment that breaks an invariant.
+    """
+    num_trajectories = len(batch)
+    rows = segment_rows(batch)
+    check_rollout(rows, rows, step, single_turn=False)
+    lengths = tensors_of(rows)["attention_mask"].sum(-1).tolist()
+    ranks = max(1, actor_workers // workers_of_a_shard(run.actor_rollout_ref.actor))
+    roles = [run.actor_rollout_ref.actor] if run.critic is None else [run.actor_rollout_ref.actor, run.critic]
+    samples = run.actor_rollout_ref.rollout.n
+    steps = math.lcm(*(max(1, num_trajectories // (role.ppo_mini_batch_size * samples)) for role in roles))
+    divisor = steps * math.lcm(ranks, *workers)
+    balances = run.trainer.balance_batch
+    trajectories = rows.non_tensor_batch[TRAJECTORY_COLUMN].tolist()
+    layout = arrange(trajectories, lengths, steps, ranks, divisor, balances, groups_of(rows, run))
+    batch, back = placed(rows, layout)
+    batch.meta_info[NUM_TRAJECTORIES] = num_trajectories
+    metrics = balance_metrics(lengths, layout) if balances else {}
+    metrics["segments/rows"] = len(rows)
+    metrics["segments/filling_rows"] = len(batch) - len(rows)
+    return batch, back, metrics
 
 
 # ---- trajectories

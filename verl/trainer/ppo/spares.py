@@ -1,12 +1,15 @@
 """Spare prompts, for those whose trajectories failed (``rollout.agent.on_failure=replace``)."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from verl.experimental.agent_loop.rows import joined
 from verl.protocol import DataProto
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.state import RunState
@@ -62,3 +65,48 @@ def with_rows(rows: DataProto, others: DataProto, places: Sequence[int]) -> Data
 def rows_of_prompts(prompts: Sequence[int], num_samples: int) -> list[int]:
     """Return the rows of the samples of prompts, when each prompt has ``num_samples`` rows in turn."""
     return [prompt * num_samples + sample for prompt in prompts for sample in range(num_samples)]
+
+
+Sampled = tuple[DataProto, DataProto, torch.Tensor]
+"""Prompts, their responses, and the seeds of these."""
+
+
+def replace_failed(
+    batch: DataProto,
+    sampled: Sampled,
+    spares: SparePrompts,
+    sample: Callable[[DataProto], Sampled],
+    num_samples: int,
+    step: int,
+) -> tuple[DataProto, Sampled]:
+    """Put spare prompts with their responses in place of the prompts that ``replace`` of the responses names.
+
+    Raises: RuntimeError when spare prompts fail again and again.
+    """
+    prompts, output, seeds = sampled
+    for rounds in itertools.count():
+        failed = set(output.meta_info.pop("replace", ()))
+        places = [place for place, uid in enumerate(batch.non_tensor_batch["uid"]) if uid in failed]
+        if not places:
+            return batch, (prompts, output, seeds)
+        if rounds == MOST_ROUNDS:
+            break
+        spare = spares.draw(len(places))
+        their_prompts, spare_output, spare_seeds = sample(spare)
+        rows = rows_of_prompts(places, num_samples)
+        batch = with_rows(batch, spare, places)
+        prompts = with_rows(prompts, their_prompts, places)
+        again = spare_output.meta_info.pop("replace", ())
+        seeds = seeds.clone()
+        seeds[rows] = spare_seeds
+        kept = [row for row in range(len(output)) if row not in set(rows)]
+        meta_info = output.meta_info
+        output.meta_info = {}
+        spare_output.meta_info = {}
+        together = joined([output.select_idxs(torch.tensor(kept, dtype=torch.int64)), spare_output])
+        output = together.select_idxs(torch.tensor(np.argsort([*kept, *rows], kind="stable")))
+        output.meta_info = meta_info | ({"replace": again} if again else {})
+    raise RuntimeError(
+        f"step {step}: {len(places)} prompts were replaced {MOST_ROUNDS} times, and agent loops "
+        "fail for the spare ones too: see attempts.jsonl in the folder of the run for the reasons"
+    )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.reward import PendingReward
@@ -63,3 +64,20 @@ class RunState:
         """Move to the next step, which has not drawn any prompt yet."""
         self.step += 1
         self.prompts_drawn = 0
+
+
+T = TypeVar("T")
+
+
+class OfState(Generic[T]):
+    """An attribute of an object that reads and writes a field of its ``state``."""
+
+    def __init__(self, field_name: str) -> None:
+        self._field = field_name
+
+    def __get__(self, owner: Any, cls: type) -> T:
+        value: T = getattr(owner.state, self._field)
+        return value
+
+    def __set__(self, owner: Any, value: T) -> None:
+        setattr(owner.state, self._field, value)

@@ -119,6 +119,17 @@ class ValidationSamples:
             columns["earlier_segments"] = self.earlier
         return columns
 
+    @property
+    def dumped(self) -> dict[str, Any]:
+        """The samples as ``dump_generations`` takes them."""
+        return {
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "gts": self.truths,
+            "scores": self.scores,
+            "reward_extra_infos_dict": self.columns,
+        }
+
 
 def choose_samples(
     inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float], count: int
@@ -258,6 +269,26 @@ def repeat_prompts(
     places = batch.meta_info.pop(PLACES, None)
     seeds = sampling_seeds(seed, step, len(batch), num_samples, True, first_prompt, places)
     return batch.repeat(repeat_times=num_samples, interleave=True), seeds
+
+
+def complete_requests(
+    requests: DataProto, prompts: DataProto, seeds: Tensor, do_sample: bool, step: int, loops_score: bool
+) -> None:
+    """Write the seeds and the meta information of a validation to requests for responses.
+
+    Args: ``prompts`` are those of the requests, as ``collect_samples`` gives them; ``loops_score`` says whether agent
+        loops score their trajectories.
+    """
+    tensors_of(requests)["sampling_seed"] = seeds
+    requests.meta_info = {  # as in training, the worker adds eos_token_id and pad_token_id of the model
+        "recompute_log_prob": False,
+        "do_sample": do_sample,
+        "validate": True,
+        "global_steps": step,
+        STAYS_AWAKE: prompts.meta_info.get(STAYS_AWAKE, False),
+    }
+    if loops_score:
+        requests.meta_info["score_trajectories"] = True
 
 
 def add_extras(known: ExtraColumns, extras: ExtraColumns, before: int, count: int) -> None:

@@ -92,19 +92,16 @@ def run_on_ray(
     owns_ray = True  # until start_ray answers: the start itself may be interrupted
     grace = Grace() if ending is None else Grace(ending.save_s, ending.has_unsaved_step)
 
-    def talk_and_trace(watch: Watch) -> None:
-        try:
-            talk(watch)
-        finally:
-            if cluster.timeline_json_file:
-                ray.timeline(filename=os.path.expanduser(cluster.timeline_json_file))
+    def write_timeline() -> None:
+        if cluster.timeline_json_file:
+            ray.timeline(filename=os.path.expanduser(cluster.timeline_json_file))
 
     try:
         owns_ray = start_ray(device, cluster, serves_metrics, fork_server, variables)
         catch_signals()  # Ray has set a handler that ends this process
         watch = Watch(timeout_s, display.write, grace)
         with going_on(grace.begin):
-            watch.run(partial(talk_and_trace, watch))
+            watch.run(partial(talk, watch), at_end=write_timeline)
     except KeyboardInterrupt:
         is_interrupted = True
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames

@@ -85,8 +85,10 @@ class Watch:
         finally:
             self._questions += 1
 
-    def run(self, talk: Callable[[], T]) -> T:
+    def run(self, talk: Callable[[], T], at_end: Callable[[], object] = lambda: None) -> T:
         """Return the result of ``talk``, which runs in a thread and ends soon after ``is_over`` is set.
+
+        ``at_end`` runs in the same thread afterwards, also if ``talk`` fails.
 
         Raises: its error; LostProcessError, also in place of an error that follows from the loss.
         """
@@ -94,7 +96,11 @@ class Watch:
 
         def answer() -> None:
             try:
-                outcome.set_result(talk())
+                try:
+                    result = talk()
+                finally:
+                    at_end()
+                outcome.set_result(result)
             except BaseException as error:  # handed to the caller
                 outcome.set_exception(error)
 

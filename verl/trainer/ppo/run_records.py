@@ -1,0 +1,117 @@
+"""All that watches a run: its outputs, the details of each step, its timelines and its traces."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerBase
+
+from verl.protocol import DataProto, tensors_of
+from verl.protocol.lazy import take_touched
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo import columns, metric_utils
+from verl.trainer.ppo.records import StepRecord, trace_batch
+from verl.trainer.ppo.segments import per_trajectory
+from verl.trainer.ppo.state import Metrics, RunState, Timing
+from verl.trainer.ppo.timelines import Timelines
+from verl.trainer.run.clock import CLOCK
+from verl.trainer.run.output import RunOutput
+from verl.utils.observe.rollout_trace import RolloutTraceConfig
+from verl.utils.observe.timeline import Part
+
+
+class RunRecords:
+    """Publishes and keeps what happens in each step of a run.
+
+    Attributes: ``output`` publishes metrics, and has the account of the attempts of agent loops.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        config: DictConfig,
+        state: RunState,
+        resumed_step: int | None,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Open the records of a run that continues after ``resumed_step``; None starts from scratch."""
+        options = run.trainer
+        self._options = options
+        self._state = state
+        self._tokenizer = tokenizer
+        self.output = RunOutput(
+            options, config, resumed_step, state.total_steps, metric_utils.describe_step, options.val_only
+        )
+        trace = run.actor_rollout_ref.rollout.trace
+        RolloutTraceConfig.init(
+            trace.project_name or options.project_name,
+            trace.experiment_name or options.experiment_name,
+            trace.backend,
+            trace.token2text,
+            max_samples_per_step=trace.max_samples_per_step_per_worker,
+        )
+        algorithm = run.algorithm
+        veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
+        self._step = StepRecord(options.record_digests, options.record_samples, tokenizer, veto)
+        self._timelines = Timelines(options.timeline_steps, self.output.folder, self.output.kept_step)
+
+    def begin_step(self, groups: Mapping[str, RayWorkerGroup]) -> None:
+        """Let all processes record, if the step has a timeline."""
+        self._timelines.begin(self._state.step, groups)
+
+    def has_timeline(self, step: int) -> bool:
+        """Whether a step has a timeline."""
+        return self._timelines.records(step)
+
+    def phase(self, name: str, batch: DataProto) -> None:
+        """Digest the columns that a phase has added, with the rows in the order of the data."""
+        self._step.phase(name, batch, None if name == "prepare" else self._state.row_order)
+
+    def finish_step(
+        self,
+        batch: DataProto,
+        metrics: Metrics,
+        timing: Timing,
+        groups: Mapping[str, RayWorkerGroup],
+        num_gpus: int,
+        use_critic: bool,
+        traces_scores: bool,
+        others: Callable[[], Sequence[Part]],
+    ) -> None:
+        """Add the metrics of the step, and publish them with its details.
+
+        Args:
+            traces_scores: whether the responses are still to be traced with their scores.
+            others: returns the timeline spans of processes that are no workers; called when the workers have reported.
+        """
+        step = self._state.step
+        self._step.ask_workers(groups)
+        metrics["training/global_step"] = step
+        metrics["training/epoch"] = self._state.epoch
+        tokens = None
+        if columns.stays_with_workers(batch):
+            rows = metric_utils.without_dropped(batch)
+            tokens = columns.token_metrics(groups["actor_rollout"], rows, use_critic)
+        metrics.update(metric_utils.compute_data_metrics(batch, use_critic=use_critic, token_metrics=tokens))
+        metrics.update(metric_utils.compute_timing_metrics(batch, timing))
+        metrics.update(metric_utils.compute_throughput_metrics(batch, timing, num_gpus))
+        CLOCK.mark("first_step")
+        metrics.update(CLOCK.report())
+        if traces_scores:
+            trajectories = per_trajectory(batch)
+            scores = tensors_of(trajectories)["token_level_scores"].sum(-1)
+            trace_batch(trajectories, scores, step, self._tokenizer)
+        details = self._step.finish(batch, metrics)
+        if self._options.lazy_columns:
+            metrics["driver/column_bytes"] = float(sum(take_touched().values()))
+        self.output.log(metrics, step, details, finished=True)
+        self._timelines.finish(step, [*self._step.parts, *others()])
+
+    def log_attempts(self, attempts: Sequence[Any], step: int | None = None) -> None:
+        """Add attempts of agent loops to the account of a step, by default the current one."""
+        self.output.attempts.log(self._state.step if step is None else step, attempts)
+
+    def close(self, finished: bool, report: bool) -> None:
+        """Close the outputs; draw the curves of a run that has ``finished``, and write the ``report``."""
+        self.output.close(finished, report=report)
