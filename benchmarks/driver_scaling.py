@@ -155,7 +155,7 @@ class SimulatedWorker(Worker):
         """Return metrics only."""
         return DataProto(meta_info={"metrics": {"actor/loss": 0.0}})
 
-    execute_with_func_generator = working(Worker.execute_with_func_generator)
+    execute_func_rank_zero = working(Worker.execute_func_rank_zero)
 
 
 class InProcess:
@@ -175,16 +175,18 @@ class InProcess:
         """Return the answers, which are there."""
         return values
 
-    def execute_with_func_generator(self, program: Any, data: DataProto) -> DataProto:
-        """Run a program of the trainer."""
-        return self._call(lambda part: program(self.worker, part), data)
+    def execute_func_rank_zero(self, formula: Callable[[DataProto], DataProto], data: DataProto) -> DataProto:
+        """Compute a formula of the trainer on one worker."""
+        return self._call(formula, data, 1)
 
     def __getattr__(self, name: str) -> Callable[[DataProto], DataProto]:
         method = getattr(SimulatedWorker, name)
         return lambda data: self._call(lambda part: method(self.worker, part), data)
 
-    def _call(self, work: Callable[[DataProto], DataProto], data: DataProto) -> DataProto:
-        parts = data.chunk(self.world_size)
+    def _call(
+        self, work: Callable[[DataProto], DataProto], data: DataProto, num_workers: int | None = None
+    ) -> DataProto:
+        parts = data.chunk(num_workers or self.world_size)
         began = time.process_time()
         sent = [pack(part) for part in parts]
         self.account.sends(time.process_time() - began)
@@ -401,12 +403,12 @@ class Step:
 
             group._remote = sending
         if self.weighed:
-            execute = group.execute_with_func_generator
+            execute = group.execute_func_rank_zero
 
-            def executing(program: Any, data: DataProto) -> DataProto:
-                return self._weigh(data, execute(program, data))
+            def executing(formula: Callable[[DataProto], DataProto], data: DataProto) -> DataProto:
+                return self._weigh(data, execute(formula, data))
 
-            group.execute_with_func_generator = executing
+            group.execute_func_rank_zero = executing
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -472,7 +474,6 @@ class Step:
 
     def generate(self) -> DataProto:
         """Make requests, generate, check, balance and digest."""
-        from verl.trainer.ppo import columns
         from verl.trainer.ppo.phases import check_rollout
 
         prompt = self.tokens // 8
@@ -490,10 +491,7 @@ class Step:
         requests = prompts.repeat(SAMPLES, interleave=True)
         requests.non_tensor_batch["uid"] = uid
         output = self.call("generate_sequences", self.for_model(requests))
-        if self.by_reference:
-            columns.describe_rollout(self.group, requests, output, 1, single_turn=True)
-        else:
-            check_rollout(requests, output, 1)
+        check_rollout(requests, output, 1, group=self.group)
         output.non_tensor_batch["uid"] = uid
         output.meta_info = {lazy.BY_REFERENCE: True} if self.by_reference else {}
         output.meta_info["global_token_num"] = tensors_of(output)["attention_mask"].sum(-1).tolist()
@@ -505,20 +503,14 @@ class Step:
 
     def infer(self, batch: DataProto) -> DataProto:
         """Score, and compute log-probabilities and their metrics."""
-        from verl.algos.aggregate import agg_loss
-        from verl.algos.mismatch import calculate_debug_metrics
-        from verl.trainer.ppo import columns
+        from verl.trainer.ppo.metric_utils import log_prob_metrics
 
         scored = self.call("score", batch.select(["responses", "response_mask"], []))
         output = self.call("compute_log_prob", self.for_model(batch))
         entropies = tensors_of(output).pop("entropys")
         assert isinstance(entropies, torch.Tensor)
         batch = batch.union(output).union(scored)
-        if self.by_reference:
-            columns.log_prob_metrics(self.group, batch, entropies, "token-mean", None)
-        else:
-            agg_loss(entropies, tensors_of(batch)["response_mask"], "token-mean")
-            calculate_debug_metrics(batch)
+        log_prob_metrics(batch, entropies, "token-mean", None, self.group)
         batch = batch.union(self.call("compute_ref_log_prob", self.for_model(batch)))
         self.record.phase("infer", batch, self.row_order)
         return batch
@@ -526,30 +518,23 @@ class Step:
     def shape(self, batch: DataProto) -> DataProto:
         """Subtract the KL, weigh the rollout and compute the advantages of GRPO."""
         from verl.algos.kl import FixedKLController
-        from verl.trainer.ppo import columns, shaping
+        from verl.trainer.ppo import shaping
 
         algorithm = AlgoConfig(adv_estimator="grpo", rollout_is=True, rollout_is_threshold=2.0)
         algorithm = AlgoConfig(**{**algorithm, "rollout_is_level": "sequence"})
         control = FixedKLController(0.1)
-        if self.by_reference:
-            batch, _ = shaping.apply_kl_penalty(batch, control, "kl", self.group)
-            batch, _ = columns.add_rollout_weights(self.group, batch, algorithm)
-            batch = columns.add_advantages(self.group, batch, algorithm, None, "grpo")
-        else:
-            batch, _ = shaping.apply_kl_penalty(batch, control, "kl")
-            batch, _ = shaping.add_rollout_weights(batch, algorithm)
-            batch = shaping.compute_advantage(batch, "grpo")
+        batch, _ = shaping.apply_kl_penalty(batch, control, "kl", self.group)
+        batch, _ = shaping.add_rollout_weights(batch, algorithm, self.group)
+        batch = shaping.compute_advantage(batch, "grpo", group=self.group)
         self.record.phase("shape", batch, self.row_order)
         return batch
 
     def finish(self, batch: DataProto) -> None:
         """Compute the metrics of the step."""
-        from verl.trainer.ppo import columns
         from verl.trainer.ppo.metric_utils import compute_data_metrics
         from verl.trainer.ppo.records import length_histogram
 
-        tokens = columns.token_metrics(self.group, batch, use_critic=False) if self.by_reference else None
-        compute_data_metrics(batch, use_critic=False, token_metrics=tokens)
+        compute_data_metrics(batch, use_critic=False, group=self.group)
         length_histogram(batch)
 
 

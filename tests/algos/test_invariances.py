@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl.algos import mismatch
-from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY, WHITENED, estimate_advantages
+from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY, estimate_advantages
 from verl.algos.aggregate import UNITS, agg_loss, agg_sum, count_units
 from verl.algos.names import IS_LEVELS, IS_MODES, LOSS_AGG_MODES
 from verl.utils.torch_functional import entropy_from_logits
 
 ROWS, WIDTH, VOCAB = 6, 5, 7
 GROUPS = ["a", "a", "a", "b", "b", "b"]
+WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 seeds = st.integers(0, 2**31 - 1)
 
 

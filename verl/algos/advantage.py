@@ -469,57 +469,6 @@ def compute_gpg_outcome_advantage(
     return _spread(advantages, token_level_rewards, response_mask)
 
 
-# Estimates from scalars of the rows, for columns that lie with the workers
-
-OF_RESPONSES = frozenset(
-    {
-        AdvantageEstimator.GRPO,
-        AdvantageEstimator.GRPO_VECTORIZED,
-        AdvantageEstimator.GRPO_PASSK,
-        AdvantageEstimator.RLOO,
-        AdvantageEstimator.RLOO_VECTORIZED,
-        AdvantageEstimator.OPO,
-        AdvantageEstimator.GPG,
-    }
-)
-"""Estimators that give all tokens of a response one advantage, which depends on scores and lengths alone."""
-OF_ROWS = frozenset({AdvantageEstimator.REMAX})
-"""Estimators that read each row by itself."""
-WHITENED = frozenset(
-    {
-        AdvantageEstimator.GAE,
-        AdvantageEstimator.REINFORCE_PLUS_PLUS,
-        AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE,
-    }
-)
-"""Estimators that whiten over the batch what they read of each row."""
-
-
-def advantages_of_responses(
-    name: str, scores: Tensor, lengths: Tensor, index: Index | None, config: Any = None, **options: Any
-) -> Tensor:
-    """Return the advantage that each token of a response gets, (B,), for an estimator of ``OF_RESPONSES``.
-
-    It calls the estimator with responses of one token. For ``REINFORCE_PLUS_PLUS_BASELINE`` it is that before
-    whitening.
-
-    Args: scores and numbers of sampled tokens are (B,).
-    """
-    inputs = {
-        "token_level_rewards": scores.unsqueeze(-1),
-        "response_mask": (lengths > 0).unsqueeze(-1).to(torch.int64),
-        **({} if index is None else {"index": index}),
-    }
-    if name == AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE:
-        return _on_used_rows(centred_scores, inputs, index is not None)[0].squeeze(-1)
-    return estimate_advantages(name, **inputs, lengths=lengths, config=config, **options)[0].squeeze(-1)
-
-
-def spread_over_tokens(advantages: Tensor, response_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Give each token inside the mask (B, T) the advantage of its response, (B,)."""
-    return _spread(advantages, response_mask.new_zeros((), dtype=dtype), response_mask)[0]
-
-
 # Established names of a second implementation of the same formulas.
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage

@@ -115,16 +115,6 @@ def scan_log_probs(
     return Scan({name: column[used] for name, column in columns.items()}, weights, percentiles)
 
 
-def scan_rows(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, options: WeightOptions
-) -> tuple[Columns, Tensor]:
-    """Return the sums of the rows and the weights (b, T) of some rows of a batch; see ``scan_log_probs``."""
-    old, ratio, keep = _inside(old_log_prob, rollout_log_prob, response_mask)
-    columns = _sums_of_rows(old, ratio, keep, options.veto)
-    weights, more = _weigh(ratio, keep, columns, options)
-    return columns | more, weights
-
-
 def _inside(old: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the old log-probabilities and the log-ratios, zero outside the mask and in fp32 or better, and the mask.
 
@@ -186,18 +176,6 @@ def percentiles_of_rows(columns: Columns) -> list[float]:
     """Return the percentiles of the weights of whole responses over the tokens of the batch."""
     weights = _exp(columns["log_weight"].cpu().numpy())
     return weighted_quantiles(weights, columns["tokens"].long().cpu().numpy(), QUANTILES)
-
-
-def metrics_of_rows(columns: Columns, options: WeightOptions, percentiles: list[float]) -> dict[str, float]:
-    """Return the metrics of ``compute_rollout_importance_weights`` from the sums of all rows of a batch.
-
-    Raises: as ``scan_log_probs``.
-    """
-    _check(columns)
-    used = columns["tokens"] > 0
-    scan = Scan({name: column[used] for name, column in columns.items()}, None, percentiles)
-    metrics = _weight_metrics(scan, options) | _log_prob_metrics(scan.columns)
-    return {PREFIX + name: value for name, value in metrics.items()}
 
 
 def _exp(log_ratio: Floats) -> Floats:

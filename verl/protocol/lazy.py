@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -523,6 +523,44 @@ def read_blocks(references: Iterable[Any]) -> dict[Hashable, Block]:
 
         found |= zip(remote, ray.get(remote), strict=True)
     return found
+
+
+Formula = Callable[[DataProto], DataProto]
+"""A plain function of some columns of a batch; ``meta_info`` has its options. Other processes import it by its name."""
+
+
+class Workers(Protocol):
+    """A worker group: the registered methods of its workers are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method."""
+
+
+def computed(
+    formula: Formula,
+    data: DataProto,
+    columns: Iterable[str],
+    arrays: Iterable[str] = (),
+    group: Workers | None = None,
+    **options: Any,
+) -> DataProto:
+    """Return a formula of some columns: from this process if it has them all, else from the first worker of ``group``.
+
+    It is the same formula over all rows in both cases. Without a group this process reads the columns.
+
+    Args: ``columns`` and ``arrays`` are those that the formula reads, as far as the batch has them; ``options`` are its
+        ``meta_info``.
+    """
+    assert data.batch is not None
+    known = {str(name) for name in data.batch.keys()}
+    names = [name for name in dict.fromkeys(columns) if name in known]
+    part = data.select(names, [name for name in arrays if name in data.non_tensor_batch], [])
+    part.meta_info = options
+    if group is None or all(column.is_known for column in lazy_columns(part).values()):
+        return formula(part)
+    part.meta_info = options | {BY_REFERENCE: True}
+    output: DataProto = group.execute_func_rank_zero(formula, part)
+    return output
 
 
 def take_touched() -> dict[str, int]:

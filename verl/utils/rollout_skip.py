@@ -1,6 +1,5 @@
 """Established path of ``verl.trainer.ppo.rollout_skip``."""
 
-from verl.protocol import DataProto
-from verl.trainer.ppo.rollout_skip import RolloutSkip
+from verl.trainer.ppo.rollout_skip import DataProto, RolloutSkip
 
 __all__ = ["DataProto", "RolloutSkip"]

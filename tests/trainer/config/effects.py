@@ -222,7 +222,7 @@ READERS = [
     Reader("trainer", "total_epochs total_training_steps", "trainer/ppo/ray_trainer.py", "options", STATE + "test_the_data_end_after_the_last_epoch_where_no_number_of_steps_is_given"),
     Reader("trainer", "seed", "trainer/ppo/ray_trainer.py", "run.trainer", STATE + "test_every_draw_starts_from_its_own_random_state"),
     Reader("trainer", "balance_batch", "trainer/ppo/ray_trainer.py", "self.run_config.trainer", BATCHES + "test_balanced_rows_can_be_put_back"),
-    Reader("trainer", "lazy_columns", "trainer/ppo/ray_trainer.py", "self.run_config.trainer", "tests/trainer/ppo/test_columns.py::test_a_step_from_scalars_equals_the_plain_step"),
+    Reader("trainer", "lazy_columns", "trainer/ppo/ray_trainer.py", "self.run_config.trainer", "tests/trainer/ppo/test_columns.py::test_a_step_by_reference_equals_the_plain_step"),
     Reader("trainer", "rollout_data_dir", "trainer/ppo/ray_trainer.py", "self.run_config.trainer", STATE + "test_dumps_are_in_the_order_in_which_rows_were_asked_for"),
     Reader("trainer", "val_before_train val_only test_freq", "trainer/ppo/ray_trainer.py", "options", E2E + "test_train.py::test_grpo_runs_and_rollout_and_trainer_agree"),
     Reader("trainer", "critic_warmup", "trainer/ppo/ray_trainer.py", "self.run_config.trainer", E2E + "test_train.py::test_ppo_with_a_critic_on_two_workers_with_tensor_parallel_generation"),

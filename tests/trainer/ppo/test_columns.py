@@ -14,25 +14,36 @@ from verl.algos.config import AlgoConfig
 from verl.algos.kl import FixedKLController
 from verl.algos.mismatch import calculate_debug_metrics
 from verl.algos.names import ADV_ESTIMATORS
-from verl.protocol.lazy import LazyTensor, by_reference, digest_of, fetched, is_lazy, lazy_columns, take_touched
-from verl.trainer.ppo import columns, shaping
+from verl.protocol.lazy import (
+    BY_REFERENCE,
+    LazyTensor,
+    by_reference,
+    digest_of,
+    fetched,
+    is_lazy,
+    lazy_columns,
+    take_touched,
+)
+from verl.single_controller.base.decorator import DispatchGroup
+from verl.trainer.ppo import shaping
 from verl.trainer.ppo.lengths import lengths_of
-from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics
+from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics, log_prob_metrics
 from verl.trainer.ppo.phases import RolloutInvariantError, check_rollout
 from verl.trainer.ppo.records import length_histogram
+from verl.trainer.ppo.reward import leave_unscored_out
 from verl.utils.observe.digest import tensor_digest
 
 
-class Group:
-    """Workers that share a process with the test: parts of the rows go through each one after the other."""
+class Group(DispatchGroup):
+    """A worker that shares a process with the test."""
 
-    def __init__(self, size: int = 3) -> None:
-        self.world_size = size
+    calls = 0
 
-    def execute_with_func_generator(self, program: Any, data: DataProto) -> DataProto:
-        """Run the program on each part, as ``Worker.execute_with_func_generator`` does behind its dispatch."""
-        outputs = [program(None, fetched(part)) for part in data.chunk(self.world_size)]
-        return DataProto.concat([by_reference(output, put=copy.deepcopy, block_bytes=100) for output in outputs])
+    def execute_func_rank_zero(self, formula: Any, data: DataProto) -> DataProto:
+        """Compute the formula, as ``Worker.execute_func_rank_zero`` does behind its dispatch."""
+        assert data.meta_info[BY_REFERENCE]
+        self.calls += 1
+        return by_reference(formula(fetched(data)), put=copy.deepcopy, block_bytes=100)
 
 
 def rollout(seed: int, empty_row: bool = False) -> tuple[DataProto, DataProto]:
@@ -76,35 +87,27 @@ def rollout(seed: int, empty_row: bool = False) -> tuple[DataProto, DataProto]:
 
 def stored(group: Group, asked: DataProto, batch: DataProto) -> DataProto:
     lazy = by_reference(batch, put=copy.deepcopy, block_bytes=300)
-    columns.describe_rollout(group, asked, lazy, 1, single_turn=True)
+    check_rollout(asked, lazy, 1, group=group)
     return lazy
-
-
-def close(found: dict[str, float], expected: dict[str, float], relative: float = 2e-6) -> None:
-    """Sums in another order and precision: fp32 sums of 40 numbers of order 1 differ by some 1e-7."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=relative, abs=5e-7), name
 
 
 @pytest.mark.parametrize("empty_row", [False, True])
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
-def test_a_step_from_scalars_equals_the_plain_step(name: str, empty_row: bool) -> None:
+def test_a_step_by_reference_equals_the_plain_step(name: str, empty_row: bool) -> None:
     group = Group()
     asked, plain = rollout(seed=3, empty_row=empty_row)
     lazy = stored(group, asked, plain.select())
     take_touched()
-    assert columns.stays_with_workers(lazy)
-    assert not columns.stays_with_workers(plain)
+    assert is_lazy(lazy) and not is_lazy(plain)
     order = torch.tensor([3, 2, 0, 1, 7, 6, 4, 5])
     for data in (plain, lazy):
         data.reorder(order)
     if empty_row and name == "grpo_passk":
         pytest.skip("a single sample that is left has no second best: both refuse it in the same call")
     expected = agg_loss(plain.batch["entropys"], plain.batch["response_mask"], "seq-mean-token-mean").item()
-    found = columns.log_prob_metrics(group, lazy, lazy.batch["entropys"], "seq-mean-token-mean", None)
-    assert found.pop("actor/entropy") == expected  # the same sums of rows
-    close(found, calculate_debug_metrics(plain), 1e-12)
+    found = log_prob_metrics(lazy, lazy.batch["entropys"], "seq-mean-token-mean", None, group)
+    assert found.pop("actor/entropy") == expected
+    assert found == calculate_debug_metrics(plain)
     algorithm = AlgoConfig(
         adv_estimator=name, gamma=0.9, lam=0.8, kl_penalty="low_var_kl", rollout_is=True, rollout_is_threshold=1.05
     )
@@ -118,13 +121,14 @@ def test_a_step_from_scalars_equals_the_plain_step(name: str, empty_row: bool) -
         for data in (plain, lazy):
             data.batch.pop("rollout_is_weights", None)
         plain, expected = shaping.add_rollout_weights(plain, chosen)
-        lazy, found = columns.add_rollout_weights(group, lazy, chosen)
-        close(found, expected, 1e-12)
+        lazy, found = shaping.add_rollout_weights(lazy, chosen, group)
+        assert found == expected
     config = OmegaConf.create({"norm_adv_by_std_in_grpo": True})
     plain = shaping.compute_advantage(plain, name, gamma=0.9, lam=0.8, config=config)
-    lazy = columns.add_advantages(group, lazy, algorithm, config, name)
-    tokens = columns.token_metrics(group, lazy, use_critic=True)
-    close(compute_data_metrics(lazy, token_metrics=tokens), compute_data_metrics(plain), 2e-5)
+    before = group.calls
+    lazy = shaping.compute_advantage(lazy, name, gamma=0.9, lam=0.8, config=config, group=group)
+    assert group.calls == before + 1
+    assert compute_data_metrics(lazy, group=group) == compute_data_metrics(plain)
     assert compute_timing_metrics(lazy, {"adv": 1.0, "gen": 2.0}) == compute_timing_metrics(
         plain, {"adv": 1.0, "gen": 2.0}
     )
@@ -135,20 +139,6 @@ def test_a_step_from_scalars_equals_the_plain_step(name: str, empty_row: bool) -
         assert digest_of(lazy.batch[key]) == tensor_digest(plain.batch[key]), key
         backwards = list(range(len(plain)))[::-1]
         assert digest_of(lazy.batch[key], backwards) == tensor_digest(plain.batch[key][backwards])
-
-
-def test_percentiles_of_many_tokens_are_exact() -> None:
-    generator = torch.Generator().manual_seed(0)
-    mask = (torch.rand(30, 400, generator=generator) < 0.7).long()
-    old = torch.randn(30, 400, generator=generator)
-    rollout_log_probs = old + torch.randn(30, 400, generator=generator) * 0.3
-    old[0, :20] = rollout_log_probs[0, :20]  # ties
-    data = DataProto.from_dict({"old_log_probs": old, "rollout_log_probs": rollout_log_probs, "response_mask": mask})
-    data.non_tensor_batch[columns.SAMPLED] = mask.sum(-1).numpy()
-    found = columns._token_percentiles(Group(4), data, ["old_log_probs", "rollout_log_probs", "response_mask"])
-    ratios = (old - rollout_log_probs)[mask.bool()].double().exp()
-    expected = torch.quantile(ratios, torch.tensor([0.25, 0.5, 0.75, 0.95, 0.99], dtype=torch.float64))
-    assert found == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +171,20 @@ def test_a_response_mask_is_cleared_where_it_lies() -> None:
     asked, plain = rollout(seed=3)
     lazy = stored(group, asked, plain.select())
     rows = torch.arange(len(plain)) % 3 == 1
-    columns.clear_response_mask(group, lazy, rows)
-    assert is_lazy(lazy) and lazy.non_tensor_batch[columns.SAMPLED][1] == 0
+    lazy.batch["reward_baselines"] = torch.where(rows, torch.nan, 0.0)  # their baselines could not be scored
+    take_touched()
+    leave_unscored_out(lazy, group, 1)
+    assert is_lazy(lazy.select(["response_mask"])) and not take_touched()
     expected = plain.batch["response_mask"].masked_fill(rows.unsqueeze(-1), 0)
     assert torch.equal(fetched(lazy.select(["response_mask"])).batch["response_mask"], expected)
+
+
+def test_a_formula_over_columns_that_this_process_has_asks_no_worker() -> None:
+    """Columns that it has read, and those that it has written."""
+    group = Group()
+    _, plain = rollout(seed=3)
+    lazy = by_reference(plain, put=copy.deepcopy)
+    for name in ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"):
+        lazy.batch[name] += 0
+    expected = shaping.apply_kl_penalty(plain, FixedKLController(0.3), "kl")[1]
+    assert shaping.apply_kl_penalty(lazy, FixedKLController(0.3), "kl", group)[1] == expected and not group.calls

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.records import StepRecord, choose_rows, length_histogram, shortened, vetoed_rows
+from verl.trainer.ppo.records import StepRecord, choose_rows, length_histogram, shortened
+from verl.trainer.ppo.shaping import vetoed_rows
 
 ROWS, WIDTH = 6, 8
 VETO_THRESHOLD = 1e-4

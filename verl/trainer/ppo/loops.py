@@ -23,9 +23,11 @@ def flush_traces(manager: Manager) -> None:
 
 def take_attempts(manager: Manager) -> list[AttemptLine]:
     """Return the account of the attempts since the last call."""
-    return manager.take_attempts() if hasattr(manager, "take_attempts") else []
+    attempts: list[AttemptLine] = manager.take_attempts() if hasattr(manager, "take_attempts") else []
+    return attempts
 
 
 def take_timeline(manager: Manager) -> list[Part]:
     """Return what the actors have recorded since the last call."""
-    return manager.take_timeline() if hasattr(manager, "take_timeline") else []
+    parts: list[Part] = manager.take_timeline() if hasattr(manager, "take_timeline") else []
+    return parts

@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algos.aggregate import SHARE_COLUMN, agg_unit, row_weights, unit_count
+from verl.algos.mismatch import gap_metrics_of_rows, gap_sums_of_rows
 from verl.protocol import DataProto, tensors_of
+from verl.protocol.lazy import Workers, computed
 from verl.trainer.ppo.conversations import turn_metrics
 from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.segments import Joined, per_trajectory
@@ -53,14 +56,62 @@ def _length_summary(name: str, lengths: Tensor, is_full: Tensor) -> dict[str, fl
     return {**_summary(name, lengths), f"{name}/clip_ratio": is_full.float().mean().item()}
 
 
-def compute_data_metrics(
-    batch: DataProto, use_critic: bool = True, token_metrics: Mapping[str, float] | None = None
+def log_prob_metrics(
+    batch: DataProto, entropies: Tensor, mode: str, length: int | None, group: Workers | None = None
 ) -> dict[str, float]:
+    """Return the entropy of the policy, and the gap of rollout and trainer if the rollout gave log-probabilities.
+
+    Args: ``batch`` has ``old_log_probs``; ``entropies`` are (B, R).
+    """
+    rows = batch.select()
+    tensors_of(rows)["entropys"] = entropies
+    columns = ["entropys", "response_mask"]
+    if "rollout_log_probs" in tensors_of(batch).keys():
+        columns += ["old_log_probs", "rollout_log_probs"]
+    found = tensors_of(computed(_log_prob_sums, rows, columns, group=group))
+    shares = tensors_of(batch).get(SHARE_COLUMN, None)
+    sampled = found["tokens"]
+    weights = row_weights(sampled, mode, length or entropies.shape[-1], shares)
+    total = (found["entropy"] * weights.to(found["entropy"].dtype)).sum()
+    metrics = {"actor/entropy": (total / unit_count(sampled, agg_unit(mode), shares).to(total.dtype)).item()}
+    sums = {name.removeprefix("gap:"): found[name] for name in map(str, found.keys()) if name.startswith("gap:")}
+    return metrics | (gap_metrics_of_rows(sums) if sums else {})
+
+
+def _log_prob_sums(data: DataProto) -> DataProto:
+    tensors = tensors_of(data)
+    mask = tensors["response_mask"]
+    entropies = torch.where(mask.bool(), tensors["entropys"], 0.0)
+    found = {"entropy": entropies.sum(-1), "tokens": mask.sum(-1)}
+    if "rollout_log_probs" in tensors.keys():
+        sums = gap_sums_of_rows(tensors["old_log_probs"], tensors["rollout_log_probs"], mask)
+        found |= {f"gap:{name}": value for name, value in sums.items()}
+    return DataProto.from_dict(found)
+
+
+def _token_metrics(data: DataProto) -> DataProto:
+    """Return the metrics of advantages, returns and values, none without a token, as ``metrics``."""
+    tensors = tensors_of(data)
+    mask = tensors["response_mask"].bool()
+    if not mask.any():
+        return DataProto(meta_info={"metrics": {}})
+    metrics = _summary("critic/advantages", tensors["advantages"][mask])
+    metrics |= _summary("critic/returns", tensors["returns"][mask])
+    if "values" in tensors.keys():
+        values = tensors["values"][mask]
+        returns = tensors["returns"][mask]
+        unexplained = (returns - values).var() / (returns.var() + 1e-5) if len(returns) > 1 else torch.tensor(0.0)
+        metrics |= _summary("critic/values", values)
+        metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
+    return DataProto(meta_info={"metrics": metrics})
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True, group: Workers | None = None) -> dict[str, float]:
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
     Scores and rewards leave out aborted responses, which have no token. Rows without a trajectory are left out of all.
     A trajectory of several rows counts once: it has their tokens together, and is as long as allowed if one of them is.
-    Prompts are those of all rows. ``token_metrics`` are those of advantages, returns and values; None computes them.
+    Prompts are those of all rows. A worker of ``group`` reads columns by reference.
 
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """
@@ -80,29 +131,21 @@ def compute_data_metrics(
         scores = whole.rewards(scores)
         rewards = whole.rewards(rewards)
     finished = response_length > 0
-    mask = tensors["response_mask"].bool() if token_metrics is None else torch.tensor(bool(token_metrics))
-    if not finished.any() or not mask.any():
+    names = ["advantages", "returns", *(["values"] if use_critic else []), "response_mask"]
+    of_tokens = computed(_token_metrics, batch, names, group=group).meta_info["metrics"]
+    if not finished.any() or not of_tokens:
         raise ValueError(f"all {len(response_length)} responses of this step are empty: there is nothing to learn from")
 
     prompt_limit = tensors["attention_mask"].shape[-1] - response_limit
     metrics = {
         **_summary("critic/score", scores.sum(-1)[finished]),
         **_summary("critic/rewards", rewards.sum(-1)[finished]),
-        **({} if token_metrics is None else token_metrics),
         **_length_summary("response_length", response_length, is_full),
         **_length_summary("response_length_non_aborted", response_length[finished], is_full[finished]),
         "response/aborted_ratio": (~finished).float().mean().item(),
         **_length_summary("prompt_length", prompt_length, prompt_length == prompt_limit),
     }
-    if token_metrics is None:
-        metrics |= _summary("critic/advantages", tensors["advantages"][mask])
-        metrics |= _summary("critic/returns", tensors["returns"][mask])
-    if use_critic and token_metrics is None:
-        values = tensors["values"][mask]
-        returns = tensors["returns"][mask]
-        unexplained = (returns - values).var() / (returns.var() + 1e-5) if len(returns) > 1 else torch.tensor(0.0)
-        metrics |= _summary("critic/values", values)
-        metrics["critic/vf_explained_var"] = 1.0 - unexplained.item()
+    metrics |= of_tokens
     columns = per_trajectory(batch).non_tensor_batch
     metrics |= failure_metrics("reward", reasons)
     counted = {"__num_turns__": "num_turns", "tool_call_counts": "tool_call_counts"}

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from verl.algos.config import AlgoConfig
 from verl.protocol import DataProto, tensors_of
+from verl.protocol.lazy import Workers, computed, is_lazy
+from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
 from verl.utils import envs
 from verl.workers.config import ActorConfig
 
@@ -96,8 +98,16 @@ class RolloutInvariantError(RuntimeError):
     """The output of the rollout does not fit the requests."""
 
 
-def check_rollout(asked: DataProto, output: DataProto, step: int, single_turn: bool = True) -> None:
+_CHECKED = ("prompts", "responses", "input_ids", "attention_mask", "response_mask", "rollout_log_probs")
+_ASKED = "asked_"
+
+
+def check_rollout(
+    asked: DataProto, output: DataProto, step: int, single_turn: bool = True, group: Workers | None = None
+) -> None:
     """Check the output of a rollout against the requests, row by row.
+
+    Columns by reference are checked by a worker of ``group``, and the batch gets the lengths of its rows.
 
     Args: ``asked`` holds ``input_ids`` and ``attention_mask`` (B, P) and ``uid``; ``output`` is the rollout's batch.
     Raises: RolloutInvariantError naming the step, the first wrong row and its fault.
@@ -105,12 +115,43 @@ def check_rollout(asked: DataProto, output: DataProto, step: int, single_turn: b
     if len(output) != len(asked):
         raise RolloutInvariantError(f"step {step}: {len(asked)} responses were asked for, {len(output)} came back")
     uids = asked.non_tensor_batch.get("uid")
-    for bad_rows, fault in rollout_faults(asked, output, single_turn):
+    rows = output.select()
+    for name in ("input_ids", "attention_mask"):
+        tensors_of(rows)[_ASKED + name] = tensors_of(asked)[name]
+    if uids is not None:
+        rows.non_tensor_batch[_ASKED + "uid"] = uids
+    columns = [*_CHECKED, _ASKED + "input_ids", _ASKED + "attention_mask"]
+    limits = {name: output.meta_info.get(name) for name in ("pad_token_id", "eos_token_id", "ignore_eos")}
+    arrays = ["uid", _ASKED + "uid"]
+    found = computed(_first_fault, rows, columns, arrays, group, single_turn=single_turn, limits=limits)
+    if "fault" in found.meta_info:
+        row, others, fault = found.meta_info["fault"]
+        uid = "" if uids is None else f" (uid {uids[row]})"
+        raise RolloutInvariantError(f"step {step}, row {row}{uid}: {fault}; {others} more rows have the same fault")
+    if is_lazy(output):
+        for name in (PROMPT_LENGTH, RESPONSE_LENGTH):
+            output.non_tensor_batch[name] = tensors_of(found)[name].numpy()
+
+
+def _first_fault(data: DataProto) -> DataProto:
+    """Return the lengths of the rows, and as ``fault`` the first wrong row, the number of others, and the words."""
+    tensors = tensors_of(data)
+    columns = data.non_tensor_batch
+    asked = DataProto.from_dict(
+        {name: tensors[_ASKED + name] for name in ("input_ids", "attention_mask")},
+        {"uid": columns[_ASKED + "uid"]} if _ASKED + "uid" in columns else {},
+    )
+    output = data.select(meta_info_keys=[])
+    output.meta_info = data.meta_info["limits"]
+    meta = {}
+    for bad_rows, fault in rollout_faults(asked, output, data.meta_info["single_turn"]):
         if bad_rows.any():
-            row = int(bad_rows.nonzero()[0])
-            uid = "" if uids is None else f" (uid {uids[row]})"
-            others = int(bad_rows.sum()) - 1
-            raise RolloutInvariantError(f"step {step}, row {row}{uid}: {fault}; {others} more rows have the same fault")
+            meta["fault"] = (int(bad_rows.nonzero()[0]), int(bad_rows.sum()) - 1, fault)
+            break
+    width = tensors["responses"].shape[1]
+    attended = tensors["attention_mask"]
+    lengths = {PROMPT_LENGTH: attended[:, :-width].sum(-1), RESPONSE_LENGTH: attended[:, -width:].sum(-1)}
+    return DataProto.from_dict(lengths, meta_info=meta)
 
 
 def rollout_faults(asked: DataProto, output: DataProto, single_turn: bool) -> Iterator[tuple[Tensor, str]]:

@@ -17,10 +17,11 @@ from verl.algos.names import AdvantageEstimator
 from verl.base_config import WrongInput
 from verl.experimental.agent_loop.rewards import scores_one_by_one
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
+from verl.protocol.lazy import is_lazy
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import columns, loaders, loops, profiling, sampling, validation
+from verl.trainer.ppo import loaders, loops, profiling, sampling, validation
 from verl.trainer.ppo.checkpoint import Checkpoints, DataPosition, reference_fields
 from verl.trainer.ppo.grouping import balanced_order
 from verl.trainer.ppo.loaders import CollateFn, Rows
@@ -28,9 +29,10 @@ from verl.trainer.ppo.metric_utils import (  # noqa: F401 (forks import these fr
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
+    log_prob_metrics,
     process_validation_metrics,
 )
-from verl.trainer.ppo.phases import checked_phase, needs_old_log_probs
+from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.records import dump_generations, dumped_rows, scored_columns
 from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
 from verl.trainer.ppo.reward import (
@@ -508,11 +510,9 @@ class RayPPOTrainer:
             self._add_scores(batch, metrics)
         with self._timed("adv", timing):
             if algorithm.use_kl_in_reward:
-                apply = partial(apply_kl_penalty, batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
-                # A fork may have put a function without ``group`` in place.
-                at_workers = columns.stays_with_workers(batch)
-                batch, kl_metrics = apply(group=self.actor_rollout_wg) if at_workers else apply()
-                metrics.update(kl_metrics)
+                kl_ctrl = self.kl_ctrl_in_reward
+                batch, found = apply_kl_penalty(batch, kl_ctrl, algorithm.kl_penalty, **self._reader(batch))
+                metrics.update(found)
             else:
                 tensors_of(batch)["token_level_rewards"] = tensors_of(batch)["token_level_scores"].clone()
             batch, mismatch = self.compute_rollout_importance_weights_and_add_to_batch(batch)
@@ -522,9 +522,6 @@ class RayPPOTrainer:
     def add_advantages(self, batch: DataProto) -> DataProto:
         """Add ``advantages`` and ``returns`` (B, R) by the token-level rewards; the last part of ``shape``."""
         algorithm = self.run_config.algorithm
-        if columns.stays_with_workers(batch):
-            estimator = algorithm.adv_estimator
-            return columns.add_advantages(self.actor_rollout_wg, batch, algorithm, self.config.algorithm, estimator)
         return compute_advantage(
             batch,
             adv_estimator=algorithm.adv_estimator,
@@ -533,7 +530,12 @@ class RayPPOTrainer:
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             config=self.config.algorithm,  # an estimator of a fork may read keys that AlgoConfig does not have
             generator=torch.Generator().manual_seed(derive_seed(self.state.seed, "pf_ppo", self.state.step)),
+            **self._reader(batch),
         )
+
+    def _reader(self, batch: DataProto) -> dict[str, Any]:
+        """Name the workers that read columns by reference; nothing else, since a fork's function need not take them."""
+        return {"group": self.actor_rollout_wg} if is_lazy(batch) else {}
 
     @property
     def trains_critic_only(self) -> bool:
@@ -575,7 +577,7 @@ class RayPPOTrainer:
 
     def _check_rollout(self, requests: DataProto, output: DataProto) -> None:
         """Check a rollout where its columns are."""
-        columns.check_rollout(self.actor_rollout_wg, requests, output, self.state.step, self.single_turn)
+        check_rollout(requests, output, self.state.step, self.single_turn, self.actor_rollout_wg)
 
     def _generate_padded(self, requests: DataProto) -> DataProto:
         """Generate for any number of requests, and drop the timers and metrics of the rollout."""
@@ -628,9 +630,8 @@ class RayPPOTrainer:
         entropies = tensors_of(output).pop("entropys")
         assert isinstance(entropies, torch.Tensor)
         batch = batch.union(output)
-        mode = actor.loss_agg_mode
-        length = actor.loss_scale_factor
-        metrics.update(columns.log_prob_metrics(self.actor_rollout_wg, batch, entropies, mode, length))
+        group = self.actor_rollout_wg
+        metrics.update(log_prob_metrics(batch, entropies, actor.loss_agg_mode, actor.loss_scale_factor, group))
         return batch
 
     def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, Metrics]:
@@ -638,11 +639,7 @@ class RayPPOTrainer:
 
         Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
         """
-        algorithm = self.run_config.algorithm
-        can_weigh = algorithm.rollout_is_threshold is not None and "rollout_log_probs" in tensors_of(batch).keys()
-        if can_weigh and columns.stays_with_workers(batch):
-            return columns.add_rollout_weights(self.actor_rollout_wg, batch, algorithm)
-        return add_rollout_weights(batch, algorithm)
+        return add_rollout_weights(batch, self.run_config.algorithm, **self._reader(batch))
 
     def _add_scores(self, batch: DataProto, metrics: Metrics) -> None:
         """Wait for the reward that ``score`` started, and add scores and extras to the batch; once per batch."""

@@ -23,11 +23,11 @@ from verl.experimental.agent_loop.segments import EarlierSegments
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import digest_of, fetched, is_lazy
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.columns import VETOED
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.metric_utils import without_dropped
 from verl.trainer.ppo.segments import SEGMENTS_COLUMN, earlier_segments, per_trajectory
+from verl.trainer.ppo.shaping import vetoed_rows
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests, take_parts
 from verl.utils.observe.digest import column_digest, tensor_digest
@@ -259,18 +259,6 @@ def _spread(order: Iterable[int], scores: Tensor, uids: Sequence[Hashable] | np.
     return [row for _, level in levels for row in sorted(level, key=before.__getitem__)]
 
 
-def vetoed_rows(batch: DataProto, threshold: float | None) -> Tensor:
-    """Return the responses with a token whose ratio of trainer to rollout is below the veto threshold, (B,) bool."""
-    tensors = tensors_of(batch)
-    if threshold is not None and VETOED in batch.non_tensor_batch:
-        return torch.from_numpy(batch.non_tensor_batch[VETOED].astype(bool))
-    if threshold is None or not {"old_log_probs", "rollout_log_probs"} <= set(tensors.keys()):
-        return torch.zeros(len(batch), dtype=torch.bool)
-    gap = tensors["old_log_probs"] - tensors["rollout_log_probs"]
-    below: Tensor = (gap < math.log(threshold)) & tensors["response_mask"].bool()
-    return below.any(-1)
-
-
 def shortened(text: str, limit: int = MAX_TEXT) -> str:
     """Cut the middle out of a text that is longer than ``limit`` characters."""
     if len(text) <= limit:
@@ -323,7 +311,7 @@ def dump_generations(
     return path
 
 
-def dumped_rows(batch: DataProto, row_order: Sequence[int]) -> DataProto:
+def dumped_rows(batch: DataProto, row_order: list[int]) -> DataProto:
     """Return a row for each trajectory; of several segments, the rows come in the order of the requests."""
     return per_trajectory(batch.select_idxs(row_order)) if SEGMENTS_COLUMN in batch.non_tensor_batch else batch
 

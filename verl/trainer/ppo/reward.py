@@ -21,13 +21,13 @@ from verl.protocol.lazy import (
     Block,
     LazyTensor,
     by_reference,
+    computed,
     fetched,
     is_lazy,
     register_with_ray,
 )
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import columns
 from verl.trainer.ppo.metric_utils import without_dropped
 from verl.utils.metric import reduce_metrics
 from verl.utils.observe.activity import noted_scorer
@@ -175,7 +175,15 @@ def leave_unscored_out(batch: DataProto, group: RayWorkerGroup, step: int) -> No
     if EARLIER_COLUMN in found:
         segments = zip(found[EARLIER_COLUMN], rows, strict=True)
         found[EARLIER_COLUMN] = object_array([None if is_out else earlier for earlier, is_out in segments])
-    columns.clear_response_mask(group, batch, torch.from_numpy(rows))
+    unscored = torch.from_numpy(rows)
+    cleared = tensors_of(computed(_without_rows, batch, ["response_mask"], group=group, rows=unscored))
+    tensors["response_mask"] = cleared["response_mask"]
+
+
+def _without_rows(data: DataProto) -> DataProto:
+    """Return the response mask with zeros in the given ``rows``, (B,) bool."""
+    mask = tensors_of(data)["response_mask"]
+    return DataProto.from_dict({"response_mask": mask.masked_fill(data.meta_info["rows"].unsqueeze(-1), 0)})
 
 
 def _spread(reward: Reward, dropped: np.ndarray) -> Reward:

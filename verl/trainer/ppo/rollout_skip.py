@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto as DataProto
 from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.loading import UntrustedClassError
 from verl.utils.observe.console import get_console

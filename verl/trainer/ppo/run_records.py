@@ -10,7 +10,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import take_touched
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import columns, metric_utils
+from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.records import StepRecord, trace_batch
 from verl.trainer.ppo.segments import per_trajectory
 from verl.trainer.ppo.state import Metrics, RunState, Timing
@@ -89,11 +89,7 @@ class RunRecords:
         self._step.ask_workers(groups)
         metrics["training/global_step"] = step
         metrics["training/epoch"] = self._state.epoch
-        tokens = None
-        if columns.stays_with_workers(batch):
-            rows = metric_utils.without_dropped(batch)
-            tokens = columns.token_metrics(groups["actor_rollout"], rows, use_critic)
-        metrics.update(metric_utils.compute_data_metrics(batch, use_critic=use_critic, token_metrics=tokens))
+        metrics.update(metric_utils.compute_data_metrics(batch, use_critic, groups["actor_rollout"]))
         metrics.update(metric_utils.compute_timing_metrics(batch, timing))
         metrics.update(metric_utils.compute_throughput_metrics(batch, timing, num_gpus))
         CLOCK.mark("first_step")

@@ -314,7 +314,16 @@ class Joined:
     """The trajectories of a batch of segments, each in one long row: (T, W) for the rows (B, R).
 
     Attributes: ``last`` (T,) are the rows of the last segments, in the order of the trajectories.
+        ``tensors`` and ``ARRAYS`` name what it reads of a batch.
     """
+
+    ARRAYS = (TRAJECTORY_COLUMN, SEGMENT_COLUMN, SEGMENTS_COLUMN, SHARED_COLUMN)
+
+    @staticmethod
+    def tensors(batch: DataProto) -> tuple[str, ...]:
+        """Return the columns that it reads of a batch; none if every trajectory is one row."""
+        is_split = SEGMENTS_COLUMN in batch.non_tensor_batch
+        return ("attention_mask", "token_level_scores", "response_mask") if is_split else ()
 
     def __init__(self, batch: DataProto) -> None:
         columns = batch.non_tensor_batch

@@ -1,4 +1,11 @@
-"""Turn token-level scores into rewards and advantages, on the batch of the driver."""
+"""Turn token-level scores into rewards and advantages.
+
+Each formula is one plain function over whole columns. ``computed`` runs it in the driver, or on a worker if columns are
+by reference (``trainer.lazy_columns``).
+"""
+
+import math
+from typing import Any
 
 import torch
 
@@ -10,10 +17,11 @@ from verl.algos.mismatch import compute_rollout_importance_weights
 from verl.algos.names import AdvantageEstimator
 from verl.base_config import Tree, WrongInput
 from verl.protocol import DataProto, tensors_of
-from verl.single_controller.base import Worker
-from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.columns import options_of, run_where_it_lies
+from verl.protocol.lazy import Workers, computed, is_lazy
 from verl.trainer.ppo.segments import Joined
+
+VETOED = "__vetoed__"
+"""Array (B,) of a batch by reference: whether a token vetoes the response."""
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -24,18 +32,18 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
 
 
 def apply_kl_penalty(
-    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl", group: RayWorkerGroup | None = None
+    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl", group: Workers | None = None
 ) -> tuple[DataProto, dict[str, float]]:
     """Subtract the KL to the reference policy from the scores and adapt its coefficient.
 
-    Adds ``token_level_rewards`` (B, R). ``group`` computes them if the columns are by reference. Returns: the batch,
-    and metrics of the penalty and of the coefficient used.
+    Adds ``token_level_rewards`` (B, R). A worker of ``group`` reads columns by reference. Returns: the batch, and
+    metrics of the penalty and of the coefficient used.
 
     Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
     """
     beta = kl_ctrl.value
     columns = ["token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"]
-    found = tensors_of(run_where_it_lies(group, _rewards_after_kl, data, columns, kind=kl_penalty, beta=beta))
+    found = tensors_of(computed(_rewards_after_kl, data, columns, group=group, kind=kl_penalty, beta=beta))
     tensors_of(data)["token_level_rewards"] = found["token_level_rewards"]
     kl = found["kl"]
     tokens = found["tokens"]
@@ -47,20 +55,21 @@ def apply_kl_penalty(
     return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
 
 
-def _rewards_after_kl(worker: Worker | None, data: DataProto) -> DataProto:
+def _rewards_after_kl(data: DataProto) -> DataProto:
     tensors = tensors_of(data)
-    options = options_of(data)
     mask = tensors["response_mask"]
-    kl = compute_kl(tensors["old_log_probs"], tensors["ref_log_prob"], options["kind"])
+    kl = compute_kl(tensors["old_log_probs"], tensors["ref_log_prob"], data.meta_info["kind"])
     kl = torch.where(mask.bool(), kl, 0.0)  # padding may hold any number, also infinity
-    rewards = tensors["token_level_scores"] - options["beta"] * kl
+    rewards = tensors["token_level_scores"] - data.meta_info["beta"] * kl
     return DataProto.from_dict({"token_level_rewards": rewards, "kl": kl.sum(-1), "tokens": mask.sum(-1)})
 
 
-def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataProto, dict[str, float]]:
+def add_rollout_weights(
+    batch: DataProto, algorithm: AlgoConfig, group: Workers | None = None
+) -> tuple[DataProto, dict[str, float]]:
     """Return the batch, with importance weights if the loss uses them, and metrics of the mismatch of the rollout.
 
-    Both need ``algorithm.rollout_is_threshold``.
+    Both need ``algorithm.rollout_is_threshold``. A worker of ``group`` reads columns by reference.
 
     Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
     """
@@ -74,7 +83,20 @@ def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataPr
                 "set actor_rollout_ref.rollout.calculate_log_probs=true, or algorithm.rollout_is=false"
             )
         return batch, {}
-    whole = Joined.of(batch)
+    columns = ["old_log_probs", "rollout_log_probs", "response_mask", *Joined.tensors(batch)]
+    found = computed(_rollout_weights, batch, columns, Joined.ARRAYS, group, algorithm=algorithm)
+    if is_lazy(batch):
+        batch.non_tensor_batch[VETOED] = tensors_of(found)[VETOED].numpy()
+    if algorithm.rollout_is:
+        tensors["rollout_is_weights"] = tensors_of(found)["rollout_is_weights"]
+    return batch, found.meta_info["metrics"]
+
+
+def _rollout_weights(data: DataProto) -> DataProto:
+    """Return the weights (B, R) and the vetoed rows (B,), and ``metrics``."""
+    algorithm = data.meta_info["algorithm"]
+    tensors = tensors_of(data)
+    whole = Joined.of(data)
     columns = [tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask")]
     old_log_probs, rollout_log_probs, mask = columns if whole is None else map(whole.join, columns)
     weights, metrics = compute_rollout_importance_weights(
@@ -87,13 +109,25 @@ def add_rollout_weights(batch: DataProto, algorithm: AlgoConfig) -> tuple[DataPr
         rollout_is_threshold_lower=algorithm.rollout_is_threshold_lower,
         rollout_is_veto_threshold=algorithm.rollout_is_veto_threshold,
     )
-    if not algorithm.rollout_is:
-        return batch, metrics
     assert weights is not None
-    if whole is not None:
-        split = whole.split(tensors_of(weights)["rollout_is_weights"])
-        weights = DataProto.from_dict(tensors={"rollout_is_weights": split})
-    return batch.union(weights), metrics
+    values = tensors_of(weights)["rollout_is_weights"]
+    found = {
+        "rollout_is_weights": values if whole is None else whole.split(values),
+        VETOED: vetoed_rows(data, algorithm.rollout_is_veto_threshold),
+    }
+    return DataProto.from_dict(found, meta_info={"metrics": metrics})
+
+
+def vetoed_rows(batch: DataProto, threshold: float | None) -> torch.Tensor:
+    """Return the responses with a token whose ratio of trainer to rollout is below the veto threshold, (B,) bool."""
+    if threshold is not None and VETOED in batch.non_tensor_batch:
+        return torch.from_numpy(batch.non_tensor_batch[VETOED].astype(bool))
+    tensors = tensors_of(batch)
+    if threshold is None or not {"old_log_probs", "rollout_log_probs"} <= set(tensors.keys()):
+        return torch.zeros(len(batch), dtype=torch.bool)
+    gap = tensors["old_log_probs"] - tensors["rollout_log_probs"]
+    below: torch.Tensor = (gap < math.log(threshold)) & tensors["response_mask"].bool()
+    return below.any(-1)
 
 
 def with_rollout_log_probs(batch: DataProto) -> DataProto:
@@ -120,6 +154,7 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Tree | None = None,
     generator: torch.Generator | None = None,
+    group: Workers | None = None,
 ) -> DataProto:
     """Add ``advantages`` and ``returns`` (B, R) by a registered estimator.
 
@@ -131,11 +166,26 @@ def compute_advantage(
         num_repeat: samples per prompt; accepted and not read, because ``uid`` tells the groups apart.
         norm_adv_by_std_in_grpo: divide by the deviation of the group, unless the config says no.
         generator: source of PF-PPO's draw of rows.
+        group: workers of which one reads columns by reference.
     Raises: ValueError for an unknown estimator, and when the batch lacks a column that the estimator needs.
     """
     batch = tensors_of(data)
     if "response_mask" not in batch.keys():
         batch["response_mask"] = compute_response_mask(data)
+    given: dict[str, Any] = {"config": config, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    given |= {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
+    columns = ["token_level_rewards", "response_mask", "values", "reward_baselines", *Joined.tensors(data)]
+    arrays = ["uid", *Joined.ARRAYS]
+    found = computed(_advantages, data, columns, arrays, group, estimator=adv_estimator, given=given)
+    batch["advantages"], batch["returns"] = (tensors_of(found)[name] for name in ("advantages", "returns"))
+    if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo"):
+        options = AlgoConfig().pf_ppo | dict(config.get("pf_ppo") or {})
+        data = compute_pf_ppo_reweight_data(data, options["reweight_method"], options["weight_pow"], generator)
+    return data
+
+
+def _advantages(data: DataProto) -> DataProto:
+    batch = tensors_of(data)
     columns = {name: batch[name] for name in ("values", "reward_baselines") if name in batch.keys()}
     groups = {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}
     rewards = batch["token_level_rewards"]
@@ -146,22 +196,15 @@ def compute_advantage(
         mask = whole.join(mask)
         columns = {name: whole.join(each) if each.dim() == 2 else each[whole.last] for name, each in columns.items()}
         groups = {name: uids[whole.last.numpy()] for name, uids in groups.items()}
-    discounts = {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
     advantages, returns = estimate_advantages(
-        adv_estimator,
+        data.meta_info["estimator"],
         token_level_rewards=rewards,
         response_mask=mask,
-        config=config,
-        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         **columns,
         **groups,
-        **discounts,
+        **data.meta_info["given"],
     )
     if whole is not None:
         advantages = whole.split(advantages)
         returns = whole.split(returns)
-    batch["advantages"], batch["returns"] = advantages, returns
-    if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo"):
-        options = AlgoConfig().pf_ppo | dict(config.get("pf_ppo") or {})
-        data = compute_pf_ppo_reweight_data(data, options["reweight_method"], options["weight_pow"], generator)
-    return data
+    return DataProto.from_dict({"advantages": advantages, "returns": returns})

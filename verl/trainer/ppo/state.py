@@ -76,6 +76,8 @@ class OfState(Generic[T]):
         self._field = field_name
 
     def __get__(self, owner: Any, cls: type) -> T:
+        if owner is None:  # tools that list the members of a class ask the class
+            return self  # type: ignore[return-value]
         value: T = getattr(owner.state, self._field)
         return value
 

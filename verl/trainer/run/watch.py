@@ -85,7 +85,7 @@ class Watch:
         finally:
             self._questions += 1
 
-    def run(self, talk: Callable[[], T], at_end: Callable[[], object] = lambda: None) -> T:
+    def run(self, talk: Callable[[], T], at_end: Callable[[], None] = lambda: None) -> T:
         """Return the result of ``talk``, which runs in a thread and ends soon after ``is_over`` is set.
 
         ``at_end`` runs in the same thread afterwards, also if ``talk`` fails.
