@@ -33,7 +33,7 @@ def of_one_rank(every):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    cases.run_world(0, 1, folder, "")
+    cases.run_world(0, 1, folder, "", everything=True)
     return torch.load(folder / "world_1_rank_0.pt", map_location="cpu")
 
 

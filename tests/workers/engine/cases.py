@@ -247,6 +247,8 @@ MICRO = {n: {"micro_batch_size_per_gpu": n} for n in (1, 2, 3, 4)}
 PADDED = {"use_remove_padding": False}
 FUSED = {"use_fused_kernels": True}
 TWO = {"only_world": 2}
+IN_ONE, IN_TWO = {"once": 1}, {"once": 2}
+"""A case that needs not run in both worlds on a CPU: those of the other world show the same cut, packing or head."""
 
 
 def dynamic(tokens: int) -> dict[str, Any]:
@@ -255,20 +257,21 @@ def dynamic(tokens: int) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "packed, micro 1": {"cut": MICRO[1]},
-    "packed, micro 2, fsdp2": {"cut": MICRO[2], "engine": {"strategy": "fsdp2"}},
-    "packed, micro 4": {"cut": MICRO[4]},
-    "packed, dynamic": {"cut": dynamic(20)},
-    "packed, uneven shards": {"cut": MICRO[2], "uneven": True},
-    "padded, micro 1": {"cut": MICRO[1], "model": PADDED},
-    "padded, micro 2": {"cut": MICRO[2], "model": PADDED},
-    "padded, micro 4": {"cut": MICRO[4], "model": PADDED},
-    "padded, dynamic, uneven": {"cut": dynamic(20), "model": PADDED, "uneven": True},
-    "fused, packed, checkpointing, uneven": {
+    "packed, micro 2, fsdp2": IN_TWO | {"cut": MICRO[2], "engine": {"strategy": "fsdp2"}},
+    "packed, micro 4": IN_ONE | {"cut": MICRO[4]},
+    "packed, dynamic": IN_TWO | {"cut": dynamic(20)},
+    "packed, uneven shards": IN_TWO | {"cut": MICRO[2], "uneven": True},
+    "padded, micro 1": IN_ONE | {"cut": MICRO[1], "model": PADDED},
+    "padded, micro 2": IN_TWO | {"cut": MICRO[2], "model": PADDED},
+    "padded, micro 4": IN_ONE | {"cut": MICRO[4], "model": PADDED},
+    "padded, dynamic, uneven": IN_TWO | {"cut": dynamic(20), "model": PADDED, "uneven": True},
+    "fused, packed, checkpointing, uneven": IN_TWO
+    | {
         "cut": MICRO[2],
         "model": FUSED | {"enable_gradient_checkpointing": True},
         "uneven": True,
     },
-    "fused, padded, dynamic": {"cut": dynamic(20), "model": FUSED | PADDED},
+    "fused, padded, dynamic": IN_ONE | {"cut": dynamic(20), "model": FUSED | PADDED},
     "checkpointing, entropy in chunks": {
         "cut": MICRO[4],
         "model": {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
@@ -296,12 +299,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 OTHERS: dict[str, dict[str, Any]] = {
     "tied": {"cut": MICRO[4], "folder": "tied"},
-    "tied, fused": {"cut": MICRO[3], "folder": "tied", "model": FUSED},
+    "tied, fused": IN_TWO | {"cut": MICRO[3], "folder": "tied", "model": FUSED},
     "value": {"cut": MICRO[3], "kind": "value_model"},
-    "value, padded": {"cut": MICRO[3], "kind": "value_model", "model": PADDED},
+    "value, padded": IN_ONE | {"cut": MICRO[3], "kind": "value_model", "model": PADDED},
     "value, ulysses": TWO | {"cut": MICRO[1], "kind": "value_model", "engine": {"ulysses_sequence_parallel_size": 2}},
-    "experts, offload": {"cut": dynamic(20), "folder": "glm4_moe", "uneven": True, "engine": {"param_offload": True}},
-    "experts, padded": {"cut": MICRO[4], "folder": "glm4_moe", "model": PADDED},
+    "experts, offload": IN_TWO
+    | {"cut": dynamic(20), "folder": "glm4_moe", "uneven": True, "engine": {"param_offload": True}},
+    "experts, padded": IN_ONE | {"cut": MICRO[4], "folder": "glm4_moe", "model": PADDED},
     "experts, ulysses": TWO
     | {
         "cut": MICRO[3],
@@ -315,8 +319,9 @@ OTHERS: dict[str, dict[str, Any]] = {
         "model": FUSED | {"lora_rank": 4, "lora_alpha": 8, "enable_gradient_checkpointing": True},
         "engine": {"param_offload": True, "optimizer_offload": True},
     },
-    "lora, experts": {"cut": MICRO[4], "folder": "glm4_moe", "model": {"lora_rank": 4, "lora_alpha": 8}},
-    "lora, experts, checkpointing": {
+    "lora, experts": IN_ONE | {"cut": MICRO[4], "folder": "glm4_moe", "model": {"lora_rank": 4, "lora_alpha": 8}},
+    "lora, experts, checkpointing": IN_TWO
+    | {
         "cut": dynamic(20),
         "folder": "glm4_moe",
         "model": {"lora_rank": 4, "lora_alpha": 8, "enable_gradient_checkpointing": True},
@@ -384,8 +389,13 @@ def check_sent(engine: BaseEngine, whole: dict[str, Tensor]) -> None:
     assert sum(room) < sum(tensor.nbytes for tensor in whole.values())
 
 
-def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:
-    """Run all cases on one rank and save what came out."""
+def runs_in(case: dict[str, Any], world: int, everything: bool = False) -> bool:
+    """Return whether a case runs in a world; with ``everything`` it does wherever it can."""
+    return case.get("only_world", world) == world and (everything or case.get("once", world) == world)
+
+
+def run_world(rank: int, world_size: int, folder: Path, store: str, everything: bool = False) -> None:
+    """Run the cases of a world on one rank and save what came out."""
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
@@ -393,7 +403,7 @@ def run_world(rank: int, world_size: int, folder: Path, store: str) -> None:
     if world_size > 1:
         store, timeout = f"file://{store}", timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
-    chosen = {n: c for n, c in (CASES | OTHERS).items() if c.get("only_world", world_size) == world_size}
+    chosen = {name: case for name, case in (CASES | OTHERS).items() if runs_in(case, world_size, everything)}
     results = {}
     for name, case in chosen.items():
         note(name)

@@ -82,7 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek": {
         "cut": cases.MICRO[3],
         "folder": "deepseek",
-        "only": ("tp 2, sequence parallel", "tp 2 ep 2", "tp 2, whole experts", "pp 2", "cp 2"),
+        "only": ("tp 2, sequence parallel", "tp 2 ep 2", "cp 2"),
     },
     "moonlight": LONG | {"cut": cases.dynamic(20), "folder": "moonlight"},
     "qwen3 moe, first layer dense, biases": {
@@ -122,6 +122,13 @@ UNCUT = (
 
 OF_UNCUT = ("dynamic, uneven shards", "qwen3 moe")
 
+LEFT_TO_FOUR = {
+    "pp 2": ("qwen3",),
+    "pp 2 x 2 virtual": ("qwen3", "qwen3 moe"),
+    "cp 2": ("qwen3", "tied"),
+}
+"""Layouts of two ranks that cut these cases as they cut others; layouts of four ranks run them."""
+
 
 def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
     """Return the cases that run on a layout: models with experts where it can cut them, and only them with EP."""
@@ -132,7 +139,8 @@ def cases_of(world: int, layout: str) -> dict[str, dict[str, Any]]:
     for name, case in CASES.items():
         fits = whole if case.get("folder") in WITH_EXPERTS else not cuts_experts
         named = world == 2 or case.get("only", ())[: len(SOME)] == SOME
-        everywhere = layout not in SHORT and (layout not in UNCUT or name in OF_UNCUT)
+        left = layout in UNCUT and name not in OF_UNCUT or name in LEFT_TO_FOUR.get(layout, ())
+        everywhere = layout not in SHORT and not left
         here = layout in case.get("only", (layout,) if everywhere else ()) or (everywhere and not named)
         if fits and here and world in case.get("worlds", LAYOUTS):
             found[name] = case

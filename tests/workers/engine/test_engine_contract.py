@@ -68,7 +68,7 @@ def assert_weights(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def worlds(case: dict[str, Any]) -> list[int]:
-    return [case["only_world"]] if "only_world" in case else [1, 2]
+    return [world for world in (1, 2) if cases.runs_in(case, world)]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,7 @@ def test_every_group_has_the_timeout_of_the_first(results: Any, name: str) -> No
         assert rank[name]["timeouts"] and set(rank[name]["timeouts"]) == {cases.TIMEOUT_S}
 
 
-@pytest.mark.parametrize("name", ["tied", "tied, fused"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("name", "world"), [("tied", 1), ("tied", 2), ("tied, fused", 2)])
 def test_tied_embeddings_stay_one_tensor(results: Any, reference: Any, name: str, world: int) -> None:
     parts = [rank[name] for rank in results[world]]
     assert_output(parts, reference["tied"]["output"])
@@ -155,9 +154,7 @@ def test_experts(results: Any, of_experts: dict[str, Any], folder: Path, name: s
         assert all(torch.equal(part["before"][key], stored[key]) for key in stored)
 
 
-@pytest.mark.parametrize(
-    ("name", "world"), [("value", 1), ("value", 2), ("value, padded", 1), ("value, padded", 2), ("value, ulysses", 2)]
-)
+@pytest.mark.parametrize(("name", "world"), [("value", 1), ("value", 2), ("value, padded", 1), ("value, ulysses", 2)])
 def test_value_head(results: Any, folder: Path, name: str, world: int) -> None:
     parts = [rank[name] for rank in results[world]]
     head = {n: t for n, t in parts[0]["before"].items() if n.startswith("score")}

@@ -49,17 +49,20 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+ENGINES: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen2", "language_model", {}),
+    ("qwen2", "language_model", FUSED | CHECKPOINTED),
+    ("qwen2", "language_model", LORA),
+    ("qwen2", "value_model", {}),
+    ("llama", "language_model", CHECKPOINTED),
+    ("qwen3_moe", "language_model", {}),
+]
+"""Families, kinds and settings; each runs with groups of samples and with one of the trees."""
+
+
 @pytest.mark.parametrize(
-    "family, kind, model",
-    [
-        ("qwen2", "language_model", {}),
-        ("qwen2", "language_model", FUSED | CHECKPOINTED),
-        ("qwen2", "language_model", LORA),
-        ("qwen2", "value_model", {}),
-        ("llama", "language_model", CHECKPOINTED),
-        ("qwen3_moe", "language_model", {}),
-    ],
+    "family, kind, model, batch",
+    [(*engine, batch) for at, engine in enumerate(ENGINES) for batch in ("groups", f"branches {at % 4}")],
 )
 def test_nothing_changes(folder: Path, family: str, kind: str, model: dict[str, Any], batch: str) -> None:
     data = BATCHES[batch]
