@@ -109,6 +109,7 @@ def heavy_launcher() -> Iterator[Launcher]:
         yield launcher
 
 
+@pytest.mark.full  # trainer/test_main_generation.py and test_main_eval.py check in their process
 @pytest.mark.parametrize("command", ["verl.trainer.main_generation", "verl.trainer.main_eval"])
 def test_other_commands_are_checked_too(command: str, heavy_launcher: Launcher, place: Place) -> None:
     right = heavy_launcher.run(Case("combined", "right", CHECK, (), command=command), place)

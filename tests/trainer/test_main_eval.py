@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from verl.trainer import main_eval
 from verl.trainer.config.cli import CONFIG_DIR
+from verl.trainer.config.invocation import call
 from verl.trainer.run import launch
 
 GSM8K = "openai/gsm8k"
@@ -126,3 +127,10 @@ def test_what_is_refused_before_ray(tmp_path, capsys, rows, more, message):
         main_eval.run_eval(build(tmp_path, rows, *more))
     assert exit.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_check_passes_and_scores_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(call, "only_checks", True)
+    with pytest.raises(SystemExit) as exit:
+        main_eval.run_eval(build(tmp_path, ROWS))
+    assert exit.value.code == 0 and "passed all checks" in capsys.readouterr().out.splitlines()

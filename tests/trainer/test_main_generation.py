@@ -17,6 +17,7 @@ from examples.tiny_model import make_tiny_model, make_tiny_vl_model
 from verl.trainer import main_generation
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.config.invocation import call
 from verl.trainer.generation import Generation
 from verl.trainer.run import launch
 from verl.utils.dataset.files import DataError
@@ -236,3 +237,13 @@ def test_what_is_refused_before_ray(folder, tmp_path, capsys, more, message):
     assert exit.value.code == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_check_passes_and_leaves_what_a_stopped_run_has_generated(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(call, "only_checks", True)
+    done = tmp_path / ".x.parquet.part.jsonl"
+    done.write_text('"of another model"\n[0, ["kept"]]\n')
+    with pytest.raises(SystemExit) as exit:
+        main_generation.run_generation(build(folder, tmp_path / "x.parquet"))
+    assert exit.value.code == 0 and "passed all checks" in capsys.readouterr().out.splitlines()
+    assert list(tmp_path.iterdir()) == [done] and "kept" in done.read_text()

@@ -173,6 +173,7 @@ class Generation:
 
         Raises: RuntimeError of the worker group when a worker dies.
         """
+        self.done.begin()
         left = [row for row in range(len(self.prompts)) if row not in self.done.responses]
         if len(left) < len(self.prompts):
             get_console().info("resumed: %d of %d rows are done", len(self.prompts) - len(left), len(self.prompts))
@@ -281,11 +282,14 @@ class _Done:
                 self.responses[row] = texts
         elif lines:
             logger.warning("%s belongs to another model, file or sampling: all responses are generated again", path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        header = [fingerprint, *([row, texts] for row, texts in self.responses.items())]
-        unfinished = path.with_name(f"{path.name}.tmp")
-        unfinished.write_text("".join(f"{json.dumps(each)}\n" for each in header), encoding="utf-8")
-        os.replace(unfinished, path)
+        self._header = [fingerprint, *([row, texts] for row, texts in self.responses.items())]
+
+    def begin(self) -> None:
+        """Write the file with the responses that count, in place of what was there."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f"{self.path.name}.tmp")
+        unfinished.write_text("".join(f"{json.dumps(each)}\n" for each in self._header), encoding="utf-8")
+        os.replace(unfinished, self.path)
 
     def add(self, rows: Sequence[int], responses: Sequence[list[str]]) -> None:
         """Keep the responses of some rows."""

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from verl.trainer.run.watch import LostProcessError, Watch, ended_within
 TRAINER = """
 import signal, sys
 from pathlib import Path
-from verl.single_controller.base.errors import phase
-from verl.utils.observe.activity import noted_scorer, report_activity_to
+from verl.utils.observe.activity import note_phase, noted_scorer, report_activity_to
 report_activity_to(Path(sys.argv[1]))
-with phase("validate", step=7), noted_scorer("compute_score of mine.py"):
+note_phase("in phase validate, step 7")
+with noted_scorer("compute_score of mine.py"):
     print("there", flush=True)
     signal.pause()
 """
@@ -29,12 +30,12 @@ with phase("validate", step=7), noted_scorer("compute_score of mine.py"):
 @pytest.mark.parametrize(
     "number, what",
     [
-        (signal.SIGSTOP, "has not answered for 2 s: it is stopped (SIGSTOP)"),
+        (signal.SIGSTOP, r"has not answered for \d s: it is stopped \(SIGSTOP\)"),
         (signal.SIGTERM, "was killed by SIGTERM"),
     ],
 )
 def test_a_lost_trainer_is_named_with_its_phase_and_scorer(monkeypatch, number, what):
-    monkeypatch.setattr(watch, "WARN_AFTER_S", 1.5)
+    monkeypatch.setattr(watch, "WARN_AFTER_S", 0.5)  # a busy machine counts up to a second at once
     warnings = []
     watching = Watch(2.0, warnings.append)
     command = [sys.executable, "-c", TRAINER, str(watching.activity_path)]
@@ -45,9 +46,9 @@ def test_a_lost_trainer_is_named_with_its_phase_and_scorer(monkeypatch, number, 
             watching.run(watching.is_over.wait)
         trainer.kill()
     where = "the trainer was in phase validate, step 7, in the scorer compute_score of mine.py"
-    assert str(lost.value) == f"the trainer process (pid {trainer.pid}) {what}; {where}"
+    assert re.fullmatch(rf"the trainer process \(pid {trainer.pid}\) {what}; {where}", str(lost.value))
     assert len(warnings) == (number == signal.SIGSTOP)
-    assert all("has not answered for 2 s" in text and "the run ends if that goes on" in text for text in warnings)
+    assert all("has not answered for" in text and "the run ends if that goes on" in text for text in warnings)
 
 
 def test_a_trainer_that_ray_killed_for_lack_of_memory_is_named_with_the_reason():
@@ -67,7 +68,7 @@ def test_a_trainer_that_ray_killed_for_lack_of_memory_is_named_with_the_reason()
 
 @pytest.mark.parametrize("jump_s", [-3600, 3600])
 def test_a_jump_of_the_wall_clock_moves_no_deadline(monkeypatch, jump_s):
-    """In this process and, by the time of the file, in that of the trainer."""
+    """In this process and, by the time of the file, in that of the trainer, whose signs of life come from here."""
     watching = Watch(2.0, print)
     command = [sys.executable, "-c", TRAINER, str(watching.activity_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
@@ -76,16 +77,17 @@ def test_a_jump_of_the_wall_clock_moves_no_deadline(monkeypatch, jump_s):
 
         def jump():
             monkeypatch.setattr(time, "time", lambda: true_time() + jump_s)
-            os.utime(watching.activity_path, (true_time() + jump_s,) * 2)  # the trainer's next sign of life
-            watching.is_over.wait(3.0)
+            until = time.monotonic() + 3.0
+            while time.monotonic() < until and not watching.is_over.wait(0.1):
+                os.utime(watching.activity_path, (true_time() + jump_s,) * 2)
             assert not watching.is_over.is_set(), "lost while it was alive"
             trainer.send_signal(signal.SIGSTOP)
             watching.is_over.wait()
 
         started = time.monotonic()
-        with pytest.raises(LostProcessError, match="has not answered for 2 s"):
+        with pytest.raises(LostProcessError, match=r"has not answered for \d s"):
             watching.run(jump)
-        assert time.monotonic() - started >= 5
+        assert time.monotonic() - started >= 4.5  # 3 s with signs of life, and nearly 2 s after the last one
         trainer.kill()
 
 

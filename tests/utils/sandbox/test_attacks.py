@@ -85,7 +85,7 @@ def test_a_program_that_does_the_work_has_full_marks(kind):
 
 CALLED = {
     "assertion": list(QUICK),
-    "check": list(attacks.OBJECTS | attacks.EXCHANGE),
+    "check": list(attacks.EXCHANGE),
     "solution": list(attacks.EXCHANGE),
     "function": list(attacks.OBJECTS),
     "stdin": list(attacks.ENDS | attacks.DESCRIPTORS | attacks.FLOODS),

@@ -279,7 +279,7 @@ def test_a_custom_scorer_cannot_end_or_stop_this_process(name, tokenizer, batch,
         "def compute_score(ground_truth=None, ground_truths=(), **_):\n"
         "    return [one(each) for each in ground_truths] if ground_truths else one(ground_truth)\n"
     )
-    limits = {"timeout_s": 3, "batch_timeout_s": 3 if name == "batch" else 120}
+    limits = {"timeout_s": 8, "batch_timeout_s": 8 if name == "batch" else 120}  # the others answer on a busy machine
     node = {"reward_manager": name, "scoring": limits}
     path = scorer_file(text)
     named = config(custom_reward_function={"path": path}, reward_model=node)
