@@ -1,7 +1,6 @@
 """All that watches a run: its outputs, the details of each step, its timelines and its traces."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +16,7 @@ from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.timelines import Timelines
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.output import RunOutput
+from verl.utils.observe.attempts import AttemptLine
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
 from verl.utils.observe.timeline import Part
 
@@ -104,7 +104,7 @@ class RunRecords:
         self.output.log(metrics, step, details, finished=True)
         self._timelines.finish(step, [*self._step.parts, *others()])
 
-    def log_attempts(self, attempts: Sequence[Any], step: int | None = None) -> None:
+    def log_attempts(self, attempts: Sequence[AttemptLine], step: int | None = None) -> None:
         """Add attempts of agent loops to the account of a step, by default the current one."""
         self.output.attempts.log(self._state.step if step is None else step, attempts)
 

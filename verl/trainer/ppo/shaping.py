@@ -5,7 +5,6 @@ by reference (``trainer.lazy_columns``).
 """
 
 import math
-from typing import Any
 
 import torch
 
@@ -172,11 +171,20 @@ def compute_advantage(
     batch = tensors_of(data)
     if "response_mask" not in batch.keys():
         batch["response_mask"] = compute_response_mask(data)
-    given: dict[str, Any] = {"config": config, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    given |= {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
+    discounts = {name: value for name, value in (("gamma", gamma), ("lam", lam)) if value is not None}
     columns = ["token_level_rewards", "response_mask", "values", "reward_baselines", *Joined.tensors(data)]
     arrays = ["uid", *Joined.ARRAYS]
-    found = computed(_advantages, data, columns, arrays, group, estimator=adv_estimator, given=given)
+    found = computed(
+        _advantages,
+        data,
+        columns,
+        arrays,
+        group,
+        estimator=adv_estimator,
+        config=config,
+        by_std=norm_adv_by_std_in_grpo,
+        discounts=discounts,
+    )
     batch["advantages"], batch["returns"] = (tensors_of(found)[name] for name in ("advantages", "returns"))
     if adv_estimator == AdvantageEstimator.GAE and config is not None and config.get("use_pf_ppo"):
         options = AlgoConfig().pf_ppo | dict(config.get("pf_ppo") or {})
@@ -186,6 +194,7 @@ def compute_advantage(
 
 def _advantages(data: DataProto) -> DataProto:
     batch = tensors_of(data)
+    options = data.meta_info
     columns = {name: batch[name] for name in ("values", "reward_baselines") if name in batch.keys()}
     groups = {"index": data.non_tensor_batch["uid"]} if "uid" in data.non_tensor_batch else {}
     rewards = batch["token_level_rewards"]
@@ -197,12 +206,14 @@ def _advantages(data: DataProto) -> DataProto:
         columns = {name: whole.join(each) if each.dim() == 2 else each[whole.last] for name, each in columns.items()}
         groups = {name: uids[whole.last.numpy()] for name, uids in groups.items()}
     advantages, returns = estimate_advantages(
-        data.meta_info["estimator"],
+        options["estimator"],
         token_level_rewards=rewards,
         response_mask=mask,
+        config=options["config"],
+        norm_adv_by_std_in_grpo=options["by_std"],
         **columns,
         **groups,
-        **data.meta_info["given"],
+        **options["discounts"],
     )
     if whole is not None:
         advantages = whole.split(advantages)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.reward import PendingReward
@@ -69,17 +69,23 @@ class RunState:
 T = TypeVar("T")
 
 
+class HasState(Protocol):
+    """An object that knows where the run stands."""
+
+    state: RunState
+
+
 class OfState(Generic[T]):
     """An attribute of an object that reads and writes a field of its ``state``."""
 
     def __init__(self, field_name: str) -> None:
         self._field = field_name
 
-    def __get__(self, owner: Any, cls: type) -> T:
+    def __get__(self, owner: HasState | None, cls: type) -> T:
         if owner is None:  # tools that list the members of a class ask the class
             return self  # type: ignore[return-value]
         value: T = getattr(owner.state, self._field)
         return value
 
-    def __set__(self, owner: Any, value: T) -> None:
+    def __set__(self, owner: HasState, value: T) -> None:
         setattr(owner.state, self._field, value)
