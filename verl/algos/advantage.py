@@ -136,7 +136,9 @@ def _select(value: Any, rows: Tensor) -> Any:
     return value
 
 
-def _option(given: float | None, config: object, name: str, default: float) -> float:
+def _option(
+    given: float | None, config: AdvantageConfig | Mapping[str, float] | None, name: str, default: float
+) -> float:
     """Return the caller's value, else the config's value, else the default."""
     if given is not None:
         return given
