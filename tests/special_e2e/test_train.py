@@ -13,7 +13,8 @@ from verl.utils.report.panels import expected_panels
 from .changing_trainer import LEARNING_RATE
 from .conftest import assert_bit_for_bit
 from .driver_without_cuda import SAID
-from .test_signals import assert_saves_and_goes_on
+from .held import GO
+from .test_signals import HELD_RUN, end_held, go_on
 
 TWO_WORKERS = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.tensor_model_parallel_size": 2}
 PPO = {
@@ -128,30 +129,34 @@ def test_what_a_trainer_of_a_fork_writes_to_the_configuration_reaches_the_worker
 
 
 @pytest.mark.parametrize("kind", [pytest.param("grpo", marks=pytest.mark.full), "ppo"])
-def test_a_killed_run_resumes_bit_for_bit(workspace, request, kind, tmp_path):
-    """SIGKILL of a worker in the update of step 3; the message, and then steps 3 and 4, in which the worker is slow."""
+def test_a_run_goes_on_bit_for_bit_after_sigterm_and_after_the_death_of_a_worker(
+    workspace, request, kind, tmp_path, monkeypatch
+):
+    """Both strike in step 3: SIGTERM saves step 2, and SIGKILL of a worker in the update leaves a message.
+
+    The step is left each time, and its batch drawn again. A slow worker takes part in the last of three runs.
+    """
     whole = request.getfixturevalue(kind)
-    overrides, rank = ({"trainer.save_freq": 2}, 0) if kind == "grpo" else (ppo_overrides(workspace), 1)
+    overrides, rank = ({}, 0) if kind == "grpo" else (ppo_overrides(workspace), 1)
+    name = f"{kind}-struck"
+    line = end_held(workspace, workspace.command(name, overrides | HELD_RUN), name)
+    saved = workspace.folder / name / "global_step_2"
+    assert line.startswith(f"terminated: the last checkpoint is {saved}, no full step is lost; go on with: "), line
     fault = {"VERL_FAULT": f"kill:update_actor:rank={rank}:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
-    name = f"{kind}-killed"
-    killed = workspace.train(name, overrides, env=fault, fails=True)
-    proof = (tmp_path / "fault").read_text()
-    assert "update_actor" in proof
+    (workspace.folder / name / GO).touch()
+    going = {"HELD_RUN": str(workspace.folder / name)}
+    killed = workspace.train(name, overrides | HELD_RUN, env=fault | going, fails=True)
+    assert "update_actor" in (tmp_path / "fault").read_text()
     assert_names_the_death(killed.output, rank, "update_actor", 3)
     assert sorted(killed.steps) == [1, 2]
-    slow = {"VERL_FAULT": f"slow:update_actor:rank={rank}", "VERL_FAULT_FILE": str(tmp_path / "slow")}
     assert (killed.folder / "error.log").exists()
-    resumed = workspace.train(name, overrides, env=slow)
+    monkeypatch.setenv("VERL_FAULT", f"slow:update_actor:rank={rank}")
+    monkeypatch.setenv("VERL_FAULT_FILE", str(tmp_path / "slow"))
+    resumed = go_on(workspace, line, name)
     assert (tmp_path / "slow").exists()
     assert [path.name for path in killed.folder.glob("error*")] == ["error.previous.log"]
-    assert_bit_for_bit(resumed, whole, (3, 4))
-
-
-@pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.full)])
-def test_a_run_saves_after_sigterm(workspace, request, kind):
-    """The step in which the signal comes is left, and the resumed run draws its batch again."""
-    overrides = {} if kind == "grpo" else ppo_overrides(workspace)
-    assert_saves_and_goes_on(workspace, overrides, request.getfixturevalue(kind))
+    assert sorted(resumed.steps) == sorted(whole.steps)
+    assert_bit_for_bit(resumed, whole, whole.steps)
 
 
 def assert_names_the_death(output: str, rank: int, phase: str, step: int) -> None:
