@@ -11,6 +11,7 @@ from verl.utils.chat_template import (
     ChatTemplateOutput,
     ChatTemplateTimeout,
     check_awaits_turn,
+    check_template,
     render_chat,
     template_problem,
 )
@@ -101,3 +102,22 @@ def test_a_chat_that_an_assistant_ends_awaits_no_turn() -> None:
     for refuses in (check_awaits_turn, ChatFormat(byte_tokenizer()).prompt):
         with pytest.raises(WrongInput, match="ends with an assistant's message, after which the answer would be a sec"):
             refuses(begun)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({}, "the chat template 'tool_use' is not valid Jinja"),
+        ({"chat_template": "rag"}, "the chat template 'rag' is not valid Jinja"),
+        ({"chat_template": "default"}, None),
+        ({"chat_template": "{{ range( }}"}, "the chat template is not valid Jinja"),
+        ({"chat_template": "text"}, None),
+    ],
+)
+def test_of_several_templates_those_that_can_be_used_are_tried(options, fault):
+    several = {"default": "{{ messages }}", "tool_use": "{{ range( }}", "rag": "{{ range( }}"}
+    if fault is None:
+        check_template(options, several)
+    else:
+        with pytest.raises(WrongInput, match=fault):
+            check_template(options, several)

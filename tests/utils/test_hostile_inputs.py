@@ -9,6 +9,7 @@ import random
 import re
 import socket
 import subprocess
+import tempfile
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from examples.tiny_model import byte_tokenizer
+from tests.utils.vision.hostile_videos import HostileVideo, hostile_video
 from verl.experimental.agent_loop.endpoint.requests import (
     MOST_MESSAGES,
     MOST_STOPS,
@@ -37,7 +39,7 @@ from verl.utils.chat import Appended, ChatFormat
 from verl.utils.chat_template import template_problem
 from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import _checked_places
-from verl.utils.dataset.vision_utils import process_image
+from verl.utils.dataset.vision_utils import check_video, load_video, process_image
 from verl.utils.masking import masked, masked_text
 from verl.utils.parsing import parse_yaml
 from verl.utils.time_limit import time_limit
@@ -157,6 +159,22 @@ def _is_read_or_refused(content: bytes) -> bool:
         return True
     with Image.open(io.BytesIO(content)) as opened:
         return opened.format in USUAL_FORMATS and image.mode == "RGB"
+
+
+# ---- videos
+
+
+def _is_decoded_or_refused(video: HostileVideo) -> bool:
+    pytest.importorskip("av")
+    pytest.importorskip("qwen_vl_utils.vision_process")
+    with tempfile.TemporaryDirectory() as folder:
+        entry = video.written(Path(folder))
+        _refused(lambda: check_video(entry), MediaError)
+        try:
+            frames, metadata = load_video(entry, media=MediaConfig(max_s=5.0))
+        except MediaError:
+            return True
+    return not video.is_none and len(frames) == len(metadata["frames_indices"])
 
 
 # ---- addresses of rows
@@ -328,6 +346,7 @@ KINDS = {
     "texts of tools and users": Kind(_text_of_a_tool, _has_no_more_control_tokens),
     "chat templates": Kind(_bomb, lambda template: template_problem(template, 0.5) is not None),
     "images": Kind(_image, _is_read_or_refused),
+    "videos": Kind(hostile_video, _is_decoded_or_refused),
     "addresses in rows": Kind(
         _private_address, lambda url: _refused(lambda: fetch(url, MediaConfig(max_s=1.0)), MediaError)
     ),

@@ -5,7 +5,7 @@ Nothing here imports torch, so that a wrong key is answered in about a second.
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from verl.trainer.run.inputs import (
     JSON_LINES,
     PROCESSOR_FILES,
     InputError,
-    chat_template_of,
+    chat_templates_of,
     check_head,
     check_hub,
     check_machine,
@@ -46,6 +46,7 @@ from verl.trainer.run.resume import find_resume_folder, run_folder, tell_replace
 from verl.trainer.run.user_code import check_user_code, code_of
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
+from verl.utils.hub import cached_folder
 from verl.utils.observe.tracking import check_backends, wandb_obstacle
 from verl.utils.processes import passes_in_fork
 from verl.utils.value_heads import HEAD_NAME
@@ -359,6 +360,8 @@ def check_reward_model(reward: RewardModelConfig) -> None:
             f"{key}={path}: its tokenizer has no chat template: save one with it, or write "
             "reward_model.model.input_tokenizer=null if policy and reward model share tokenizer and template"
         )
+    if reads_text or reward.is_generative:
+        _check_templates(key, _templates_of(path))
 
 
 def check_chat_template(run: RunConfig) -> None:
@@ -376,30 +379,51 @@ def check_chat_template(run: RunConfig) -> None:
             f"actor_rollout_ref.model.{key}={path}: its tokenizer has no chat template: set "
             "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
         )
-    found = None if is_given else chat_template_of(Path(os.path.expanduser(path)))
-    given = in_data or model.custom_chat_template or (found and found[1])
-    if isinstance(given, str):
-        from verl.utils.chat_template import tell_unread_options
+    from verl.utils.chat_template import tell_unread_options
 
-        tell_unread_options(run.data.apply_chat_template_kwargs, given)
-    if isinstance(in_data, str):
+    options = run.data.apply_chat_template_kwargs
+    own = {} if model.custom_chat_template else _templates_of(path)
+    by_name = {name: text for templates in own.values() for name, text in templates.items()}
+    tell_unread_options(options, model.custom_chat_template or by_name)
+    is_text = isinstance(in_data, str) and in_data not in by_name
+    if is_text:
         check_template_ends("data.apply_chat_template_kwargs.chat_template", in_data)
     if model.custom_chat_template:
         check_template_ends("actor_rollout_ref.model.custom_chat_template", model.custom_chat_template)
-    elif found is not None:
-        check_template_ends(f"actor_rollout_ref.model.{key}={found[0]}", found[1])
+    elif not is_text:
+        _check_templates(f"actor_rollout_ref.model.{key}", own, in_data)
 
 
-def check_template_ends(name: str, template: str) -> None:
-    """Check that a template is valid and renders short chats within its limits; ``name`` is that of the template.
+def _templates_of(path: str) -> dict[Path, dict[str, str]]:
+    """Return the chat templates of a model on this machine, also of one in the cache of the hub."""
+    folder = cached_folder(path)
+    return {} if folder is None else chat_templates_of(Path(folder))
 
+
+def _check_templates(key: str, templates: Mapping[Path, Mapping[str, str]], name: str | None = None) -> None:
+    """Try the chat templates of a model: the one of a name, or those that transformers chooses.
+
+    Raises: InputError naming the file.
+    """
+    from verl.utils.chat_template import USED_NAMES
+
+    for file, texts in templates.items():
+        for each in [name] if name else USED_NAMES:
+            if each in texts:
+                check_template_ends(f"{key}={file}", texts[each], each)
+
+
+def check_template_ends(place: str, template: str, name: str = "default") -> None:
+    """Check that a template is valid and renders short chats within its limits.
+
+    Args: ``place`` is the key or file that holds it; ``name`` is its name there.
     Raises: InputError.
     """
-    from verl.utils.chat_template import template_problem
+    from verl.utils.chat_template import shown_name, template_problem
 
     problem = template_problem(template)
     if problem is not None:
-        raise InputError(f"{name}: the chat template {problem}: correct it, or give another")
+        raise InputError(f"{place}: the chat template {shown_name(name)}{problem}: correct it, or give another")
 
 
 def _may_have_template(path: str) -> bool:

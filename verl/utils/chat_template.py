@@ -121,15 +121,41 @@ def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str |
     return f"has killed its process (exit code {process.returncode}){place}" if process.returncode else None
 
 
+DEFAULT = "default"
+USED_NAMES = (DEFAULT, "tool_use")
+"""Templates of a tokenizer with several that transformers takes by itself: without and with tools."""
+
+
+def used_templates(options: Mapping[str, Any], template: object) -> dict[str, str]:
+    """Return the templates that chats can be rendered by, by their names in a tokenizer.
+
+    Args:
+        options: those of a chat; ``chat_template`` among them is a template, or the name of one.
+        template: that of the tokenizer, or several by their names.
+    """
+    several: Mapping[str, Any] = template if isinstance(template, Mapping) else {DEFAULT: template}
+    given = options.get("chat_template")
+    if given is None:
+        found = {name: several[name] for name in USED_NAMES if name in several}
+    else:
+        found = {given: several[given]} if given in several else {DEFAULT: given}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
 def check_template(options: Mapping[str, Any], template: object) -> None:
-    """Try the template that chats are rendered by: the one among the options of a chat, else the given one.
+    """Try the templates that chats are rendered by; the arguments are those of ``used_templates``.
 
     Raises: WrongInput with the fault of the template.
     """
-    template = options.get("chat_template") or template
-    problem = template_problem(template) if isinstance(template, str) else None
-    if problem is not None:
-        raise WrongInput(f"the chat template {problem}: correct it, or give another")
+    for name, text in used_templates(options, template).items():
+        problem = template_problem(text)
+        if problem is not None:
+            raise WrongInput(f"the chat template {shown_name(name)}{problem}: correct it, or give another")
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a template before a word; nothing for the default."""
+    return "" if name == DEFAULT else f"{name!r} "
 
 
 _OF_TRANSFORMERS = ("chat_template", "add_generation_prompt", "continue_final_message", "documents", "tools")
@@ -137,15 +163,13 @@ _OF_TRANSFORMERS = ("chat_template", "add_generation_prompt", "continue_final_me
 
 
 def tell_unread_options(options: Mapping[str, Any], template: object) -> None:
-    """Name the options of ``data.apply_chat_template_kwargs`` that a chat template does not: they have no effect.
+    """Name the options of ``data.apply_chat_template_kwargs`` that no chat template reads: they have no effect.
 
-    A template among the options replaces the given one; of a model that has several, or none, nothing is told.
+    The arguments are those of ``used_templates``; of a tokenizer without a template nothing is told.
     """
-    template = options.get("chat_template") or template
-    if not isinstance(template, str):
-        return
+    texts = used_templates(options, template).values()
     given = [name for name in options if name not in _OF_TRANSFORMERS]
-    unread = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", template)]
-    if unread:
+    unread = [name for name in given if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)]
+    if unread and texts:
         shown = ", ".join(f"{name}={as_yaml(options[name])}" for name in unread)
         logger.warning("data.apply_chat_template_kwargs: the chat template does not read %s: without effect", shown)

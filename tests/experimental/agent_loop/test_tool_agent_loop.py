@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
+from tests.utils.chat import golden
 from verl.base_config import WrongInput, omega_conf_to_dataclass
 from verl.experimental.agent_loop.agent_loop import get_trajectory_info
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
@@ -258,6 +259,44 @@ def test_what_a_user_writes_stays_text_for_all_readers(name: str, tmp_path: Path
     assert [message["content"] for message in Curious.read[1]] == ["Hi", "hello", ORDER, "So."]
     if name == "sglang":
         assert [message.content for message in output.extra_fields["messages"]["messages"]][2] == ORDER
+
+
+class Oracle(BaseTool):
+    """Answers the questions of the golden conversations."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return ToolResponse(text=golden.ANSWERS[int(parameters["say"][-1]) - 1]), 0.0, {}
+
+
+class Terse(BaseInteraction):
+    """Says the last text of the golden conversations once."""
+
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        return messages[-1]["content"] == "Yes.", golden.ANSWERS[2], 0.0, {}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3"])
+def test_a_run_of_several_turns_has_the_golden_tokens(family: str, tmp_path: Path) -> None:
+    """Answers of a tool and of a user that hold no control text change no token of the conversation."""
+    item = {"class_name": f"{__name__}.Oracle", "config": {"type": "native"}, "tool_schema": golden.TOOL}
+    (tmp_path / "tools.yaml").write_text(yaml.dump({"tools": [item]}))
+    item = {"name": "terse", "class_name": f"{__name__}.Terse"}
+    (tmp_path / "interaction.yaml").write_text(yaml.dump({"interaction": [item]}))
+    talk, _ = list(golden.conversations(family))[1]
+    whole = json.loads(golden.FILE.read_text())[family][1]
+    tokenizer = golden.tokenizer_of(family)
+    calls = [
+        f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
+        for each in talk
+        for call in each.get("tool_calls", ())
+    ]
+    paths = {"multi_turn.interaction_config_path": tmp_path / "interaction.yaml"}
+    config = config_of(tmp_path / "tools.yaml", prompt_length=1000, response_length=1000, **paths)
+    server = Scripted([f"{text}<|im_end|>" for text in (*calls, "The bridge.", "Yes.")], tokenizer)
+    output = run(config, server, raw_prompt=talk[:1], interaction_kwargs={"name": "terse"})
+    said = tokenizer.encode("Yes.<|im_end|>", add_special_tokens=False)
+    assert output.prompt_ids + output.response_ids == [*whole, *said]
+    assert server.asked[-1]["prompt_ids"] == whole
 
 
 @pytest.mark.parametrize(("turn", "outcome", "answer"), FAILED)

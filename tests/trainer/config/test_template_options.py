@@ -1,12 +1,15 @@
-"""Options that a chat template does not read are told before the start."""
+"""Before the start each chat template that a run can use is tried, and options that none reads are told."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.tiny_model import byte_tokenizer
 from verl.trainer.config.validation import examined_config
 from verl.trainer.preflight import check_chat_template
+from verl.trainer.run.inputs import InputError
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
 OPTIONS = "data.apply_chat_template_kwargs"
@@ -29,3 +32,60 @@ def test_a_misspelled_option_has_one_notice(
         file.unlink()
     (notice,) = [text for text in caplog.messages if "chat template" in text]
     assert notice.startswith(f"{OPTIONS}: the chat template does not read enable_thinkng=false: without effect")
+
+
+CONFIG = {"model_type": "qwen2", "max_position_embeddings": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+WHOLE, BROKEN = "{{ messages[0]['content'] }}{% if enable_thinking %}<think>{% endif %}", "{{ range( }}"
+FAULT = "is not valid Jinja, line 1"
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+@pytest.mark.parametrize("broken", ["default", "tool_use", "rag"])
+def test_each_template_that_a_run_can_use_is_tried(composed: Any, tmp_path: Path, in_files: bool, broken: str) -> None:
+    """transformers takes ``tool_use`` where there are tools, and another name only if the options give it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = dict.fromkeys(("default", "tool_use", "rag"), WHOLE) | {broken: BROKEN}
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=in_files)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    def check(*options: str) -> None:
+        path = f"actor_rollout_ref.model.path={tmp_path}"
+        check_chat_template(examined_config(composed(path, *options)).checked())
+
+    name = "" if broken == "default" else f"{broken!r} "
+    fault = rf"model\.path={tmp_path}/.*: the chat template {name}{FAULT}"
+    with pytest.raises(InputError, match=fault):
+        check(f"+{OPTIONS}.chat_template={broken}")
+    check(f"+{OPTIONS}.chat_template={'default' if broken == 'rag' else 'rag'}")
+    if broken == "rag":
+        check()
+    else:
+        with pytest.raises(InputError, match=fault):
+            check()
+
+
+def test_options_of_a_template_with_a_name_are_looked_for_in_it(
+    composed: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages[0]['content'] }}", "rag": WHOLE}
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = [f"actor_rollout_ref.model.path={tmp_path}", f"+{OPTIONS}.enable_thinking=false"]
+    check_chat_template(examined_config(composed(*options, f"+{OPTIONS}.chat_template=rag")).checked())
+    assert "chat template" not in caplog.text
+    check_chat_template(examined_config(composed(*options)).checked())
+    assert "the chat template does not read enable_thinking=false" in caplog.text
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json", "preprocessor_config.json"])
+def test_the_template_of_a_processor_is_tried_beside_that_of_its_tokenizer(
+    composed: Any, tmp_path: Path, file: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": WHOLE}))
+    (tmp_path / file).write_text(json.dumps({"chat_template": BROKEN}))
+    run = examined_config(composed(f"actor_rollout_ref.model.path={tmp_path}")).checked()
+    with pytest.raises(InputError, match=rf"{file}: the chat template {FAULT}"):
+        check_chat_template(run)

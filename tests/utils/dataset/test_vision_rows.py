@@ -358,7 +358,7 @@ def test_videos(tmp_path: Path) -> None:
         ({"video": path, "nframes": 40}, "has 12 frames"),
         ({"video": [picture(), picture(0, 56, 56)]}, r"one size, got \[\(56, 56\), \(84, 56\)\]"),
         ({"video": [picture()] * 2, "fps": 0.0}, "fps and sample_fps of a video must be positive, got 0.0"),
-        ({"video": [picture()] * 2, "min_pixels": 90000, "max_pixels": 5000}, "impossible sizes or pixel limits"),
+        ({"video": [picture()] * 2, "min_pixels": 90000, "max_pixels": 5000}, "at most max_pixels, got 90000 and 5000"),
     ):
         with pytest.raises(MediaError, match=message):
             load_video(wrong)

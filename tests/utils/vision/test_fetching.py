@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from verl.utils.dataset import vision_utils
-from verl.utils.dataset.vision_utils import MediaError, check_video, load_image, load_video
+from verl.utils.dataset.vision_utils import MediaError, check_image, check_video, load_image, load_video, process_image
 from verl.utils.vision import fetching
 from verl.utils.vision.fetching import addresses_in, fetch, is_public, scheme_of
 from verl.utils.vision.limits import MediaConfig
@@ -319,6 +319,8 @@ def test_only_wanted_frames_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made = []
 
     class Counted:
+        width, height = 64, 48
+
         def __init__(self, frame: Any) -> None:
             self.frame = frame
 
@@ -360,6 +362,50 @@ def test_files_that_are_no_videos_are_seen_at_load(tmp_path: Path) -> None:
     check_video({"video": str(tmp_path / "large.mp4")})
     with pytest.raises(MediaError, match="no such file"):
         check_video({"video": "concat:a.mp4|b.mp4"})
+
+
+@pytest.mark.parametrize(
+    "name", ["nframes", "fps", "min_frames", "max_frames", "sample_fps", "max_pixels", "total_pixels"]
+)
+@pytest.mark.parametrize("wish", ["many", -1, float("nan"), float("inf"), 2**70, [4], True])
+def test_wishes_for_a_video_are_numbers(name: str, wish: Any) -> None:
+    for source in ("no/such.mp4", [Image.new("RGB", (56, 56))] * 4):
+        with pytest.raises(MediaError, match=rf"^{name} of a video must be a number from 0 to 1e\+12, got "):
+            load_video({"video": source, name: wish})
+
+
+@pytest.mark.parametrize("source", [7, True, b"a.mp4", {"path": "a.mp4"}, None])
+def test_a_video_is_a_path_or_a_list(source: Any) -> None:
+    for read in (load_video, check_video):
+        with pytest.raises(MediaError, match="a video must be a dict such as"):
+            read({"video": source})
+
+
+def test_frames_that_are_taken_have_a_limit_together(tmp_path: Path) -> None:
+    pytest.importorskip("qwen_vl_utils.vision_process")
+    write_video(tmp_path / "a.mp4", 24, "mpeg4", 10, seed=0)
+    path = str(tmp_path / "a.mp4")
+    few = MediaConfig(max_pixels=64 * 56)
+    square = {"resized_height": 28, "resized_width": 28}
+    assert len(load_video({"video": path, "nframes": 16, **square}, media=few)[0]) == 16
+    frames = [Image.new("RGB", (64, 48))] * 19
+    for wanted in ({"video": path, "nframes": 20}, {"video": frames}):
+        with pytest.raises(MediaError, match=r"have \d+ pixels, and 16 \* data\.media\.max_pixels=57344: take fewer"):
+            load_video({**wanted, **square}, media=few)
+    large = {"min_pixels": 99_000_000, "max_pixels": 99_900_000}
+    with pytest.raises(MediaError, match=r"have 18\d{8} pixels, and 16 \* data\.media\.max_pixels=1600000000"):
+        load_video({"video": frames, **large})
+    huge = {"min_pixels": 10**9, "max_pixels": 10**9}
+    for read in (check_image, process_image):
+        with pytest.raises(MediaError, match=r"pixels, and data\.media\.max_pixels=100000000"):
+            read({"image": frames[0], **huge})
+
+
+def test_a_video_that_takes_long_is_left(tmp_path: Path) -> None:
+    pytest.importorskip("qwen_vl_utils.vision_process")
+    write_video(tmp_path / "a.mp4", 8, "mpeg4", 10, seed=0)
+    with pytest.raises(MediaError, match=r"takes longer to decode than data\.media\.max_s=1e-09"):
+        load_video({"video": str(tmp_path / "a.mp4")}, media=MediaConfig(max_s=1e-9))
 
 
 def test_a_video_has_the_limits_of_images(tmp_path: Path, site: Site) -> None:

@@ -351,15 +351,24 @@ def has_chat_template(folder: Path) -> bool:
     return any('"chat_template"' in file.read_text(encoding="utf-8") for file in settings if file.is_file())
 
 
-def chat_template_of(folder: Path) -> tuple[Path, str] | None:
-    """Return the file of the default chat template of a local folder and its text; None if it has none."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file, file.read_text(encoding="utf-8", errors="replace")
-    for settings in (folder / "tokenizer_config.json", folder / "chat_template.json"):
-        template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if settings.is_file() else None
-        if isinstance(template, list):  # pairs of name and text
-            template = next((each["template"] for each in template if each.get("name") == "default"), None)
-        if isinstance(template, str):
-            return settings, template
-    return None
+def chat_templates_of(folder: Path) -> dict[Path, dict[str, str]]:
+    """Return the files of a local folder that have chat templates, and their templates by name.
+
+    A tokenizer and a processor may read different ones. Files that a template of its own file replaces are left out.
+    """
+    own = [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    found = {file: {_template_name(file): file.read_text("utf-8", "replace")} for file in own if file.is_file()}
+    replaced = () if not found else ("tokenizer_config.json", "chat_template.json")
+    for name in ("tokenizer_config.json", "chat_template.json", *PROCESSOR_FILES):
+        settings = folder / name
+        is_read = settings.is_file() and name not in replaced
+        given = json.loads(settings.read_text(encoding="utf-8")).get("chat_template") if is_read else None
+        if isinstance(given, list):  # pairs of name and text
+            given = {str(each.get("name")): each.get("template") for each in given}
+        if given:
+            found[settings] = given if isinstance(given, dict) else {"default": given}
+    return found
+
+
+def _template_name(file: Path) -> str:
+    return "default" if file.name == "chat_template.jinja" else file.stem

@@ -9,9 +9,11 @@ import io
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from numbers import Real
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -65,12 +67,15 @@ def process_image(image: ImageLike, image_patch_size: int = 14, media: MediaConf
     Raises: MediaError when it cannot be read.
     """
     loaded = load_image(image, media)
-    height, width = _target_size(image, loaded, image_patch_size * MERGE)
+    height, width = _target_size(image, loaded, image_patch_size * MERGE, media)
     return loaded.resize((width, height))
 
 
-def _target_size(image: ImageLike, loaded: Image.Image, factor: int) -> tuple[int, int]:
-    """Return the height and width for an image; the sizes in its dict take precedence."""
+def _target_size(image: ImageLike, loaded: Image.Image, factor: int, media: MediaConfig) -> tuple[int, int]:
+    """Return the height and width for an image; the sizes in its dict take precedence.
+
+    Raises: MediaError for sizes that are no numbers, or too large.
+    """
     names = ("resized_height", "resized_width", "min_pixels", "max_pixels")
     spec = {name: image.get(name) for name in names} if isinstance(image, Mapping) else dict.fromkeys(names)
     try:
@@ -79,7 +84,10 @@ def _target_size(image: ImageLike, loaded: Image.Image, factor: int) -> tuple[in
         raise MediaError(f"the sizes of an image must be numbers of pixels, got {spec}") from error
     if height and width:
         return smart_resize(height, width, factor)
-    return smart_resize(loaded.height, loaded.width, factor, least, most)
+    height, width = smart_resize(loaded.height, loaded.width, factor, least, most)
+    if height * width > MAX_TOKENS * factor**2:  # only the dict can ask for that
+        check_pixels(width, height, media)
+    return height, width
 
 
 def load_image(image: ImageLike, media: MediaConfig = DEFAULT_MEDIA) -> Image.Image:
@@ -115,7 +123,7 @@ def check_image(image: ImageLike, media: MediaConfig = DEFAULT_MEDIA) -> None:
     """
     source = _source(image, media)
     opened = open_image(source, media)
-    _target_size(image, opened, USUAL_FACTOR)
+    _target_size(image, opened, USUAL_FACTOR, media)
     if isinstance(source, Image.Image):
         return
     with decoding(), opened:
@@ -257,15 +265,15 @@ def load_video(
     if isinstance(spec["video"], str):
         spec |= _read_file(spec, media)
     else:
-        spec["video"] = [load_image(frame, media) for frame in spec["video"]]
+        spec["video"] = _loaded_frames(spec["video"], media)
         spec.setdefault("sample_fps", spec.get("fps", FRAMES_PER_SECOND))
-    _check_frames(spec)
+    _check_frames(spec, image_patch_size * MERGE, media)
     indices = spec.pop("frames_indices", None)
     total = spec.pop("total_num_frames", None)
     fps = float(spec.get("raw_fps") or spec["sample_fps"])
     try:
         frames, _ = fetch_video(spec, image_patch_size=image_patch_size, return_video_metadata=True)
-    except (ValueError, TypeError, AssertionError) as error:  # raised for bad sizes and limits
+    except (ValueError, TypeError, AssertionError, ArithmeticError) as error:  # raised for bad sizes and limits
         raise MediaError(f"the video has impossible sizes or pixel limits: {error}") from error
     count = len(frames)
     return frames.round().clamp(0, 255).to(torch.uint8), {
@@ -277,8 +285,27 @@ def load_video(
     }
 
 
-def _check_frames(spec: Described) -> None:
-    """Reject a decoded video without frames, with frames of several sizes, or with a bad rate.
+def _loaded_frames(frames: Iterable[ImageLike], media: MediaConfig) -> list[Image.Image]:
+    """Decode the frames of a list until they have too many pixels. Raises: MediaError."""
+    loaded: list[Image.Image] = []
+    pixels = 0
+    for frame in frames:
+        loaded.append(load_image(frame, media))
+        pixels += loaded[-1].width * loaded[-1].height
+        _check_all_pixels(pixels, media)
+    return loaded
+
+
+def _check_all_pixels(count: int, media: MediaConfig) -> None:
+    if count > media.max_video_pixels:
+        raise MediaError(
+            f"the frames that are taken from the video have {count} pixels, and 16 * data.media.max_pixels="
+            f"{media.max_video_pixels}: take fewer (nframes, fps, max_frames), or smaller ones (max_pixels)"
+        )
+
+
+def _check_frames(spec: Described, factor: int, media: MediaConfig) -> None:
+    """Reject a decoded video without frames, with frames of several sizes or too many pixels, or with a bad rate.
 
     Raises: MediaError.
     """
@@ -290,6 +317,8 @@ def _check_frames(spec: Described) -> None:
     rate = spec["sample_fps"]
     if not isinstance(rate, int | float) or not 0 < rate < math.inf:
         raise MediaError(f"fps and sample_fps of a video must be positive, got {rate!r}")
+    height, width = _target_size(spec, spec["video"][0], factor, media)
+    _check_all_pixels(len(spec["video"]) * height * width, media)
 
 
 def check_video(video: Described, media: MediaConfig = DEFAULT_MEDIA) -> None:
@@ -312,14 +341,27 @@ def check_video(video: Described, media: MediaConfig = DEFAULT_MEDIA) -> None:
             raise MediaError(f"the video {_short(source)} cannot be read: {error}") from error
 
 
-def _described(video: Described) -> dict[str, Any]:
-    """Return the given keys of a video.
+_WISHES = (
+    *("nframes", "fps", "min_frames", "max_frames", "sample_fps", "raw_fps"),
+    *("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels"),
+)
+"""Numbers that a row may give with a video."""
+_LARGEST_WISH = 1e12
 
-    Raises: VideoFormError when it is no dict with ``video``.
+
+def _described(video: Described) -> dict[str, Any]:
+    """Return a video and the numbers that are given with it.
+
+    Raises: VideoFormError when it is no dict with ``video``; MediaError for what is no number.
     """
-    if not isinstance(video, Mapping) or video.get("video") is None:
+    source = video.get("video") if isinstance(video, Mapping) else None
+    if not isinstance(source, str | list | tuple | np.ndarray):
         raise VideoFormError('a video must be a dict such as {"video": path or list of frames, "fps": 2.0}')
-    return {name: value for name, value in video.items() if value is not None}
+    wishes = {name: video[name] for name in _WISHES if video.get(name) is not None}
+    for name, wish in wishes.items():
+        if isinstance(wish, bool) or not isinstance(wish, Real) or not 0 <= wish <= _LARGEST_WISH:
+            raise MediaError(f"{name} of a video must be a number from 0 to {_LARGEST_WISH:g}, got {_short(wish)}")
+    return {"video": source, **wishes}
 
 
 def _local(path: str) -> str:
@@ -338,29 +380,27 @@ def _qwen_vl_utils() -> ModuleType:
 
 def _read_file(spec: Described, media: MediaConfig) -> dict[str, Any]:
     """Decode a video file and pick frames at the requested rate."""
-    try:
-        import av
-    except ImportError as error:
-        raise MissingVideoSupportError(f"video files need PyAV: {error}; pip install 'verl[geo]'") from error
     path = str(spec["video"])
     content = fetch(path, media) if scheme_of(path) is not None else None
-    try:
+    end = time.monotonic() + media.max_s
+    with decoding(f"video {path!r}"):
         rate = FRAMES_PER_SECOND
         total = 0
-        for stream, _ in _decoded_frames(path, content, media):
+        largest = 0
+        for stream, frame in _decoded_frames(path, content, media, end):
             rate = float(stream.average_rate or FRAMES_PER_SECOND)
             total = total + 1
+            largest = max(largest, frame.width * frame.height)
         try:
             count = _qwen_vl_utils().smart_nframes(dict(spec), total_frames=total, video_fps=rate)
         except ValueError as error:
             raise MediaError(f"the video {path!r} has {total} frames: {error}") from error
+        _check_all_pixels(count * largest, media)
         indices = np.linspace(0, total - 1, count).round().astype(int).tolist()
         wanted = set(indices)
-        frames = enumerate(_decoded_frames(path, content, media))
+        frames = enumerate(_decoded_frames(path, content, media, end))
         kept = {at: frame.to_image() for at, (_, frame) in frames if at in wanted}
         images = [kept[at] for at in indices]
-    except (OSError, IndexError, KeyError, av.error.FFmpegError) as error:
-        raise MediaError(f"the video {path!r} cannot be read: {error}") from error
     return {
         "video": images,
         "sample_fps": count / total * rate,
@@ -374,12 +414,16 @@ _VIDEO_FORMATS = "mov,matroska,webm,avi,mpegts,mpeg,mpegvideo,m4v,flv,ogg,gif,as
 """Demuxers of FFmpeg that read one file. Others read lists of files and addresses."""
 
 
-def _decoded_frames(path: str, content: bytes | None, media: MediaConfig) -> Iterator[tuple[Any, Any]]:
+def _decoded_frames(path: str, content: bytes | None, media: MediaConfig, end: float) -> Iterator[tuple[Any, Any]]:
     """Yield the frames of a video with their stream, one at a time: all of them can take a thousand times its size.
 
-    Args: ``content`` is that of a file that was fetched; None for a local file.
+    Args: ``content`` is that of a file that was fetched; None for a local file. ``end`` is a ``time.monotonic()``.
+    Raises: MediaError at that time; MissingVideoSupportError without PyAV.
     """
-    import av
+    try:
+        import av
+    except ImportError as error:
+        raise MissingVideoSupportError(f"video files need PyAV: {error}; pip install 'verl[geo]'") from error
 
     options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": "none"}
     with io.BytesIO(content) if content is not None else open(_checked_path(path, media), "rb") as file:
@@ -387,9 +431,12 @@ def _decoded_frames(path: str, content: bytes | None, media: MediaConfig) -> Ite
         with opened as container:
             stream = container.streams.video[0]
             check_pixels(stream.width, stream.height, media)
-            for frame in container.decode(stream):
-                check_pixels(frame.width, frame.height, media)
-                yield stream, frame
+            for packet in container.demux(stream):
+                for frame in packet.decode():
+                    check_pixels(frame.width, frame.height, media)
+                    yield stream, frame
+                if time.monotonic() > end:
+                    raise MediaError(f"the video {path!r} takes longer to decode than data.media.max_s={media.max_s:g}")
 
 
 # ---- the images and videos of a row

@@ -19,7 +19,7 @@ class MediaError(MaskedError, WrongInput):
 
 
 @contextmanager
-def decoding() -> Iterator[None]:
+def decoding(what: str = "image") -> Iterator[None]:
     """Raise a MediaError, whatever a decoder raises: damaged files make it raise errors of any class."""
     try:
         yield
@@ -27,7 +27,7 @@ def decoding() -> Iterator[None]:
         raise
     except Exception as error:  # decoders raise errors of any class
         reason = str(error) or type(error).__name__
-        raise MediaError(f"the image cannot be read: {reason}") from error
+        raise MediaError(f"the {what} cannot be read: {reason}") from error
 
 
 def open_image(source: Image.Image | BinaryIO | str, media: MediaConfig) -> Image.Image:

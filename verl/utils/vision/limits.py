@@ -18,7 +18,7 @@ class MediaConfig(BaseConfig):
     image_formats: list[str] = setting([], f"formats of images, by their names in Pillow, beside {USUAL_FORMATS}")
     max_mb: int = setting(64, "megabytes of the largest file", at_least=1)
     max_pixels: int = setting(100_000_000, "pixels of the largest image", at_least=1, at_most=_MOST_PIXELS)
-    max_s: float = setting(60.0, "seconds to fetch a file", above=0)
+    max_s: float = setting(60.0, "seconds to fetch a file, and to decode a video", above=0)
     any_address: bool = setting(False, "rows may name private addresses, and tools any address")
 
     def rules(self) -> Iterator[Violation]:
@@ -35,6 +35,11 @@ class MediaConfig(BaseConfig):
     def max_bytes(self) -> int:
         """Bytes of the largest file."""
         return self.max_mb * 1_000_000
+
+    @property
+    def max_video_pixels(self) -> int:
+        """Pixels of all frames that are taken from a video: 768 of 1920 x 1080, if images have the usual limit."""
+        return 16 * self.max_pixels
 
 
 DEFAULT_MEDIA = MediaConfig()
