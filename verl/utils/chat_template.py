@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jinja2
 
@@ -126,14 +126,18 @@ USED_NAMES = (DEFAULT, "tool_use")
 """Templates of a tokenizer with several that transformers takes by itself: without and with tools."""
 
 
-def used_templates(options: Mapping[str, Any], template: object) -> dict[str, str]:
+Templates: TypeAlias = str | Mapping[str, str] | None
+"""The chat template of a tokenizer, several by their names, or none."""
+
+
+def used_templates(options: Mapping[str, Any], template: Templates) -> dict[str, str]:
     """Return the templates that chats can be rendered by, by their names in a tokenizer.
 
     Args:
         options: those of a chat; ``chat_template`` among them is a template, or the name of one.
         template: that of the tokenizer, or several by their names.
     """
-    several: Mapping[str, Any] = template if isinstance(template, Mapping) else {DEFAULT: template}
+    several: Mapping[str, str | None] = template if isinstance(template, Mapping) else {DEFAULT: template}
     given = options.get("chat_template")
     if given is None:
         found = {name: several[name] for name in USED_NAMES if name in several}
@@ -142,7 +146,7 @@ def used_templates(options: Mapping[str, Any], template: object) -> dict[str, st
     return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
-def check_template(options: Mapping[str, Any], template: object) -> None:
+def check_template(options: Mapping[str, Any], template: Templates) -> None:
     """Try the templates that chats are rendered by; the arguments are those of ``used_templates``.
 
     Raises: WrongInput with the fault of the template.
@@ -162,7 +166,7 @@ _OF_TRANSFORMERS = ("chat_template", "add_generation_prompt", "continue_final_me
 """Options of a chat that transformers reads itself."""
 
 
-def tell_unread_options(options: Mapping[str, Any], template: object) -> None:
+def tell_unread_options(options: Mapping[str, Any], template: Templates) -> None:
     """Name the options of ``data.apply_chat_template_kwargs`` that no chat template reads: they have no effect.
 
     The arguments are those of ``used_templates``; of a tokenizer without a template nothing is told.
