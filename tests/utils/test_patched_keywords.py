@@ -71,16 +71,6 @@ VLLM: dict[str, tuple[Callable[[], None], str, tuple[Any, ...]]] = {
         "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler",
         (MagicMock(use_fp64_gumbel=False), ROWS, {}, None, None),
     ),
-    "sample": (
-        vllm_patch.compute_sampled_log_probs_only,
-        "vllm.v1.sample.sampler:Sampler",
-        (MagicMock(), ROWS, MagicMock()),
-    ),
-    "gather_logprobs": (
-        vllm_patch.compute_sampled_log_probs_only,
-        "vllm.v1.sample.sampler:Sampler",
-        (ROWS, 0, torch.zeros(1, dtype=torch.long)),
-    ),
     "__init__": (vllm_patch.share_partial_blocks, "vllm.v1.core.sched.scheduler:Scheduler", ONE),
     "execute_model": (
         vllm_patch.share_partial_blocks,
@@ -105,7 +95,6 @@ VLLM: dict[str, tuple[Callable[[], None], str, tuple[Any, ...]]] = {
         "vllm.model_executor.model_loader.dummy_loader",
         (ROWS,),
     ),
-    "_rebind_kernels": (vllm_patch.replace_kernels_in_vllm_only, "vllm.triton_utils.dispatcher", ([],)),
 }
 """By the name in vLLM: what replaces it, where, and how it is called."""
 

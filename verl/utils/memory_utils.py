@@ -17,7 +17,6 @@ import psutil
 import torch
 
 from verl.utils.device import get_device_name, get_torch_device, set_expandable_segments
-from verl.utils.numerics import host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,6 @@ def return_freed_host_memory() -> None:
 
     glibc keeps freed blocks of up to 32 MiB. Small live blocks between them prevent their reuse for large tensors.
     """
-    host_memory.drop_kept()
     with suppress(OSError, TypeError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -70,7 +70,6 @@ def test_a_run_that_shares_its_weights_is_right(base, changes):
             f"{ROLLOUT}.free_cache_engine",
             "=true: .*vllm frees its weights with its cache: write false",
         ),
-        ({f"{ROLLOUT}.pack_weights": True}, f"{ROLLOUT}.pack_weights", "packed weights are a copy: write false"),
         ({f"{VLLM}.quantization": "fp8"}, f"{VLLM}.quantization", "weights would be others: leave it out, or write"),
         ({f"{VLLM}.cpu_offload_gb": 4}, f"{VLLM}.cpu_offload_gb", "weights would be others: leave it out, or write"),
         ({f"{FSDP}.param_offload": True}, f"{FSDP}.param_offload", "the weights would leave the engine: write false"),

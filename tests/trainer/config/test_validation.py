@@ -334,17 +334,6 @@ def test_servers_need_not_divide_the_workers_of_the_trainer(base):
         ({f"{ROLLOUT}.temperature": 0}, f"{ROLLOUT}.temperature", "must be above 0"),
         ({f"{ROLLOUT}.val_kwargs.do_sample": True}, f"{ROLLOUT}.val_kwargs.temperature", "must be above 0"),
         ({f"{MODEL}.lora_rank": 1024}, f"{MODEL}.lora_rank", "at most 512 with vllm"),
-        (
-            {f"{ROLLOUT}.pack_weights": True, "trainer.device": "cuda"},
-            f"{ROLLOUT}.pack_weights",
-            "is for a CPU: write false with trainer.device=cuda",
-        ),
-        ({f"{ROLLOUT}.pack_weights": True, f"{ROLLOUT}.name": "hf"}, f"{ROLLOUT}.pack_weights", "supported by hf"),
-        (
-            {f"{ROLLOUT}.pack_weights": True, f"{ROLLOUT}.dtype": "half"},
-            f"{ROLLOUT}.pack_weights",
-            "not supported with dtype=half",
-        ),
         ({"data.max_response_length": 60}, "data.max_response_length", "exceeds the model's 64 positions: write at most 48"),
         # names
         ({"algorithm.adv_estimator": "groo"}, "algorithm.adv_estimator", "Unknown advantage estimator: it is not registered; the nearest: grpo"),

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.tiny_model import byte_tokenizer
 from verl.utils import chat_template
-from verl.utils.dataset import rl_dataset, token_bounds
-from verl.utils.dataset.token_bounds import TokenCounter, count_tokens, fewest_tokens, most_tokens
+from verl.utils.dataset import rl_dataset
+from verl.utils.dataset.token_bounds import count_tokens, fewest_tokens, most_tokens
 from verl.utils.time_limit import TimeLimitExceeded
 
 
@@ -77,88 +77,6 @@ def test_some_tokenizers_have_no_lower_bound() -> None:
     assert fewest_tokens(longer)("a" * 2_000) == 2 == len(longer("a" * 2_000, add_special_tokens=False)["input_ids"])
 
 
-def _split(pattern: str, behavior: str = "isolated") -> Any:
-    cut = pre_tokenizers.Split(Regex(pattern), behavior)
-    return pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _trained(pre_tokenizer: Any, normalizer: Any = None, added: tuple[str, ...] = ("<|a|>", "<|a|>b")) -> Any:
-    """Return a tokenizer with merges across letters, digits, spaces and signs."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizer
-    texts = ["it's the 1234 cats' hat, isn't it?!\n\n  The\tend...  ", "they'LL've 12 345 6789  hats\n \n!!\n don't"]
-    special = ["<|end|>", *added]
-    backend.train_from_iterator(3 * texts, trainers.BpeTrainer(vocab_size=380, special_tokens=special))
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-LLAMA, QWEN = token_bounds._KNOWN_CUTS[1:]
-CUT_BY = {
-    "gpt2": _trained(BYTES),
-    "llama": _trained(_split(LLAMA)),
-    "qwen": _trained(_split(QWEN), normalizers.NFC()),
-    "without added tokens": _trained(BYTES, added=()),
-}
-PIECES = [
-    "<|a|>",
-    "<|a|>b",
-    "<|end|>",
-    "<|a",
-    "it",
-    "It's",
-    "'LL",
-    "'s",
-    "12345",
-    "the",
-    "hat",
-    "ä",
-    "e\u0301",
-    "\x1c",
-    "\r\n",
-]
-
-
-@pytest.mark.parametrize("name", CUT_BY)
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(pieces=st.lists(st.sampled_from(PIECES) | st.sampled_from([chr(code) for code in range(128)]), max_size=12))
-@example(pieces=["a  b", "   ", "\n \n x", " 's", "  't", " <|a|> "])
-@example(pieces=["hat's", "\t\t", "12", " !!", "\n", "?\n\n", " "])
-def test_a_text_has_the_tokens_of_its_words(name: str, pieces: list[str]) -> None:
-    counter = TokenCounter(CUT_BY[name])
-    assert counter._cuts is not None
-    texts = ["".join(pieces), " ".join(pieces), *pieces]
-    want = [len(CUT_BY[name](text, add_special_tokens=False)["input_ids"]) for text in texts]
-    assert counter(texts) == want and counter(texts) == want
-
-
-def test_words_are_told_for_known_patterns_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    lstrip = _trained(BYTES)
-    lstrip.add_tokens([AddedToken("<x>", lstrip=True, normalized=False)])
-    both_kinds = _trained(BYTES)
-    both_kinds.add_tokens([AddedToken("<x>", normalized=True)])
-    dropout = _trained(BYTES)
-    dropout.backend_tokenizer.model.dropout = 0.1
-    others = [
-        lstrip,
-        both_kinds,
-        dropout,
-        _trained(_split(r"\s|\w+")),
-        _trained(_split(LLAMA, "removed")),
-        _trained(CUT),
-        _trained(BYTES, normalizers.Lowercase()),
-        OwnCall(tokenizer_object=byte_tokenizer().backend_tokenizer),
-    ]
-    for tokenizer in others:
-        assert TokenCounter(tokenizer)._cuts is None
-    assert TokenCounter(lstrip)(["it <x>", "the"]) == count_tokens(lstrip, ["it <x>", "the"])
-    monkeypatch.setattr(token_bounds, "_MOST_WORDS", 3)
-    counter = TokenCounter(CUT_BY["gpt2"])
-    for text in ("it is the hat", "the end", "it is"):
-        assert counter([text]) == count_tokens(CUT_BY["gpt2"], [text])
-
-
 class OwnCall(PreTrainedTokenizerFast):
     """A tokenizer with its own way to tokenize."""
 
@@ -216,5 +134,5 @@ def test_chats_that_share_a_limit_are_rendered_one_by_one_when_it_is_over(
 
     monkeypatch.setattr(chat_template, "time_limit", lambda seconds: Limit())
     batch = {"prompt": dataset.dataframe[:]["prompt"]}
-    assert rl_dataset._count_tokens(batch, dataset, TokenCounter(tokenizer))["length"] == want
+    assert rl_dataset._count_tokens(batch, dataset)["length"] == want
     assert len(entered) == 3  # one for both, then one for each

@@ -24,7 +24,7 @@ from verl.utils.chat_template import ChatTemplateTimeout, render_chat, shared_ti
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
 from verl.utils.dataset.files import ColumnCheck, DataError, Row
-from verl.utils.dataset.token_bounds import TokenCounter, most_tokens
+from verl.utils.dataset.token_bounds import count_tokens, most_tokens
 from verl.utils.dataset.vision_utils import (
     Media,
     MediaEncoder,
@@ -220,7 +220,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             batch_size=FILTER_BATCH_ROWS,
             num_proc=workers if workers > 1 else None,
             remove_columns=keys,
-            fn_kwargs={"dataset": self._without_data(), "enough": enough, "count": TokenCounter(self.tokenizer)},
+            fn_kwargs={"dataset": self._without_data(), "enough": enough},
             new_fingerprint="prompt_lengths",
             desc="Filtering overlong prompts",
         )
@@ -373,9 +373,7 @@ class MissingChatTemplateError(DataError, AssertionError):
     """The tokenizer has no chat template."""
 
 
-def _count_tokens(
-    batch: Row, dataset: RLHFDataset, count: TokenCounter, enough: int | None = None
-) -> dict[str, list[int]]:
+def _count_tokens(batch: Row, dataset: RLHFDataset, enough: int | None = None) -> dict[str, list[int]]:
     lengths: dict[int, int] = {}
     try:
         with shared_time_limit() if dataset.media is None else nullcontext():
@@ -383,7 +381,7 @@ def _count_tokens(
     except ChatTemplateTimeout:
         lengths.clear()
         texts = _texts_to_count(batch, dataset, lengths, enough)
-    counted = dict(zip(texts, count(list(texts.values())), strict=True))
+    counted = dict(zip(texts, count_tokens(dataset.tokenizer, list(texts.values())), strict=True))
     return {"length": [lengths[i] if i in lengths else counted[i] for i in range(len(batch[dataset.prompt_key]))]}
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.utils.numerics.host_memory import recycled_like
+from verl.utils.numerics.host_memory import empty_like
 from verl.utils.numerics.log_probs import LOG_ZERO, rows_per_chunk
 
 _LOG2_E = 1 / math.log(2)
@@ -41,7 +41,7 @@ class _Entropy(torch.autograd.Function):
         step = _step(logits, chunk_size)
         entropy, offset, total, mean = (logits.new_empty(len(logits), 1, dtype=dtype) for _ in range(4))
         on_cpu = logits.device.type == "cpu"
-        unscaled = recycled_like(logits) if with_gradient and on_cpu and logits.dtype == dtype else None
+        unscaled = empty_like(logits) if with_gradient and on_cpu and logits.dtype == dtype else None
         masked = not on_cpu  # where a look at the result would wait for the device
         # Most masks are those of all rows, so the first chunk tells; if only later ones are masked, they run twice.
         for rows in (slice(0, step), slice(step, len(logits))):
@@ -69,7 +69,7 @@ class _Entropy(torch.autograd.Function):
             unscaled = ctx.unscaled
             ctx.unscaled = None
             return unscaled.mul_(scale), None, None
-        grad_logits = recycled_like(logits)
+        grad_logits = empty_like(logits)
         chunk = (min(ctx.step, len(logits)), logits.shape[-1])
         exponents, exponentials = (logits.new_empty(chunk, dtype=dtype) for _ in range(2))
         for at in range(0, len(logits), ctx.step):

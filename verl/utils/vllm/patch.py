@@ -10,13 +10,11 @@ import mmap
 import os
 import pkgutil
 import re
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,10 +35,8 @@ def apply(on_cpu: bool) -> None:
         permit_amx()
         keep_plain_weights()
         draw_seeds_by_counter()
-        compute_sampled_log_probs_only()
         share_partial_blocks()
         touch_cache_on_use()
-        replace_kernels_in_vllm_only()
         inspect_models_in_process()
         zero_dummy_weights()
         load_media_on_use()
@@ -89,8 +85,8 @@ def keep_plain_weights() -> None:
     """Keep the weights of linear layers on a CPU as parameters instead of packing them into oneDNN handles.
 
     Versions: 0.25 to 0.32. A packed weight of vLLM cannot be read back for verification, and a tied output layer keeps
-    the packed copy of the old weight after a reload. ``rollout.pack_weights`` packs without either. Remove when vLLM's
-    packed weights are readable and a reload packs tied layers again.
+    the packed copy of the old weight after a reload. Remove when vLLM's packed weights are readable and a reload packs
+    tied layers again.
     """
     from vllm.model_executor.layers import utils
 
@@ -201,40 +197,11 @@ def draw_seeds_by_counter() -> None:
             for row, stream in generators.items():
                 seeds[row] = stream.draw()
         processed = {"processed_logits": lambda: logits, "processed_logprobs": lambda: logits.log_softmax(dim=-1)}
-        is_read = getattr(self, "are_log_probs_read", True) and self.logprobs_mode in processed
-        wanted = processed[self.logprobs_mode]() if is_read else None
+        wanted = processed[self.logprobs_mode]() if self.logprobs_mode in processed else None
         return torch.ops._C.fused_gumbel_argmax(logits, seeds), wanted
 
     CPUModelRunner._update_states = update_states_with_streams
     topk_topp_sampler.TopKTopPSampler.forward_cpu = forward
-
-
-def compute_sampled_log_probs_only() -> None:
-    """Compute log-probabilities for requests that ask for them, and no ranks of sampled tokens, which nobody reads.
-
-    Versions: 0.32 on a CPU. vLLM computes the log-probabilities of the vocabulary in every step, and passes over them
-    once more to count those above the sampled token's, although ``logprobs=0`` asks for that token's alone. Remove when
-    vLLM leaves both out.
-    """
-    from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.sample.sampler import Sampler
-
-    sample = Sampler.sample
-    gather_logprobs = Sampler.gather_logprobs
-
-    def sample_what_is_read(self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = sampling_metadata.max_num_logprobs is not None or bool(sampling_metadata.logprob_token_ids)
-        self.topk_topp_sampler.are_log_probs_read = asked
-        return sample(self, logits, sampling_metadata, *args, **kwargs)
-
-    def gather_without_ranks(logprobs: Tensor, num_logprobs: int, token_ids: Tensor, **more: Any) -> Any:
-        if num_logprobs or more:
-            return gather_logprobs(logprobs, num_logprobs, token_ids, **more)
-        sampled = token_ids.unsqueeze(-1)
-        return LogprobsTensors(sampled.to(torch.int32), logprobs.gather(-1, sampled), torch.zeros_like(token_ids))
-
-    Sampler.sample = sample_what_is_read
-    Sampler.gather_logprobs = staticmethod(gather_without_ranks)
 
 
 def share_partial_blocks() -> None:
@@ -557,27 +524,3 @@ def load_media_on_use() -> None:
 
     PlaceholderModule.__getattr__ = of_package
     _PlaceholderModuleAttr.__getattr__ = of_attribute
-
-
-def replace_kernels_in_vllm_only() -> None:
-    """Let vLLM look for the Triton kernels that it replaces in its own modules and in those imported from now on.
-
-    Versions: 0.32 on a CPU. It looks at each attribute of all modules of the process. That takes 0.3 s, and a worker
-    that is a fork copies 50 MB of the pages that it shares. Remove when vLLM looks at fewer modules.
-    """
-    try:
-        from vllm.triton_utils import dispatcher
-    except ImportError:
-        return
-    replace = dispatcher._rebind_kernels
-    others = {name for name in sys.modules if name.partition(".")[0] != "vllm"}
-
-    def replace_in_few(overrides: list[Any], **more: Any) -> None:
-        few = {name: module for name, module in list(sys.modules.items()) if name not in others}
-        dispatcher.sys = SimpleNamespace(modules=few)
-        try:
-            replace(overrides, **more)
-        finally:
-            dispatcher.sys = sys
-
-    dispatcher._rebind_kernels = replace_in_few

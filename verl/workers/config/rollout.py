@@ -203,7 +203,6 @@ class RolloutConfig(LogProbConfig):
     do_sample: bool = setting(True, "draw tokens; else take the most likely")
     n: int = setting(1, "responses of one prompt", at_least=1, at_most=MOST_RESPONSES)
     batch_invariant: bool | None = setting(None, "no response depends on others; null: on CPU in fp32 with one thread")
-    pack_weights: bool = setting(False, "products use copies of the weights in oneDNN's layout; vllm on a CPU")
     seed: int = setting(1, "seed of the engine", at_least=0, at_most=2**32 - 1)
     over_sample_rate: float = setting(0, "share of trajectories that a step gives up", at_least=0, below=1)
     multi_stage_wake_up: bool = setting(False, "no effect: there is one implementation")
@@ -272,10 +271,6 @@ class RolloutConfig(LogProbConfig):
                     yield Violation(key, value, f"must be at most {MAX_TEMPERATURE_VLLM} with vllm")
         if self.batch_invariant and self.name == "hf":
             yield Violation("batch_invariant", True, "is not supported by hf: write null, or name=vllm")
-        if self.pack_weights and self.name != "vllm":
-            yield Violation("pack_weights", True, f"is not supported by {self.name}: write false, or name=vllm")
-        if self.pack_weights and self.dtype in ("float16", "half"):
-            yield Violation("pack_weights", True, f"is not supported with dtype={self.dtype}: write false")
         if self.name in ENGINES and self.mode not in ENGINES[self.name].modes:
             yield Violation("mode", self.mode, f"has no server with name={self.name}: write sync, or name=vllm")
         ranks = self.tensor_model_parallel_size * self.data_parallel_size

@@ -34,10 +34,6 @@ def rollout_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     if rollout.temperature == 0:
         expected = "must be above 0, training divides logits by it; to validate greedily set val_kwargs.do_sample=false"
         yield Violation(f"{_KEY}.temperature", rollout.temperature, expected)
-    if rollout.pack_weights and run.trainer.device != "cpu":
-        yield Violation(
-            f"{_KEY}.pack_weights", True, f"is for a CPU: write false with trainer.device={run.trainer.device}"
-        )
     rank = run.actor_rollout_ref.model.lora_rank
     if rollout.name == "vllm" and rank > MAX_LORA_RANK_VLLM:
         yield Violation("actor_rollout_ref.model.lora_rank", rank, f"must be at most {MAX_LORA_RANK_VLLM} with vllm")

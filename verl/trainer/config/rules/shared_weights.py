@@ -79,8 +79,6 @@ def _needs_of_the_memory(run: RunConfig) -> Iterator[_Need]:
     yield _Need(
         f"{_ROLLOUT}.free_cache_engine", True, not frees, "write false", "vllm frees its weights with its cache"
     )
-    reason = "packed weights are a copy"
-    yield _Need(f"{_ROLLOUT}.pack_weights", True, not rollout.pack_weights, "write false", reason)
     own = rollout.engine_kwargs.get("vllm") or {}
     for name in _OWN_WEIGHTS:
         key = f"{_ROLLOUT}.engine_kwargs.vllm.{name}"

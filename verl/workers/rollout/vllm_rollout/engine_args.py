@@ -43,8 +43,6 @@ WEIGHT_BACKEND = "verl"
 """The name of our receiver of weights in vLLM's ``weight_transfer_config``."""
 INVARIANT_VARIABLE = "VERL_ENGINE_BATCH_INVARIANT"
 """Set for the processes of a standalone engine: whether no response depends on the others of its batch."""
-PACKED_VARIABLE = "VERL_ENGINE_PACK_WEIGHTS"
-"""Set for the processes of a standalone engine: whether the products of linear layers use packed weights."""
 
 
 def build_engine_args(
@@ -56,8 +54,6 @@ def build_engine_args(
     Raises: ValueError naming the key of a size that cannot work.
     """
     on_cpu = get_device_name() == "cpu"
-    if config.pack_weights:
-        check_packing(config, on_cpu)
     max_model_len = check_context(config, model_config.hf_config)
     check_prefill(config, max_model_len)
     if not standalone:
@@ -105,16 +101,6 @@ def build_engine_args(
     if args.get("otlp_traces_endpoint"):
         args["disable_log_stats"] = False  # a trace of a request tells its statistics
     return {name: value for name, value in args.items() if value is not None}
-
-
-def check_packing(config: "RolloutConfig", on_cpu: bool) -> None:
-    """Raise WrongInput if this machine cannot pack the weights."""
-    if not on_cpu or not torch.backends.mkldnn.is_available():
-        raise WrongInput(f"{_NODE}.pack_weights=true: packs for a CPU with oneDNN, and there is none: write false")
-    if config.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        raise WrongInput(
-            f"{_NODE}.pack_weights=true: this CPU has no products in bfloat16: write false, or rollout.dtype=float32"
-        )
 
 
 def _standalone_args(config: "RolloutConfig") -> dict[str, Any]:

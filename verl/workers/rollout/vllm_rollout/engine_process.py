@@ -15,7 +15,7 @@ import torch
 from verl.utils import envs
 from verl.utils.vllm import import_vllm
 from verl.workers.rollout.checksum import tensor_checksum
-from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, PACKED_VARIABLE, WEIGHT_BACKEND
+from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, WEIGHT_BACKEND
 from verl.workers.rollout.vllm_rollout.media import use_training_positions
 from verl.workers.rollout.vllm_rollout.sockets import in_folder
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
@@ -76,8 +76,7 @@ class WeightReceiver(base.WeightTransferEngine[Connection, Arrival]):
         super().__init__(config, vllm_config, device, model)
         use_training_positions(model, vllm_config.model_config.hf_config)
         self._device = torch.device(device)
-        packs = envs.flag(PACKED_VARIABLE)
-        self._weights = EngineWeights(model, vllm_config.model_config, self._device, packs)
+        self._weights = EngineWeights(model, vllm_config.model_config, self._device)
         self._group: WeightGroup | None = None
         self._expected: dict[str, torch.Tensor] = {}
         self._received: dict[str, torch.Tensor] = {}

@@ -10,7 +10,7 @@ from verl.workers.rollout.engine_settings import is_batch_invariant
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.server import TokenOutput
 from verl.workers.rollout.vllm_rollout.engine import ServedEngine
-from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, PACKED_VARIABLE, build_engine_args
+from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, build_engine_args
 from verl.workers.rollout.vllm_rollout.media import Request
 from verl.workers.rollout.vllm_rollout.requests import RequestForm, refusals, token_output
 from verl.workers.rollout.vllm_rollout.sockets import collect_sockets
@@ -33,7 +33,7 @@ class vLLMServer(EngineServer):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        envs.write({INVARIANT_VARIABLE: str(int(invariant)), PACKED_VARIABLE: str(int(self.config.pack_weights))})
+        envs.write({INVARIANT_VARIABLE: str(int(invariant))})
         args = build_engine_args(self.config, model_config, standalone=True)
         collect_sockets()
         engine = ServedEngine(AsyncLLM.from_engine_args(AsyncEngineArgs(**args)))

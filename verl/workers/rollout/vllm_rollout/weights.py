@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.base_config import WrongInput
-from verl.utils.numerics.packed import PackedProduct
 from verl.workers.rollout.base import Bucket
 from verl.workers.rollout.checksum import tensor_checksum
-from verl.workers.rollout.vllm_rollout.packed_layers import PackedLayers
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -44,16 +42,13 @@ class EngineWeights:
     Args: with ``packs`` the products use packed copies of the weights, which are made anew after each update.
     """
 
-    def __init__(
-        self, model: nn.Module, model_config: "ModelConfig", device: torch.device, packs: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, model_config: "ModelConfig", device: torch.device) -> None:
         self._model = model
         self._model_config = model_config
         self._device = device
         self.layout = EngineLayout(model)
         self._arrived: set[str] = set()
         self.pending_bytes = 0
-        self._packed = PackedLayers(model) if packs else None
         if self.layout.opaque:
             logger.warning(
                 "%d parameters are in layers of unknown layout, for instance %s: the weight sync cannot verify them",
@@ -67,8 +62,6 @@ class EngineWeights:
 
         self._arrived.clear()
         self.pending_bytes = 0
-        if self._packed is not None:
-            self._packed.drop()
         if self._device.type == "cpu":
             self._pack_experts_again()
         with self._device:
@@ -104,8 +97,6 @@ class EngineWeights:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout's model are missing: {shown}")
         finalize_layerwise_reload(self._model, self._model_config)
-        if self._packed is not None:
-            self._packed.make()
 
     def abort(self) -> None:
         """Drop the tensors of unfinished layers; open layers stay open until the next ``begin`` and ``finish``."""
@@ -116,8 +107,6 @@ class EngineWeights:
 
     def checksums(self) -> dict[str, int]:
         """Return the checksum of every tensor whose place is known, read from the engine's parameters."""
-        if self._packed is not None:
-            self._packed.check()
         pieces = {name: joined.piece for name, joined in self.layout.joined.items() if name in self._arrived}
         in_joined = self._arrived_joined()
         pieces |= {name: piece for name, piece in self.layout.pieces.items() if name not in in_joined}
@@ -224,10 +213,7 @@ class Piece:
     stacked: tuple[Span, ...] = ()
 
     def read(self) -> Tensor:
-        """Return the engine's values: a view, or for a packed layer a copy of the values that its products use."""
-        product = vars(self.module).get("cpu_linear")
-        if self.parameter == "weight" and isinstance(product, PackedProduct):
-            return _cut(product.weight(), self.held)
+        """Return the engine's values as a view."""
         return _cut(getattr(self.module, self.parameter), self.held)
 
     def whole(self, name: str) -> Tensor:
