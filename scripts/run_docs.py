@@ -36,7 +36,7 @@ def commands(page: Path) -> Iterator[str]:
     """Yield the commands in the shell blocks of a page, each on one line and without its comment."""
     for block in BLOCK.findall(page.read_text(encoding="utf-8")):
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            command = re.sub(r"\s+#.*", "", line).strip()
+            command = " ".join(re.sub(r"\s+#.*", "", line).split())
             if command and not command.startswith("#"):
                 yield command
 
