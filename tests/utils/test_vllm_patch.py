@@ -71,8 +71,7 @@ def test_memory_of_a_cache_goes_back():
     assert plain.all()
 
 
-def test_vllm_imports_little_and_replaces_kernels_everywhere_though_it_looks_at_its_own_modules_only():
-    """In a process of its own, since the kernels of a process are replaced once."""
+def test_vllm_imports_little_and_the_rest_when_it_is_used():
     code = """
 import sys
 from verl.utils.vllm import import_vllm
@@ -99,16 +98,6 @@ assert [round(shade / 20) for shade in frames.mean(axis=(1, 2, 3))] == [*range(1
 assert abs(len(resample_audio_pyav(np.zeros(800, np.float32), orig_sr=8000, target_sr=16000)) - 1600) < 100
 with pytest.raises(ImportError, match="vLLM needs no_such_package"):
     PlaceholderModule("no_such_package").name
-import vllm.v1.worker.cpu_model_runner, vllm.v1.worker.cpu_worker
-from vllm.platforms import current_platform
-from vllm.triton_utils import dispatcher
-current_platform.register_triton_kernel_overrides()
-assert dispatcher.sys is sys and dispatcher._registry
-originals = [original for original, _ in dispatcher._registry.values()]
-for name, module in list(sys.modules.items()):
-    for attribute, value in list(getattr(module, "__dict__", {}).items()):
-        held = [value, value.__dict__.get("kernel")] if hasattr(value, "__dict__") else [value]
-        assert not any(each is original for each in held for original in originals), (name, attribute)
 import torch._inductor.lowering
 """
     subprocess.run([sys.executable, "-c", code], check=True)
