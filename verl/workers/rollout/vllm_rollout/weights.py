@@ -38,8 +38,6 @@ class EngineWeights:
     After loading a checkpoint, vLLM transforms parameters (it packs, transposes or quantises them). A raw
     ``load_weights`` would write checkpoint rows into the transformed storage, so updates always use the reload, which
     restores a layer, loads it and transforms it again.
-
-    Args: with ``packs`` the products use packed copies of the weights, which are made anew after each update.
     """
 
     def __init__(self, model: nn.Module, model_config: "ModelConfig", device: torch.device) -> None:
