@@ -181,6 +181,15 @@ def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def left_engines(ray_cluster: None) -> Iterator[dict[str, Any]]:
+    """Rollouts on Ray that one file leaves to another, by name; whoever takes one away ends it."""
+    left: dict[str, Any] = {}
+    yield left
+    for rollout in left.values():
+        rollout.shutdown()
+
+
 SLOWEST_FIRST = (
     "special_e2e", "workers", "scripts", "checkpoint", "sandbox",
     "trainer", "single_controller", "model_merger", "recipe",

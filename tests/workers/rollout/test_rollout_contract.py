@@ -43,19 +43,22 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A rollout and the model that holds its weights."""
     if request.param in SERVED_ROLLOUTS:
         pytest.importorskip(request.param)
-    if request.param == "sglang":
-        request.getfixturevalue("ray_cluster")
+    left_engines = request.getfixturevalue("left_engines") if request.param == "sglang" else None
     model = tiny.build_model()
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
-    rollout = tiny.start_rollout(request.param, model, tmp_path_factory.mktemp(request.param))
+    changes = {} if left_engines is None else tiny.SERVED
+    rollout = tiny.start_rollout(request.param, model, tmp_path_factory.mktemp(request.param), **changes)
     assert random.getstate() == states[0]
     assert (np.random.get_state()[1] == states[1]).all()
     assert torch.equal(torch.get_rng_state(), states[2])
     with pytest.raises(RuntimeError, match="no usable weights"):
         rollout.generate_sequences(tiny.prompts_batch(1))
     tiny.load_all(rollout, model)
-    yield rollout, model
-    if request.param in SERVED_ROLLOUTS:
+    with tiny.settings(rollout):  # those of batches, also of an engine that takes longer requests
+        yield rollout, model
+    if left_engines is not None:  # its start takes half a minute
+        left_engines[request.param] = rollout
+    elif request.param in SERVED_ROLLOUTS:
         rollout.shutdown()
 
 
@@ -181,6 +184,8 @@ DISTRIBUTIONS = {
 
 
 IN_SHORT = ("two tokens, top-p",)  # the first token is one of two
+FULL_IDS = (f"{OUTSIDE}-awake-two tokens, top-p",)
+"""Its sampling is that of an example, whose log-probabilities and limits other tests hold; see tests/conftest.py."""
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,10 @@ def rollout(
     request: pytest.FixtureRequest, engine: str, model: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """The engine of a trainer, which also says what a batch gives."""
-    if engine == "sglang":
-        request.getfixturevalue("ray_cluster")
-    rollout = tiny.start_rollout(engine, model, tmp_path_factory.mktemp("hybrid"), mode="async", max_model_len=64)
+    left_engines = request.getfixturevalue("left_engines") if engine == "sglang" else {}
+    rollout = left_engines.pop(engine, None)
+    if rollout is None:
+        rollout = tiny.start_rollout(engine, model, tmp_path_factory.mktemp("hybrid"), **tiny.SERVED)
     tiny.load_all(rollout, model)
     yield rollout
     rollout.shutdown()

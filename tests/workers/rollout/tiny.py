@@ -16,6 +16,8 @@ from verl.workers.rollout.base import BaseRollout
 
 VOCABULARY, PROMPT_LENGTH, RESPONSE_LENGTH, TEMPERATURE = 131, 12, 10, 0.7
 EOS, PAD = 2, 0
+SERVED = {"mode": "async", "max_model_len": 64}
+"""Settings of an engine whose requests may be longer than those of a batch."""
 
 
 def build_model(tied: bool = False, num_key_value_heads: int = 2, max_positions: int = 64) -> Any:
