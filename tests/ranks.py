@@ -1,6 +1,7 @@
 """Run a function on several ranks, each a process, and report the rank that fails."""
 
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ LINES = 60
 """Lines of a stack that a report shows."""
 
 PRELOADED = [
+    "tests.collect_nothing",
     "torch.distributed.fsdp", "tensordict", "transformers.modeling_utils", "ray", "megatron.core",
     "verl.workers.engine.megatron", "tests.workers.engine.megatron_cases",
 ]  # fmt: skip
@@ -118,6 +120,8 @@ def _run_and_leave(
 ) -> None:
     """Run a rank; what it raises, whatever its kind, and the stacks that a signal leaves go to its record."""
     global _record
+    gc.freeze()  # else each full collection goes through all imports, and copies their memory
+    gc.enable()
     os.environ.clear()  # a fork has the environment that the server started with
     os.environ.update(environment)
     file = Path(folder) / f"{rank}.new"

@@ -89,6 +89,7 @@ class Workers:
 
 def serve(address: str) -> None:
     """Start workers until the standard input ends."""
+    gc.disable()
     for name in MODULES:
         importlib.import_module(name)
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "an import has started a thread"
@@ -127,7 +128,7 @@ def _become_worker(request: dict, streams: list[int]) -> None:
         sys.path[:] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
         random.seed()
         sys.modules["numpy"].random.seed()
-        gc.unfreeze()
+        gc.enable()  # what is imported stays frozen: a collection would go through it, and copy its memory
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as stop:
