@@ -65,3 +65,20 @@ def test_a_server_that_has_started_again_knows_its_version_before_the_first_answ
     outputs, versions = asyncio.run(ask())
     assert [output.versions for output in outputs] == [[(NO_WEIGHTS, 1)]] * 3
     assert versions == ["default", str(NO_WEIGHTS)]
+
+
+@pytest.mark.parametrize(
+    ("written", "waits", "family", "used"),
+    [
+        ("dummy", True, "qwen2", "dummy"),
+        ("dummy", True, "a_new_one", "auto"),
+        ("dummy", False, "qwen2", "auto"),
+        ("safetensors", True, "qwen2", "safetensors"),
+    ],
+)
+def test_weights_stay_on_disk_where_a_trainer_is_shown_to_send_all(
+    written: str, waits: bool, family: str, used: str
+) -> None:
+    config = tiny.rollout_config("vllm", load_format=written)
+    model = SimpleNamespace(hf_config=SimpleNamespace(model_type=family))
+    assert Server("server", 0, config, model, waits).config.load_format == used

@@ -16,6 +16,7 @@ from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.ray_utils import hide_other_devices
 from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput
+from verl.workers.rollout.unread import stays_unread
 from verl.workers.rollout.weight_channel import Layout
 
 if TYPE_CHECKING:
@@ -141,12 +142,14 @@ class EngineServer(ABC):
         self.name = name
         self.replica_rank = replica_rank
         self.config: RolloutConfig = omega_conf_to_dataclass(config)
-        if not self._is_hybrid and self.config.load_format == "dummy":
-            self.config.load_format = "auto"
+        model: HFModelConfig = omega_conf_to_dataclass(model_config)
         if not self._is_hybrid:
             hide_other_devices()
+            is_filled = waits_for_weights and stays_unread(self.config, model.hf_config)
+            if self.config.load_format == "dummy" and not is_filled:
+                self.config.load_format = "auto"
         self.seeds = RequestSeeds(self.config.seed)
-        self._engine, self._form = self._start_engine(omega_conf_to_dataclass(model_config))
+        self._engine, self._form = self._start_engine(model)
         self._deadline_s = self.config.server.heartbeat_timeout
         self._serial = itertools.count()
         self._open: dict[str, dict[str, OpenRequest]] = {}  # by the id that the caller gave, and by the engine's

@@ -87,7 +87,8 @@ class WeightReceiver:
         replica = parallel.dp_rank if parallel.dp_size > 1 else 0  # without attention of data-parallel ranks
         self._rank: int = 1 + (replica or 0) * parallel.tp_size + parallel.tp_rank
         self._has_stages: bool = parallel.pp_size > 1
-        self._weights = EngineWeights(runner.model, is_part=self._has_stages or parallel.ep_size > 1)
+        is_unread = runner.server_args.load_format == "dummy"
+        self._weights = EngineWeights(runner.model, self._has_stages or parallel.ep_size > 1, is_unread)
         self._group: WeightGroup | None = None
 
     def ping(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.workers.rollout.checksum import tensor_checksum
+from verl.workers.rollout.unread import check_nothing_is_nan, fill_with_nan
 from verl.workers.rollout.weight_channel import Bucket, common_dtypes, name_of
 
 
@@ -54,12 +55,15 @@ class UnknownTensorError(RuntimeError):
 class EngineWeights:
     """The weights of one rank's SGLang model, changed completely or not at all.
 
-    Args: with ``is_part`` this rank does not hold every layer or expert, so it may ignore a tensor.
+    Args:
+        is_part: whether this rank does not hold every layer or expert, so it may ignore a tensor.
+        is_unread: whether the model has read no weights, so that its first update must fill it.
     """
 
-    def __init__(self, model: nn.Module, is_part: bool = False) -> None:
+    def __init__(self, model: nn.Module, is_part: bool = False, is_unread: bool = False) -> None:
         self._model = model
         self._is_part = is_part
+        self._is_unread = is_unread
         self._writes: dict[Place, Write] = {}
         self._known: dict[Place, str] = {}  # the names of the last complete update
         self._received: dict[str, Tensor] = {}
@@ -82,6 +86,8 @@ class EngineWeights:
 
     def begin(self) -> None:
         """Forget the last update."""
+        if self._is_unread:
+            fill_with_nan(self._model)
         self._writes.clear()
         self._received.clear()
         self._taken.clear()
@@ -120,8 +126,11 @@ class EngineWeights:
     def verify(self) -> int:
         """Compare the parameters with the tensors that were written; return how many cannot be compared.
 
-        Raises: RuntimeError naming the tensors that differ.
+        Raises: RuntimeError naming the tensors that differ, or that the first update of an unread model left out.
         """
+        if self._is_unread:
+            check_nothing_is_nan(self._model)
+            self._is_unread = False
         parameters = dict(self._model.named_parameters())
         wrong: set[str] = set()
         found: set[str] = set()

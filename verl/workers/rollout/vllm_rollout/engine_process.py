@@ -76,7 +76,8 @@ class WeightReceiver(base.WeightTransferEngine[Connection, Arrival]):
         super().__init__(config, vllm_config, device, model)
         use_training_positions(model, vllm_config.model_config.hf_config)
         self._device = torch.device(device)
-        self._weights = EngineWeights(model, vllm_config.model_config, self._device)
+        is_unread = vllm_config.load_config.load_format == "dummy"
+        self._weights = EngineWeights(model, vllm_config.model_config, self._device, is_unread)
         self._group: WeightGroup | None = None
         self._expected: dict[str, torch.Tensor] = {}
         self._received: dict[str, torch.Tensor] = {}

@@ -70,7 +70,8 @@ class vLLMRollout(BaseRollout):
         worker = self._llm.collective_rpc(lambda worker: worker)[0]
         runner = worker.model_runner
         device = torch.device(runner.device)
-        self._weights = EngineWeights(runner.get_model(), runner.model_config, device)
+        is_unread = config.load_format == "dummy"
+        self._weights = EngineWeights(runner.get_model(), runner.model_config, device, is_unread)
         use_training_positions(runner.get_model(), model_config.hf_config)
         logger.info("vLLM engine started in %.1f s", time.perf_counter() - started)
         self._caches = runner.kv_caches if config.free_cache_engine and device.type == "cpu" else []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from verl.base_config import WrongInput
 from verl.workers.rollout.base import Bucket
 from verl.workers.rollout.checksum import tensor_checksum
+from verl.workers.rollout.unread import check_nothing_is_nan, fill_with_nan
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -38,15 +39,20 @@ class EngineWeights:
     After loading a checkpoint, vLLM transforms parameters (it packs, transposes or quantises them). A raw
     ``load_weights`` would write checkpoint rows into the transformed storage, so updates always use the reload, which
     restores a layer, loads it and transforms it again.
+
+    Args: an ``is_unread`` model has read no weights, so its first update must fill it.
     """
 
-    def __init__(self, model: nn.Module, model_config: "ModelConfig", device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, model_config: "ModelConfig", device: torch.device, is_unread: bool = False
+    ) -> None:
         self._model = model
         self._model_config = model_config
         self._device = device
         self.layout = EngineLayout(model)
         self._arrived: set[str] = set()
         self.pending_bytes = 0
+        self._is_unread = is_unread
         if self.layout.opaque:
             logger.warning(
                 "%d parameters are in layers of unknown layout, for instance %s: the weight sync cannot verify them",
@@ -62,6 +68,8 @@ class EngineWeights:
         self.pending_bytes = 0
         if self._device.type == "cpu":
             self._pack_experts_again()
+        if self._is_unread:
+            fill_with_nan(self._model)
         with self._device:
             initialize_layerwise_reload(self._model)
 
@@ -85,7 +93,7 @@ class EngineWeights:
     def finish(self) -> None:
         """Close all layers.
 
-        Raises: RuntimeError naming tensors that did not arrive.
+        Raises: RuntimeError naming tensors that did not arrive, or that the first update of an unread model left out.
         """
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
@@ -95,6 +103,9 @@ class EngineWeights:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise RuntimeError(f"weight sync: {len(missing)} tensors of the rollout's model are missing: {shown}")
         finalize_layerwise_reload(self._model, self._model_config)
+        if self._is_unread:
+            check_nothing_is_nan(self._model)
+            self._is_unread = False
 
     def abort(self) -> None:
         """Drop the tensors of unfinished layers; open layers stay open until the next ``begin`` and ``finish``."""
@@ -147,6 +158,7 @@ class EngineWeights:
         keys = {self.layout.key(name) for name in names}
         if missing := self.layout.pieces.keys() - keys - self._joined_parts(keys):
             raise WrongInput(f"the trainer has no {len(missing)} tensors of the engine, such as {min(missing)}")
+        self._is_unread = False  # the trainer writes into these places
         return {name: piece.whole(name) for name, piece in pieces.items() if piece is not None}
 
     def _arrived_joined(self) -> set[str]:
