@@ -132,7 +132,7 @@ def test_what_a_trainer_of_a_fork_writes_to_the_configuration_reaches_the_worker
 def test_a_run_goes_on_bit_for_bit_after_sigterm_and_after_the_death_of_a_worker(
     workspace, request, kind, tmp_path, monkeypatch
 ):
-    """Both strike in step 3: SIGTERM saves step 2, and SIGKILL of a worker in the update leaves a message.
+    """SIGTERM in step 3 saves step 2; SIGKILL of a worker in the update of step 4 leaves a message and a regular save.
 
     The step is left each time, and its batch drawn again. A slow worker takes part in the last of three runs.
     """
@@ -142,13 +142,14 @@ def test_a_run_goes_on_bit_for_bit_after_sigterm_and_after_the_death_of_a_worker
     line = end_held(workspace, workspace.command(name, overrides | HELD_RUN), name)
     saved = workspace.folder / name / "global_step_2"
     assert line.startswith(f"terminated: the last checkpoint is {saved}, no full step is lost; go on with: "), line
-    fault = {"VERL_FAULT": f"kill:update_actor:rank={rank}:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    fault = {"VERL_FAULT": f"kill:update_actor:rank={rank}:step=4", "VERL_FAULT_FILE": str(tmp_path / "fault")}
     (workspace.folder / name / GO).touch()
     going = {"HELD_RUN": str(workspace.folder / name)}
-    killed = workspace.train(name, overrides | HELD_RUN, env=fault | going, fails=True)
+    killed = workspace.train(name, overrides | HELD_RUN | {"trainer.save_freq": 3}, env=fault | going, fails=True)
     assert "update_actor" in (tmp_path / "fault").read_text()
-    assert_names_the_death(killed.output, rank, "update_actor", 3)
-    assert sorted(killed.steps) == [1, 2]
+    assert_names_the_death(killed.output, rank, "update_actor", 4)
+    assert sorted(killed.steps) == [1, 2, 3]
+    assert (killed.folder / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert (killed.folder / "error.log").exists()
     monkeypatch.setenv("VERL_FAULT", f"slow:update_actor:rank={rank}")
     monkeypatch.setenv("VERL_FAULT_FILE", str(tmp_path / "slow"))
