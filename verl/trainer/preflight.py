@@ -385,12 +385,12 @@ def check_chat_template(run: RunConfig) -> None:
     own = {} if model.custom_chat_template else _templates_of(path)
     by_name = {name: text for templates in own.values() for name, text in templates.items()}
     tell_unread_options(options, model.custom_chat_template or by_name)
-    is_text = isinstance(in_data, str) and in_data not in by_name
-    if is_text:
-        check_template_ends("data.apply_chat_template_kwargs.chat_template", in_data)
+    text = in_data if isinstance(in_data, str) and in_data not in by_name else None
+    if text is not None:
+        check_template_ends("data.apply_chat_template_kwargs.chat_template", text)
     if model.custom_chat_template:
         check_template_ends("actor_rollout_ref.model.custom_chat_template", model.custom_chat_template)
-    elif not is_text:
+    elif text is None:
         _check_templates(f"actor_rollout_ref.model.{key}", own, in_data)
 
 
