@@ -220,6 +220,12 @@ def test_bad_files(tokenizer, parquet, row, tmp_path: Path):
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty\.parquet: has no row"):
         build(tokenizer, str(tmp_path / "empty.parquet"))
+    told = row(data_source="a damaged text")
+    pq.write_table(pa.Table.from_pylist([told]), tmp_path / "broken.parquet", compression="none", use_dictionary=False)
+    content = (tmp_path / "broken.parquet").read_bytes()
+    (tmp_path / "broken.parquet").write_bytes(content.replace(b"a damaged text", b"a damaged \x9bext"))
+    with pytest.raises(DataError, match=r"broken\.parquet: cannot be read as parquet: .*UTF8"):
+        build(tokenizer, str(tmp_path / "broken.parquet"))
     for line, problem in (("{", ", character 2: Expecting"), ("[1]", ": must be an object")):
         (tmp_path / "rows.jsonl").write_text(f'{{"prompt": 1}}\n\n{line}\n')
         with pytest.raises(DataError, match=rf"rows\.jsonl: cannot be read as JSON lines: line 3{problem}"):

@@ -232,6 +232,7 @@ def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
             plain_schema(path, file.schema_arrow)
             present = [name for name in columns if name in names]
             for batch in file.iter_batches(ColumnCheck.CHUNK_ROWS, columns=present):
+                batch.validate(full=True)
                 yield ColumnCheck(path, as_plain(path, pa.Table.from_batches([batch])), first_row, names)
                 first_row += batch.num_rows
                 if first_row >= _CHECKED_ROWS:

@@ -91,6 +91,7 @@ def read_parquet(path: str) -> pa.Table:
     kind = "JSON lines" if path.endswith((".json", ".jsonl")) else "parquet"
     try:
         table = pq.read_table(path) if kind == "parquet" else _read_json_lines(path)
+        table.validate(full=True)  # damaged texts and offsets would raise, or end the process, where a row is read
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as {kind}: {one_line(str(error))}: {AGAIN}") from error
     if table.num_rows == 0:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from numbers import Real
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -359,7 +358,8 @@ def _described(video: Described) -> dict[str, Any]:
         raise VideoFormError('a video must be a dict such as {"video": path or list of frames, "fps": 2.0}')
     wishes = {name: video[name] for name in _WISHES if video.get(name) is not None}
     for name, wish in wishes.items():
-        if isinstance(wish, bool) or not isinstance(wish, Real) or not 0 <= float(wish) <= _LARGEST_WISH:
+        is_number = isinstance(wish, int | float | np.integer | np.floating) and not isinstance(wish, bool)
+        if not is_number or not 0 <= wish <= _LARGEST_WISH:
             raise MediaError(f"{name} of a video must be a number from 0 to {_LARGEST_WISH:g}, got {_short(wish)}")
     return {"video": source, **wishes}
 
