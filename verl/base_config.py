@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl.errors import UnsupportedInput, WrongSetting
+from verl.errors import WrongInput as WrongInput
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -69,18 +72,14 @@ class Idle(NamedTuple):
     reason: str = ""
 
 
-class WrongInput(ValueError):
-    """A key, a file, a row or a function of the user cannot be used: the command ends with exit code 2."""
-
-
-class ConfigError(WrongInput, AssertionError):
+class ConfigError(WrongSetting):
     """The configuration cannot be used; ``violations`` lists everything that is wrong."""
 
     def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = list(violations)
         super().__init__(problem_list(map(str, self.violations)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[Violation]]]:
         return type(self), (self.violations,)
 
 
@@ -94,7 +93,7 @@ def problem_list(problems: Iterable[str]) -> str:
     return lines[0] if len(lines) == 1 else f"\n{PROBLEM}".join([f"{len(lines)} problems:", *lines])
 
 
-class UnsupportedConfigError(ConfigError, NotImplementedError):
+class UnsupportedConfigError(ConfigError, UnsupportedInput):
     """The configuration asks for something that this version does not support."""
 
 

@@ -19,7 +19,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from verl.utils.dataset.files import DataError, Row
+from verl.errors import DataError
+from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet, build_parser, rows_of, write_tables
 
 SPLIT = "train"

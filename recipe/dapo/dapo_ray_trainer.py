@@ -26,7 +26,7 @@ class RayDAPOTrainer(RayPPOTrainer):
 
         Surplus prompts are dropped, so that only the position in the data goes from step to step.
 
-        Raises: NoVariedPromptsError when the limit on draws is reached, or when a whole pass over the data kept none.
+        Raises: WrongInput when the limit on draws is reached, or when a whole pass over the data kept none.
         """
         groups = self.run_config.algorithm.filter_groups
         if groups is None or not groups.enable:

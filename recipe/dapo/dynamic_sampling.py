@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl.errors import WrongInput
 from verl.workers.rewards.scoring import FAILURE_COLUMN
 
 if TYPE_CHECKING:
@@ -21,14 +22,6 @@ MOST_FRUITLESS = 100
 SUMS = {"seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
 
 
-class NoVariedPromptsError(ValueError):
-    """A step cannot be filled with prompts whose responses differ."""
-
-
-class FilterMetricError(ValueError):
-    """The metric that ``algorithm.filter_groups.metric`` names cannot be used."""
-
-
 def metric_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndarray:
     """Return the metric of every response, (B,) float64; NaN if the scorer failed or returned none.
 
@@ -36,7 +29,7 @@ def metric_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndar
     which equal the scores without KL in the reward. ``score`` is the score before an overlong penalty, or without
     such a penalty the sum of token scores. Any other name is one of the ``extras`` of the reward function.
 
-    Raises: FilterMetricError listing the known names.
+    Raises: WrongInput listing the known names.
     """
     values = _given_values(batch, metric, extras)
     for row, failure in enumerate(batch.non_tensor_batch.get(FAILURE_COLUMN, ())):
@@ -54,11 +47,11 @@ def _given_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndar
     key = f"algorithm.filter_groups.metric={metric}"
     if metric not in extras:
         known = ", ".join(["seq_reward", "seq_final_reward", "score", *(name for name in extras if name != "score")])
-        raise FilterMetricError(f"{key}: the reward function returns no value of this name: write one of {known}")
+        raise WrongInput(f"{key}: the reward function returns no value of this name: write one of {known}")
     values = batch.non_tensor_batch[metric]
     wrong = [value for value in values if value is not None and not isinstance(value, Real | np.bool_)]
     if wrong:
-        raise FilterMetricError(f"{key}: must be a number for every response, the reward function says {wrong[0]!r}")
+        raise WrongInput(f"{key}: must be a number for every response, the reward function says {wrong[0]!r}")
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
@@ -107,7 +100,7 @@ class Draws:
     def add(self, uids: np.ndarray, values: np.ndarray, keep: np.ndarray) -> None:
         """Count a draw: the prompt of each row, its metric, and whether it is kept, all (B,).
 
-        Raises: NoVariedPromptsError when the step is not full and the limit is reached, or when too many draws in a
+        Raises: WrongInput when the step is not full and the limit is reached, or when too many draws in a
             row kept nothing.
         """
         known = values[~np.isnan(values)]
@@ -123,7 +116,7 @@ class Draws:
         logger.info("step %d: %d of %d prompts kept in %d draws", self.step, self.kept, self.wanted, self.batches)
         at_limit = self.limit > 0 and self.batches >= self.limit
         if not self.are_enough and (at_limit or self.fruitless >= self.patience):
-            raise NoVariedPromptsError(self._advice(at_limit))
+            raise WrongInput(self._advice(at_limit))
 
     def _advice(self, at_limit: bool) -> str:
         limit = f"algorithm.filter_groups.max_num_gen_batches={self.limit}"

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 
+from verl.errors import CheckpointError, UntrustedClassError, WrongInput
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.state import Metrics
-from verl.trainer.run.resume import IncompleteCheckpointError
-from verl.utils.checkpoint.files import CheckpointError, write_file
-from verl.utils.loading import UntrustedClassError
+from verl.utils.checkpoint.files import write_file
 from verl.utils.numerics.seeding import ProcessRandomState
 from verl.utils.observe.attempts import AttemptLine
 from verl.utils.observe.digest import tensor_digest
@@ -90,7 +89,7 @@ class GenerationBatchFuture:
 def load_generation(path: Path, trusted_classes: list[str]) -> DataProto:
     """Return the responses that ``GenerationBatchFuture.save`` has written.
 
-    Raises: UntrustedClassError; IncompleteCheckpointError for a file that is missing or damaged.
+    Raises: UntrustedClassError; WrongInput for a file that is missing or damaged.
     """
     how = "without it the step that follows would train on other responses. Copy it back, or resume from another"
     try:
@@ -98,6 +97,6 @@ def load_generation(path: Path, trusted_classes: list[str]) -> DataProto:
     except UntrustedClassError:
         raise
     except FileNotFoundError:
-        raise IncompleteCheckpointError(f"{path} is missing: {how} checkpoint") from None
+        raise WrongInput(f"{path} is missing: {how} checkpoint") from None
     except (CheckpointError, ValueError) as error:
-        raise IncompleteCheckpointError(f"{path}: {error}: {how} checkpoint") from error
+        raise WrongInput(f"{path}: {error}: {how} checkpoint") from error

@@ -13,9 +13,10 @@ import datasets
 import pyarrow as pa
 
 from verl.base_config import one_line
+from verl.errors import DataError
 from verl.tools.base_tool import Executed
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
-from verl.utils.dataset.files import DataError, Row, concat_tables, written_rows
+from verl.utils.dataset.files import Row, concat_tables, written_rows
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import math_dapo
 

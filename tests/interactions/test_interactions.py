@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from tests.http_service import service
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.interactions.base import BaseInteraction, last_text
-from verl.interactions.environment_interaction import EnvironmentFault, EnvironmentInteraction, reset_text
+from verl.interactions.environment_interaction import EnvironmentInteraction, reset_text
 from verl.interactions.gsm8k_interaction import Gsm8kInteraction
 from verl.interactions.simulated_user_interaction import SimulatedUserInteraction
 from verl.interactions.utils.interaction_registry import get_interaction_class, initialize_interactions_from_config
@@ -371,7 +371,7 @@ def test_a_row_of_another_environment_is_refused() -> None:
     ("factory", "message"), [("OldGuessing", "must return observation, reward"), ("NumberedGuessing", "observes list")]
 )
 def test_environments_of_another_interface_are_named(factory: str, message: str) -> None:
-    with pytest.raises(EnvironmentFault, match=message):
+    with pytest.raises(RuntimeError, match=message):
         play(environment(factory), ["3"])
 
 

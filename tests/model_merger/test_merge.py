@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from tests.model_merger.ranks import KINDS, run_rank
 from tests.ranks import spawn_ranks
 from tests.workers.engine import cases
+from verl.errors import CheckpointError
 from verl.model_merger.__main__ import main
 from verl.model_merger.base_model_merger import generate_config_from_args, parse_args
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
-from verl.utils.checkpoint.files import CheckpointError, record_file
+from verl.utils.checkpoint.files import record_file
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from verl.base_config import ConfigError
-from verl.models.mcore import UnsupportedModelError, supported_architectures
+from verl.errors import UnsupportedInput
+from verl.models.mcore import supported_architectures
 from verl.models.mcore.families import find_family
 from verl.models.mcore_limits import LIMITS, VISION_LIMITS, model_limits
 from verl.trainer.config.rules.megatron import config_fields
@@ -127,7 +128,7 @@ def of_engine(path: Path, overrides: dict[str, Any]) -> list[str] | None:
         family = find_family(hf)
         family.config(hf)
         family.rope(hf)
-    except UnsupportedModelError as error:
+    except UnsupportedInput as error:
         return [str(error)]
     return []
 

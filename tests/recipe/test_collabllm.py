@@ -19,12 +19,11 @@ from recipe.collabllm.metrics import bleu_score, pass_rate
 from recipe.collabllm.tiny import people
 from tests.experimental.agent_loop.token_server import TokenServer
 from tests.http_service import Service, service
-from verl.base_config import WrongInput
+from verl.errors import DataError, WrongInput
 from verl.experimental.agent_loop import AsyncLLMServerManager
 from verl.experimental.agent_loop.base import WholeConfig
 from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
-from verl.utils.dataset.files import DataError
 from verl.workers.rewards.loading import load_reward_manager
 
 TOKENIZER = byte_tokenizer()

@@ -10,7 +10,7 @@ from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 
 from examples.tiny_model import SPECIAL_TOKENS, byte_tokenizer
 from recipe.minicpmo.rl_dataset import PLACEHOLDER, RLHFDataset
-from verl.utils.dataset.files import DataError
+from verl.errors import DataError
 from verl.utils.import_utils import load_extern_type
 
 processors = pytest.importorskip("vllm.transformers_utils.processors.minicpmo")

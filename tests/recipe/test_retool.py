@@ -19,10 +19,10 @@ from recipe.retool.retool import (
     without_fence,
 )
 from recipe.retool.retool_sft_preprocess import QUESTION, conversation, made_up
+from verl.errors import DataError
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.tools.calls import execute_call
 from verl.tools.utils.tool_registry import initialize_tools_from_config, read_tools_file
-from verl.utils.dataset.files import DataError
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset
 from verl.utils.sandbox import isolation_problem
 

@@ -20,7 +20,8 @@ from ray.util.placement_group import remove_placement_group
 from tests.single_controller.workers import BrokenWorker, FaultyWorker
 from tests.waiting import wait_until
 from verl import DataProto
-from verl.single_controller.base.errors import WorkerDiedError, WorkerTimeoutError, phase
+from verl.errors import WorkerDiedError, WorkerTimeoutError
+from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -15,10 +15,10 @@ from ray.util.placement_group import remove_placement_group
 from tests.single_controller.workers import AsyncWorker, EchoWorker, times_rank
 from tests.waiting import wait_until
 from verl import DataProto
+from verl.errors import ContractError, PlacementError, WorkerTaskError
 from verl.protocol import DataProtoFuture
 from verl.protocol.lazy import BY_REFERENCE, LazyTensor, by_reference, fetched, take_touched
-from verl.single_controller.base.decorator import DispatchError
-from verl.single_controller.base.errors import PlacementError, WorkerTaskError, phase
+from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -122,7 +122,7 @@ def test_automatic_padding_is_taken_off_again(roles: dict[str, RayWorkerGroup]) 
     assert roles["actor"].add(data).batch["x"].tolist() == [1, 2, 3, 4, 5]
     assert roles["actor"].add_later(data).get().batch["x"].tolist() == [1, 2, 3, 4, 5]
     assert roles["actor"].add_rank(data).batch["x"].tolist() == [0, 1, 2, 103, 104]
-    with pytest.raises(DispatchError, match="same number of rows"):
+    with pytest.raises(ContractError, match="same number of rows"):
         roles["actor"].add(data, other=_batch(4, auto_padding=True))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import Queue
 from textwrap import shorten as shorten_text
 
+from verl import errors
 from verl.trainer.config.invocation import NOT_LOOKED_AT
 
 from .conftest import REPOSITORY, Workspace
@@ -85,6 +86,15 @@ SHOWN = (
     "tool: merger: an empty folder",
 )
 """What people meet most."""
+EXCEPTIONS = """## Exceptions
+
+`verl.errors` has the exceptions that code of yours may catch. The second base is the type that established code raises.
+For a configuration `verl.base_config` has `ConfigError`, a `WrongSetting` with the list `violations`, and
+`UnsupportedConfigError`, which is an `UnsupportedInput` too.
+
+| class | meaning |
+|---|---|
+"""
 HEAD = """# Messages
 
 The messages that people meet most. Each names the key, file or row, its value, and what to write instead; `…` stands
@@ -167,7 +177,21 @@ def page(messages: dict[str, str]) -> str:
         ]
         if rows:
             parts.append(f"## {title}\n\n| input | message |\n|---|---|\n{''.join(rows)}")
+    rows = [f"| {family} | {first_line(kind)} |\n" for kind, family in exceptions()]
+    parts.append(f"{EXCEPTIONS}{''.join(rows)}")
     return "\n".join(parts)
+
+
+def exceptions() -> Iterator[tuple[type[Exception], str]]:
+    """Yield each class of ``verl.errors`` with its name and bases."""
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            yield kind, f"`{kind.__name__}({', '.join(base.__name__ for base in kind.__bases__)})`"
+
+
+def first_line(kind: type[Exception]) -> str:
+    """Return the summary line of a class."""
+    return (kind.__doc__ or "").splitlines()[0].replace("``", "`")
 
 
 def known_answers() -> dict[str, dict[str, str]]:

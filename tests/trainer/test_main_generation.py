@@ -14,13 +14,13 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.tiny_model import make_tiny_model, make_tiny_vl_model
+from verl.errors import DataError
 from verl.trainer import main_generation
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.invocation import call
 from verl.trainer.generation import Generation
 from verl.trainer.run import launch
-from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.vision.multi_modal import resolve
 

@@ -14,11 +14,11 @@ from hydra import compose, initialize_config_dir
 from tests.experimental.agent_loop.token_server import TokenServer
 from tests.trainer.test_main_generation import QUESTIONS, folder, handlers, reference, vision_folder
 from tests.workers.rollout.test_standalone import Mortal
+from verl.errors import ServerError
 from verl.trainer import generation_server, main_generation_server
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.run.owner import Ownership
 from verl.workers.rollout import standalone
-from verl.workers.rollout.server import ServerError
 
 __all__ = ["folder", "handlers", "vision_folder"]  # fixtures
 

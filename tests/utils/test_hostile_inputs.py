@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from examples.tiny_model import byte_tokenizer
 from tests.utils.vision.hostile_videos import HostileVideo, hostile_video
+from verl.errors import CheckpointError
 from verl.experimental.agent_loop.endpoint.requests import (
     MOST_MESSAGES,
     MOST_STOPS,
@@ -37,7 +38,6 @@ from verl.tools.retrieval_server import MOST_ANSWER_BYTES, RequestRefused, Retri
 from verl.tools.search_tool import RetrievalError, _documents
 from verl.utils.chat import Appended, ChatFormat
 from verl.utils.chat_template import template_problem
-from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import _checked_places
 from verl.utils.dataset.vision_utils import check_video, load_video, process_image
 from verl.utils.masking import masked, masked_text

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 from huggingface_hub import constants
 
+from verl.errors import WrongInput
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.environment import check_environment
-from verl.trainer.run.inputs import InputError
 from verl.trainer.run.refusal import Findings
 from verl.utils.hub import cached_folder, hub_problems, model_folder, unreachable
 
@@ -57,7 +57,7 @@ def test_modelscope_that_is_not_installed_is_named(monkeypatch):
         model_folder("Qwen/Qwen2.5-0.5B")
     findings = Findings()
     check_environment(RayConfig(), (), findings)
-    with pytest.raises(InputError, match="VERL_USE_MODELSCOPE=true needs"):
+    with pytest.raises(WrongInput, match="VERL_USE_MODELSCOPE=true needs"):
         findings.refuse()
     monkeypatch.setenv("VERL_USE_MODELSCOPE", "perhaps")
     findings = Findings()

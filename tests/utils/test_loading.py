@@ -15,16 +15,9 @@ import torch
 from PIL import Image
 
 from tests.ranks import use_one_thread
+from verl.errors import CheckpointError, UntrustedClassError
 from verl.protocol import DataProto
-from verl.utils.checkpoint.files import CheckpointError
-from verl.utils.loading import (
-    UntrustedClassError,
-    load_pickle,
-    load_state,
-    load_tensors,
-    not_finite,
-    untrusted_classes,
-)
+from verl.utils.loading import load_pickle, load_state, load_tensors, not_finite, untrusted_classes
 
 use_one_thread()
 

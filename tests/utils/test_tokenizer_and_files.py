@@ -21,6 +21,7 @@ import pytest
 
 import verl.utils
 from examples.tiny_model import make_tiny_model
+from verl.errors import DataError
 from verl.utils import fs, hdfs_io, hf_processor, hf_tokenizer
 from verl.utils.tokenizer import one_thread
 
@@ -357,7 +358,7 @@ def test_without_the_command_the_path_is_named(monkeypatch, tmp_path):
 
 
 def test_what_is_no_file_is_named_and_never_opened(tmp_path):
-    from verl.utils.dataset.files import DataError, read_parquet
+    from verl.utils.dataset.files import read_parquet
 
     made = {kind: tmp_path / f"{kind}.parquet" for kind in ("pipe", "socket", "loop", "dangling", "file")}
     os.mkfifo(made["pipe"])

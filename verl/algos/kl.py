@@ -4,29 +4,26 @@ from torch import Tensor
 
 from verl.algos.config import KLControlConfig
 from verl.algos.names import KL_ESTIMATORS
+from verl.errors import UnsupportedInput, WrongSetting
 
 _MAX_LOG_RATIO = 20.0
 _MAX_K3 = 10.0
 
 
-class UnsupportedKLError(ValueError, NotImplementedError):
-    """The name of an estimator or controller is unknown, or cannot be computed from log-probabilities."""
-
-
 def check_kl_penalty(kl_penalty: str) -> str:
     """Return the name when it is an estimator, with or without the suffix ``+``.
 
-    Raises: UnsupportedKLError, a ValueError and a NotImplementedError, otherwise.
+    Raises: UnsupportedInput, a ValueError and a NotImplementedError, otherwise.
     """
     if kl_penalty.removesuffix("+") in KL_ESTIMATORS:
         return kl_penalty
     known = ", ".join(KL_ESTIMATORS)
     if kl_penalty.removesuffix("+") == "full":
-        raise UnsupportedKLError(
+        raise UnsupportedInput(
             f"KL estimator {kl_penalty!r} needs the distributions of both policies, not log-probabilities of tokens: "
             f"write actor_rollout_ref.actor.kl_loss_type=full with use_kl_loss=true, or use one of {known}"
         )
-    raise UnsupportedKLError(f"KL estimator must be one of {known}, each also with the suffix '+', got {kl_penalty!r}")
+    raise UnsupportedInput(f"KL estimator must be one of {known}, each also with the suffix '+', got {kl_penalty!r}")
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -36,7 +33,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
     Source: J. Schulman, "Approximating KL divergence" (2020): k1, k2 and k3.
 
-    Raises: UnsupportedKLError for an unknown estimator.
+    Raises: UnsupportedInput for an unknown estimator.
     """
     check_kl_penalty(kl_penalty)
     log_ratio = logprob - ref_logprob
@@ -49,7 +46,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     if kl_penalty in ("low_var_kl", "k3"):
         inverse = (-log_ratio).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
         return (inverse.exp() - inverse - 1).clamp(-_MAX_K3, _MAX_K3)
-    raise UnsupportedKLError(f"kl_penalty_forward does not support {kl_penalty!r}: call kl_penalty")
+    raise UnsupportedInput(f"kl_penalty_forward does not support {kl_penalty!r}: call kl_penalty")
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -58,7 +55,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     Only the gradient of k2 is an unbiased estimate of the gradient of the divergence. So ``k3+`` has the value of k3
     and the gradient of k2 (straight-through): ``k2 - k2.detach() + k3.detach()``.
 
-    Raises: UnsupportedKLError for an unknown estimator.
+    Raises: UnsupportedInput for an unknown estimator.
     """
     check_kl_penalty(kl_penalty)
     if not kl_penalty.endswith("+"):
@@ -122,10 +119,6 @@ KLController = FixedKLController | AdaptiveKLController
 """The weight of the KL term and its updates."""
 
 
-class InvalidHorizonError(ValueError, AssertionError):
-    """The horizon of an adaptive controller is not positive."""
-
-
 def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
     """Build the controller that ``algorithm.kl_ctrl`` describes.
 
@@ -136,6 +129,6 @@ def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
     if kl_ctrl.type == "adaptive":
         for key in ("horizon", "target_kl"):
             if not getattr(kl_ctrl, key) > 0:
-                raise InvalidHorizonError(f"algorithm.kl_ctrl.{key} must be positive, got {getattr(kl_ctrl, key)}")
+                raise WrongSetting(f"algorithm.kl_ctrl.{key} must be positive, got {getattr(kl_ctrl, key)}")
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-    raise UnsupportedKLError(f"algorithm.kl_ctrl.type must be 'fixed' or 'adaptive', got {kl_ctrl.type!r}")
+    raise UnsupportedInput(f"algorithm.kl_ctrl.type must be 'fixed' or 'adaptive', got {kl_ctrl.type!r}")

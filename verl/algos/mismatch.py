@@ -23,6 +23,7 @@ from torch import Tensor
 from verl.algos.aggregate import Extreme, Metric, Sum
 from verl.algos.config import rollout_is_rules
 from verl.base_config import ConfigError
+from verl.errors import ContractError
 from verl.protocol import DataProto
 from verl.utils.numerics.quantiles import Floats, weighted_quantiles
 
@@ -41,10 +42,6 @@ _EPSILON = 1e-8
 
 Columns = dict[str, Tensor]
 """Statistics of the rows, each (B,) float64."""
-
-
-class EmptyMaskError(ValueError, AssertionError):
-    """The response mask is zero everywhere."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def scan_log_probs(
     All metrics are made of sums per row, so neither the order of the rows nor padding changes a number. Weights are in
     fp32, or fp64 if the inputs are, and zero outside the mask.
 
-    Raises: EmptyMaskError, a ValueError and an AssertionError; ValueError when the shapes differ or a token inside the
+    Raises: ContractError, a ValueError and an AssertionError; ValueError when the shapes differ or a token inside the
     mask has no finite log-probability.
     Source: truncated importance sampling between engines, "Your Efficient RL Framework Secretly Brings You Off-Policy
     RL Training" (Yao et al. 2025); sequence level and masks, "When Speed Kills Stability" (Liu et al. 2025).
@@ -185,7 +182,7 @@ def _exp(log_ratio: Floats) -> Floats:
 def _check(columns: Columns) -> None:
     """Reject sums without a token and sums that are not finite."""
     if not columns or not columns["tokens"].any():
-        raise EmptyMaskError("response_mask keeps no token: there is nothing to compare and nothing to weigh")
+        raise ContractError("response_mask keeps no token: there is nothing to compare and nothing to weigh")
     for name, tensor in (("old", "old_log_prob"), ("log_ratio", "rollout_log_prob")):
         bad = (~columns[name].isfinite()).nonzero().flatten().tolist()
         if bad:

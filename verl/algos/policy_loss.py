@@ -30,7 +30,7 @@ from verl.algos.token_loss import LossInputs as LossInputs
 from verl.algos.token_loss import PolicyLossSums as PolicyLossSums
 from verl.algos.token_loss import TokenLoss as TokenLoss
 from verl.algos.token_loss import reduce_tokens as reduce_tokens
-from verl.base_config import WrongInput
+from verl.errors import WrongInput, WrongSetting
 
 PolicyLossOutput = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -232,10 +232,6 @@ def _sums(name: str, inputs: LossInputs, length: int | None) -> PolicyLossSums:
 # Losses
 
 
-class ClipRatioError(ValueError, AssertionError):
-    """The constant of the dual clip is not above one."""
-
-
 @register_token_loss("vanilla")
 def vanilla(inputs: LossInputs, config: ClipOptions) -> TokenLoss:
     """Clip the ratio of each token, and bound the loss where the advantage is negative.
@@ -245,7 +241,7 @@ def vanilla(inputs: LossInputs, config: ClipOptions) -> TokenLoss:
     Raises: ValueError, also an AssertionError, when ``clip_ratio_c`` is not above 1.
     """
     if not config.clip_ratio_c > 1.0:
-        raise ClipRatioError(f"actor_rollout_ref.actor.clip_ratio_c must be above 1, got {config.clip_ratio_c}")
+        raise WrongSetting(f"actor_rollout_ref.actor.clip_ratio_c must be above 1, got {config.clip_ratio_c}")
     low, high = clip_range(config)
     ratio = inputs.ratio
     plain = -inputs.advantages * ratio

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from verl.base_config import BaseConfig, Violation, WrongInput, one_line, setting
+from verl.base_config import BaseConfig, Violation, one_line, setting
+from verl.errors import WrongInput
 from verl.interactions.base import Answered, BaseInteraction, Message, last_text
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit, in_thread
@@ -54,10 +55,6 @@ class TextEnvironment(Protocol):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, Mapping[str, Any]]:
         """Act and return observation, reward, terminated, truncated and facts."""
-
-
-class EnvironmentFault(RuntimeError):
-    """The environment returned something that is not in its interface."""
 
 
 @dataclass
@@ -154,7 +151,7 @@ class EnvironmentInteraction(BaseInteraction):
         step = functools.partial(episode.environment.step, action)
         stepped = await self._run(functools.partial(episode.work, step))
         if not isinstance(stepped, tuple) or len(stepped) != 5:
-            raise EnvironmentFault(
+            raise RuntimeError(
                 f"{type(episode.environment).__name__}.step returned {one_line(str(stepped))}: "
                 "it must return observation, reward, terminated, truncated and facts"
             )
@@ -195,11 +192,11 @@ class EnvironmentInteraction(BaseInteraction):
 def reset_text(environment: TextEnvironment, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
     """Reset an environment and return its first observation, for the prompt of a row.
 
-    Raises: EnvironmentFault if it returns anything else than an observation and facts.
+    Raises: RuntimeError if it returns anything else than an observation and facts.
     """
     found: Any = environment.reset(seed=seed, options=options)
     if not isinstance(found, tuple) or len(found) != 2:
-        raise EnvironmentFault(
+        raise RuntimeError(
             f"{type(environment).__name__}.reset returned {one_line(str(found))}: it must return observation and facts"
         )
     return _text(environment, found[0])
@@ -208,7 +205,7 @@ def reset_text(environment: TextEnvironment, seed: int | None = None, options: d
 def _text(environment: Any, observation: Any) -> str:
     if isinstance(observation, str | int | float):
         return str(observation)
-    raise EnvironmentFault(
+    raise RuntimeError(
         f"{type(environment).__name__} observes {type(observation).__name__}: wrap it so that it observes text"
     )
 

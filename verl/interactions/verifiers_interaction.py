@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from verl.base_config import BaseConfig, Violation, WrongInput, one_line, setting
+from verl.base_config import BaseConfig, Violation, one_line, setting
+from verl.errors import WrongInput
 from verl.interactions.base import Answered, BaseInteraction, Message, last_text, text_of
-from verl.interactions.environment_interaction import EnvironmentFault, load_factory
+from verl.interactions.environment_interaction import load_factory
 from verl.utils.class_files import read_options
 from verl.utils.import_utils import has_module
 
@@ -86,7 +87,7 @@ class VerifiersInteraction(BaseInteraction):
         instance_id = await super().start_interaction(instance_id)
         self._rollouts[instance_id] = rollout
         if await self._asks(rollout) is None:
-            raise EnvironmentFault(f"interaction {self.name}: the environment ended before the first message")
+            raise RuntimeError(f"interaction {self.name}: the environment ended before the first message")
         return instance_id
 
     async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
@@ -121,7 +122,7 @@ class VerifiersInteraction(BaseInteraction):
     async def _asks(self, rollout: _Rollout) -> str | None:
         """Return the messages that the environment adds before the policy's next one; None if it has ended.
 
-        Raises: EnvironmentFault if it failed.
+        Raises: RuntimeError if it failed.
         """
         assert rollout.task is not None
         asked = asyncio.ensure_future(rollout.asked.get())
@@ -136,7 +137,7 @@ class VerifiersInteraction(BaseInteraction):
             asked.cancel()
         error = rollout.task.exception() or rollout.task.result().get("error")
         if error is not None:
-            raise EnvironmentFault(f"interaction {self.name}: {one_line(repr(error))}")
+            raise RuntimeError(f"interaction {self.name}: {one_line(repr(error))}")
         return None
 
 

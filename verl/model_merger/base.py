@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.base_config import one_line
+from verl.errors import CheckpointError
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.files import HF_FOLDER as HF_FOLDER
 from verl.utils.checkpoint.fsdp_checkpoint_manager import PREFIXED_KEY
@@ -90,20 +91,20 @@ class BaseMerger(ABC):
     def _check_files(self) -> int:
         """Return the number of ranks that wrote the checkpoint, after verifying the needed files of each."""
         if not (self.folder / self.layout_name).is_file():
-            raise files.CheckpointError(f"{self.folder} holds no {self.layout_name}: {self._right_folder()}")
+            raise CheckpointError(f"{self.folder} holds no {self.layout_name}: {self._right_folder()}")
         try:
             world_size = files.read_world_size(self.folder)
-        except files.CheckpointError as error:
-            raise files.CheckpointError(f"checkpoint {self.folder} cannot be merged: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {self.folder} cannot be merged: {error}") from error
         manifests, problems = files.read_manifests(self.folder, world_size)
         for manifest in manifests:
             try:
                 needed = replace(manifest, files=self.needed_files(manifest))
                 problems += files.file_problems(self.folder, needed, checksums=True)
-            except files.CheckpointError as error:
+            except CheckpointError as error:
                 problems.append(str(error))
         if problems:
-            raise files.CheckpointError(f"checkpoint {self.folder} cannot be merged: {'; '.join(problems)}")
+            raise CheckpointError(f"checkpoint {self.folder} cannot be merged: {'; '.join(problems)}")
         return world_size
 
     def _right_folder(self) -> str:
@@ -123,13 +124,11 @@ class BaseMerger(ABC):
         """Name the model's configuration in whatever its code raises."""
         try:
             yield
-        except files.CheckpointError:
+        except CheckpointError:
             raise
         except Exception as error:  # remote code of a model may raise anything
             reason = one_line(str(error) if isinstance(error, ValueError | OSError) else repr(error))
-            raise files.CheckpointError(
-                f"{self.folder / HF_FOLDER} holds no valid model configuration: {reason}"
-            ) from error
+            raise CheckpointError(f"{self.folder / HF_FOLDER} holds no valid model configuration: {reason}") from error
 
     def _load_config(self) -> "PretrainedConfig":
         """Return the model configuration of the checkpoint, with the tie that the options ask for."""
@@ -137,7 +136,7 @@ class BaseMerger(ABC):
 
         path = self.folder / HF_FOLDER
         if not (path / "config.json").is_file():
-            raise files.CheckpointError(
+            raise CheckpointError(
                 f"{path / 'config.json'} is missing: copy it back, or that of the model that training started from"
             )
         with self.using_config():

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from verl.errors import CheckpointError
 from verl.model_merger.__main__ import build_parser
 from verl.model_merger.base import MergeOptions
 from verl.model_merger.merger import check_upload, compare, merge, upload
-from verl.utils.checkpoint.files import CheckpointError
 
 
 @dataclass

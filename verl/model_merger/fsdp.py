@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from verl.errors import CheckpointError
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
-from verl.utils.checkpoint.files import LAYOUT_NAME, CheckpointError, FileRecord, Manifest
+from verl.utils.checkpoint.files import LAYOUT_NAME, FileRecord, Manifest
 from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
 from verl.utils.fsdp_utils import ADAPTER_PREFIX, parameters_on_meta
 from verl.utils.loading import load_tensors

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from verl.errors import CheckpointError
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.models.mcore.families import EXPERT, FUSED_NORMS, find_family, num_experts, outer_rules, text_of, tower_rule
 from verl.models.mcore.weights import Rule, stacked
@@ -31,16 +32,16 @@ class MegatronMerger(BaseMerger):
 
     def __init__(self, options: MergeOptions) -> None:
         if options.merge_lora:
-            raise files.CheckpointError("--merge-lora: Megatron checkpoints hold no adapters")
+            raise CheckpointError("--merge-lora: Megatron checkpoints hold no adapters")
         super().__init__(options)
         places = (self.folder / torch_dist.TENSORS_FOLDER, self.folder)
         found = next((place for place in places if (place / torch_dist.BACKEND_FILE).is_file()), None)
         if found is None:
-            raise files.CheckpointError(f"{self.folder} holds no tensors: checkpoint.save_contents must name the model")
+            raise CheckpointError(f"{self.folder} holds no tensors: checkpoint.save_contents must name the model")
         self.reader = torch_dist.TorchDistReader(found)
         self.is_value_model = torch_dist.holds_value_head(self.reader)
         if options.is_value_model and not self.is_value_model:
-            raise files.CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no value head")
+            raise CheckpointError(f"--is-value-model: {self.folder} is not a critic: it has no value head")
         with self.using_config():
             self.sources = self._find_sources()
             if self.is_value_model:
@@ -87,7 +88,7 @@ class MegatronMerger(BaseMerger):
             for key, at in ((f"decoder.layers.{each}", (layer, *inner)), (f"decoder.layers.{layer}.{each}", inner)):
                 if key in self.reader.names():
                     return key, at
-        raise files.CheckpointError(self._other_model(f"lacks decoder.layers.{layer}.{name}"))
+        raise CheckpointError(self._other_model(f"lacks decoder.layers.{layer}.{name}"))
 
     def _check_names(self, sources: Sequence[_Source]) -> None:
         used = {source.key for source in sources}
@@ -95,13 +96,13 @@ class MegatronMerger(BaseMerger):
         if self.config.tie_word_embeddings:
             names.discard(torch_dist.HEAD)
         if used - names:
-            raise files.CheckpointError(self._other_model(f"lacks {min(used - names)}"))
+            raise CheckpointError(self._other_model(f"lacks {min(used - names)}"))
         if names - used:
-            raise files.CheckpointError(self._other_model(f"holds {min(names - used)}, which that model does not have"))
+            raise CheckpointError(self._other_model(f"holds {min(names - used)}, which that model does not have"))
         stacked = [key for key in used if key.startswith("decoder.layers.") and not key.split(".")[2].isdigit()]
         for key in stacked:
             if self.reader.shape(key)[0] != text_of(self.config).num_hidden_layers:
-                raise files.CheckpointError(self._other_model(f"holds {key} of {self.reader.shape(key)[0]} layers"))
+                raise CheckpointError(self._other_model(f"holds {key} of {self.reader.shape(key)[0]} layers"))
 
     def _other_model(self, problem: str) -> str:
         return f"{self.folder / HF_FOLDER / 'config.json'} is of another model: the checkpoint {problem}"
@@ -121,5 +122,5 @@ class MegatronMerger(BaseMerger):
                 parts = source.rule.export([tensor])
             except RuntimeError as error:
                 shape = tuple(tensor.shape)
-                raise files.CheckpointError(self._other_model(f"holds {source.key} as {shape} ({error})")) from error
+                raise CheckpointError(self._other_model(f"holds {source.key} as {shape} ({error})")) from error
             yield from zip(source.names, parts, strict=True)

@@ -13,14 +13,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from verl.base_config import one_line
+from verl.errors import CheckpointError, ModelWeightsError
 from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.models.mcore.weights import is_stack
-from verl.utils.checkpoint.files import CheckpointError, move_files, temporary_folder
+from verl.utils.checkpoint.files import move_files, temporary_folder
 from verl.utils.checkpoint.hf_export import CONFIG_FILE, export_weights, with_dtype, write_fields
 from verl.utils.loading import not_finite
 from verl.utils.model import prediction_layer_names
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
-from verl.workers.engine.weights import ModelWeightsError, SafetensorsReader
+from verl.workers.engine.weights import SafetensorsReader
 
 logger = logging.getLogger(__name__)
 

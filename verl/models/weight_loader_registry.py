@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from verl.models.mcore.families import (
-    HEAD_NAMES,
-    UnsupportedModelError,
-    language_prefix,
-    supported_architectures,
-    text_of,
-)
+from verl.errors import UnsupportedInput
+from verl.models.mcore.families import HEAD_NAMES, language_prefix, supported_architectures, text_of
 from verl.models.mcore.weights import is_stack
 from verl.models.mcore_limits import causal_name
 
@@ -21,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def get_weight_loader(arch: str) -> Callable[..., None]:
-    """Return ``load_weights``. Raises: UnsupportedModelError for an unknown architecture."""
+    """Return ``load_weights``. Raises: UnsupportedInput for an unknown architecture."""
     _known(arch)
     return load_weights
 
 
 def get_weight_saver(arch: str) -> Callable[..., dict[str, Tensor]]:
-    """Return ``save_weights``. Raises: UnsupportedModelError for an unknown architecture."""
+    """Return ``save_weights``. Raises: UnsupportedInput for an unknown architecture."""
     _known(arch)
     return save_weights
 
@@ -35,7 +30,7 @@ def get_weight_saver(arch: str) -> Callable[..., dict[str, Tensor]]:
 def _known(arch: str) -> None:
     known = supported_architectures()
     if causal_name(arch) not in known:
-        raise UnsupportedModelError(f"architecture {arch} is not supported; supported are {', '.join(known)}")
+        raise UnsupportedInput(f"architecture {arch} is not supported; supported are {', '.join(known)}")
 
 
 def load_weights(

@@ -23,11 +23,12 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, set_lazy_legacy
 from torch import Tensor
 
+from verl.errors import ContractError
 from verl.utils import envs, tensordict_utils
 from verl.utils.batch import serialization
 from verl.utils.loading import load_pickle
-from verl.utils.py_functional import ConflictError, deep_equal, object_array, union_two_dict
-from verl.utils.tensordict_utils import BatchError, union_tensor_dict
+from verl.utils.py_functional import deep_equal, object_array, union_two_dict
+from verl.utils.tensordict_utils import union_tensor_dict
 
 set_lazy_legacy(False).set()
 
@@ -89,7 +90,7 @@ class _DataProtoConfigMeta(type):
     @auto_padding.setter
     def auto_padding(cls, enabled: bool) -> None:
         if not isinstance(enabled, bool):
-            raise BatchError(f"DataProtoConfig.auto_padding must be a bool, got {enabled!r}")
+            raise ContractError(f"DataProtoConfig.auto_padding must be a bool, got {enabled!r}")
         cls._value = enabled
 
 
@@ -140,7 +141,7 @@ class DataProto:
             elif isinstance(value, np.ndarray):
                 arrays[key] = value
             else:
-                raise BatchError(f"entry {key!r} must be a tensor or an array, got {type(value).__name__}")
+                raise ContractError(f"entry {key!r} must be a tensor or an array, got {type(value).__name__}")
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -158,7 +159,7 @@ class DataProto:
             ``num_batch_dims`` other than 1, since a DataProto has exactly one batch dim.
         """
         if num_batch_dims != 1:
-            raise BatchError(
+            raise ContractError(
                 f"num_batch_dims must be 1, got {num_batch_dims}: a DataProto has one batch dim; unfold_batch_dim "
                 "flattens more"
             )
@@ -199,7 +200,7 @@ class DataProto:
         entries = self._tensors()
         both = entries.keys() & self.non_tensor_batch.keys()
         if both:
-            raise BatchError(f"keys {sorted(both)} are both tensors and arrays")
+            raise ContractError(f"keys {sorted(both)} are both tensors and arrays")
         lists = {key: value.tolist() for key, value in self.non_tensor_batch.items()}
         return tensordict_utils.get_tensordict({**entries, **lists}, self.meta_info)
 
@@ -216,7 +217,7 @@ class DataProto:
         """
         data = load_pickle(filepath, trusted_classes)
         if not isinstance(data, DataProto):
-            raise BatchError(f"{os.fspath(filepath)!r} holds a {type(data).__name__}, not a DataProto")
+            raise ContractError(f"{os.fspath(filepath)!r} holds a {type(data).__name__}, not a DataProto")
         data.check_consistency()
         return data
 
@@ -323,14 +324,16 @@ class DataProto:
         Raises: ValueError, which is also an AssertionError.
         """
         if self.batch is not None and not isinstance(self.batch, TensorDict):
-            raise BatchError(f"batch must be a TensorDict (see from_dict), got {type(self.batch).__name__}")
+            raise ContractError(f"batch must be a TensorDict (see from_dict), got {type(self.batch).__name__}")
         if self.batch is not None and len(self.batch.batch_size) != 1:
-            raise BatchError(f"batch must have exactly one batch dim, got batch size {tuple(self.batch.batch_size)}")
+            raise ContractError(f"batch must have exactly one batch dim, got batch size {tuple(self.batch.batch_size)}")
         for key, value in self.non_tensor_batch.items():
             if not isinstance(value, np.ndarray):
-                raise BatchError(f"non_tensor_batch[{key!r}] must be an array, got {type(value).__name__}")
+                raise ContractError(f"non_tensor_batch[{key!r}] must be an array, got {type(value).__name__}")
             if value.ndim == 0 or value.shape[0] != len(self):
-                raise BatchError(f"non_tensor_batch[{key!r}] has shape {value.shape}, the batch has {len(self)} rows")
+                raise ContractError(
+                    f"non_tensor_batch[{key!r}] has shape {value.shape}, the batch has {len(self)} rows"
+                )
 
     def print_size(self, prefix: str = "") -> None:
         """Write the size of tensors and arrays in GiB to standard output."""
@@ -409,7 +412,7 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeat every row (aabb), or the whole batch (abab)."""
         if repeat_times < 0:
-            raise BatchError(f"repeat_times must not be negative, got {repeat_times}")
+            raise ContractError(f"repeat_times must not be negative, got {repeat_times}")
         rows = torch.arange(len(self))
         return self._gather(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
@@ -427,11 +430,11 @@ class DataProto:
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
         """Append copies of the first row (candidate ``first``), else of the last, in place."""
         if padding_size < 0:
-            raise BatchError(f"padding_size must not be negative, got {padding_size}")
+            raise ContractError(f"padding_size must not be negative, got {padding_size}")
         if padding_size == 0:
             return
         if len(self) == 0:
-            raise BatchError("cannot pad a batch that has no rows")
+            raise ContractError("cannot pad a batch that has no rows")
         row = 0 if padding_candidate == "first" else len(self) - 1
         self._take(torch.tensor([*range(len(self)), *[row] * padding_size]))
 
@@ -442,9 +445,9 @@ class DataProto:
         """
         num_rows = len(self)
         if chunks <= 0:
-            raise BatchError(f"chunks must be positive, got {chunks}")
+            raise ContractError(f"chunks must be positive, got {chunks}")
         if num_rows % chunks != 0 and not self.is_padding_enabled():
-            raise BatchError(f"{num_rows} rows do not divide into {chunks} equal chunks; pad it or enable padding")
+            raise ContractError(f"{num_rows} rows do not divide into {chunks} equal chunks; pad it or enable padding")
         base, larger = divmod(num_rows, chunks)
         bounds = [part * base + min(part, larger) for part in range(chunks + 1)]
         return [self.slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -452,7 +455,7 @@ class DataProto:
     def split(self, split_size: int) -> list[Self]:
         """Cut into parts of ``split_size`` rows, as views; the last may be shorter."""
         if split_size <= 0:
-            raise BatchError(f"split_size must be positive, got {split_size}")
+            raise ContractError(f"split_size must be positive, got {split_size}")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
@@ -464,7 +467,7 @@ class DataProto:
         Raises: ValueError, which is also an AssertionError, when keys, row shapes or meta_info disagree.
         """
         if not data:
-            raise BatchError("concat needs at least one part")
+            raise ContractError("concat needs at least one part")
         first = data[0]
         received = [state for part in data if (state := part._not_copied()) is not None]
         batch = serialization.join_tensordicts(received) if len(received) == len(data) > 1 else None
@@ -502,13 +505,13 @@ class DataProto:
         Raises: ValueError, which is also an AssertionError, when C does not divide evenly.
         """
         if n_split <= 0:
-            raise BatchError(f"n_split must be positive, got {n_split}")
+            raise ContractError(f"n_split must be positive, got {n_split}")
         keys = set(split_keys or ())
         num_rows = len(self) * n_split
 
         def shape_of(key: str, shape: Sequence[int]) -> tuple[int, ...]:
             if len(shape) < 2 or shape[1] % n_split != 0:
-                raise BatchError(f"the columns of {key!r} with shape {tuple(shape)} do not divide by {n_split}")
+                raise ContractError(f"the columns of {key!r} with shape {tuple(shape)} do not divide by {n_split}")
             return (num_rows, shape[1] // n_split, *shape[2:])
 
         def unfolded(key: str, value: np.ndarray) -> np.ndarray:
@@ -573,7 +576,7 @@ class DataProto:
         try:
             part = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
         except KeyError as error:
-            raise BatchError(f"cannot pop: {error.args[0]}") from None
+            raise ContractError(f"cannot pop: {error.args[0]}") from None
         for key in batch_keys or ():
             assert self.batch is not None  # select has found the keys
             self.batch.del_(key)
@@ -591,16 +594,16 @@ class DataProto:
         old = _as_key_list("old_keys", old_keys)
         new = _as_key_list("new_keys", new_keys)
         if len(old) != len(new):
-            raise BatchError(f"rename needs one new key per old key, got {old} and {new}")
+            raise ContractError(f"rename needs one new key per old key, got {old} and {new}")
         if not old:
             return self
         if self.batch is None:
-            raise BatchError(f"cannot rename {old}: the batch has no tensors")
+            raise ContractError(f"cannot rename {old}: the batch has no tensors")
         entries = self._tensors()
         values = _pick("batch", entries, old)
         taken = [key for key in new if key in entries and key not in old]
         if taken or len(set(new)) != len(new):
-            raise BatchError(f"cannot rename {old} to {new}: {taken or 'a new key'} would occur twice")
+            raise ContractError(f"cannot rename {old} to {new}: {taken or 'a new key'} would occur twice")
         for key in old:
             self.batch.del_(key)
         for key, value in zip(new, values.values(), strict=True):
@@ -617,7 +620,7 @@ class DataProto:
         """
         has_rows = [part for part in (self, other) if part.batch is not None or part.non_tensor_batch]
         if len({len(part) for part in has_rows}) > 1:
-            raise ConflictError(f"parts to unite must have the same number of rows, got {len(self)} and {len(other)}")
+            raise ContractError(f"parts to unite must have the same number of rows, got {len(self)} and {len(other)}")
         meta_info = _united_meta_info(self.meta_info, other.meta_info)
         arrays = union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if self.batch is not None and other.batch is not None:
@@ -642,7 +645,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Value]]) ->
     keys = list_of_dict[0].keys()
     for entry in list_of_dict:
         if entry.keys() != keys:
-            raise BatchError(f"all dicts must have the keys {sorted(keys)}, got {sorted(entry.keys())}")
+            raise ContractError(f"all dicts must have the keys {sorted(keys)}, got {sorted(entry.keys())}")
     return {key: [entry[key] for entry in list_of_dict] for key in keys}
 
 
@@ -652,7 +655,7 @@ def _rows_as_objects(key: str, values: Any) -> np.ndarray:
     Raises: ValueError, which is also an AssertionError, for a string, a mapping or a value without length.
     """
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
-        raise BatchError(f"non_tensors[{key!r}] must hold one value per row, got a {type(values).__name__}")
+        raise ContractError(f"non_tensors[{key!r}] must hold one value per row, got a {type(values).__name__}")
     return object_array(values)
 
 
@@ -665,7 +668,7 @@ def _lists_as_columns(key: str, rows: np.ndarray) -> np.ndarray:
         return rows
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
-        raise BatchError(f"the lists of {key!r} must have one length to be split, got {sorted(lengths)}")
+        raise ContractError(f"the lists of {key!r} must have one length to be split, got {sorted(lengths)}")
     return object_array([item for row in rows for item in row]).reshape(len(rows), lengths.pop())
 
 
@@ -701,7 +704,7 @@ def concat_arrays(key: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     if len(parts) == 1:
         return parts[0]
     if len({part.shape[1:] for part in parts}) > 1:
-        raise BatchError(f"parts of {key!r} differ in their row shapes: {[part.shape for part in parts]}")
+        raise ContractError(f"parts of {key!r} differ in their row shapes: {[part.shape for part in parts]}")
     return np.concatenate(parts, axis=0)
 
 
@@ -710,7 +713,7 @@ def concat_entries(parts: Sequence[dict[str, Value]], join: Callable[[str, list[
     keys = parts[0].keys()
     for number, part in enumerate(parts):
         if part.keys() != keys:
-            raise BatchError(f"part {number} and part 0 differ in the keys {sorted(part.keys() ^ keys)}")
+            raise ContractError(f"part {number} and part 0 differ in the keys {sorted(part.keys() ^ keys)}")
     return {key: join(key, [part[key] for part in parts]) for key in keys}
 
 
@@ -726,7 +729,7 @@ def _merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if key == "metrics":
                 metrics.extend(value) if isinstance(value, list) else metrics.append(value)
             elif key in merged and not deep_equal(merged[key], value):
-                raise ConflictError(
+                raise ContractError(
                     f"meta_info[{key!r}] of part {number} is {value!r}, an earlier part has {merged[key]!r}"
                 )
             else:
@@ -740,7 +743,7 @@ def _united_meta_info(earlier: MetaInfo, later: MetaInfo) -> MetaInfo:
     """Merge the meta_info of two batches of the same rows, see ``DataProto.union``."""
     lasting = {key: value for key, value in later.items() if key not in OF_ONE_CALL}
     if earlier.get(TEMPERATURE, later.get(TEMPERATURE)) != later.get(TEMPERATURE, earlier.get(TEMPERATURE)):
-        raise ConflictError(
+        raise ContractError(
             f"meta_info[{TEMPERATURE!r}]: log-probabilities of the batch are at {earlier[TEMPERATURE]}, those to add "
             f"at {later[TEMPERATURE]}: compute all at that of the rollout (actor_rollout_ref.rollout.temperature)"
         )
@@ -760,7 +763,7 @@ def _united_meta_info(earlier: MetaInfo, later: MetaInfo) -> MetaInfo:
 def collate_fn(items: list[DataProtoItem]) -> DataProto:
     """Stack rows into a batch with the meta_info of the first."""
     if not items:
-        raise BatchError("collate_fn needs at least one row")
+        raise ContractError("collate_fn needs at least one row")
     first = items[0]
     rows = [item.batch for item in items if item.batch is not None]
     tensors = {}
@@ -784,7 +787,7 @@ def tensors_of(data: DataProto) -> MutableMapping[str, Tensor]:
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Repeat rows from the head until the row count is divisible; return the batch and the number of added rows."""
     if not isinstance(data, DataProto):
-        raise BatchError(f"data must be a DataProto, got {type(data).__name__}")
+        raise ContractError(f"data must be a DataProto, got {type(data).__name__}")
     added = tensordict_utils.pad_indices(len(data), size_divisor)
     if len(data) == 0:
         logger.warning("cannot pad a batch that has no rows")
@@ -804,7 +807,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     Raises: ValueError, which is also an AssertionError, when B does not divide evenly.
     """
     if new_batch_size <= 0 or len(data) % new_batch_size != 0:
-        raise BatchError(f"{len(data)} rows do not fold into {new_batch_size}")
+        raise ContractError(f"{len(data)} rows do not fold into {new_batch_size}")
     inner = len(data) // new_batch_size
     return data.map_entries(
         new_batch_size,
@@ -818,7 +821,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     entries = [*(data.batch.values() if data.batch is not None else ()), *data.non_tensor_batch.values()]
     leading = {tuple(value.shape[:batch_dims]) for value in entries}
     if len(leading) > 1 or any(len(shape) < batch_dims for shape in leading):
-        raise BatchError(f"entries must agree in their first {batch_dims} dims, got {sorted(leading)}")
+        raise ContractError(f"entries must agree in their first {batch_dims} dims, got {sorted(leading)}")
     size = int(np.prod(leading.pop())) if leading else 0
     return data.map_entries(
         size,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl.errors import ContractError
 from verl.protocol.data_proto import DataProto, delayed_copies
-from verl.utils.tensordict_utils import BatchError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -60,7 +60,7 @@ class DataProtoFuture:
                 values = ray.get(self.futures, timeout=self.timeout_s)
             for value in values:
                 if not isinstance(value, DataProto):
-                    raise BatchError(f"a future must hold DataProto, got {type(value).__name__}")
+                    raise ContractError(f"a future must hold DataProto, got {type(value).__name__}")
             return values
 
         with delayed_copies():

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from verl.base_config import BaseConfig, Violation, WrongInput, setting
+from verl.base_config import BaseConfig, Violation, setting
+from verl.errors import SandboxError, WrongInput
 from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.calls import OUTCOME, BadArguments, ToolError, ToolOutcome
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -17,7 +18,7 @@ from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.http_client import url_problem
 from verl.utils.import_utils import lazy_exports
-from verl.utils.sandbox import Run, SandboxError, Test, isolation_problem, run_tests
+from verl.utils.sandbox import Run, Test, isolation_problem, run_tests
 from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely_async
 
 _POOL = ("ExecutionWorker", "PoolMode", "TokenBucketWorker", "init_execution_pool")  # forks and tests import them

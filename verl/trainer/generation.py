@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from ray.util.placement_group import remove_placement_group
 from tqdm import tqdm
 
+from verl.errors import DataError
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -25,7 +26,6 @@ from verl.trainer.config.generation import GenerationConfig
 from verl.utils.chat_template import check_template, render_chat, tell_unread_options
 from verl.utils.dataset.files import (
     ColumnCheck,
-    DataError,
     Row,
     check_prompts,
     check_vision_rows,

@@ -22,11 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from verl.base_config import ConfigError, Violation, parse_node
+from verl.errors import DataError, RewardError
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import data_file_rules
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.inputs import check_remote
-from verl.utils.dataset.files import ColumnCheck, DataError, is_list, is_text, localize, read_parquet, written_rows
+from verl.utils.dataset.files import ColumnCheck, is_list, is_text, localize, read_parquet, written_rows
 
 BATCHES_PER_CORE = 4
 MIN_BATCH_ROWS = 8  # a process takes seconds for its imports
@@ -180,7 +181,7 @@ def score_rows(path: str, rows: Sequence[Row], scorer: Scorer, timeout_s: float)
     Raises: DataError naming file and row when the scorer raises or does not return a score.
     """
     from verl.utils.time_limit import TimeLimitExceeded
-    from verl.workers.rewards.scoring import RewardError, Sample, call_scorer
+    from verl.workers.rewards.scoring import Sample, call_scorer
 
     takes_extra = _takes_extra_info(scorer)
     found = []

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation, as_yaml, config_error
+from verl.errors import WrongInput
 from verl.trainer.config.invocation import noted, only_checks
 from verl.trainer.config.keys import is_under
 from verl.trainer.config.rules.megatron import megatron_engines, tell_slow_layers
@@ -27,7 +28,6 @@ from verl.trainer.run.environment import check_environment
 from verl.trainer.run.inputs import (
     JSON_LINES,
     PROCESSOR_FILES,
-    InputError,
     chat_templates_of,
     check_head,
     check_hub,
@@ -144,7 +144,7 @@ def check_models(run: RunConfig, findings: Findings, broken: set[str]) -> None:
 def check_critic_model(path: str) -> None:
     """Check the files of the critic's model, and its head if there is one.
 
-    Raises: InputError naming the key.
+    Raises: WrongInput naming the key.
     """
     shapes = check_model("critic.model.path", path)
     if shapes:  # those of a model on this machine, in safetensors
@@ -169,7 +169,7 @@ def leave_out_wandb(config: DictConfig) -> None:
 def check_run_machine(run: RunConfig) -> None:
     """Check that this machine meets the needs of the workers.
 
-    Raises: InputError naming the key.
+    Raises: WrongInput naming the key.
     """
     reward = run.reward_model
     shared = run.actor_rollout_ref
@@ -208,7 +208,7 @@ def _paths(run: RunConfig) -> dict[str, list[str]]:
 def check_files(run: RunConfig, broken: Collection[str] = ()) -> None:
     """Check the data files whose keys are not ``broken``; a custom class reads its files.
 
-    Raises: InputError or DataError naming the file; SeveralProblems.
+    Raises: WrongInput or DataError naming the file; SeveralProblems.
     """
     if run.data.custom_cls.path:
         return
@@ -234,14 +234,14 @@ def check_data(data: DataConfig, key: str, paths: list[str], findings: Findings)
     if key == "data.train_files" and len(readable) == len(paths) and sum(map(rows.__getitem__, readable)) < size:
         found = sum(map(rows.__getitem__, readable))
         few = f"{key}: {found} rows in all, fewer than data.train_batch_size={size}: add rows or lower it"
-        findings.errors.append(InputError(few))
+        findings.errors.append(WrongInput(few))
     return readable
 
 
 def check_written_names(data: DataConfig) -> None:
     """Check that a training or validation file has the columns and fields that the user asks for by name.
 
-    Raises: InputError naming the key.
+    Raises: WrongInput naming the key.
     """
     usual = DataConfig()
     paths = data.train_paths + data.val_paths
@@ -250,7 +250,7 @@ def check_written_names(data: DataConfig) -> None:
     if not data.need_tools_kwargs or len(local_files(paths)) < len(paths):
         return
     if not any(has_field(path, "extra_info", "tools_kwargs") for path in local_files(paths)):
-        raise InputError(
+        raise WrongInput(
             "data.need_tools_kwargs=true: no data file has extra_info.tools_kwargs, the arguments of the tools of a "
             "row: add it, or write false"
         )
@@ -312,7 +312,7 @@ def _framework_scores(run: RunConfig) -> bool:
 def check_hub_models(run: RunConfig, broken: Collection[str] = ()) -> None:
     """Check that the models of the hub whose keys are not ``broken`` can be loaded, unless the cluster is another's.
 
-    Raises: InputError naming the key.
+    Raises: WrongInput naming the key.
     """
     if not run.ray_kwargs.is_local:
         return
@@ -333,7 +333,7 @@ def check_hub_models(run: RunConfig, broken: Collection[str] = ()) -> None:
 def check_reward_model(reward: RewardModelConfig) -> None:
     """Check the files of a reward model, the head of a classifier, and the chat template if it needs one.
 
-    Raises: InputError naming the key.
+    Raises: WrongInput naming the key.
     """
     key = "reward_model.model.path"
     path = reward.model.path
@@ -345,18 +345,18 @@ def check_reward_model(reward: RewardModelConfig) -> None:
     if reward.is_classifier and shapes:
         head = check_head(key, path, shapes)
         if head is None:
-            raise InputError(
+            raise WrongInput(
                 f"{key}={path}: holds no {HEAD_NAME}.weight, the head of a model for token or sequence classification: "
                 "write a reward model with one label. Other models: load them in custom_reward_function.path, or serve "
                 "them and ask them there"
             )
         labels = shapes[f"{head}.weight"][0]
         if labels != 1:
-            raise InputError(
+            raise WrongInput(
                 f"{key}={path}: its {head}.weight has {labels} labels: write a reward model with one label"
             )
     if reads_text and not _may_have_template(path):
-        raise InputError(
+        raise WrongInput(
             f"{key}={path}: its tokenizer has no chat template: save one with it, or write "
             "reward_model.model.input_tokenizer=null if policy and reward model share tokenizer and template"
         )
@@ -367,7 +367,7 @@ def check_reward_model(reward: RewardModelConfig) -> None:
 def check_chat_template(run: RunConfig) -> None:
     """Check that the tokenizer of a local folder can render prompts in time; a custom data set may need no template.
 
-    Raises: InputError naming the key.
+    Raises: WrongInput naming the key.
     """
     model = run.actor_rollout_ref.model
     in_data = run.data.apply_chat_template_kwargs.get("chat_template")
@@ -375,7 +375,7 @@ def check_chat_template(run: RunConfig) -> None:
     key = "path" if model.tokenizer_path in (None, model.path) else "tokenizer_path"
     path = getattr(model, key)
     if not is_given and not run.data.custom_cls.path and not _may_have_template(path):
-        raise InputError(
+        raise WrongInput(
             f"actor_rollout_ref.model.{key}={path}: its tokenizer has no chat template: set "
             "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
         )
@@ -403,7 +403,7 @@ def _templates_of(path: str) -> dict[Path, dict[str, str]]:
 def _check_templates(key: str, templates: Mapping[Path, Mapping[str, str]], name: str | None = None) -> None:
     """Try the chat templates of a model: the one of a name, or those that transformers chooses.
 
-    Raises: InputError naming the file.
+    Raises: WrongInput naming the file.
     """
     from verl.utils.chat_template import USED_NAMES
 
@@ -417,13 +417,13 @@ def check_template_ends(place: str, template: str, name: str = "default") -> Non
     """Check that a template is valid and renders short chats within its limits.
 
     Args: ``place`` is the key or file that holds it; ``name`` is its name there.
-    Raises: InputError.
+    Raises: WrongInput.
     """
     from verl.utils.chat_template import shown_name, template_problem
 
     problem = template_problem(template)
     if problem is not None:
-        raise InputError(f"{place}: the chat template {shown_name(name)}{problem}: correct it, or give another")
+        raise WrongInput(f"{place}: the chat template {shown_name(name)}{problem}: correct it, or give another")
 
 
 def _may_have_template(path: str) -> bool:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from verl.errors import UnsupportedInput
 from verl.utils.device import current_device, get_device_name, get_torch_device
 from verl.utils.model import check_exclude_modules, check_target_modules
 
@@ -239,12 +240,8 @@ def get_sharding_strategy(device_mesh: DeviceMesh) -> fsdp.ShardingStrategy:
     Raises: NotImplementedError, which is also a ValueError, for more axes.
     """
     if device_mesh.ndim > 2:
-        raise UnknownShardingError(f"a mesh of {device_mesh.ndim} axes has no strategy: use 1 (fsdp) or 2 (ddp, fsdp)")
+        raise UnsupportedInput(f"a mesh of {device_mesh.ndim} axes has no strategy: use 1 (fsdp) or 2 (ddp, fsdp)")
     return fsdp.ShardingStrategy.FULL_SHARD if device_mesh.ndim == 1 else fsdp.ShardingStrategy.HYBRID_SHARD
-
-
-class UnknownShardingError(ValueError, NotImplementedError):
-    """No strategy of FSDP1 fits a mesh."""
 
 
 def get_shard_placement_fn(fsdp_size: int) -> Callable[[nn.Parameter], Shard]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from verl.base_config import WrongInput
+from verl.errors import ExternalModuleError, MissingFile, MissingName, UserImportError, WrongInput
 from verl.utils.time_limit import import_within_limit
 
 _HOW_TO_IMPORT = "correct it, or install what it imports"
@@ -27,22 +27,6 @@ PACKAGE = "pkg://"
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class UserFileError(WrongInput, FileNotFoundError):
-    """A Python file of the user does not exist."""
-
-
-class UserImportError(WrongInput, RuntimeError):
-    """A Python file or module of the user cannot be executed."""
-
-
-class UserNameError(WrongInput, AttributeError):
-    """A Python file or module of the user does not define a name."""
-
-
-class ExternalModuleError(WrongInput, ImportError):
-    """An external module cannot be imported."""
 
 
 @cache
@@ -168,7 +152,7 @@ def external_module_of(function: Callable[..., object]) -> ModuleType | None:
 
 def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
     if not path.is_file():
-        raise UserFileError(f"no Python file at {str(path)!r}: give the path of one")
+        raise MissingFile(f"no Python file at {str(path)!r}: give the path of one")
     # The name contains the path, so files with the same base name stay apart and a file runs once per process.
     name = f"{_EXTERNAL}{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -201,7 +185,7 @@ def load_extern_type(file_path: str | None, type_name: str | None, source: bytes
 
     Args: ``source`` takes the place of the content of the file, which may have changed since somebody read it.
     Returns: the object; None without a path.
-    Raises: UserFileError, UserImportError when the module cannot be executed, UserNameError when the name is missing.
+    Raises: MissingFile, UserImportError when the module cannot be executed, MissingName when the name is missing.
     """
     if not file_path:
         return None
@@ -218,7 +202,7 @@ def load_extern_type(file_path: str | None, type_name: str | None, source: bytes
         module = _load_file(file, source)
     if not hasattr(module, type_name):
         names = sorted(name for name in vars(module) if not name.startswith("_"))
-        raise UserNameError(f"{file_path!r} has no {type_name!r}; it has {names}")
+        raise MissingName(f"{file_path!r} has no {type_name!r}; it has {names}")
     return getattr(module, type_name)
 
 

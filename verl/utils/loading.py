@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from verl.utils.checkpoint.files import CheckpointError, StrPath
+from verl.errors import CheckpointError, UntrustedClassError
+from verl.utils.checkpoint.files import StrPath
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,15 +83,13 @@ _RENAMED = {"__builtin__": "builtins"}
 """Modules that old pickle protocols write under their names of Python 2."""
 
 
-class UntrustedClassError(CheckpointError):
-    """A file names classes or functions that are not listed."""
-
-    def __init__(self, path: StrPath, names: Iterable[str]) -> None:
-        found = ",".join(sorted(names))
-        super().__init__(
-            f"{os.fspath(path)} names {found}, which may run code. If this is a class of yours, set "
-            f"trainer.trusted_classes=[{found}]; if not, do not use the file"
-        )
+def untrusted(path: StrPath, names: Iterable[str]) -> UntrustedClassError:
+    """Return the error of a file that names classes or functions that are not listed."""
+    found = ",".join(sorted(names))
+    return UntrustedClassError(
+        f"{os.fspath(path)} names {found}, which may run code. If this is a class of yours, set "
+        f"trainer.trusted_classes=[{found}]; if not, do not use the file"
+    )
 
 
 @contextmanager
@@ -145,7 +144,7 @@ def load_state(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
     import torch
 
     if refused := untrusted_classes(path, trusted_classes):
-        raise UntrustedClassError(path, refused)
+        raise untrusted(path, refused)
     reader = types.ModuleType("listed_pickle")
     reader.Unpickler = _unpickler_for(path, trusted_classes)  # type: ignore[attr-defined]
     copy = io.BytesIO()
@@ -277,7 +276,7 @@ class _ListedUnpickler(pickle._Unpickler):
         if not all(part.isidentifier() for part in full.split(".")):
             raise pickle.UnpicklingError(f"{full!r} is no name")  # the file is damaged
         if full not in LISTED and full not in self.trusted:
-            raise UntrustedClassError(self.path, [full])
+            raise untrusted(self.path, [full])
         return _import(full)
 
 

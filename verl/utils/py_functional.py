@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
+from verl.errors import ContractError
 from verl.utils import envs
 
 P = ParamSpec("P")
@@ -107,13 +108,9 @@ def union_two_dict(dict1: dict[str, T], dict2: dict[str, T]) -> dict[str, T]:
     """
     for key, value in dict2.items():
         if key in dict1 and not deep_equal(dict1[key], value):
-            raise ConflictError(f"key {key!r} holds different values in the two parts: {dict1[key]!r} and {value!r}")
+            raise ContractError(f"key {key!r} holds different values in the two parts: {dict1[key]!r} and {value!r}")
     dict1.update(dict2)
     return dict1
-
-
-class ConflictError(ValueError, AssertionError):
-    """Two parts to merge hold different values."""
 
 
 def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any], prefix: str = "") -> None:

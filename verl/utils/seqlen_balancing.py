@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.errors import ContractError
 from verl.utils.device import get_device_id
 
 if TYPE_CHECKING:
@@ -21,10 +22,6 @@ _MAX_SWAPS_PER_PART = 64
 
 
 Batch = TypeVar("Batch", TensorDict, "DataProto")
-
-
-class TokenBudgetError(ValueError, AssertionError):
-    """Sequences exceed the token budget of a micro-batch, or are too few for the number of micro-batches."""
 
 
 def ceildiv(a: int, b: int) -> int:
@@ -222,9 +219,9 @@ def _sequence_lengths(batch: TensorDict) -> tuple[list[int], int]:
 
 
 def check_token_budget(max_token_len: int, width: int) -> None:
-    """Raise TokenBudgetError if a padded row of ``width`` tokens exceeds the budget of a micro-batch."""
+    """Raise ContractError if a padded row of ``width`` tokens exceeds the budget of a micro-batch."""
     if max_token_len < width:
-        raise TokenBudgetError(
+        raise ContractError(
             f"max_token_len={max_token_len} is below the longest padded row, {width} tokens: raise "
             "ppo_max_token_len_per_gpu (or log_prob_max_token_len_per_gpu) to at least that"
         )
@@ -277,7 +274,7 @@ def rearrange_micro_batches(
 
     Args: ``batch`` holds ``attention_mask`` (B, L) or nested ``input_ids``.
     Returns: (micro-batches, the rows of each), ordered by descending sum of squared lengths.
-    Raises: TokenBudgetError, a ValueError and an AssertionError, when a padded row exceeds the budget or there are
+    Raises: ContractError, a ValueError and an AssertionError, when a padded row exceeds the budget or there are
         fewer rows than micro-batches.
     """
     tensors = batch if isinstance(batch, TensorDict) else batch.batch
@@ -292,7 +289,7 @@ def rearrange_micro_batches(
     if num_batches_divided_by is not None:
         count = roundup_divisible(count, num_batches_divided_by)
     if count > len(lengths):
-        raise TokenBudgetError(
+        raise ContractError(
             f"{len(lengths)} rows cannot make {count} micro-batches, which other ranks or num_batches_divided_by="
             f"{num_batches_divided_by} require: give every rank the same number of rows, or raise the token budget"
         )

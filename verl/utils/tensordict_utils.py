@@ -12,22 +12,19 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from verl.errors import ContractError
 from verl.utils.numerics import host_memory
-from verl.utils.py_functional import ConflictError, deep_equal, tensors_equal
+from verl.utils.py_functional import deep_equal, tensors_equal
 
 logger = logging.getLogger(__name__)
 
 Indices = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 
 
-class BatchError(ValueError, AssertionError):
-    """A batch does not have the form that an operation needs."""
-
-
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
     """Set one value that all rows share."""
     if not isinstance(key, str):
-        raise BatchError(f"a key must be a string, got {key!r}")
+        raise ContractError(f"a key must be a string, got {key!r}")
     tensor_dict[key] = val if isinstance(val, NonTensorData) else NonTensorData(val)
 
 
@@ -64,20 +61,20 @@ def get_tensordict(
     shared = non_tensor_dict or {}
     both = tensor_dict.keys() & shared.keys()
     if both:
-        raise BatchError(f"keys {sorted(both)} are given both per row and for all rows")
+        raise ContractError(f"keys {sorted(both)} are given both per row and for all rows")
     entries: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     for key, value in tensor_dict.items():
         if isinstance(value, list):
             if any(isinstance(item, Tensor) for item in value):
-                raise BatchError(f"list {key!r} holds tensors: stack them, or make a nested tensor of them")
+                raise ContractError(f"list {key!r} holds tensors: stack them, or make a nested tensor of them")
             value = NonTensorStack(*[NonTensorData(item) for item in value])
         elif not isinstance(value, Tensor | NonTensorStack):
-            raise BatchError(f"entry {key!r} must be a tensor or a list, got {type(value).__name__}")
+            raise ContractError(f"entry {key!r} must be a tensor or a list, got {type(value).__name__}")
         entries[key] = value
         sizes[key] = value.size(0) if isinstance(value, Tensor) else len(value)
     if len(set(sizes.values())) > 1:
-        raise BatchError(f"entries must have the same number of rows, got {sizes}")
+        raise ContractError(f"entries must have the same number of rows, got {sizes}")
     batch_size = [next(iter(sizes.values()))] if sizes else []
     return assign_non_tensor_dict(TensorDict(entries, batch_size=batch_size), shared)
 
@@ -90,10 +87,10 @@ def shared_rows(tensors: Mapping[str, Tensor]) -> int:
     for key, value in tensors.items():
         if not isinstance(value, Tensor) or value.dim() < 1:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise BatchError(f"tensors[{key!r}] must be a tensor with a batch dim, got {found}")
+            raise ContractError(f"tensors[{key!r}] must be a tensor with a batch dim, got {found}")
     rows = {key: value.shape[0] for key, value in tensors.items()}
     if len(set(rows.values())) > 1:
-        raise BatchError(f"tensors must agree in their first dim, got {rows}")
+        raise ContractError(f"tensors must agree in their first dim, got {rows}")
     return next(iter(rows.values()))
 
 
@@ -104,10 +101,10 @@ def repeat_counts(counts: Indices, num_rows: int) -> Tensor:
     """
     given = torch.as_tensor(counts)
     if given.shape != (num_rows,):
-        raise BatchError(f"repeat_times must hold one count per row ({num_rows}), got shape {tuple(given.shape)}")
+        raise ContractError(f"repeat_times must hold one count per row ({num_rows}), got shape {tuple(given.shape)}")
     whole = given.long().cpu()
     if bool((whole != given.cpu()).any() or (whole < 0).any()):
-        raise BatchError(f"repeat_times must be whole and not negative, got {given.tolist()}")
+        raise ContractError(f"repeat_times must be whole and not negative, got {given.tolist()}")
     return whole
 
 
@@ -191,13 +188,13 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     Raises: ValueError, which is also an AssertionError, when row counts differ or a shared key holds other values.
     """
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        raise ConflictError(
+        raise ContractError(
             "parts to merge must have the same batch size, got "
             f"{list(tensor_dict1.batch_size)} and {list(tensor_dict2.batch_size)}"
         )
     for key in tensor_dict2.keys():
         if key in tensor_dict1.keys() and not entries_equal(tensor_dict1.get(key), tensor_dict2.get(key)):
-            raise ConflictError(f"key {key!r} holds different values in the two parts")
+            raise ContractError(f"key {key!r} holds different values in the two parts")
     for key in tensor_dict2.keys():
         if key not in tensor_dict1.keys():
             tensor_dict1[key] = tensor_dict2.get(key)
@@ -221,13 +218,13 @@ def mini_batch_indices(
     """
     options = dict(dataloader_kwargs or {})
     if unknown := sorted(options.keys() - set(_LOADER_OPTIONS)):
-        raise BatchError(f"dataloader_kwargs has {unknown}: it takes {', '.join(_LOADER_OPTIONS)}")
+        raise ContractError(f"dataloader_kwargs has {unknown}: it takes {', '.join(_LOADER_OPTIONS)}")
     shuffle = options.get("shuffle", False)
     sampler = options.get("sampler")
     if shuffle and sampler is not None:
-        raise BatchError("dataloader_kwargs has shuffle=True and a sampler, which orders the rows: leave out one")
+        raise ContractError("dataloader_kwargs has shuffle=True and a sampler, which orders the rows: leave out one")
     if mini_batch_size <= 0 or num_rows % mini_batch_size != 0:
-        raise BatchError(f"{num_rows} rows do not divide into mini-batches of {mini_batch_size}")
+        raise ContractError(f"{num_rows} rows do not divide into mini-batches of {mini_batch_size}")
     generator = options.get("generator")
     if generator is None and seed is not None:
         generator = torch.Generator().manual_seed(seed)
@@ -237,7 +234,7 @@ def mini_batch_indices(
             return torch.randperm(num_rows, generator=generator) if shuffle else None
         order = resolve_indices(list(sampler), num_rows)
         if len(order) % mini_batch_size != 0:
-            raise BatchError(
+            raise ContractError(
                 f"the {len(order)} rows of the sampler do not divide into mini-batches of {mini_batch_size}"
             )
         return order
@@ -310,7 +307,7 @@ def pop(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 def pad_indices(num_rows: int, size_divisor: int) -> list[int]:
     """Return the rows to repeat, cycling from the head, to make the row count divisible."""
     if size_divisor <= 0:
-        raise BatchError(f"size_divisor must be positive, got {size_divisor}")
+        raise ContractError(f"size_divisor must be positive, got {size_divisor}")
     if num_rows == 0:
         return []
     return [i % num_rows for i in range(-num_rows % size_divisor)]
@@ -319,7 +316,7 @@ def pad_indices(num_rows: int, size_divisor: int) -> list[int]:
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
     """Repeat rows from the head until the row count is divisible; return the result and the number of added rows."""
     if not isinstance(data, TensorDict):
-        raise BatchError(f"data must be a TensorDict, got {type(data).__name__}")
+        raise ContractError(f"data must be a TensorDict, got {type(data).__name__}")
     num_rows = data.batch_size[0]
     added = pad_indices(num_rows, size_divisor)
     if num_rows == 0:
@@ -347,7 +344,7 @@ def concat_tensors(key: str, parts: Sequence[Tensor]) -> Tensor:
     shapes = {tuple(part.shape[1:]) for part in parts}
     dtypes = {part.dtype for part in parts}
     if len(shapes) > 1 or len(dtypes) > 1:
-        raise BatchError(f"parts of {key!r} differ: row shapes {sorted(shapes)}, dtypes {sorted(map(str, dtypes))}")
+        raise ContractError(f"parts of {key!r} differ: row shapes {sorted(shapes)}, dtypes {sorted(map(str, dtypes))}")
     if not all(map(_is_plain, parts)):
         return torch.cat(list(parts), dim=0)
     joined = host_memory.empty((sum(len(part) for part in parts), *shapes.pop()), dtypes.pop())

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.base_config import WrongInput
+from verl.errors import TokenizerNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,6 @@ def one_thread(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
             yield
         finally:
             turn.owner = None
-
-
-class TokenizerNotFoundError(WrongInput, OSError):
-    """A name or path holds no loadable tokenizer."""
 
 
 def hf_tokenizer(

@@ -2,7 +2,7 @@
 
 import torch
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 
 Precision = int | str | torch.dtype
 
@@ -14,10 +14,6 @@ _SPELLINGS: dict[torch.dtype, tuple[Precision, ...]] = {
 _SHORT = {torch.float16: "fp16", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
-class PrecisionError(WrongInput, RuntimeError):
-    """The spelling of a precision is unknown."""
-
-
 class PrecisionType:
     """Conversion from any spelling of a precision to its dtype and short name."""
 
@@ -25,13 +21,13 @@ class PrecisionType:
     def to_dtype(precision: Precision) -> torch.dtype:
         """Return the dtype.
 
-        Raises: PrecisionError, a ValueError and RuntimeError, listing the known spellings.
+        Raises: WrongInput, a ValueError and RuntimeError, listing the known spellings.
         """
         for dtype, spellings in _SPELLINGS.items():
             if precision in spellings and not isinstance(precision, bool):
                 return dtype
         known = [str(spelling) for spellings in _SPELLINGS.values() for spelling in spellings]
-        raise PrecisionError(f"precision {precision!r} must be one of {', '.join(known)}")
+        raise WrongInput(f"precision {precision!r} must be one of {', '.join(known)}")
 
     @classmethod
     def to_str(cls, precision: Precision) -> str:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from verl.base_config import WrongInput
+from verl.errors import SequenceTooLongError
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.numerics.entropy import entropy
 from verl.utils.numerics.log_probs import log_probs_and_entropy
@@ -198,10 +198,6 @@ def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: floa
     if missing <= 0:
         return tensors
     return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
-
-
-class SequenceTooLongError(WrongInput, NotImplementedError):
-    """A sequence is longer than allowed and truncation is ``error``."""
 
 
 def postprocess_data(

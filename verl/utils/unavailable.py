@@ -21,7 +21,7 @@ _UNAVAILABLE = frozenset(
         "InternalServerError",
         "EndpointError",
         "RemoteSandboxError",
-        "MissingExtraError",
+        "MissingPackage",
         "RayError",
         "BrokenExecutor",
     }

@@ -13,7 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, Self
 
-from verl.utils.sandbox import SandboxError, Test, isolation_problem, run_tests
+from verl.errors import SandboxError
+from verl.utils.sandbox import Test, isolation_problem, run_tests
 
 HOST = "127.0.0.1"
 MOST_BYTES = 1 << 20

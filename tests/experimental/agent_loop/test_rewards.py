@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from examples.tiny_model import byte_tokenizer
+from verl.errors import RewardError
 from verl.experimental.agent_loop import rewards
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.rewards import RESERVED, TrajectoryScorer, scores_one_by_one
@@ -20,7 +21,7 @@ from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.ppo.phases import PHASES
 from verl.trainer.ppo.reward import compute_reward
 from verl.workers.rewards.loading import load_reward_manager, reward_kwargs
-from verl.workers.rewards.scoring import FAILURE_COLUMN, RewardError
+from verl.workers.rewards.scoring import FAILURE_COLUMN
 
 TOKENIZER = byte_tokenizer()
 SCORER = """

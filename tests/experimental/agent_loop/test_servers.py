@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import BatchEncoding
 
-from verl.base_config import WrongInput
+from verl.errors import RequestAbortedError, RequestTimeoutError, ServerError, WrongInput
 from verl.experimental.agent_loop import servers
 from verl.experimental.agent_loop.attempts import Attempt
-from verl.experimental.agent_loop.servers import AsyncLLMServerManager, RequestAbortedError, RequestTimeoutError
-from verl.workers.rollout.server import ServerError, TokenOutput
+from verl.experimental.agent_loop.servers import AsyncLLMServerManager
+from verl.workers.rollout.server import TokenOutput
 
 
 class Remote:

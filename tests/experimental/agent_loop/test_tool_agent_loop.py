@@ -16,16 +16,11 @@ from PIL import Image
 
 from examples.tiny_model import SPECIAL_TOKENS, VISION_CHAT_TEMPLATE, VISION_TOKENS, byte_tokenizer, vl_processor
 from tests.utils.chat import golden
-from verl.base_config import WrongInput, omega_conf_to_dataclass
+from verl.base_config import omega_conf_to_dataclass
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.agent_loop import get_trajectory_info
 from verl.experimental.agent_loop.base import AgentLoopOutput, WholeConfig
-from verl.experimental.agent_loop.tool_agent_loop import (
-    AgentData,
-    AgentState,
-    InteractionError,
-    InteractionNameError,
-    ToolAgentLoop,
-)
+from verl.experimental.agent_loop.tool_agent_loop import AgentData, AgentState, ToolAgentLoop
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_seed
 from verl.interactions.base import BaseInteraction
 from verl.tools.base_tool import BaseTool
@@ -521,7 +516,7 @@ def test_a_conversation_with_a_user(tmp_path: Path) -> None:
     assert output.extra_fields["turn_scores"] == [0.0, 1.0]
     assert [each["role"] for each in output.extra_fields[TURNS_COLUMN]] == ["assistant", "user", "assistant", "user"]
     assert text_of(output).count("<|user|>") == 2
-    with pytest.raises(InteractionNameError, match="interaction_kwargs.name=None: .* has gsm8k"):
+    with pytest.raises(WrongInput, match="interaction_kwargs.name=None: .* has gsm8k"):
         run(config, Scripted([]))
 
 
@@ -538,7 +533,7 @@ def test_what_established_data_and_readers_expect_with_sglang(tools_file: Path, 
     assert said[:2] == [("user", "Hi"), ("assistant", "#### 5")] and said[2][0] == "user"
     path.write_text(yaml.dump({"interaction": [node | {"name": "other"}]}))
     config = config_of(None, name="sglang", **{"multi_turn.interaction_config_path": path})
-    with pytest.raises(InteractionNameError, match="interaction_kwargs.name=None: .* has other"):
+    with pytest.raises(WrongInput, match="interaction_kwargs.name=None: .* has other"):
         run(config, Scripted([]), interaction_kwargs=kwargs)
     turns = [f"{call(say='42')}<|end|>", "It is 42.<|end|>"]
     output = run(config_of(tools_file, name="sglang"), Scripted(turns))
@@ -599,7 +594,7 @@ def test_what_a_user_says_wrong_is_named(says: Any, message: str, tmp_path: Path
     path = tmp_path / "interaction.yaml"
     path.write_text(yaml.dump({"interaction": [{"name": "rude", "class_name": f"{__name__}.Rude"}]}))
     config = config_of(None, **{"multi_turn.interaction_config_path": path})
-    with pytest.raises(InteractionError, match=f"generate_response of the interaction rude {message}"):
+    with pytest.raises(RuntimeError, match=f"generate_response of the interaction rude {message}"):
         run(config, Scripted(["hello<|end|>"]), interaction_kwargs={"name": "rude", "says": says})
 
 

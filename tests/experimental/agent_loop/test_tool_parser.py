@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from examples.tiny_model import SPECIAL_TOKENS, byte_tokenizer
-from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, UnknownToolParserError, get_tool_parser
+from verl.errors import WrongInput
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
 
 HARMONY = ["<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"]
 TOOLS = [
@@ -225,7 +226,7 @@ def test_a_model_that_repeats_itself_is_read_quickly(name: str) -> None:
 
 def test_names() -> None:
     assert set(WHOLE) <= set(ToolParser.names())
-    with pytest.raises(UnknownToolParserError, match=r"multi_turn.format=herms: .* gpt-oss.* \(the nearest: hermes\)"):
+    with pytest.raises(WrongInput, match=r"multi_turn.format=herms: .* gpt-oss.* \(the nearest: hermes\)"):
         get_tool_parser("herms", byte_tokenizer())
 
     @ToolParser.register("shout")

@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.tiny_model import CHAT_TEMPLATE, byte_tokenizer
 from tests.workers.rollout import tiny
+from verl.errors import WrongInput, WrongSetting
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput, AgentLoopWorkerBase, register
 from verl.experimental.agent_loop.attempts import TrajectoryError
-from verl.experimental.agent_loop.base import AgentLoopInputError
 from verl.experimental.agent_loop.manager import _split
-from verl.experimental.agent_loop.registry import UnknownAgentLoopError, read_agent_loops
+from verl.experimental.agent_loop.registry import read_agent_loops
 from verl.experimental.agent_loop.rows import rows_of
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -220,11 +220,11 @@ def test_a_loop_that_cannot_be_built_ends_the_run(engine: Any, tmp_path: Path) -
     loops.write_text(yaml.dump([{"name": "bad", "_target_": f"{__name__}.Twice", "added": 9}]))
     turns, agent = {"tool_config_path": tools}, {"on_failure": "drop", "agent_loop_config_path": loops}
     worker = build_worker(engine, multi_turn=turns, default_agent_loop="tool_agent", **agent)
-    with pytest.raises(AgentLoopInputError, match=r"agent loop tool_agent cannot be built: .*no\.such\.Tool"):
+    with pytest.raises(WrongInput, match=r"agent loop tool_agent cannot be built: .*no\.such\.Tool"):
         asyncio.run(worker.prepare())
     asked = requests()
     asked.non_tensor_batch["agent_name"] = np.array(["single_turn_agent", "bad"] * 4, dtype=object)
-    with pytest.raises(AgentLoopInputError, match="agent loop bad cannot be built: .*not iterable"):
+    with pytest.raises(WrongInput, match="agent loop bad cannot be built: .*not iterable"):
         asyncio.run(worker.generate_sequences(asked))
     assert worker.server_manager._servers[0].handle.count == 0
 
@@ -232,7 +232,7 @@ def test_a_loop_that_cannot_be_built_ends_the_run(engine: Any, tmp_path: Path) -
 def test_unknown_loops_and_failing_loops_are_named(engine: Any) -> None:
     asked = requests()
     asked.non_tensor_batch["agent_name"] = np.array([None, "twise", *[None] * (len(asked) - 2)], dtype=object)
-    with pytest.raises(UnknownAgentLoopError, match=r"agent_name=twise: .*the nearest: twice"):
+    with pytest.raises(WrongSetting, match=r"agent_name=twise: .*the nearest: twice"):
         asyncio.run(build_worker(engine).generate_sequences(asked))
     asked.non_tensor_batch["agent_name"][:] = "twice"
     del asked.non_tensor_batch["extra"]

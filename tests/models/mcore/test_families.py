@@ -3,7 +3,8 @@
 import pytest
 from transformers import AutoConfig
 
-from verl.models.mcore import UnsupportedModelError, families, supported_architectures
+from verl.errors import UnsupportedInput
+from verl.models.mcore import families, supported_architectures
 from verl.models.mcore.families import find_family
 from verl.trainer.config.rules.megatron import OF_MODEL, OF_PRETRAINING
 
@@ -58,17 +59,17 @@ def test_yarn_scales_as_in_transformers(scales: dict[str, float]) -> None:
 
 def test_noise_of_a_router_is_refused() -> None:
     hf = config_of("MixtralForCausalLM", router_jitter_noise=0.1)
-    with pytest.raises(UnsupportedModelError, match="router_jitter_noise=0.1 is not supported"):
+    with pytest.raises(UnsupportedInput, match="router_jitter_noise=0.1 is not supported"):
         find_family(hf).config(hf)
 
 
 def test_positions_that_differ_are_refused() -> None:
     rope = {"factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
     lone = config_of("DeepseekV3ForCausalLM", rope_parameters=rope | {"rope_type": "yarn", "mscale_all_dim": 1.0})
-    with pytest.raises(UnsupportedModelError, match="mscale_all_dim=1.0 and no mscale"):
+    with pytest.raises(UnsupportedInput, match="mscale_all_dim=1.0 and no mscale"):
         find_family(lone).config(lone)
     for kind in ("yarn", "dynamic", "longrope"):
         factors = {"short_factor": [1.0] * 64, "long_factor": [1.0] * 64} if kind == "longrope" else {}
         hf = config_of("LlamaForCausalLM", rope_parameters=rope | factors | {"rope_type": kind})
-        with pytest.raises(UnsupportedModelError, match=f"rope_scaling of type {kind}"):
+        with pytest.raises(UnsupportedInput, match=f"rope_scaling of type {kind}"):
             families.rope_arguments(hf)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from verl.errors import UnsupportedInput
 from verl.models.mcore import families
 from verl.models.mcore.weights import (
     Columns,
@@ -144,7 +145,7 @@ def test_deepseek_models_that_would_compute_something_else_are_refused(changes: 
     from transformers import DeepseekV3Config
 
     config = DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], **changes)
-    with pytest.raises(families.UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedInput, match=message):
         families.find_family(config).config(config)
 
 
@@ -162,7 +163,7 @@ def test_glm_models_that_would_compute_something_else_are_refused(changes: dict[
 
     config = Glm4MoeConfig(architectures=["Glm4MoeForCausalLM"], **changes)
     family = families.find_family(config)
-    with pytest.raises(families.UnsupportedModelError, match=message):
+    with pytest.raises(UnsupportedInput, match=message):
         family.config(config)
         family.rope(config)
 

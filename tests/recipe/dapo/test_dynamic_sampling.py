@@ -4,14 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from recipe.dapo.dynamic_sampling import (
-    Draws,
-    FilterMetricError,
-    NoVariedPromptsError,
-    metric_values,
-    varied_groups,
-)
+from recipe.dapo.dynamic_sampling import Draws, metric_values, varied_groups
 from verl.algos.config import FilterGroupsConfig
+from verl.errors import WrongInput
 from verl.protocol import DataProto
 
 NAN = float("nan")
@@ -79,7 +74,7 @@ def test_metrics_by_name():
 
 def test_metrics_that_cannot_be_used_are_named():
     batch = batch_with(acc=[1, 0], pred=["x", "12"], turns=[[1], [2, 3]])
-    with pytest.raises(FilterMetricError, match=r"metric=accuracy: .*seq_final_reward, score, acc, pred$"):
+    with pytest.raises(WrongInput, match=r"metric=accuracy: .*seq_final_reward, score, acc, pred$"):
         metric_values(batch, "accuracy", ["acc", "pred"])
     for name, wrong in (("pred", "'x'"), ("turns", r"\[1\]")):
         with pytest.raises(ValueError, match=f"filter_groups.metric={name}: must be a number .* says {wrong}"):
@@ -124,7 +119,7 @@ def test_a_full_step_may_be_over_the_number_and_at_the_limit():
 def test_the_limit_is_told_with_what_to_change():
     counter = draws(wanted=2, limit=2)
     add(counter, [1, 1, 1, 0], "aabb")
-    with pytest.raises(NoVariedPromptsError) as caught:
+    with pytest.raises(WrongInput) as caught:
         add(counter, [1, 1, 1, 1], "ccdd")
     message = str(caught.value)
     assert "max_num_gen_batches=2: 2 draws kept 1 prompts of 4, a step needs data.train_batch_size=2" in message
@@ -141,5 +136,5 @@ def test_a_step_goes_on_while_anything_is_kept_and_ends_with_data_that_give_noth
     for _ in range(patience - 1):
         add(counter, [1, 1], "bb")
     told = f"{limit}: nothing was kept in {patience} draws in a row: {2 * patience} draws kept 1 prompts of "
-    with pytest.raises(NoVariedPromptsError, match=f"max_num_gen_batches={told}{2 * patience + 1}, .* too difficult"):
+    with pytest.raises(WrongInput, match=f"max_num_gen_batches={told}{2 * patience + 1}, .* too difficult"):
         add(counter, [1, 1], "bb")

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from recipe.one_step_off_policy import ray_trainer
 from recipe.one_step_off_policy.generation import FILE_NAME, load_generation
 from recipe.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
@@ -20,7 +21,6 @@ from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
-from verl.trainer.run.resume import IncompleteCheckpointError
 from verl.utils.dataset.factory import SeededRandomSampler
 
 ROWS, PROMPTS, SAMPLES, STEPS = 6, 2, 2, 5
@@ -269,8 +269,8 @@ def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     trainer._save_checkpoint()
     path = trainer.checkpoints.folder(1) / FILE_NAME
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(IncompleteCheckpointError, match=r"generation\.pkl.*would train on other responses"):
+    with pytest.raises(WrongInput, match=r"generation\.pkl.*would train on other responses"):
         load_generation(path, [])
     path.unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"generation\.pkl is missing"):
+    with pytest.raises(WrongInput, match=r"generation\.pkl is missing"):
         load_generation(path, [])

@@ -6,13 +6,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.errors import WrongInput
 from verl.trainer.config.rules.no_effect import idle_keys
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.validation import validate_config
 from verl.trainer.main_generation import prepare
 from verl.trainer.preflight import check_run_machine
 from verl.trainer.run import inputs
-from verl.trainer.run.inputs import InputError
 from verl.trainer.run.owner import Ownership
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -95,17 +95,17 @@ def test_megatron_core_is_refused(composed):
 
 def test_what_this_machine_lacks(base, machine):
     machine()
-    with pytest.raises(InputError, match="^trainer.device=npu: needs the package torch_npu, which is not installed"):
+    with pytest.raises(WrongInput, match="^trainer.device=npu: needs the package torch_npu, which is not installed"):
         check_run_machine(RunConfig.parse(base))
     machine("torch_npu")
-    with pytest.raises(InputError, match=r"has no Ascend device, no /dev/davinci\[0-9\]\*: write cpu, or name a clu"):
+    with pytest.raises(WrongInput, match=r"has no Ascend device, no /dev/davinci\[0-9\]\*: write cpu, or name a clu"):
         check_run_machine(RunConfig.parse(base))
     machine("torch_npu", devices=2)
-    with pytest.raises(InputError, match=f"^{ROLLOUT}.name=vllm: with trainer.device=npu needs the package vllm_asce"):
+    with pytest.raises(WrongInput, match=f"^{ROLLOUT}.name=vllm: with trainer.device=npu needs the package vllm_asce"):
         check_run_machine(RunConfig.parse(base))
     check_run_machine(RunConfig.parse(changed(base, {f"{ROLLOUT}.name": "hf"})))
     judge = {"reward_model.enable": True, "reward_model.model_type": "generative", "reward_model.name": "vllm"}
-    with pytest.raises(InputError, match=r"^reward_model\.name=vllm"):
+    with pytest.raises(WrongInput, match=r"^reward_model\.name=vllm"):
         check_run_machine(RunConfig.parse(changed(base, judge | {f"{ROLLOUT}.name": "hf"})))
     machine("torch_npu", "vllm_ascend", devices=2)
     check_run_machine(RunConfig.parse(changed(base, judge)))
@@ -126,8 +126,8 @@ def test_generation_asks_for_the_same(composed, small_run, machine):
     config = composed(*overrides, "trainer.n_gpus_per_node=1", name="generation", base=False)
     config.rollout.tensor_model_parallel_size = 1
     machine()
-    with pytest.raises(InputError, match="needs the package torch_npu"):
+    with pytest.raises(WrongInput, match="needs the package torch_npu"):
         prepare(config, Ownership())
     machine("torch_npu", devices=1)
-    with pytest.raises(InputError, match=r"^rollout\.name=vllm: .*needs the package vllm_ascend"):
+    with pytest.raises(WrongInput, match=r"^rollout\.name=vllm: .*needs the package vllm_ascend"):
         prepare(config, Ownership())

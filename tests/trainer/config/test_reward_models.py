@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from verl.base_config import ConfigError
+from verl.errors import WrongInput
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.validation import validate_config
 from verl.trainer.preflight import check_reward_model, check_run_machine
-from verl.trainer.run.inputs import InputError
 
 MODEL, PATH = "reward_model.model", "reward_model.model.path"
 POOL = {"reward_model.enable_resource_pool": True, "reward_model.n_gpus_per_node": 2, "reward_model.nnodes": 1}
@@ -172,7 +172,7 @@ def test_workers_of_its_own_need_cores_too(base, monkeypatch):
     cores = {"ray_kwargs.ray_init.num_cpus": 3}
     check_run_machine(RunConfig.parse(changed(base, cores)))
     with pytest.raises(
-        InputError, match=r"\+ reward_model\.n_gpus_per_node=2 x reward_model\.nnodes=1 asks for 4 workers"
+        WrongInput, match=r"\+ reward_model\.n_gpus_per_node=2 x reward_model\.nnodes=1 asks for 4 workers"
     ):
         check_run_machine(RunConfig.parse(changed(base, cores | POOL)))
 
@@ -185,14 +185,14 @@ def test_heads_and_templates_are_looked_for_in_the_folder(base, folder):
         save_file(body | head, folder / "model.safetensors", metadata={"format": "pt"})
         check_reward_model(model)
 
-    with pytest.raises(InputError, match=r"holds no score\.weight"):
+    with pytest.raises(WrongInput, match=r"holds no score\.weight"):
         answer()
-    with pytest.raises(InputError, match="its score.weight has 2 labels"):
+    with pytest.raises(WrongInput, match="its score.weight has 2 labels"):
         answer(**{"score.weight": torch.ones(2, 4)})
-    with pytest.raises(InputError, match=rf"{PATH}=.*: it holds 'v_head.0.weight', of a value head that is not read"):
+    with pytest.raises(WrongInput, match=rf"{PATH}=.*: it holds 'v_head.0.weight', of a value head that is not read"):
         answer(**{"v_head.0.weight": torch.ones(1, 4)})
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"no chat template.*input_tokenizer=null"):
+    with pytest.raises(WrongInput, match=r"no chat template.*input_tokenizer=null"):
         answer(**{"score.weight": torch.ones(1, 4)})
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     answer(**{"score.weight": torch.ones(1, 4)})

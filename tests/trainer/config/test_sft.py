@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.base_config import ConfigError
+from verl.errors import DataError
 from verl.trainer.config.sft import MOVED, as_engine_tree, parallel_sizes, parse_sft_config
 from verl.trainer.sft.preflight import check_rows, idle_sharing
 from verl.trainer.sft.trainer import SFTTrainer
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.dataset.files import DataError
 from verl.utils.observe.tracking import check_backends
 
 

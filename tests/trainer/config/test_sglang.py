@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 from omegaconf import DictConfig
 
+from verl.errors import WrongInput
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.preflight import check_run_machine
 from verl.trainer.run import inputs
-from verl.trainer.run.inputs import InputError
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ def test_a_run_without_the_package_is_refused(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(inputs.glob, "glob", lambda path: ["/dev/nvidia0"])
     told = rf"^actor_rollout_ref\.rollout\.name=sglang: needs the package sglang, which is absent: {remedy}, or write v"
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(WrongInput, match=told):
         check_run_machine(RunConfig.parse(config))

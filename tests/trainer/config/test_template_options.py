@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from examples.tiny_model import byte_tokenizer
+from verl.errors import WrongInput
 from verl.trainer.config.validation import examined_config
 from verl.trainer.preflight import check_chat_template
-from verl.trainer.run.inputs import InputError
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
 OPTIONS = "data.apply_chat_template_kwargs"
@@ -54,13 +54,13 @@ def test_each_template_that_a_run_can_use_is_tried(composed: Any, tmp_path: Path
 
     name = "" if broken == "default" else f"{broken!r} "
     fault = rf"model\.path={tmp_path}/.*: the chat template {name}{FAULT}"
-    with pytest.raises(InputError, match=fault):
+    with pytest.raises(WrongInput, match=fault):
         check(f"+{OPTIONS}.chat_template={broken}")
     check(f"+{OPTIONS}.chat_template={'default' if broken == 'rag' else 'rag'}")
     if broken == "rag":
         check()
     else:
-        with pytest.raises(InputError, match=fault):
+        with pytest.raises(WrongInput, match=fault):
             check()
 
 
@@ -87,5 +87,5 @@ def test_the_template_of_a_processor_is_tried_beside_that_of_its_tokenizer(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": WHOLE}))
     (tmp_path / file).write_text(json.dumps({"chat_template": BROKEN}))
     run = examined_config(composed(f"actor_rollout_ref.model.path={tmp_path}")).checked()
-    with pytest.raises(InputError, match=rf"{file}: the chat template {FAULT}"):
+    with pytest.raises(WrongInput, match=rf"{file}: the chat template {FAULT}"):
         check_chat_template(run)

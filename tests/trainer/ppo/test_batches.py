@@ -8,8 +8,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.errors import PlacementError
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import PlacementError
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import resources
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, apply_kl_penalty, compute_advantage, compute_response_mask

@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.algos.advantage import compute_pf_ppo_reweight_data
+from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import metric_utils
@@ -19,7 +20,7 @@ from verl.trainer.ppo.spares import FIRST_SEED, SparePrompts
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.numerics.seeding import sampling_seeds
-from verl.workers.rewards.scoring import Reason, RewardError, ScoringLimits
+from verl.workers.rewards.scoring import Reason, ScoringLimits
 
 SAMPLES, WIDTH, SEED, STEP = 2, 4, 1, 3
 

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from examples.tiny_model import make_tiny_model
 from tests.utils.checkpoint.killed import SAVE, kill_in
 from verl.algos.kl import AdaptiveKLController
+from verl.errors import UnsupportedInput, WrongInput, WrongSetting
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, run_records
@@ -33,14 +34,7 @@ from verl.trainer.ppo.checkpoint import (
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run import resume
-from verl.trainer.run.resume import (
-    IncompleteCheckpointError,
-    RemoteResumeError,
-    ResumeError,
-    find_resume_folder,
-    read_tracker,
-    tell_replaced,
-)
+from verl.trainer.run.resume import find_resume_folder, read_tracker, tell_replaced
 from verl.utils.checkpoint import files, write_tracker_atomically
 from verl.utils.checkpoint.files import Manifest, step_folders, write_text
 from verl.utils.dataset import loader
@@ -209,7 +203,7 @@ def test_a_reference_with_a_model_of_its_own_is_held_to_it(tmp_path):
     checkpoints({}).load(tmp_path / "global_step_1")
     config = Path(folders[1], "config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
-    with pytest.raises(IncompleteCheckpointError, match="reference: .* rms_norm_eps=0.001, and 1e-06 in"):
+    with pytest.raises(WrongInput, match="reference: .* rms_norm_eps=0.001, and 1e-06 in"):
         checkpoints({}).load(tmp_path / "global_step_1")
 
 
@@ -303,7 +297,7 @@ def test_where_a_run_resumes_from(tmp_path, whole_if_marked):
     assert find_resume_folder(config_for(tmp_path)) is None  # a run that was killed in its first save
     folder = make_checkpoint(tmp_path, 4)
     make_checkpoint(tmp_path, 2)
-    with pytest.raises(ResumeError, match="auto: .*iteration.txt names no checkpoint, but .*global_step_4 ") as caught:
+    with pytest.raises(WrongSetting, match="auto: .*iteration.txt names no checkpoint, but .*global_step_4 ") as caught:
         find_resume_folder(config_for(tmp_path))
     assert f"resume_path trainer.resume_from_path={folder}, or" in str(caught.value)
     assert "trainer.resume_mode=disable" in str(caught.value)
@@ -389,7 +383,7 @@ def test_a_run_that_dies_before_its_first_save_leaves_no_step_that_it_has_not_ta
     if start == "elsewhere":
         given = {"resume_mode": "resume_path", "resume_from_path": str(other)}
     start_and_die(root, monkeypatch, False, **given)
-    with pytest.raises(ResumeError, match=f"names no checkpoint, but {newer} is complete"):
+    with pytest.raises(WrongSetting, match=f"names no checkpoint, but {newer} is complete"):
         find_resume_folder(config_for(root))
     start_and_die(root, monkeypatch, False, **given)  # again, without a tracker
 
@@ -408,11 +402,11 @@ def test_a_validation_of_an_older_checkpoint_replaces_nothing(tmp_path, whole_if
 @pytest.mark.parametrize(
     "trainer, error, text",
     [
-        ({"resume_mode": "sometimes"}, ResumeError, "one of auto, disable, resume_path"),
-        ({"resume_mode": "resume_path"}, ResumeError, "trainer.resume_from_path=None must name"),
-        ({"resume_mode": "resume_path", "resume_from_path": "x/step_3"}, ResumeError, "global_step_<N>"),
-        ({"resume_mode": "resume_path", "resume_from_path": "global_step_x"}, ResumeError, "must name"),
-        ({"default_hdfs_dir": "hdfs://a"}, RemoteResumeError, "trainer.default_hdfs_dir=hdfs://a"),
+        ({"resume_mode": "sometimes"}, WrongSetting, "one of auto, disable, resume_path"),
+        ({"resume_mode": "resume_path"}, WrongSetting, "trainer.resume_from_path=None must name"),
+        ({"resume_mode": "resume_path", "resume_from_path": "x/step_3"}, WrongSetting, "global_step_<N>"),
+        ({"resume_mode": "resume_path", "resume_from_path": "global_step_x"}, WrongSetting, "must name"),
+        ({"default_hdfs_dir": "hdfs://a"}, UnsupportedInput, "trainer.default_hdfs_dir=hdfs://a"),
     ],
 )
 def test_wrong_ways_to_resume_are_refused(tmp_path, trainer, error, text):
@@ -425,22 +419,22 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, whole_if
     earlier = make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4, whole=False)
     write_tracker_atomically(tmp_path, 4)
-    with pytest.raises(IncompleteCheckpointError, match="global_step_4 cannot be resumed from: actor") as caught:
+    with pytest.raises(WrongInput, match="global_step_4 cannot be resumed from: actor") as caught:
         find_resume_folder(config_for(tmp_path))
     assert f"trainer.resume_mode=resume_path trainer.resume_from_path={earlier}" in str(caught.value)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("ab")
-    with pytest.raises(IncompleteCheckpointError, match="holds 'ab' instead of a step"):
+    with pytest.raises(WrongInput, match="holds 'ab' instead of a step"):
         find_resume_folder(config_for(tmp_path))
 
 
 def test_the_state_of_the_driver(tmp_path):
-    with pytest.raises(IncompleteCheckpointError, match=r"data\.pt is missing: .* Copy it back"):
+    with pytest.raises(WrongInput, match=r"data\.pt is missing: .* Copy it back"):
         load_driver_state(tmp_path)
     torch.save({"position": 3}, tmp_path / "data.pt")  # as other tools write it: the loader alone
     assert load_driver_state(tmp_path) == ({"position": 3}, {})
     whole = (tmp_path / "data.pt").read_bytes()
     (tmp_path / "data.pt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(IncompleteCheckpointError, match=r"data\.pt cannot be read"):
+    with pytest.raises(WrongInput, match=r"data\.pt cannot be read"):
         load_driver_state(tmp_path)
 
 
@@ -479,7 +473,7 @@ def test_a_state_with_a_wrong_value_anywhere_is_refused_by_the_name_of_its_file(
             try:
                 checkpoints(trainer, {}).load(folder)
                 seen = list(draw(trainer))
-            except IncompleteCheckpointError as error:
+            except WrongInput as error:
                 assert f"{folder / 'data.pt'} cannot be restored" in str(error), (place, wrong)
                 assert "trainer.resume_from_path" in str(error)
                 refused += 1
@@ -503,19 +497,19 @@ def test_a_prepared_or_renamed_checkpoint_is_refused_before_ray_starts(tmp_path)
     write_text(folder / "actor", "fsdp_config.json", '{"world_size": 1}')
     run = config_for(tmp_path, n_gpus_per_node=1)
     write_tracker_atomically(tmp_path, 4)
-    with pytest.raises(IncompleteCheckpointError, match=r"data\.pt is missing: .* Copy it back"):
+    with pytest.raises(WrongInput, match=r"data\.pt is missing: .* Copy it back"):
         find_resume_folder(run)
     save_driver_state(folder, {"sampler": Curriculum()}, {})
     name = f"{__name__}.Curriculum"
     refusal = rf"data\.pt names {name}.* trainer\.trusted_classes=\[{name}\]"
-    with pytest.raises(IncompleteCheckpointError, match=refusal):
+    with pytest.raises(WrongInput, match=refusal):
         find_resume_folder(run)
     assert find_resume_folder(config_for(tmp_path, n_gpus_per_node=1, trusted_classes=[name])) == folder
     save_driver_state(folder, {"position": 3}, {})
     assert find_resume_folder(run) == folder
     folder.rename(tmp_path / "global_step_8")
     write_tracker_atomically(tmp_path, 8)
-    with pytest.raises(IncompleteCheckpointError, match="actor: it was saved at step 4, the folder's name says 8"):
+    with pytest.raises(WrongInput, match="actor: it was saved at step 4, the folder's name says 8"):
         find_resume_folder(run)
 
 
@@ -626,7 +620,7 @@ def test_a_file_of_a_recipe_that_was_changed_is_named(tmp_path):
     checkpoints.check_extra_file(found)
     for content in (b"responsez", b"response"):
         path.write_bytes(content)
-        with pytest.raises(IncompleteCheckpointError, match="global_step_2 cannot be resumed from: generation.pkl has"):
+        with pytest.raises(WrongInput, match="global_step_2 cannot be resumed from: generation.pkl has"):
             checkpoints.check_extra_file(found)
     path.unlink()
     checkpoints.check_extra_file(found)  # whoever reads it names it
@@ -680,7 +674,7 @@ def test_another_order_or_the_data_of_another_step_is_refused(tmp_path, caplog):
         checkpoints(False, 3).load(folder)
     checkpoints(True, 3).load(folder)
     shutil.copy(saved.folder(2) / "data.pt", folder)
-    with pytest.raises(IncompleteCheckpointError, match=r"data\.pt was saved at step 2: copy that of step 3 back"):
+    with pytest.raises(WrongInput, match=r"data\.pt was saved at step 2: copy that of step 3 back"):
         checkpoints(True, 3).load(folder)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl.utils.loading import UntrustedClassError
+from verl.errors import UntrustedClassError
 from verl.utils.rollout_skip import DataProto, RolloutSkip
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
+from verl.errors import WrongInput
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run import cluster
 from verl.trainer.run.cluster import RunningCluster, choose_cluster, is_loopback, running_clusters
-from verl.trainer.run.inputs import InputError
 from verl.utils import envs
 
 TWO = {"trainer.nnodes": 2, "reward_model.nnodes": 1}
@@ -37,7 +37,7 @@ def test_several_nodes_join_the_only_cluster_of_this_user(
     clusters: list[RunningCluster], caplog: pytest.LogCaptureFixture, ray_init: dict[str, object] | None
 ) -> None:
     joined = RayConfig(ray_init=ray_init)
-    with pytest.raises(InputError, match="trainer.nnodes=2|address=auto: needs a Ray cluster.*ray start --head"):
+    with pytest.raises(WrongInput, match="trainer.nnodes=2|address=auto: needs a Ray cluster.*ray start --head"):
         choose_cluster(joined, TWO)
     clusters += [RunningCluster(HEAD, True)] * 2  # a head and another node of it on this machine
     choose_cluster(joined, TWO)
@@ -45,7 +45,7 @@ def test_several_nodes_join_the_only_cluster_of_this_user(
     clusters.append(RunningCluster("192.0.2.9:6379", True))
     choose_cluster(joined, TWO)  # it is written now
     envs.remove("RAY_ADDRESS")
-    with pytest.raises(InputError, match="several Ray clusters here: set RAY_ADDRESS to one of"):
+    with pytest.raises(WrongInput, match="several Ray clusters here: set RAY_ADDRESS to one of"):
         choose_cluster(RayConfig(), TWO)
 
 
@@ -60,13 +60,13 @@ def test_one_node_stays_private(clusters: list[RunningCluster], ray_init: dict[s
 def test_addresses_that_are_refused(clusters: list[RunningCluster], monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("127.0.0.1:6379", "localhost:6379", "[::1]:6379", "127.0.1.1:6379", "ray://127.0.0.1:10001"):
         assert is_loopback(address)
-        with pytest.raises(InputError, match="address=.*: other nodes cannot reach this address, and trainer.nnodes=2"):
+        with pytest.raises(WrongInput, match="address=.*: other nodes cannot reach this address, and trainer.nnodes=2"):
             choose_cluster(RayConfig(ray_init={"address": address}), TWO)
         choose_cluster(RayConfig(ray_init={"address": address}), ONE)
     assert not is_loopback(HEAD)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.8:6379")
     for nodes in (ONE, TWO):
-        with pytest.raises(InputError, match="variable RAY_ADDRESS=192.0.2.8:6379: another user has started"):
+        with pytest.raises(WrongInput, match="variable RAY_ADDRESS=192.0.2.8:6379: another user has started"):
             choose_cluster(RayConfig(), nodes)
     monkeypatch.setenv("RAY_ADDRESS", HEAD)  # on another machine
     choose_cluster(RayConfig(), TWO)

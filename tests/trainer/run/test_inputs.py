@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
+from verl.errors import WrongInput
 from verl.trainer.preflight import check_written_names
 from verl.trainer.run import inputs
-from verl.trainer.run.inputs import InputError
 from verl.trainer.sft.preflight import check_rows
 from verl.utils.dataset.config import DataConfig
 
@@ -56,7 +56,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_written_name_that_no_file_has_is_refused(case: str, paths: list[str]) -> None:
     check, data, message = REFUSED[case]
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(WrongInput, match=message):
         check(paths, **data)
 
 
@@ -66,5 +66,5 @@ def test_names_that_a_file_has_or_that_nobody_wrote(paths: list[str], monkeypatc
     sft(paths, tools_key="functions")
     rl([paths[0], "hdfs://nowhere/val.parquet"], image_key="photos")  # which cannot be known
     monkeypatch.setattr(inputs, "overrides_given", lambda: {"data.image_key"})
-    with pytest.raises(InputError, match=r"data\.image_key=images: no data file"):
+    with pytest.raises(WrongInput, match=r"data\.image_key=images: no data file"):
         rl(paths)

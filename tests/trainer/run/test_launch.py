@@ -21,8 +21,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.special_e2e.conftest import leftovers
-from verl.base_config import ConfigError, Violation, WrongInput
-from verl.single_controller.base.errors import CallSite
+from verl.base_config import ConfigError, Violation
+from verl.errors import CallSite, MissingFile, WrongInput
 from verl.single_controller.ray.worker_group import Seat, explain
 from verl.trainer import constants_ppo, preflight
 from verl.trainer.config.problems import brief
@@ -83,7 +83,7 @@ def test_data_files_are_read_to_their_footer(tmp_path):
         (write_rows(tmp_path / "one.parquet", prompt=["a"]), "1 rows in all, fewer than data.train_batch_size=2"),
     ]
     for path, text in cases:
-        with pytest.raises(inputs.InputError, match=text):
+        with pytest.raises(WrongInput, match=text):
             check_training_files(data_config(path, good))
 
 
@@ -96,16 +96,16 @@ def write_safetensors(path, cut=0):
 def test_model_folders_must_hold_whole_weights(tmp_path):
     key, weights = "actor_rollout_ref.model.path", tmp_path / "model.safetensors"
     inputs.check_model(key, "Qwen/Qwen2.5-0.5B")  # the hub is not asked
-    with pytest.raises(inputs.InputNotFoundError, match="holds no weights"):
+    with pytest.raises(MissingFile, match="holds no weights"):
         inputs.check_model(key, str(tmp_path))
     for cut, text in ((1, "is cut short: "), (30, "cut short in its header"), (1000, "not a safetensors file")):
         write_safetensors(weights, cut)
-        with pytest.raises(inputs.InputError, match=text):
+        with pytest.raises(WrongInput, match=text):
             inputs.check_model(key, str(tmp_path))
     write_safetensors(weights)
     inputs.check_model(key, str(tmp_path))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
-    with pytest.raises(inputs.InputNotFoundError, match=r"missing: \['gone.safetensors'\]"):
+    with pytest.raises(MissingFile, match=r"missing: \['gone.safetensors'\]"):
         inputs.check_model(key, str(tmp_path))
 
 

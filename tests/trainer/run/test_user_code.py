@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl.errors import WrongInput
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run import user_code
-from verl.trainer.run.user_code import UserCode, UserCodeError, check_engine, check_user_code
+from verl.trainer.run.user_code import UserCode, check_engine, check_user_code
 from verl.workers.config.engines import Demand
 
 HERE = RayConfig()
@@ -51,7 +52,7 @@ def code(module: str, name: str = "mine", **classes: str) -> UserCode:
 
 
 def test_a_name_that_nothing_registers_is_refused() -> None:
-    with pytest.raises(UserCodeError, match="algorithm.adv_estimator=mien: Unknown advantage estimator: mine does not"):
+    with pytest.raises(WrongInput, match="algorithm.adv_estimator=mien: Unknown advantage estimator: mine does not"):
         check_user_code(code("mine", "mien"), HERE)
 
 
@@ -90,7 +91,7 @@ def test_where_the_run_imports_elsewhere_all_is_a_notice(
 
 def test_variables_of_other_kinds_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "_answer", lambda code: (["a=b: is missing"], []))
-    with pytest.raises(UserCodeError, match="a=b: is missing"):
+    with pytest.raises(WrongInput, match="a=b: is missing"):
         check_user_code(code("mine"), RayConfig(ray_init={"runtime_env": {"env_vars": {"HF_TOKEN": "t"}}}))
 
 
@@ -123,7 +124,7 @@ def test_engines_answer_for_themselves_and_what_is_none_is_refused() -> None:
     asked = LEAST._replace(mode="async", device="cuda", num_workers=2, share_weights=True)
     classes = {"a": "engine.God", "b": "engine.Plain", "c": "engine.Unfinished", LEAST.node: "engine.Good"}
     demands = {f"{node}.name": [*asked._replace(node=node)] for node in classes}
-    with pytest.raises(UserCodeError) as raised:
+    with pytest.raises(WrongInput) as raised:
         check_user_code(
             UserCode(classes={f"{node}.name": name for node, name in classes.items()}, demands=demands), HERE
         )

@@ -12,8 +12,9 @@ import time
 import pytest
 from ray.exceptions import OutOfMemoryError
 
+from verl.errors import LostProcessError
 from verl.trainer.run import watch
-from verl.trainer.run.watch import LostProcessError, Watch, ended_within
+from verl.trainer.run.watch import Watch, ended_within
 
 TRAINER = """
 import signal, sys

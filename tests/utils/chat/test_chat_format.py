@@ -7,7 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from examples.tiny_model import byte_tokenizer
-from verl.utils.chat import Appended, ChatFormat, ChatFormatError, Restarted
+from verl.errors import ChatFormatError
+from verl.utils.chat import Appended, ChatFormat, Restarted
 
 TEMPLATES = Path(__file__).parent / "templates"
 ADD = {

@@ -8,7 +8,8 @@ import pytest
 
 from tests.utils.chat.conversations import TOOLS, Outcome, compare, conversation, text
 from tests.utils.chat.formats import FORMATS, REFUSED, Format, is_installed, make_tokenizer, refused
-from verl.utils.chat import Appended, ChatFormat, ChatFormatError, pieces, written_turn
+from verl.errors import ChatFormatError
+from verl.utils.chat import Appended, ChatFormat, pieces, written_turn
 
 PAGE = Path(__file__).with_name("formats_results.md")
 FEW, MANY = 3, 200

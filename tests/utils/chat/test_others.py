@@ -11,17 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from examples.tiny_model import byte_tokenizer
 from tests.utils.chat.conversations import TOOLS
 from tests.utils.chat.formats import FORMATS, Format, is_installed, make_tokenizer
-from verl.utils.chat import (
-    CUT,
-    Appended,
-    ChatFormat,
-    ChatFormatError,
-    ControlTexts,
-    Restarted,
-    text_tokens,
-    uncut,
-    whole_differences,
-)
+from verl.errors import ChatFormatError
+from verl.utils.chat import CUT, Appended, ChatFormat, ControlTexts, Restarted, text_tokens, uncut, whole_differences
 
 QUESTION = [{"role": "user", "content": "What is new?"}]
 CALL = {"id": "call00000", "type": "function", "function": {"name": "search", "arguments": {"q": "news"}}}

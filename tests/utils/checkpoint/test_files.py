@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from verl.errors import CheckpointError
 from verl.utils.checkpoint import (
-    CheckpointError,
     files,
     find_latest_ckpt_path,
     get_checkpoint_tracker_filename,

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import spawn_ranks
-from verl.utils.checkpoint import CheckpointError, find_complete_checkpoints, verify_checkpoint
+from verl.errors import CheckpointError
+from verl.utils.checkpoint import find_complete_checkpoints, verify_checkpoint
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.faults import InjectedFault

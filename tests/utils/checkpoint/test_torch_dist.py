@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.ranks import use_one_thread
-from verl.utils.checkpoint.files import CheckpointError, record_file
+from verl.errors import CheckpointError
+from verl.utils.checkpoint.files import record_file
 from verl.utils.checkpoint.torch_dist import TorchDistReader
 
 use_one_thread()

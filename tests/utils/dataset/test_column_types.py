@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl.errors import DataError
 from verl.trainer.run.inputs import column_checks
 from verl.utils.dataset import files
-from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, SFTDataset
 

@@ -14,10 +14,10 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from examples.tiny_model import CHAT_TEMPLATE
+from verl.errors import DataError, PromptTooLongError
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.ppo.loaders import complete_data_node
-from verl.utils.dataset.files import DataError
-from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn, truncate
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, truncate
 
 USER = "<|user|>{}<|end|><|assistant|>"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl.errors import DataError
 from verl.utils.chat import ChatFormat, written_turn
 from verl.utils.dataset import RMDataset, SFTDataset
 from verl.utils.dataset.dataset_utils import SFTTensorCollator
-from verl.utils.dataset.files import DataError
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset
 

@@ -16,10 +16,11 @@ from PIL import Image
 from transformers import Gemma3Processor
 
 from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
+from verl.errors import DataError, PromptTooLongError
 from verl.protocol import DataProto
 from verl.utils.dataset.config import DataConfig
-from verl.utils.dataset.files import ColumnCheck, DataError, check_vision_rows
-from verl.utils.dataset.rl_dataset import PromptTooLongError, RLHFDataset, collate_fn
+from verl.utils.dataset.files import ColumnCheck, check_vision_rows
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.dataset.vision_utils import (
     MediaError,
     check_image,

@@ -8,9 +8,9 @@ from PIL import Image
 
 from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
 from tests.utils.dataset.test_vision_rows import clip, encoded, picture
+from verl.errors import DataError
 from verl.trainer.sft_trainer import padded_batch
 from verl.utils.dataset.config import DataConfig
-from verl.utils.dataset.files import DataError
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset, RMDataset, SFTDataset, SFTTensorCollator
 from verl.utils.dataset.vision_utils import MediaEncoder
 

@@ -5,34 +5,24 @@ import numpy as np
 import pytest
 import torch
 
+from verl.errors import MissingPackage, WrongSetting
 from verl.utils.observe import tracking
 from verl.utils.observe.console import get_console
-from verl.utils.observe.tracking import (
-    FileLogger,
-    MissingBackendError,
-    Tracking,
-    UnknownBackendError,
-    check_backends,
-    flatten,
-    mlflow_key,
-    numbers_in,
-)
+from verl.utils.observe.tracking import FileLogger, Tracking, check_backends, flatten, mlflow_key, numbers_in
 
 
 def test_names_are_checked_before_anything_is_built(monkeypatch, caplog):
     monkeypatch.setattr(tracking, "is_installed", lambda package: package == "tensorboard")
     assert check_backends("console") == ["console"]
     assert check_backends(["console", "tensorboard", "console"]) == ["console", "tensorboard"]
-    with pytest.raises(UnknownBackendError, match="'wandbb' must be one of") as error:
+    with pytest.raises(WrongSetting, match="'wandbb' must be one of") as error:
         check_backends(["console", "wandbb"])
     assert isinstance(error.value, AssertionError) and isinstance(error.value, ValueError)
-    with pytest.raises(
-        MissingBackendError, match=r"package wandb, which is not installed.*trainer.logger='\[console\]'"
-    ):
+    with pytest.raises(MissingPackage, match=r"package wandb, which is not installed.*trainer.logger='\[console\]'"):
         check_backends(["console", "wandb"])
-    with pytest.raises(MissingBackendError, match=r"volcengine_ml_platform.*trainer.logger='\[console\]'"):
+    with pytest.raises(MissingPackage, match=r"volcengine_ml_platform.*trainer.logger='\[console\]'"):
         check_backends("vemlp_wandb")
-    with caplog.at_level(logging.WARNING), pytest.raises(MissingBackendError):
+    with caplog.at_level(logging.WARNING), pytest.raises(MissingPackage):
         check_backends("tracking")
     assert "deprecated" in caplog.text
 

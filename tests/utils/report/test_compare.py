@@ -4,8 +4,9 @@ import copy
 
 import pytest
 
+from verl.errors import WrongInput
 from verl.utils.report.__main__ import main
-from verl.utils.report.compare import NothingToCompareError, compare_runs
+from verl.utils.report.compare import compare_runs
 
 
 def test_the_first_difference_is_named(records, tmp_path, capsys):
@@ -107,7 +108,7 @@ def test_what_cannot_be_compared(records, tmp_path, capsys):
     entries = records.healthy(steps=2)
     records.write(tmp_path / "a", {1: entries[1]})
     records.write(tmp_path / "b", {2: entries[2]})
-    with pytest.raises(NothingToCompareError, match="no step in common"):
+    with pytest.raises(WrongInput, match="no step in common"):
         compare_runs(tmp_path / "a", tmp_path / "b")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
     assert "give the trainer.default_local_dir" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from verl.errors import SandboxError
 from verl.utils.reward_score import (
     code_tests,
     data_source_problem,
@@ -22,7 +23,7 @@ from verl.utils.reward_score import (
 from verl.utils.reward_score.code_tests import COMPILE_ERROR, RUNTIME_ERROR, TIMEOUT, UNKNOWN
 from verl.utils.reward_score.prime_code.testing_util import run_test
 from verl.utils.reward_score.sandbox_fusion import utils as service_utils
-from verl.utils.sandbox import SandboxError, local, remote
+from verl.utils.sandbox import local, remote
 from verl.utils.sandbox.permits import FilePermits
 from verl.utils.sandbox.remote import RemoteSandboxError
 from verl.workers.rewards.loading import resolve_reward

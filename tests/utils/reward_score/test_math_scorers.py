@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.utils.reward_score.answer_pairs import DIFFERENT as DIFFERENT_PAIRS
 from tests.utils.reward_score.answer_pairs import EQUAL as EQUAL_PAIRS
 from tests.utils.reward_score.answer_pairs import EQUAL_BY_ALGEBRA
+from verl.errors import MissingPackage
 from verl.utils import reward_score
 from verl.utils.reward_score import (
     SCORERS,
@@ -378,7 +379,7 @@ def test_search_of_short_and_unusual_answers(answer, truth, is_right):
 
 def test_geo3k():
     if not reward_score.GEO.is_installed():
-        with pytest.raises(reward_score.MissingExtraError, match=r"geo3k needs mathruler.*pip install 'verl\[geo\]'"):
+        with pytest.raises(MissingPackage, match=r"geo3k needs mathruler.*pip install 'verl\[geo\]'"):
             geo3k.compute_score(r"\boxed{3}", "3")
         assert "'verl[geo]'" in data_source_problem("hiyouga/geometry3k")
     else:

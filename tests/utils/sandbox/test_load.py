@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from verl.errors import SandboxError
 from verl.utils.reward_score import prime_code
-from verl.utils.sandbox import SandboxError, Test, clock, cores, isolation_problem, local, run_tests
+from verl.utils.sandbox import Test, clock, cores, isolation_problem, local, run_tests
 
 pytestmark = pytest.mark.skipif(isolation_problem() is not None, reason=f"no isolation here: {isolation_problem()}")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.utils.sandbox import SandboxError, Test, isolation_problem, local, run_tests
+from verl.errors import SandboxError
+from verl.utils.sandbox import Test, isolation_problem, local, run_tests
 from verl.utils.sandbox.folder import empty_folder, is_too_full
 
 pytestmark = pytest.mark.skipif(isolation_problem() is not None, reason=f"no isolation here: {isolation_problem()}")

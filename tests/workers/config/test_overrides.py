@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.base_config import ConfigError
+from verl.errors import WrongSetting
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.config.model import ConfigFields, read_config_json
 from verl.workers.config.overrides import merged, overridden, override_problems
 from verl.workers.rollout.engine_rope import engine_rope
-from verl.workers.rollout.engine_settings import ContextLengthError, check_context
+from verl.workers.rollout.engine_settings import check_context
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -185,7 +186,7 @@ def test_a_context_that_is_too_long_is_stretched_as_its_message_advises(
     folders: dict[str, str], name: str, rollout: str
 ) -> None:
     config = RolloutConfig(name=rollout, prompt_length=100, response_length=100)
-    with pytest.raises(ContextLengthError, match="or set actor_rollout_ref.model.override_config.rope_scaling"):
+    with pytest.raises(WrongSetting, match="or set actor_rollout_ref.model.override_config.rope_scaling"):
         check_context(config, model_of(folders[name]).hf_config)
     for changes in (
         {"rope_scaling": {"rope_type": "yarn", **YARN}},

@@ -15,6 +15,7 @@ from tests.ranks import note
 from tests.workers.engine import cases
 from tests.workers.engine.cases import load
 from tests.workers.engine.megatron_cases import CP, EP, LAYERS, PP, TP, VPP
+from verl.errors import ModelWeightsError
 from verl.utils import megatron_utils as helpers
 from verl.workers.config import HFModelConfig, McoreEngineConfig
 from verl.workers.engine import EngineRegistry
@@ -228,7 +229,7 @@ def share(rank: int, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
 
 def read_error(rank: int, folder: Path, layout: dict[str, Any]) -> str:
     """Return what is said of a disk that fails in the middle."""
-    from verl.workers.engine.weights import ModelWeightsError, SafetensorsReader
+    from verl.workers.engine.weights import SafetensorsReader
 
     original = SafetensorsReader.read
 

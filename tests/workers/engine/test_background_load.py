@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests import remote_code
 from tests.ranks import Ranks
 from tests.workers.engine import cases
+from verl.errors import ModelWeightsError
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine import background_load
 from verl.workers.engine.background_load import (
@@ -27,7 +28,7 @@ from verl.workers.engine.background_load import (
     when_filled,
 )
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead, build
-from verl.workers.engine.weights import SINGLE_FILE, ModelWeightsError
+from verl.workers.engine.weights import SINGLE_FILE
 
 WAIT_S = 300
 MODELS: dict[str, dict[str, Any]] = {

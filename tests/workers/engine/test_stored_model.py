@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import Ranks, note
 from tests.workers.engine import cases, vision_cases
 from tests.workers.engine.test_background_load import as_rank
+from verl.errors import ModelWeightsError
 from verl.utils.model import get_hf_auto_model_class, stored_buffers
 from verl.workers.engine.fsdp.build import checkpoint_names, local_rows
 from verl.workers.engine.fsdp.stored_model import StoredModel
-from verl.workers.engine.weights import ModelWeightsError, SafetensorsReader, open_weights
+from verl.workers.engine.weights import SafetensorsReader, open_weights
 from verl.workers.sharding_manager.weight_sync import Meter
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}

@@ -18,6 +18,7 @@ import torch
 from examples.tiny_model import byte_tokenizer
 from tests.waiting import wait_until
 from verl.compat import prime_scoring
+from verl.errors import RewardError
 from verl.experimental.agent_loop import rewards
 from verl.protocol import DataProto
 from verl.trainer.ppo import reward
@@ -30,7 +31,7 @@ from verl.workers.reward_manager.prime import parallel_compute_score_async, run_
 from verl.workers.rewards import loading
 from verl.workers.rewards.loading import load_reward_manager, resolve_reward
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
-from verl.workers.rewards.scoring import RewardError, ScoringLimits
+from verl.workers.rewards.scoring import ScoringLimits
 
 PROMPT_WIDTH, RESPONSE_WIDTH = 6, 8
 RESPONSES = ["#### 4", "#### 12", ""]

@@ -18,7 +18,7 @@ from ray.util.placement_group import remove_placement_group
 from examples.tiny_model import make_tiny_model
 from tests.workers.engine import cases, real_losses
 from verl.algos.aggregate import Sum
-from verl.single_controller.base.errors import WorkerTaskError
+from verl.errors import WorkerTaskError
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.metric import reduce_metrics
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPCriticModelCfg, FSDPOptimizerConfig

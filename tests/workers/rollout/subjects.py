@@ -15,10 +15,11 @@ import pytest
 
 from tests.workers.rollout import tiny
 from tests.workers.rollout.sleeping import poisoning_sleep
+from verl.errors import ServerError
 from verl.workers.config import HFModelConfig, ServerConfig
 from verl.workers.rollout import engine_server
 from verl.workers.rollout.base import NO_WEIGHTS
-from verl.workers.rollout.server import ServerError, TokenOutput
+from verl.workers.rollout.server import TokenOutput
 from verl.workers.sharding_manager import complete
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENCE_S
-from verl.workers.rollout.server import ServerError
+from verl.errors import ServerError
 from verl.workers.rollout.vllm_rollout import engine_loop
 from verl.workers.rollout.vllm_rollout.engine_loop import EngineLoop
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from tests.workers.rollout import tiny
+from verl.errors import WrongSetting
 from verl.workers.config.engines import ENGINES, SERVED_ROLLOUTS, EngineFacts
 from verl.workers.rollout import BaseRollout, HFRollout, begin_rollout, get_rollout_class
 from verl.workers.rollout.registry import ROLLOUT_CLASSES
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, UnknownReplicaError
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.sharding_manager import HybridShardingManager, build_sharding_manager
 
 HERE = __name__
@@ -69,7 +70,7 @@ def test_what_is_no_engine_is_refused(name: str, says: str) -> None:
 def test_a_worker_refuses_what_the_engine_does_not_do() -> None:
     with pytest.raises(ValueError, match="trainer.device=cpu: is not supported by Own: write cuda"):
         begin_rollout(tiny.rollout_config(f"{HERE}.Nested.Own"), None, has_trainer=True)  # type: ignore[arg-type]
-    with pytest.raises(UnknownReplicaError, match="has no servers"):
+    with pytest.raises(WrongSetting, match="has no servers"):
         RolloutReplicaRegistry.get(f"{HERE}.Nested.Own")
 
 

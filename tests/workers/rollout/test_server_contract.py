@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from tests.workers.rollout import subjects, tiny
+from verl.errors import ServerError
 from verl.protocol import DataProto
-from verl.workers.rollout.server import ServerError, TokenOutput
+from verl.workers.rollout.server import TokenOutput
 
 Server = Any  # of an optional package
 

@@ -19,13 +19,11 @@ from omegaconf import OmegaConf
 
 from tests.workers.rollout import tiny
 from tests.workers.rollout.subjects import NEVER_S
-from verl.base_config import WrongInput
+from verl.errors import MissingName, ServerError, WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig, ServerConfig
 from verl.workers.rollout.base import NO_WEIGHTS
-from verl.workers.rollout.replica import NoAddressError
-from verl.workers.rollout.server import ServerError
 from verl.workers.rollout.standalone import StandaloneServers, replica_class_of
 from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layout_of, open_store, read_shared
 
@@ -124,7 +122,7 @@ def test_placements_that_are_refused() -> None:
         replica.init_colocated(None)  # type: ignore[arg-type]
     assert isinstance(refused.value, WrongInput)
     assert not hasattr(replica, "server_address")
-    with pytest.raises(NoAddressError, match="main_generation_server"):
+    with pytest.raises(MissingName, match="main_generation_server"):
         _ = replica.server_address
     with pytest.raises(RuntimeError, match="does not serve yet"):
         _ = replica.server_handle

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests.workers.rollout import tiny, vision
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.protocol import DataProto
 from verl.utils.dataset.vision_utils import encoded_media
 from verl.utils.py_functional import object_array
@@ -20,7 +20,7 @@ from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import config_rope
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.engine_settings import media_settings
-from verl.workers.rollout.expansion import ExpansionError, check_expansion
+from verl.workers.rollout.expansion import check_expansion
 from verl.workers.rollout.server import TokenOutput
 from verl.workers.rollout.sglang_rollout.media import MediaForm
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
@@ -170,7 +170,7 @@ def test_other_tokens_of_an_image_are_refused() -> None:
         {"prompt_token_ids": [9, 7], "multi_modal_data": {"image": [pixels]}},
     ]
     check_expansion(asked, [None, [9, 9, 7]], "vllm")
-    with pytest.raises(ExpansionError, match=r"prompts\[1\]: .* has 4 tokens in the rollout engine and 3 in"):
+    with pytest.raises(RuntimeError, match=r"prompts\[1\]: .* has 4 tokens in the rollout engine and 3 in"):
         check_expansion(asked, [None, [9, 9, 9, 7]], "vllm")
     frames = ({"video": [(np.zeros((2, 3, 4, 4)), {"fps": 1.0})]},)
     asked = DataProto.from_dict(

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from tests.workers.engine import cases
 from tests.workers.rollout import tiny
-from verl.base_config import WrongInput
+from verl.errors import WeightSyncError, WrongInput
 from verl.protocol import DataProto
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.engine.fsdp.engine import FSDPEngineWithLMHead
 from verl.workers.rollout import build_rollout
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager import HybridShardingManager, WeightSyncError, build_sharding_manager
+from verl.workers.sharding_manager import HybridShardingManager, build_sharding_manager
 from verl.workers.sharding_manager.shared_weights import SharedWeights, flipped, probe_tokens
 
 ATTENTION = "model.layers.0.self_attn"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.ranks import spawn_ranks
 from tests.workers.rollout import tiny, vision
+from verl.errors import WeightSyncError
 from verl.utils import envs
 
 pytest.importorskip("vllm")
@@ -69,8 +70,6 @@ def _check_requests(manager: Any, rank: int) -> None:
 
 
 def _run(rank: int, folder: str, key_value_heads: int) -> None:
-    from verl.workers.sharding_manager import WeightSyncError
-
     manager = _start(rank, folder, key_value_heads)
     first = _check(manager, seed=0)
     _check_requests(manager, rank)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.workers.rollout import sleeping, tiny
+from verl.errors import WeightSyncError
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager import FSDPVLLMShardingManager, WeightSyncError, build_sharding_manager
+from verl.workers.sharding_manager import FSDPVLLMShardingManager, build_sharding_manager
 
 pytest.importorskip("vllm")
 

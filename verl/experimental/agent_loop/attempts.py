@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.utils.masking import masked_text
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.observe.attempts import AttemptLine
@@ -37,10 +37,6 @@ class TrajectoryInputError(TrajectoryError, WrongInput):
 
 class DeadlineError(TimeoutError):
     """An attempt has not ended before its deadline, or that of the step; the message names the key."""
-
-
-class AttemptOverError(RuntimeError):
-    """An agent loop asks for tokens after its attempt has ended."""
 
 
 @dataclass
@@ -81,10 +77,10 @@ class Attempt:
 
         A loop that sends other seeds keeps them.
 
-        Raises: AttemptOverError if the attempt has ended.
+        Raises: RuntimeError if the attempt has ended.
         """
         if self.is_cancelled or self.outcome is not None:
-            raise AttemptOverError(f"attempt {self.id} has ended: agent loop {self.loop} must not ask for more tokens")
+            raise RuntimeError(f"attempt {self.id} has ended: agent loop {self.loop} must not ask for more tokens")
         turn = self.turns
         self.turns = self.turns + 1
         changed = dict(params)

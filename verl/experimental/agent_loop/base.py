@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from omegaconf import DictConfig
 from pydantic import BaseModel, Field
 
-from verl.base_config import WrongInput, nearest
+from verl.base_config import nearest
+from verl.errors import WrongInput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -108,10 +109,6 @@ class WholeConfig:
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
-
-
-class AgentLoopInputError(WrongInput):
-    """An agent loop cannot be built from the user's configuration."""
 
 
 class AgentLoopBase(ABC):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import WrongInput, nearest, one_line
+from verl.base_config import nearest, one_line
+from verl.errors import WrongInput, WrongSetting
 from verl.utils.import_utils import absolute_name
 from verl.utils.parsing import parse_yaml
 
@@ -23,10 +24,6 @@ _REGISTRY: dict[str, DictConfig] = {
     ONE_TURN: OmegaConf.create({"_target_": f"{_PACKAGE}.single_turn_agent_loop.SingleTurnAgentLoop"}),
     "tool_agent": OmegaConf.create({"_target_": f"{_PACKAGE}.tool_agent_loop.ToolAgentLoop"}),
 }
-
-
-class UnknownAgentLoopError(WrongInput, AssertionError):
-    """No agent loop has this name."""
 
 
 def register(agent_name: str) -> Callable[[Loop], Loop]:
@@ -76,10 +73,10 @@ def register_all(loops: Mapping[str, DictConfig]) -> None:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise UnknownAgentLoopError for a name that no loop has."""
+    """Raise WrongSetting for a name that no loop has."""
     for name in dict.fromkeys(names):
         if name not in _REGISTRY:
-            raise UnknownAgentLoopError(
+            raise WrongSetting(
                 f"agent_name={name}: Agent loop {name} not registered, registered agent loops: {sorted(_REGISTRY)} "
                 f"(the nearest: {', '.join(nearest(name, _REGISTRY)) or 'none'}); name the class of another loop in "
                 "actor_rollout_ref.rollout.agent.agent_loop_config_path"
@@ -89,7 +86,7 @@ def check_names(names: Sequence[str]) -> None:
 def build_agent_loop(name: str, config: DictConfig, **parts: Any) -> "AgentLoopBase":
     """Return a new instance of a loop; ``parts`` are the other arguments of ``AgentLoopBase``.
 
-    Raises: UnknownAgentLoopError for a name that no loop has; the error of its constructor.
+    Raises: WrongSetting for a name that no loop has; the error of its constructor.
     """
     import hydra
     from hydra.errors import InstantiationException

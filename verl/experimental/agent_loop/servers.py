@@ -15,13 +15,13 @@ from typing import Any, Self
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError
 
-from verl.base_config import WrongInput
+from verl.errors import RequestAbortedError, RequestTimeoutError, ServerError, WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
 from verl.workers.config.rollout import start_limit_s
 from verl.workers.rollout.replica import cause_of_death
-from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput, cause_of
+from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,6 @@ HEARTBEAT_S = 10.0
 
 MOST_LOST = 5
 """Servers that may be lost, one after the other, while they have a request; then it fails."""
-
-
-class RequestTimeoutError(TimeoutError):
-    """A server lives, and did not answer a request before its deadline; the message names both."""
-
-
-class RequestAbortedError(RuntimeError):
-    """A server has ended a request before its response was whole, though nobody here has told it to."""
 
 
 @dataclass(eq=False)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from omegaconf import DictConfig
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import WrongInput, WrongSetting
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
 from verl.experimental.agent_loop.spans import activity
@@ -45,22 +46,6 @@ _SHOWN_ERROR_CHARS = 500
 _USUAL_INTERACTION = "gsm8k"
 _END_TIMEOUT_S = 30.0
 """Seconds that a tool or an interaction gets to end an instance."""
-
-
-class InteractionNameError(WrongInput):
-    """A row does not say which interaction it belongs to, or names one that does not exist."""
-
-
-class RawPromptError(WrongInput, AssertionError):
-    """Rows come without the messages of their prompts."""
-
-
-class InteractionError(RuntimeError):
-    """An interaction has failed, or has given an answer that is none; the message names it."""
-
-
-class InteractionTimeoutError(TimeoutError):
-    """An interaction has not answered before its deadline; the message names it."""
 
 
 class AgentState(Enum):
@@ -235,7 +220,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _begin(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> Conversation:
         if row.get("raw_prompt") is None:
-            raise RawPromptError(
+            raise WrongSetting(
                 "the row has no raw_prompt, the messages of its prompt: set data.return_raw_chat=True, or let the data "
                 "set of data.custom_cls return them"
             )
@@ -263,7 +248,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _interaction(self, name: Any) -> "BaseInteraction":
         known = self.parts.interactions
         if name not in known:
-            raise InteractionNameError(
+            raise WrongInput(
                 f"extra_info.interaction_kwargs.name={name}: {_KEY}.interaction_config_path has "
                 f"{', '.join(sorted(known))}: each row must name one of them"
             )
@@ -415,7 +400,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _in_time(self, interaction: "BaseInteraction", method: str, answer: Awaitable[T]) -> T:
         """Wait for the answer of a method of an interaction; without its user a conversation cannot go on.
 
-        Raises: InteractionTimeoutError at its deadline; InteractionError for what it raises, unless it refuses the row.
+        Raises: TimeoutError at its deadline; RuntimeError for what it raises, unless it refuses the row.
         """
         where = f"{method} of the interaction {interaction.name}"
         try:
@@ -425,10 +410,10 @@ class ToolAgentLoop(AgentLoopBase):
             raise
         except Exception as error:  # an interaction may raise anything
             if isinstance(error, TimeoutError) and limit.expired():
-                raise InteractionTimeoutError(
+                raise TimeoutError(
                     f"{where} has not answered within rollout.agent.tool_timeout_s={self.tool_timeout_s:g}"
                 ) from None
-            raise InteractionError(f"{where} failed: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"{where} failed: {type(error).__name__}: {error}") from error
 
     # ---- what a turn adds
 
@@ -589,20 +574,20 @@ class ToolAgentLoop(AgentLoopBase):
 def _checked_answer(interaction: "BaseInteraction", given: Any) -> tuple[bool, str, float | None]:
     """Return whether the conversation ends, the text of the user, and the score of the turn, if there is one.
 
-    Raises: InteractionError naming the interaction.
+    Raises: RuntimeError naming the interaction.
     """
     where = f"generate_response of the interaction {interaction.name} returned"
     if not isinstance(given, tuple | list) or len(given) != 4:
-        raise InteractionError(f"{where} {_SHORT.repr(given)}: it must return (ends, text, score, facts)")
+        raise RuntimeError(f"{where} {_SHORT.repr(given)}: it must return (ends, text, score, facts)")
     ends, text, score, _ = given
     if text is not None and not isinstance(text, str):
-        raise InteractionError(f"{where} the text {_SHORT.repr(text)}: it must be a str")
+        raise RuntimeError(f"{where} the text {_SHORT.repr(text)}: it must be a str")
     try:
         value = None if score is None else float(score)
     except (TypeError, ValueError):
         value = math.nan
     if value is not None and not math.isfinite(value):
-        raise InteractionError(f"{where} the score {_SHORT.repr(score)}: it must be a finite number")
+        raise RuntimeError(f"{where} the score {_SHORT.repr(score)}: it must be a finite number")
     return bool(ends), text or "", value
 
 

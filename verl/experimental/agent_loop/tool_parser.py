@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from verl.base_config import WrongInput, nearest
+from verl.base_config import nearest
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.tool_markup import THINK, ElementCall, Elements, find_calls, split_thought
 from verl.experimental.agent_loop.tool_values import decode_at, skip_blanks, typed
 
@@ -49,10 +50,6 @@ class FunctionCall:
 Found = tuple[str, list[FunctionCall]]
 """The text without its calls, and the calls in their order."""
 Parser = TypeVar("Parser", bound="type[ToolParser]")
-
-
-class UnknownToolParserError(WrongInput):
-    """No parser has this name."""
 
 
 class ToolParser:
@@ -136,11 +133,11 @@ class ToolParser:
 def get_tool_parser(name: str, tokenizer: "PreTrainedTokenizerBase") -> ToolParser:
     """Return a parser by name.
 
-    Raises: UnknownToolParserError naming the choices.
+    Raises: WrongInput naming the choices.
     """
     known = ToolParser.names()
     if name not in known:
-        raise UnknownToolParserError(
+        raise WrongInput(
             f"actor_rollout_ref.rollout.multi_turn.format={name}: is no parser of tool calls: write one of "
             f"{', '.join(known)} (the nearest: {', '.join(nearest(name, known)) or 'none'})"
         )

@@ -15,8 +15,9 @@ from omegaconf import DictConfig
 from ray import cloudpickle
 
 from verl.base_config import omega_conf_to_dataclass
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.attempts import OK, Attempt
-from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopInputError, AgentLoopOutput
+from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.blocking import blocking_is_named
 from verl.experimental.agent_loop.later_images import WholeTrajectories
@@ -99,7 +100,7 @@ class AgentLoopWorkerBase:
         What goes wrong here, a file of tools for instance, is wrong for every trajectory, and so is not left to
         ``rollout.agent.on_failure``.
 
-        Raises: AgentLoopInputError naming the loop.
+        Raises: WrongInput naming the loop.
         """
         for name in dict.fromkeys([self.rollout_config.default_loop] if names is None else names):
             if name in self._prepared:
@@ -107,9 +108,7 @@ class AgentLoopWorkerBase:
             try:
                 self._build(name, self.server_manager)
             except Exception as error:  # classes of users may raise anything
-                raise AgentLoopInputError(
-                    f"agent loop {name} cannot be built: {type(error).__name__}: {error}"
-                ) from error
+                raise WrongInput(f"agent loop {name} cannot be built: {type(error).__name__}: {error}") from error
             self._prepared.add(name)
         if names is None:  # an actor starts: what is here now stays, and the collector need not look at it again
             gc.collect()

@@ -5,7 +5,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.models.mcore.families import Family as Family
-from verl.models.mcore.families import UnsupportedModelError as UnsupportedModelError
 from verl.models.mcore.families import find_family, text_of
 from verl.models.mcore.families import get_mcore_weight_converter as get_mcore_weight_converter
 from verl.models.mcore.families import register_family as register_family
@@ -23,7 +22,7 @@ __getattr__ = lazy_exports(
 def get_mcore_forward_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:
     """Return the forward pass over padded rows, ``verl.models.mcore.gpt.forward.model_forward``.
 
-    Raises: UnsupportedModelError for an unknown architecture.
+    Raises: UnsupportedInput for an unknown architecture.
     """
     return _forward("model_forward", hf_config)
 

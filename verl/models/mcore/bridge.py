@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.base_config import WrongInput
-from verl.models.mcore.families import UnsupportedModelError, find_family
+from verl.errors import UnsupportedInput, WrongInput
+from verl.models.mcore.families import find_family
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -24,7 +24,7 @@ def needs_bridge(hf_config: "PretrainedConfig", use_mbridge: bool) -> bool:
         return False
     try:
         find_family(hf_config)
-    except UnsupportedModelError:
+    except UnsupportedInput:
         return True
     return False
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.base_config import WrongInput
+from verl.errors import UnsupportedInput
 from verl.models import mcore_limits
 from verl.models.mcore.weights import (
     Columns,
@@ -46,14 +46,10 @@ TOWER = "visual."
 """Prefix of the vision tower's parameters in a ``GPTModel``."""
 
 
-class UnsupportedModelError(WrongInput, NotImplementedError):
-    """Megatron-Core, or verl's code for it, does not support the model."""
-
-
 def refuse(limits: Iterable[mcore_limits.Limit]) -> None:
-    """Raise UnsupportedModelError for the first limit, if there is any."""
+    """Raise UnsupportedInput for the first limit, if there is any."""
     for limit in limits:
-        raise UnsupportedModelError(str(limit))
+        raise UnsupportedInput(str(limit))
 
 
 @dataclass(frozen=True)
@@ -114,14 +110,14 @@ def supported_architectures() -> list[str]:
 def find_family(hf_config: "PretrainedConfig") -> Family:
     """Return the family of a model; a classifier counts as its causal model.
 
-    Raises: UnsupportedModelError unless it names exactly one registered architecture.
+    Raises: UnsupportedInput unless it names exactly one registered architecture.
     """
     named = list(hf_config.architectures or [])
     if len(named) != 1:
-        raise UnsupportedModelError(f"config.json must name one architecture, it names {named}")
+        raise UnsupportedInput(f"config.json must name one architecture, it names {named}")
     name = mcore_limits.causal_name(named[0])
     if name not in _FAMILIES:
-        raise UnsupportedModelError(
+        raise UnsupportedInput(
             f"architecture {named[0]} is not supported with strategy=megatron, which supports "
             f"{', '.join(supported_architectures())}; set strategy=fsdp"
         )
@@ -164,7 +160,7 @@ def _is_of(name: str, with_experts: bool) -> bool:
 def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``GPTModel`` for rotary positions.
 
-    Raises: UnsupportedModelError if Megatron-Core computes this scaling differently.
+    Raises: UnsupportedInput if Megatron-Core computes this scaling differently.
     """
     refuse(mcore_limits.rope_limits(hf))
     return _scaled_rope(mcore_limits.rope_of(hf))
@@ -193,7 +189,7 @@ def _scaled_rope(rope: dict[str, Any]) -> dict[str, Any]:
 def dense_config(hf: "PretrainedConfig", **changes: Any) -> dict[str, Any]:
     """Return the arguments of ``TransformerConfig`` that Llama-like models share.
 
-    Raises: UnsupportedModelError for options that Megatron-Core does not support.
+    Raises: UnsupportedInput for options that Megatron-Core does not support.
     """
     refuse(mcore_limits.dense_limits(hf))
     return {
@@ -327,10 +323,10 @@ register_family("Qwen3ForCausalLM", _QWEN3)
 def expert_config(hf: "PretrainedConfig", width: int) -> dict[str, Any]:
     """Return the arguments of ``TransformerConfig`` that models with experts share.
 
-    Raises: UnsupportedModelError for a model of such a family that has no experts.
+    Raises: UnsupportedInput for a model of such a family that has no experts.
     """
     if not num_experts(hf):
-        raise UnsupportedModelError(f"num_experts=0 {mcore_limits.NOT_SUPPORTED}: name the family's dense architecture")
+        raise UnsupportedInput(f"num_experts=0 {mcore_limits.NOT_SUPPORTED}: name the family's dense architecture")
     pattern = [int(layer_has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)]
     return {
         "num_moe_experts": num_experts(hf),
@@ -457,7 +453,7 @@ register_family(
 def _sigmoid_router_config(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``TransformerConfig`` for the experts.
 
-    Raises: UnsupportedModelError if Megatron-Core's router would choose or weight experts differently.
+    Raises: UnsupportedInput if Megatron-Core's router would choose or weight experts differently.
     """
     refuse(mcore_limits.router_limits(hf))
     groups, chosen = mcore_limits.expert_groups(hf) or (None, None)
@@ -485,7 +481,7 @@ def _sigmoid_router_rules(hf: "PretrainedConfig") -> dict[str, Rule]:
 def _latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``MLATransformerConfig``.
 
-    Raises: UnsupportedModelError if Megatron-Core computes this attention differently.
+    Raises: UnsupportedInput if Megatron-Core computes this attention differently.
     """
     refuse(mcore_limits.latent_limits(hf))
     rope = mcore_limits.rope_of(hf)
@@ -568,7 +564,7 @@ register_family("Glm4MoeForCausalLM", Family(_glm4_moe_config, _glm4_moe_layer, 
 def _vision_rope(hf: "PretrainedConfig") -> dict[str, Any]:
     """Return the arguments of ``GPTModel`` for positions along three axes.
 
-    Raises: UnsupportedModelError if Megatron-Core computes this scaling differently.
+    Raises: UnsupportedInput if Megatron-Core computes this scaling differently.
     """
     text = text_of(hf)
     refuse(mcore_limits.vision_rope_limits(text))
@@ -650,5 +646,5 @@ class WeightConverter:
 
 
 def get_mcore_weight_converter(hf_config: "PretrainedConfig", dtype: torch.dtype | None = None) -> WeightConverter:
-    """Return the converter of a model. Raises: UnsupportedModelError for an unknown architecture."""
+    """Return the converter of a model. Raises: UnsupportedInput for an unknown architecture."""
     return WeightConverter(hf_config, dtype)

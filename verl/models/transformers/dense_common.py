@@ -36,10 +36,6 @@ class HeadRequest:
     entropy: str = "none"
 
 
-class FusedHeadError(ValueError):
-    """The model computes its logits in a way that cannot be fused."""
-
-
 def has_fused_head(model: nn.Module) -> bool:
     """Return whether the model has a fused head."""
     return _MARK in getattr(model, "__dict__", {})
@@ -50,7 +46,7 @@ def install_fused_head(model: "PreTrainedModel", backend: str = "torch") -> None
 
     It then returns a ``CausalLMOutputForPPO``. Without either argument it works as before.
 
-    Raises: FusedHeadError unless its logits come from a plain linear head with an optional scale or soft cap.
+    Raises: ValueError unless its logits come from a plain linear head with an optional scale or soft cap.
     """
     head, name = _head_of(model)
     formula = _formula_of(model, name)
@@ -104,13 +100,13 @@ def _head_of(model: "PreTrainedModel") -> tuple[nn.Linear, str]:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
         adapted = "remove the head from model.target_modules, or " if hasattr(head, "base_layer") else ""
-        raise FusedHeadError(
+        raise ValueError(
             f"use_fused_kernels=True needs a plain linear head, but {type(model).__name__} has a "
             f"{type(head).__name__}: {adapted}set use_fused_kernels=False"
         )
     names = [name for name, child in model.named_children() if child is head]
     if not names or not hasattr(model, model.base_model_prefix):
-        raise FusedHeadError(
+        raise ValueError(
             f"use_fused_kernels=True needs the head and its base model as direct children, unlike in "
             f"{type(model).__name__}: set use_fused_kernels=False"
         )
@@ -169,17 +165,17 @@ def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
         output, seen = own_forward(model, head_name, hidden, logits, logits_to_keep=torch.tensor([1]))
         found = output.logits
     except Exception as error:  # model code raises arbitrary classes
-        raise FusedHeadError(f"{_unknown(model)} ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{_unknown(model)} ({type(error).__name__}: {error})") from error
     found = found.flatten().tolist()
     if not seen or not torch.equal(seen[0], hidden[:, 1:2]) or len(found) != len(_PROBES):
-        raise FusedHeadError(_unknown(model))
+        raise ValueError(_unknown(model))
     cap = found[-1] if math.isclose(found[-1], found[-2], rel_tol=1e-4) else None
     scale = found[1] / _PROBES[1] if cap is None else found[0] / _PROBES[0]
     scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
     formula = HeadFormula(scale=scale, softcap=cap)
     expected = formula.logits(torch.tensor(_PROBES, dtype=torch.float64)).tolist()
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True)):
-        raise FusedHeadError(_unknown(model))
+        raise ValueError(_unknown(model))
     return formula
 
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.transformers.attention import varlen_attention_forward
 from verl.models.transformers.names import REMOTE_FAMILIES
 from verl.models.transformers.packed_sequences import PackedSequences
-from verl.models.transformers.vision import Media, MediaCountError, as_shown
+from verl.models.transformers.vision import Media, as_shown
 from verl.utils.checkpoint.hf_export import REMOTE_MODULES
 
 if TYPE_CHECKING:
@@ -126,12 +126,12 @@ def _merge(embeddings: Tensor, positions: Tensor, places: Tensor, features: Tens
 
     Without places the features stay unread and still get a gradient, of zero.
 
-    Raises: MediaCountError when their numbers differ.
+    Raises: ValueError when their numbers differ.
     """
     if not len(places):
         features = features[:0]
     if len(places) != len(features):
-        raise MediaCountError(
+        raise ValueError(
             f"the prompts of a micro-batch hold {len(places)} image tokens, but multi_modal_inputs gives "
             f"{len(features)} features: keep each row's prompt and processor output together, and do not truncate "
             "prompts within an image"
@@ -165,9 +165,7 @@ def _kimi_forward(
         pixels = media.inputs["pixel_values"].to(embeddings.dtype)
         grids = torch.as_tensor(media.inputs["image_grid_hws"], device=embeddings.device)
     elif len(places):
-        raise MediaCountError(
-            f"the prompts hold {len(places)} image tokens, but multi_modal_inputs has no pixel_values"
-        )
+        raise ValueError(f"the prompts hold {len(places)} image tokens, but multi_modal_inputs has no pixel_values")
     else:
         pixels = embeddings.new_zeros(down * right, 3, vision.patch_size, vision.patch_size)
         grids = torch.tensor([[down, right]], device=embeddings.device)
@@ -238,19 +236,19 @@ def _features_of_slices(model: Any, slices: list[Tensor], sizes: Tensor, like: T
 def _slice_places(ids: Tensor, media: Media) -> Tensor:
     """Return the flat places of the image tokens of all rows, from ``image_bound`` in columns of the padded prompt.
 
-    Raises: MediaCountError when a bound holds padding, sampled tokens, or tokens other than those of images.
+    Raises: ValueError when a bound holds padding, sampled tokens, or tokens other than those of images.
     """
     found = []
     for number, row in enumerate(media.rows):
         for start, stop in torch.as_tensor(row.get("image_bound", ())).reshape(-1, 2).tolist():
             assert media.places is not None
             if not 0 <= start < stop <= media.places.shape[1]:
-                raise MediaCountError(f"image_bound of a row is [{start}, {stop}], outside of its prompt")
+                raise ValueError(f"image_bound of a row is [{start}, {stop}], outside of its prompt")
             found.append(media.places[number, start:stop])
     places = torch.cat(found) if found else torch.zeros(0, dtype=torch.long, device=ids.device)
     tokens = ids.flatten()[places]
     if (places < 0).any() or media.sampled.flatten()[places].any() or (tokens != tokens[:1]).any():
-        raise MediaCountError(
+        raise ValueError(
             "image_bound points at tokens that are no placeholders of an image: it counts the columns of the padded "
             "prompt, so do not pad prompts again, and use the data set class of recipe/minicpmo"
         )

@@ -118,7 +118,7 @@ def read_media(
     Args: ``lengths`` of the sequences that a packed row holds; by default each row is one sequence.
     Returns: the flat places (n,) of the placeholder tokens, their features (n, hidden), and those of earlier layers
         (n, hidden) if the language model reads them. Without media all of them are empty, and still have a gradient.
-    Raises: MediaCountError when tokens and media do not match.
+    Raises: ValueError when tokens and media do not match.
     """
     shown = _collect(config, media, ids, [ids.shape[1]] * ids.shape[0] if lengths is None else lengths)
     if shown is None:
@@ -127,7 +127,7 @@ def read_media(
     features, deep = _run_tower(tower, shown.pixels, shown.grid)
     features, *deep = (as_shown(part, shown.sizes, shown.order) for part in (features, *deep))
     if len(shown.places) != len(features):
-        raise MediaCountError(
+        raise ValueError(
             f"the prompts of a micro-batch hold {len(shown.places)} image and video tokens, but multi_modal_inputs "
             f"gives {len(features)} features: keep each row's prompt and processor output together, and do not "
             "truncate prompts within an image"
@@ -167,7 +167,7 @@ def _collect(config: "PretrainedConfig", media: Media, ids: Tensor, lengths: Seq
             grids.append(media.inputs[grid])
             order += [first + index for index in media.shown.get(grid, range(len(grids[-1])))]
         elif len(at):
-            raise MediaCountError(f"the prompts hold {len(at)} {kind} tokens, but multi_modal_inputs has no {values}")
+            raise ValueError(f"the prompts hold {len(at)} {kind} tokens, but multi_modal_inputs has no {values}")
         else:
             grids.append(ids.new_zeros(0, VISION_AXES))
     if not pixels:
@@ -207,7 +207,3 @@ def blank_image(config: "PretrainedConfig", device: torch.device) -> tuple[Tenso
     side = vision.spatial_merge_size
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return torch.zeros(side * side, values, device=device), torch.tensor([[1, side, side]], device=device)
-
-
-class MediaCountError(ValueError):
-    """The prompts and images of a batch do not match."""

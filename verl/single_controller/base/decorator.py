@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypedDict, TypeVar, cast
 
+from verl.errors import ContractError
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.protocol.lazy import BY_REFERENCE, by_reference, fetched
 from verl.utils.faults import fault_point
@@ -116,14 +117,6 @@ for _modes in (Dispatch, Execute):
         _modes.register(_name)
 
 
-class DispatchError(ValueError, AssertionError):
-    """Arguments or a dispatch mode do not have the form that dispatch needs."""
-
-
-class DirectMethodError(DispatchError, NotImplementedError):
-    """The driver called a method that only other actors may call."""
-
-
 def _fns(dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchFns:
     return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
@@ -138,7 +131,7 @@ def _pad_size(chunks: int, values: Sequence[Batch]) -> int:
         return 0
     lengths = {len(batch) for batch in batches}
     if len(lengths) > 1:
-        raise DispatchError(f"batches that are padded must have the same number of rows, got {sorted(lengths)}")
+        raise ContractError(f"batches that are padded must have the same number of rows, got {sorted(lengths)}")
     return -lengths.pop() % chunks
 
 
@@ -151,7 +144,7 @@ def _split_batches(
     """
     for name, batch in (*enumerate(args), *kwargs.items()):
         if not isinstance(batch, DataProto | DataProtoFuture):
-            raise DispatchError(f"argument {name!r} must be a DataProto or DataProtoFuture, got {type(batch).__name__}")
+            raise ContractError(f"argument {name!r} must be a DataProto or DataProtoFuture, got {type(batch).__name__}")
     pad = _pad_size(chunks, (*args, *kwargs.values()))
 
     def split(value: Batch) -> list[Batch]:
@@ -183,7 +176,7 @@ def dispatch_dp_compute(worker_group: DispatchGroup, *args: Sequence[T], **kwarg
     size = worker_group.world_size
     for name, value in (*enumerate(args), *kwargs.items()):
         if not isinstance(value, list | tuple) or len(value) != size:
-            raise DispatchError(f"argument {name!r} must be a list or tuple of {size} elements, one per worker")
+            raise ContractError(f"argument {name!r} must be a list or tuple of {size} elements, one per worker")
     return tuple(list(arg) for arg in args), {key: list(value) for key, value in kwargs.items()}
 
 
@@ -198,7 +191,7 @@ def dispatch_dp_compute_data_proto_with_func(
 ) -> tuple[Args, Kwargs]:
     """Give every worker the function, which is the first argument, and a part of each batch."""
     if not args or not inspect.isfunction(args[0]):
-        raise DispatchError(
+        raise ContractError(
             f"the first argument must be a plain function, got {type(args[0]).__name__ if args else 'none'}"
         )
     parts, split_kwargs = dispatch_dp_compute_data_proto(worker_group, *args[1:], **kwargs)
@@ -215,7 +208,7 @@ def dispatch_nd_compute(
 
     def spread(name: int | str, parts: "Sequence[T | ObjectRef[T]]") -> "list[T | ObjectRef[T]]":
         if not isinstance(parts, list | tuple) or len(parts) != dp_size:
-            raise DispatchError(f"argument {name!r} must be a list or tuple of {dp_size} parts")
+            raise ContractError(f"argument {name!r} must be a list or tuple of {dp_size} parts")
         if all(isinstance(part, DataProto) for part in parts):
             parts = parallel_put(list(parts))
         return [parts[dp_rank] for dp_rank in dp_rank_mapping]
@@ -248,7 +241,7 @@ def dispatch_lazy_compute_data_proto(
 
 
 def _call_forbidden(worker_group: DispatchGroup, *args: T, **kwargs: T) -> NoReturn:
-    raise DirectMethodError("the driver cannot call a method in mode DIRECT_ROLLOUT_METHOD: call it on the actor")
+    raise NotImplementedError("the driver cannot call a method in mode DIRECT_ROLLOUT_METHOD: call it on the actor")
 
 
 # ---- collecting
@@ -262,7 +255,7 @@ def collect_all_to_all(worker_group: DispatchGroup, output: T) -> T:
 def collect_dp_compute(worker_group: DispatchGroup, output: list[T]) -> list[T]:
     """Return the list of outputs, one per worker."""
     if len(output) != worker_group.world_size:
-        raise DispatchError(f"expected {worker_group.world_size} outputs, got {len(output)}")
+        raise ContractError(f"expected {worker_group.world_size} outputs, got {len(output)}")
     return output
 
 
@@ -274,7 +267,7 @@ def _join(outputs: "list[Any]") -> Batch:
         return DataProto.concat(outputs)
     if all(isinstance(item, ray.ObjectRef) for item in outputs):
         return DataProtoFuture.concat(outputs)
-    raise DispatchError(f"outputs must be DataProto, got {sorted({type(item).__name__ for item in outputs})}")
+    raise ContractError(f"outputs must be DataProto, got {sorted({type(item).__name__ for item in outputs})}")
 
 
 def collect_dp_compute_data_proto(worker_group: DispatchGroup, output: list[T]) -> Batch:
@@ -382,7 +375,7 @@ def get_predefined_dispatch_fn(dispatch_mode: DynamicEnum) -> DispatchFns:
     Raises: ValueError, which is also an AssertionError, for a mode without functions.
     """
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
-        raise DispatchError(
+        raise ContractError(
             f"{dispatch_mode!r} has no dispatch function; known are {[m.name for m in DISPATCH_MODE_FN_REGISTRY]}"
         )
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
@@ -394,7 +387,7 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, col
     Raises: ValueError, which is also an AssertionError, when the name is taken.
     """
     if dispatch_mode_name.upper() in Dispatch:
-        raise DispatchError(f"dispatch mode {dispatch_mode_name!r} exists; replace it by update_dispatch_mode")
+        raise ContractError(f"dispatch mode {dispatch_mode_name!r} exists; replace it by update_dispatch_mode")
     DISPATCH_MODE_FN_REGISTRY[Dispatch.register(dispatch_mode_name)] = _fns(dispatch_fn, collect_fn)
 
 
@@ -404,7 +397,7 @@ def update_dispatch_mode(dispatch_mode: DynamicEnum, dispatch_fn: DispatchFn, co
     Raises: ValueError, which is also an AssertionError, for a mode without functions.
     """
     if not isinstance(dispatch_mode, Dispatch) or dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
-        raise DispatchError(f"{dispatch_mode!r} is not a dispatch mode with functions; use register_dispatch_mode")
+        raise ContractError(f"{dispatch_mode!r} is not a dispatch mode with functions; use register_dispatch_mode")
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = _fns(dispatch_fn, collect_fn)
 
 
@@ -421,14 +414,14 @@ def _check_dispatch_mode(dispatch_mode: Dispatch | DispatchFns) -> None:
     if isinstance(dispatch_mode, Mapping):
         missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
         if missing:
-            raise DispatchError(f"a dispatch_mode dict needs dispatch_fn and collect_fn, {sorted(missing)} missing")
+            raise ContractError(f"a dispatch_mode dict needs dispatch_fn and collect_fn, {sorted(missing)} missing")
     elif not isinstance(dispatch_mode, Dispatch):
-        raise DispatchError(f"dispatch_mode must be a Dispatch member or a dict, got {dispatch_mode!r}")
+        raise ContractError(f"dispatch_mode must be a Dispatch member or a dict, got {dispatch_mode!r}")
 
 
 def _check_execute_mode(execute_mode: Execute) -> None:
     if not isinstance(execute_mode, Execute):
-        raise DispatchError(f"execute_mode must be an Execute member, got {execute_mode!r}")
+        raise ContractError(f"execute_mode must be an Execute member, got {execute_mode!r}")
 
 
 _FUTURE_KEY = "_future_value_x7261_"

@@ -19,11 +19,18 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.base_config import WrongInput
+from verl.errors import (
+    CallSite,
+    WorkerDiedError,
+    WorkerError,
+    WorkerInputError,
+    WorkerTaskError,
+    WorkerTimeoutError,
+    WrongInput,
+)
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key, delayed_copies
 from verl.single_controller.base import errors
 from verl.single_controller.base.decorator import CollectFn, DispatchFn, Kwargs, attach_future_values
-from verl.single_controller.base.errors import CallSite, WorkerError
 from verl.single_controller.base.worker import WorkerHelper
 from verl.single_controller.base.worker_group import WorkerGroup, registered_methods, strip_padding
 from verl.single_controller.ray.resource_pool import (
@@ -591,20 +598,18 @@ def explain(
     """
     seat = seats[position] if position < len(seats) else seats[0]
     if _is_death(error):
-        return errors.WorkerDiedError(site, seat.rank, seat.name, _death(error, killed_before))
+        return WorkerDiedError(site, seat.rank, seat.name, _death(error, killed_before))
     death = find_death(seats, refs, PEER_GRACE_S)
     if death is not None:
         dead, death_error = death
         first = f"\nbefore that, rank {seat.rank} reported {_text(error)}" if dead.rank != seat.rank else ""
-        return errors.WorkerDiedError(site, dead.rank, dead.name, _death(death_error, killed_before) + first)
+        return WorkerDiedError(site, dead.rank, dead.name, _death(death_error, killed_before) + first)
     silent = _silent(seats, refs) if "timed out" in str(error).lower() else []
     if silent:
         reported = f"rank {seat.rank} gave up waiting in a collective: {_text(error)}"
-        return errors.WorkerTimeoutError(
-            site, silent[0].rank, silent[0].name, reported, tuple(quiet.rank for quiet in silent)
-        )
+        return WorkerTimeoutError(site, silent[0].rank, silent[0].name, reported, tuple(quiet.rank for quiet in silent))
     cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
-    cls = errors.WorkerInputError if isinstance(cause, WrongInput) else errors.WorkerTaskError
+    cls = WorkerInputError if isinstance(cause, WrongInput) else WorkerTaskError
     task_error = cls(site, seat.rank, seat.name, _text(error))
     task_error.__cause__ = cause
     return task_error
@@ -624,4 +629,4 @@ def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Refs, timeout_s
     stopped = [seat for seat in (*silent, *indirect) if seat.is_stopped()]
     named = stopped or silent
     reason = f"no answer within {timeout_s:g} s" + ("; SIGSTOP holds its process" if stopped else "")
-    return errors.WorkerTimeoutError(site, named[0].rank, named[0].name, reason, tuple(seat.rank for seat in named))
+    return WorkerTimeoutError(site, named[0].rank, named[0].name, reason, tuple(seat.rank for seat in named))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from verl.base_config import WrongInput
+from verl.errors import UnsupportedInput
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -22,10 +22,6 @@ class PoolMode(Enum):
 
     ThreadMode = 1
     ProcessMode = 2
-
-
-class PoolModeError(WrongInput, NotImplementedError):
-    """There is no pool of this mode."""
 
 
 @ray.remote(concurrency_groups={"acquire": 1, "release": 10})  # type: ignore[call-overload]
@@ -97,10 +93,10 @@ def init_execution_pool(
 
     All pools of a run share ``rate_limit``, that of the first one.
 
-    Raises: PoolModeError for processes.
+    Raises: UnsupportedInput for processes.
     """
     if mode is not PoolMode.ThreadMode:
-        raise PoolModeError(f"mode={mode}: functions run in threads only: write mode=PoolMode.ThreadMode")
+        raise UnsupportedInput(f"mode={mode}: functions run in threads only: write mode=PoolMode.ThreadMode")
     return ray.remote(ExecutionWorker).options(max_concurrency=num_workers).remote(enable_global_rate_limit, rate_limit)
 
 

@@ -11,6 +11,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.algos.kl import KLController
+from verl.errors import CheckpointError, UntrustedClassError, WrongInput
 from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
@@ -19,7 +20,6 @@ from verl.trainer.run.resume import (
     ANOTHER,
     DATA_NAME,
     MISSING_DATA,
-    IncompleteCheckpointError,
     damaged_checkpoint,
     restoring,
     run_folder,
@@ -30,7 +30,6 @@ from verl.utils import hdfs_io
 from verl.utils.checkpoint import should_save_ckpt_esi, write_tracker_atomically
 from verl.utils.checkpoint.files import (
     STEP_FOLDER,
-    CheckpointError,
     FileRecord,
     Manifest,
     file_problems,
@@ -48,7 +47,7 @@ from verl.utils.dataset.factory import (
     warn_of_other_batch_size,
     warn_of_other_data,
 )
-from verl.utils.loading import UntrustedClassError, load_state
+from verl.utils.loading import load_state
 from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig
 
 logger = logging.getLogger(__name__)
@@ -69,17 +68,17 @@ def load_driver_state(folder: str | Path, trusted_classes: Iterable[str] = ()) -
     It also reads a file that holds the loader state alone, as other tools write it.
 
     Raises: UntrustedClassError, a ValueError, when the state names classes that may run code;
-        IncompleteCheckpointError when the file is missing or damaged.
+        WrongInput when the file is missing or damaged.
     """
     path = Path(folder, DATA_NAME)
     try:
         content = load_state(path, trusted_classes)
     except FileNotFoundError:
-        raise IncompleteCheckpointError(f"{path} {MISSING_DATA}") from None
+        raise WrongInput(f"{path} {MISSING_DATA}") from None
     except UntrustedClassError:
         raise
     except CheckpointError as error:
-        raise IncompleteCheckpointError(str(error)) from error
+        raise WrongInput(str(error)) from error
     if isinstance(content, dict) and content.keys() == {"dataloader", "driver"}:
         return content["dataloader"], content["driver"]
     return content, {}
@@ -305,7 +304,7 @@ class Checkpoints:
     def check_extra_file(self, path: Path) -> None:
         """Compare one of ``extra_files`` with what the recipe has written; older checkpoints do not tell.
 
-        Raises: IncompleteCheckpointError naming a file that was changed; one that is missing is left to the recipe.
+        Raises: WrongInput naming a file that was changed; one that is missing is left to the recipe.
         """
         records = [record for record in self._extra_records if record.name == path.name and path.exists()]
         if problems := list(file_problems(path.parent, Manifest(1, 0, 0, records), checksums=True)):

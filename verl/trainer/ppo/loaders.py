@@ -11,7 +11,8 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.base_config import WrongInput, omega_conf_to_dataclass
+from verl.base_config import omega_conf_to_dataclass
+from verl.errors import WrongSetting
 from verl.experimental.agent_loop.registry import ONE_TURN
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import batches_after
@@ -32,10 +33,6 @@ logger = logging.getLogger(__name__)
 Rows = Mapping[str, Any]
 """A batch as the loader yields it: column name -> tensor or array."""
 CollateFn = Callable[..., Rows]
-
-
-class EmptyLoaderError(WrongInput, AssertionError):
-    """The data do not fill one batch."""
 
 
 class EndOfDataError(RuntimeError):
@@ -95,7 +92,7 @@ def train_loader(
 
     It has at most as many processes as this process may use cores, and says so if that is fewer than wanted.
 
-    Raises: EmptyLoaderError when the data do not fill one batch.
+    Raises: WrongSetting when the data do not fill one batch.
     """
     assert isinstance(dataset, Sized), "a training set needs a length"
     processes = loader_processes(data.dataloader_num_workers)
@@ -112,7 +109,7 @@ def train_loader(
         generator=torch.Generator().manual_seed(seed),
     )
     if not len(loader):
-        raise EmptyLoaderError(
+        raise WrongSetting(
             f"data.train_files has {len(dataset)} usable rows, fewer than one batch of "
             f"data.train_batch_size={data.loader_batch_size}"
         )
@@ -124,11 +121,11 @@ def validation_loader(
 ) -> StatefulDataLoader:
     """Return the loader of the validation set, by default in one batch.
 
-    Raises: EmptyLoaderError when the set has no row.
+    Raises: WrongSetting when the set has no row.
     """
     assert isinstance(dataset, Sized), "a validation set needs a length"
     if not len(dataset):
-        raise EmptyLoaderError("data.val_files has no usable row")
+        raise WrongSetting("data.val_files has no usable row")
     batch_size = data.val_batch_size or len(dataset)
     batches = -(-len(dataset) // batch_size)
     return stateful_loader(
@@ -187,8 +184,8 @@ def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | N
     Each draw starts from a random state that depends only on the step and on the prompts that it drew before.
 
     Args: ``total_epochs`` is None if the number of steps alone ends the run.
-    Raises: EndOfDataError after ``total_epochs``; EmptyLoaderError when the loader yields nothing;
-        IncompleteCheckpointError when the loader cannot go on from the state in a checkpoint.
+    Raises: EndOfDataError after ``total_epochs``; WrongSetting when the loader yields nothing;
+        WrongInput when the loader cannot go on from the state in a checkpoint.
     """
     empty_epochs = 0
     while total_epochs is None or state.epoch < total_epochs:
@@ -204,7 +201,7 @@ def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | N
         # A loader that was resumed at the end of an epoch yields nothing at first.
         empty_epochs = 0 if drawn else empty_epochs + 1
         if empty_epochs > 1:
-            raise EmptyLoaderError("the training loader yields no batch: its sampler or data set has become empty")
+            raise WrongSetting("the training loader yields no batch: its sampler or data set has become empty")
     raise EndOfDataError(f"the training data were read {state.epoch} times (trainer.total_epochs)")
 
 

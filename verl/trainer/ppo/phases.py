@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.algos.config import AlgoConfig
+from verl.errors import ContractError
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import Workers, computed, is_lazy
 from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
@@ -53,10 +54,6 @@ PHASES: dict[str, Phase] = {
 }
 
 
-class PhaseContractError(AssertionError):
-    """A phase did not find a key that it reads, or did not add one that it promises."""
-
-
 @contextmanager
 def checked_phase(name: str, before: DataProto | None) -> Iterator[list[DataProto]]:
     """Check a phase against its row of ``PHASES`` if ``VERL_CHECK_PHASES`` is set; the body appends its result.
@@ -75,12 +72,12 @@ def checked_phase(name: str, before: DataProto | None) -> Iterator[list[DataProt
     known = frozenset().union(*(phase.writes | phase.optional for phase in PHASES.values()))
     unexpected = ((after - keys_before) & known) - PHASES[name].writes - PHASES[name].optional
     if unexpected:
-        raise PhaseContractError(f"phase {name!r} added {sorted(unexpected)}, which belongs to another phase")
+        raise ContractError(f"phase {name!r} added {sorted(unexpected)}, which belongs to another phase")
 
 
 def _require(name: str, verb: str, wanted: frozenset[str], found: frozenset[str]) -> None:
     if wanted - found:
-        raise PhaseContractError(f"phase {name!r} {verb} {sorted(wanted - found)}, which the batch does not hold")
+        raise ContractError(f"phase {name!r} {verb} {sorted(wanted - found)}, which the batch does not hold")
 
 
 def batch_keys(batch: DataProto | None) -> frozenset[str]:
@@ -92,10 +89,6 @@ def batch_keys(batch: DataProto | None) -> frozenset[str]:
 
 
 # ---- rollout invariants
-
-
-class RolloutInvariantError(RuntimeError):
-    """The output of the rollout does not fit the requests."""
 
 
 _CHECKED = ("prompts", "responses", "input_ids", "attention_mask", "response_mask", "rollout_log_probs")
@@ -110,10 +103,10 @@ def check_rollout(
     Columns by reference are checked by a worker of ``group``, and the batch gets the lengths of its rows.
 
     Args: ``asked`` holds ``input_ids`` and ``attention_mask`` (B, P) and ``uid``; ``output`` is the rollout's batch.
-    Raises: RolloutInvariantError naming the step, the first wrong row and its fault.
+    Raises: RuntimeError naming the step, the first wrong row and its fault.
     """
     if len(output) != len(asked):
-        raise RolloutInvariantError(f"step {step}: {len(asked)} responses were asked for, {len(output)} came back")
+        raise RuntimeError(f"step {step}: {len(asked)} responses were asked for, {len(output)} came back")
     uids = asked.non_tensor_batch.get("uid")
     rows = output.select()
     for name in ("input_ids", "attention_mask"):
@@ -127,7 +120,7 @@ def check_rollout(
     if "fault" in found.meta_info:
         row, others, fault = found.meta_info["fault"]
         uid = "" if uids is None else f" (uid {uids[row]})"
-        raise RolloutInvariantError(f"step {step}, row {row}{uid}: {fault}; {others} more rows have the same fault")
+        raise RuntimeError(f"step {step}, row {row}{uid}: {fault}; {others} more rows have the same fault")
     if is_lazy(output):
         for name in (PROMPT_LENGTH, RESPONSE_LENGTH):
             output.non_tensor_batch[name] = tensors_of(found)[name].numpy()

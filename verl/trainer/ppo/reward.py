@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.errors import RewardError
 from verl.experimental.agent_loop.rewards import named_extras, scores_one_by_one
 from verl.experimental.agent_loop.segments import EARLIER_COLUMN
 from verl.protocol import DataProto, DataProtoFuture, tensors_of
@@ -43,7 +44,6 @@ from verl.workers.rewards.model_scores import for_reward_model
 from verl.workers.rewards.scoring import (
     FAILURE_COLUMN,
     UNAVAILABLE,
-    RewardError,
     ScoringLimits,
     describe_failure_score,
     describe_scorer,

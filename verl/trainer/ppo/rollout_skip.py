@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
+from verl.errors import CheckpointError, UntrustedClassError
 from verl.protocol import DataProto as DataProto
-from verl.utils.checkpoint.files import CheckpointError
-from verl.utils.loading import UntrustedClassError
 from verl.utils.observe.console import get_console
 
 logger = logging.getLogger(__name__)

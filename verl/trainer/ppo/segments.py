@@ -268,7 +268,7 @@ def rows_for_ranks(
 
     Args: ``workers`` are the sizes of all worker groups.
     Returns: the batch, how to put its rows back, and metrics.
-    Raises: RolloutInvariantError for a segment that breaks an invariant.
+    Raises: RuntimeError for a segment that breaks an invariant.
     """
     num_trajectories = len(batch)
     rows = segment_rows(batch)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import psutil
 
+from verl.errors import WrongInput
 from verl.trainer.config.invocation import only_checks
 from verl.trainer.config.run_config import RayConfig
-from verl.trainer.run.inputs import InputError
 from verl.utils import envs
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def choose_cluster(cluster: RayConfig, nodes: Mapping[str, int]) -> None:
 
     A run on one node without an address stays on this machine. ``nodes`` maps a dotted key to its number of nodes.
 
-    Raises: InputError if there is none or more than one, for an address that other nodes cannot reach, and for the
+    Raises: WrongInput if there is none or more than one, for an address that other nodes cannot reach, and for the
         cluster of another user.
     """
     ray = sys.modules.get("ray")  # without an import, this process has started none
@@ -76,23 +76,23 @@ def choose_cluster(cluster: RayConfig, nodes: Mapping[str, int]) -> None:
 def _only_own_cluster(asking: str) -> str:
     """Return the address of the one cluster that this user has started and that other nodes reach.
 
-    Raises: InputError if there is none, or more than one.
+    Raises: WrongInput if there is none, or more than one.
     """
     found = sorted({each.address for each in running_clusters() if each.is_own and not is_loopback(each.address)})
     if not found:
-        raise InputError(f"{asking}: needs a Ray cluster, and this user runs none here: {_HOW}")
+        raise WrongInput(f"{asking}: needs a Ray cluster, and this user runs none here: {_HOW}")
     if len(found) > 1:
-        raise InputError(f"{asking}: this user runs several Ray clusters here: set RAY_ADDRESS to one of {found}")
+        raise WrongInput(f"{asking}: this user runs several Ray clusters here: set RAY_ADDRESS to one of {found}")
     return found[0]
 
 
 def _check_written(named: str, address: str, asking: str | None) -> None:
     """Refuse a cluster of another user, and an address that the ``asking`` number of nodes cannot use.
 
-    Raises: InputError naming key or variable.
+    Raises: WrongInput naming key or variable.
     """
     if asking and is_loopback(address):
-        raise InputError(f"{named}: other nodes cannot reach this address, and {asking}: name the head by its network")
+        raise WrongInput(f"{named}: other nodes cannot reach this address, and {asking}: name the head by its network")
     owners = {each.is_own for each in running_clusters() if each.address == address}
     if owners == {False}:
-        raise InputError(f"{named}: another user has started this cluster, and its processes would run as that user")
+        raise WrongInput(f"{named}: another user has started this cluster, and its processes would run as that user")

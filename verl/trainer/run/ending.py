@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl.errors import CheckpointError
 from verl.trainer.run.resume import step_of
-from verl.utils.checkpoint import CheckpointError, find_latest_ckpt_path, get_checkpoint_tracker_filename
+from verl.utils.checkpoint import find_latest_ckpt_path, get_checkpoint_tracker_filename
 from verl.utils.interrupts import CODES, command_line, count_of_signals, ignore_signals, name_of, signal_of_the_end
 from verl.utils.observe.console import write_line
 from verl.utils.observe.record import RECORD_NAME, last_step

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from verl.errors import WrongInput
 from verl.trainer.config.rules.files import existing_part
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import check_progress
-from verl.trainer.run.inputs import InputError
 from verl.trainer.run.refusal import Findings
 from verl.utils import envs
 from verl.utils.hub import modelscope_problem
@@ -45,26 +45,26 @@ def check_environment(cluster: RayConfig, trackers: Iterable[str], findings: Fin
 def check_hub_variable() -> None:
     """Check that ModelScope, if a variable asks for it, is there.
 
-    Raises: InputError naming the variable.
+    Raises: WrongInput naming the variable.
     """
     if problem := modelscope_problem():
-        raise InputError(problem)
+        raise WrongInput(problem)
 
 
 def check_serialization() -> None:
     """Check the variable that names how batches are sent.
 
-    Raises: InputError naming the variable.
+    Raises: WrongInput naming the variable.
     """
     method = envs.read(_SERIALIZATION)
     if method and method.lower() not in _METHODS:
-        raise InputError(f"environment variable {_SERIALIZATION}={method!r} must be one of {', '.join(_METHODS)}")
+        raise WrongInput(f"environment variable {_SERIALIZATION}={method!r} must be one of {', '.join(_METHODS)}")
 
 
 def check_file_tracker() -> None:
     """Check that the file tracker can write where variables say.
 
-    Raises: InputError naming the variable.
+    Raises: WrongInput naming the variable.
     """
     path = envs.read("VERL_FILE_LOGGER_PATH")
     root = envs.read("VERL_FILE_LOGGER_ROOT")
@@ -79,7 +79,7 @@ def check_ray_address(cluster: RayConfig) -> None:
 
     Forms that only Ray understands (``auto``, or the scheme of another client) are left to it.
 
-    Raises: InputError naming the key or the variable.
+    Raises: WrongInput naming the key or the variable.
     """
     address = cluster.address
     given = (cluster.ray_init or {}).get("address")
@@ -88,7 +88,7 @@ def check_ray_address(cluster: RayConfig) -> None:
     if address == "auto" or "://" in address.removeprefix("ray://"):
         return
     if not host or not port.isdecimal():
-        raise InputError(f"{name}={address}: must be HOST:PORT of a Ray cluster, auto, or local")
+        raise WrongInput(f"{name}={address}: must be HOST:PORT of a Ray cluster, auto, or local")
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -96,10 +96,10 @@ def check_ray_address(cluster: RayConfig) -> None:
             return
         except ConnectionRefusedError as error:  # its head may be about to start
             if time.monotonic() > deadline:
-                raise InputError(f"{name}={address}: {error.strerror}: {_HOW_TO_JOIN}") from error
+                raise WrongInput(f"{name}={address}: {error.strerror}: {_HOW_TO_JOIN}") from error
             time.sleep(_POLL_S)
         except (OSError, OverflowError) as error:
-            raise InputError(f"{name}={address}: {error}: {_HOW_TO_JOIN}") from error
+            raise WrongInput(f"{name}={address}: {error}: {_HOW_TO_JOIN}") from error
 
 
 def private_ray_folder(cluster: RayConfig) -> Path | None:
@@ -115,20 +115,20 @@ def private_ray_folder(cluster: RayConfig) -> Path | None:
 def make_private(folder: Path) -> None:
     """Make a folder that only this user can enter, or check that it is one.
 
-    Raises: InputError for a folder of somebody else, a link or a file.
+    Raises: WrongInput for a folder of somebody else, a link or a file.
     """
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise InputError(
+            raise WrongInput(
                 f"{folder}, where Ray would keep its files, is no folder of this user: remove it, or set RAY_TMPDIR to "
                 "a folder of your own"
             )
         folder.chmod(0o700)
     except OSError as error:
-        raise InputError(
+        raise WrongInput(
             f"{folder}, where Ray would keep its files: {error.strerror}: set RAY_TMPDIR to a folder of your own"
         ) from error
 
@@ -136,7 +136,7 @@ def make_private(folder: Path) -> None:
 def check_ray_folder(cluster: RayConfig) -> None:
     """Check that Ray can write to its temporary folder, whose path must leave room for the names of its sockets.
 
-    Raises: InputError naming the key or the variable.
+    Raises: WrongInput naming the key or the variable.
     """
     given = (cluster.ray_init or {}).get("_temp_dir")
     variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if envs.read(name)), None)
@@ -155,7 +155,7 @@ def check_ray_folder(cluster: RayConfig) -> None:
     _check_writable(name, chosen, folder)
     excess = len(os.fsencode(folder.absolute())) + _SESSION_BYTES - _MOST_SOCKET_BYTES
     if excess > 0:
-        raise InputError(
+        raise WrongInput(
             f"{name}={chosen}: is {excess} bytes too long: Ray keeps sockets in it, whose paths hold at most "
             f"{_MOST_SOCKET_BYTES} bytes: name a shorter folder, or set RAY_TMPDIR to one"
         )
@@ -164,13 +164,13 @@ def check_ray_folder(cluster: RayConfig) -> None:
 def check_processes(processes: int, of_node: int, rank: int) -> None:
     """Check the variables with which torchrun numbers the processes of a run.
 
-    Raises: InputError naming the variable.
+    Raises: WrongInput naming the variable.
     """
     for name, value in (("WORLD_SIZE", processes), ("LOCAL_WORLD_SIZE", of_node)):
         if value < 1:
-            raise InputError(f"environment variable {name}={value} must be 1 or more: torchrun sets it, else unset it")
+            raise WrongInput(f"environment variable {name}={value} must be 1 or more: torchrun sets it, else unset it")
     if not 0 <= rank < processes:
-        raise InputError(
+        raise WrongInput(
             f"environment variable RANK={rank} must be in [0, {processes - 1}], below WORLD_SIZE={processes}: torchrun "
             "sets both, else unset them"
         )
@@ -179,12 +179,12 @@ def check_processes(processes: int, of_node: int, rank: int) -> None:
 def check_rendezvous(processes: int) -> None:
     """Check that several processes can find each other.
 
-    Raises: InputError naming the variables that are missing.
+    Raises: WrongInput naming the variables that are missing.
     """
     needed = ("RANK",) if envs.read("DIST_INIT_METHOD") else ("RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if envs.read(name) is None]
     if processes > 1 and missing:
-        raise InputError(
+        raise WrongInput(
             f"environment variable WORLD_SIZE={processes} without {', '.join(missing)}: start the run by torchrun, "
             "which sets them, or unset WORLD_SIZE"
         )
@@ -193,4 +193,4 @@ def check_rendezvous(processes: int) -> None:
 def _check_writable(name: str, given: str, folder: Path) -> None:
     existing = existing_part(os.path.abspath(folder))
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"{name}={given}: {existing} is no folder that this run can write to: name another")
+        raise WrongInput(f"{name}={given}: {existing} is no folder that this run can write to: name another")

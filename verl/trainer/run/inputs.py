@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import DataError, MissingFile, WrongInput
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.config.written import overrides_given
 from verl.utils.engine_versions import check_vllm
@@ -31,14 +32,6 @@ _AGAIN = "copy or download the model again"
 _GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvgpu*", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 _ASCEND_DEVICES = "/dev/davinci[0-9]*"  # what Ray looks for too
 _CHECKED_ROWS = 1 << 18  # of each file here; the data set checks all of them
-
-
-class InputError(WrongInput):
-    """A file or folder that the configuration names cannot be used."""
-
-
-class InputNotFoundError(InputError, FileNotFoundError):
-    """A file or folder that the configuration names does not exist."""
 
 
 # ---- the machine
@@ -63,12 +56,12 @@ def check_machine(
         asked = " + ".join(
             f"{node}.n_gpus_per_node={per_node} x {node}.nnodes={nodes}" for node, (per_node, nodes) in pools.items()
         )
-        raise InputError(
+        raise WrongInput(
             f"{asked} asks for {workers} workers, and this machine has {cores} cores: lower it, name a larger cluster "
             "in ray_kwargs.ray_init.address, or set ray_kwargs.ray_init.num_cpus to let workers share cores"
         )
     if device == "cuda" and not ray_init.get("num_gpus") and not any(glob.glob(p) for p in _GPU_DEVICES):
-        raise InputError(
+        raise WrongInput(
             "trainer.device=cuda: this machine has no GPU: write cpu, or name a cluster in ray_kwargs.ray_init.address"
         )
     for key, (name, mode) in engines.items():
@@ -76,7 +69,7 @@ def check_machine(
             check_vllm(mode, key)
         if name == "sglang" and importlib.util.find_spec("sglang") is None:
             install = "run scripts/setup_env.sh" if device == "cpu" else "install it as docs/install.md says"
-            raise InputError(f"{key}=sglang: needs the package sglang, which is absent: {install}, or write vllm")
+            raise WrongInput(f"{key}=sglang: needs the package sglang, which is absent: {install}, or write vllm")
     if device == "npu":
         _check_ascend(
             {key: name for key, (name, _) in engines.items()}, bool((ray_init.get("resources") or {}).get("NPU"))
@@ -86,30 +79,30 @@ def check_machine(
 def check_remote(paths: Mapping[str, Iterable[str]]) -> None:
     """Check that this machine has the command that reads from HDFS, if a path of a key needs it.
 
-    Raises: InputError naming key and path.
+    Raises: WrongInput naming key and path.
     """
     problem = missing_command()
     for key, of_key in paths.items():
         for path in filter(is_hdfs, of_key):
             if problem:
-                raise InputError(f"{key}={path}: {problem}")
+                raise WrongInput(f"{key}={path}: {problem}")
 
 
 def _check_ascend(engines: Mapping[str, str], are_counted: bool) -> None:
     """Check the packages and devices of an Ascend machine; ``are_counted`` if the configuration gives their number."""
     cluster = "or name a cluster in ray_kwargs.ray_init.address"
     if importlib.util.find_spec("torch_npu") is None:
-        raise InputError(
+        raise WrongInput(
             "trainer.device=npu: needs the package torch_npu, which is not installed: install the one for this torch "
             f"and CANN, write cuda or cpu, {cluster}"
         )
     if not are_counted and not glob.glob(_ASCEND_DEVICES):
-        raise InputError(
+        raise WrongInput(
             f"trainer.device=npu: this machine has no Ascend device, no {_ASCEND_DEVICES}: write cpu, {cluster}"
         )
     for key, name in engines.items():
         if name == "vllm" and importlib.util.find_spec("vllm_ascend") is None:
-            raise InputError(
+            raise WrongInput(
                 f"{key}=vllm: with trainer.device=npu needs the package vllm_ascend, which is not installed: install "
                 f"vllm-ascend, or write hf"
             )
@@ -126,7 +119,7 @@ def local_files(paths: list[str]) -> list[str]:
 def count_rows(key: str, path: str, prompt_key: str) -> int:
     """Return the number of rows of a data file; a parquet file has it in its footer.
 
-    Raises: InputError naming key, file and column; DataError naming the file.
+    Raises: WrongInput naming key, file and column; DataError naming the file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -141,16 +134,16 @@ def count_rows(key: str, path: str, prompt_key: str) -> int:
         try:
             file = pq.ParquetFile(path)
         except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{key}={path}: cannot be read as parquet: {one_line(str(error))}: {AGAIN}") from error
+            raise WrongInput(f"{key}={path}: cannot be read as parquet: {one_line(str(error))}: {AGAIN}") from error
         columns = file.schema_arrow.names
         rows = file.metadata.num_rows
     if prompt_key not in columns:
-        raise InputError(
+        raise WrongInput(
             f"{key}={path}: has no column {prompt_key!r}, it has {columns}: name one of them in data.prompt_key, "
             f"or add the column"
         )
     if not rows:
-        raise InputError(f"{key}={path}: has no row: {AGAIN}")
+        raise WrongInput(f"{key}={path}: has no row: {AGAIN}")
     return int(rows)
 
 
@@ -159,7 +152,7 @@ def check_written_columns(names: Mapping[str, tuple[str | None, str | None]], pa
 
     Args: ``names`` maps a key to its value and its default. Files that are not on this machine may have any column.
 
-    Raises: InputError naming the key and the columns that there are.
+    Raises: WrongInput naming the key and the columns that there are.
     """
     paths = list(paths)
     written = {
@@ -170,7 +163,7 @@ def check_written_columns(names: Mapping[str, tuple[str | None, str | None]], pa
     columns = {name for path in local_files(paths) for name in schema_of(path).names}
     for key, name in written.items():
         if name not in columns:
-            raise InputError(
+            raise WrongInput(
                 f"{key}={name}: no data file has this column, they have {sorted(columns)}: write one of them, or leave "
                 f"out the key"
             )
@@ -184,7 +177,7 @@ def schema_of(path: str) -> "pa.Schema":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from verl.utils.dataset.files import AGAIN, DataError, read_parquet
+    from verl.utils.dataset.files import AGAIN, read_parquet
 
     if path.endswith(JSON_LINES):
         return read_parquet(path).schema
@@ -211,15 +204,7 @@ def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from verl.utils.dataset.files import (
-        AGAIN,
-        ColumnCheck,
-        DataError,
-        as_plain,
-        plain_schema,
-        read_parquet,
-        refuse_repeated,
-    )
+    from verl.utils.dataset.files import AGAIN, ColumnCheck, as_plain, plain_schema, read_parquet, refuse_repeated
 
     if path.endswith(JSON_LINES):
         yield from ColumnCheck.over(path, read_parquet(path))
@@ -249,7 +234,7 @@ def check_model(key: str, path: str) -> dict[str, list[int]]:
     """Check that a local model folder holds complete weight files; no hub is asked.
 
     Returns: the shapes of the tensors in its safetensors files.
-    Raises: InputError naming key and file.
+    Raises: WrongInput naming key and file.
     """
     folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
@@ -263,23 +248,23 @@ def check_model(key: str, path: str) -> dict[str, list[int]]:
 def check_head(key: str, path: str, shapes: Mapping[str, list[int]]) -> str | None:
     """Return the name of the value head among the tensors of a local model folder; None if there is none.
 
-    Raises: InputError naming a tensor of a head that is not read.
+    Raises: WrongInput naming a tensor of a head that is not read.
     """
     try:
         return stored_head(shapes, shapes.__getitem__, path)
     except ValueError as error:
-        raise InputError(f"{key}={path}: {error}") from None
+        raise WrongInput(f"{key}={path}: {error}") from None
 
 
 def check_hub(paths: Mapping[str, str | None]) -> None:
     """Check that models and tokenizers of the hub are in its cache, or that this machine reaches the hub.
 
     Args: ``paths`` maps a key to its value.
-    Raises: InputError naming the key.
+    Raises: WrongInput naming the key.
     """
     for key, path in paths.items():
         for problem in hub_problems(path) if path else ():
-            raise InputError(f"{key}={path}: {problem}")
+            raise WrongInput(f"{key}={path}: {problem}")
 
 
 def _weight_files(key: str, folder: Path) -> list[Path]:
@@ -290,17 +275,15 @@ def _weight_files(key: str, folder: Path) -> list[Path]:
             if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
                 raise ValueError("weight_map must map each tensor to a file in this folder")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise InputError(f"{key}: {index}: is not an index of weight files: {error}; {_AGAIN}") from error
+            raise WrongInput(f"{key}: {index}: is not an index of weight files: {error}; {_AGAIN}") from error
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
-            raise InputNotFoundError(f"{key}: {index} names weight files that are missing: {missing[:4]}; {_AGAIN}")
+            raise MissingFile(f"{key}: {index} names weight files that are missing: {missing[:4]}; {_AGAIN}")
         head = [folder / HEAD_FILE] if (folder / HEAD_FILE).is_file() else []
         return [folder / name for name in sorted(names)] + head
     found = [path for pattern in _WEIGHT_PATTERNS for path in sorted(folder.glob(pattern))]
     if not found:
-        raise InputNotFoundError(
-            f"{key}={folder}: holds no weights, no file like {', '.join(_WEIGHT_PATTERNS)}; {_AGAIN}"
-        )
+        raise MissingFile(f"{key}={folder}: holds no weights, no file like {', '.join(_WEIGHT_PATTERNS)}; {_AGAIN}")
     return found
 
 
@@ -310,7 +293,7 @@ def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
         with path.open("rb") as file:
             start = file.read(2)
         if start not in _PICKLED:
-            raise InputError(f"{key}: {path}: is not a file of torch.save, or cut short; {_AGAIN}")
+            raise WrongInput(f"{key}: {path}: is not a file of torch.save, or cut short; {_AGAIN}")
         return {}
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -323,9 +306,9 @@ def _check_weights(key: str, path: Path) -> dict[str, list[int]]:
         end = max((_end_of(entry) for entry in tensors.values()), default=0)
         shapes = {name: entry["shape"] for name, entry in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InputError(f"{key}: {path}: is not a safetensors file, or cut short in its header; {_AGAIN}") from None
+        raise WrongInput(f"{key}: {path}: is not a safetensors file, or cut short in its header; {_AGAIN}") from None
     if size != 8 + length + end:
-        raise InputError(
+        raise WrongInput(
             f"{key}: {path}: is cut short: {size} bytes, and its header asks for {8 + length + end}; {_AGAIN}"
         )
     return shapes

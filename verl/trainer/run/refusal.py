@@ -8,7 +8,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import ConfigError, WrongInput, problem_list
+from verl.base_config import ConfigError, problem_list
+from verl.errors import WrongInput
 from verl.trainer.config.invocation import only_checks, refused_keys
 from verl.trainer.config.problems import USAGE_ERROR, brief, problems_shown
 from verl.utils.interrupts import leave_before_the_run

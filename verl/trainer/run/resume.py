@@ -12,18 +12,12 @@ from typing import TypeVar
 
 from omegaconf import DictConfig
 
-from verl.base_config import WrongInput
+from verl.errors import CheckpointError, UnsupportedInput, WrongInput, WrongSetting
 from verl.trainer.config.run_config import RESUME_MODES, RunConfig
-from verl.utils.checkpoint import (
-    CheckpointError,
-    files,
-    find_complete_checkpoints,
-    get_checkpoint_tracker_filename,
-    verify_checkpoint,
-)
+from verl.utils.checkpoint import files, find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
 from verl.utils.checkpoint.model_fields import start_problem
 from verl.utils.dataset.config import order_problem
-from verl.utils.loading import UntrustedClassError, texts_in_state, untrusted_classes
+from verl.utils.loading import texts_in_state, untrusted, untrusted_classes
 from verl.workers.config import HFModelConfig
 from verl.workers.config.actor_critic import CheckpointConfig
 from verl.workers.config.model import read_config_json
@@ -38,18 +32,6 @@ MISSING_DATA = "is missing: without it the training data would start over. Copy 
 ANOTHER = "Name another one in trainer.resume_from_path, or start from scratch with trainer.resume_mode=disable"
 
 
-class ResumeError(WrongInput, AssertionError):
-    """``trainer.resume_mode`` or ``trainer.resume_from_path`` is wrong."""
-
-
-class RemoteResumeError(WrongInput, NotImplementedError):
-    """Resuming from ``trainer.default_hdfs_dir`` is not supported."""
-
-
-class IncompleteCheckpointError(WrongInput):
-    """The checkpoint to resume from is incomplete or damaged."""
-
-
 def run_folder(config: DictConfig | RunConfig) -> Path:
     """Return the folder of the record and the checkpoints of a run."""
     return Path(os.path.expanduser(config.trainer.default_local_dir)).absolute()
@@ -60,15 +42,15 @@ def find_resume_folder(run: RunConfig) -> Path | None:
 
     With ``auto``, a folder without a tracker file but with a complete checkpoint is refused: the run would replace it.
 
-    Raises: ResumeError, RemoteResumeError, IncompleteCheckpointError; all are a ValueError.
+    Raises: WrongSetting, UnsupportedInput, WrongInput; all are a ValueError.
     """
     trainer = run.trainer
     if trainer.resume_mode not in RESUME_MODES:
-        raise ResumeError(f"trainer.resume_mode={trainer.resume_mode!r} must be one of {', '.join(RESUME_MODES)}")
+        raise WrongSetting(f"trainer.resume_mode={trainer.resume_mode!r} must be one of {', '.join(RESUME_MODES)}")
     if trainer.resume_mode == "disable":
         return None
     if trainer.default_hdfs_dir is not None:
-        raise RemoteResumeError(
+        raise UnsupportedInput(
             f"trainer.default_hdfs_dir={trainer.default_hdfs_dir}: resuming from it is not supported; copy the "
             "checkpoint to trainer.default_local_dir and leave default_hdfs_dir null, or set "
             "trainer.resume_mode=disable"
@@ -89,18 +71,18 @@ def find_resume_folder(run: RunConfig) -> Path | None:
 def refuse_unnamed(root: Path) -> None:
     """Refuse to start from scratch beside complete checkpoints that no tracker names, or if the named one is gone.
 
-    Raises: ResumeError naming the newest one, and the ways on.
+    Raises: WrongSetting naming the newest one, and the ways on.
     """
     complete = find_complete_checkpoints(root)
     tracker = get_checkpoint_tracker_filename(root)
     if complete:
-        raise ResumeError(
+        raise WrongSetting(
             f"trainer.resume_mode=auto: {tracker} names no checkpoint, but {complete[-1]} is complete, and "
             f"a run from scratch would replace it: continue with trainer.resume_mode=resume_path "
             f"trainer.resume_from_path={complete[-1]}, or start from scratch with trainer.resume_mode=disable"
         )
     if os.path.lexists(tracker):
-        raise ResumeError(
+        raise WrongSetting(
             f"trainer.resume_mode=auto: the checkpoint that {tracker} names does not exist: copy it back, or start "
             "from scratch with trainer.resume_mode=disable"
         )
@@ -145,18 +127,18 @@ def tell_removed(folders: Sequence[Path]) -> None:
 def step_of(folder: str | Path | None) -> int:
     """Return the step in the name of the checkpoint folder that a run resumes from.
 
-    Raises: ResumeError when there is none.
+    Raises: WrongSetting when there is none.
     """
     step = None if folder is None else files.step_in_name(folder)
     if step is None:
-        raise ResumeError(f"trainer.resume_from_path={folder} must name a {files.STEP_FOLDER}<N> folder")
+        raise WrongSetting(f"trainer.resume_from_path={folder} must name a {files.STEP_FOLDER}<N> folder")
     return step
 
 
 def read_tracker(root: Path, run: RunConfig) -> int | None:
     """Return the step in the tracker file of ``trainer.default_local_dir``; None if there is no such file.
 
-    Raises: IncompleteCheckpointError when the file does not hold a number.
+    Raises: WrongInput when the file does not hold a number.
     """
     path = Path(get_checkpoint_tracker_filename(root))
     if not os.path.lexists(path):
@@ -164,7 +146,7 @@ def read_tracker(root: Path, run: RunConfig) -> int | None:
     text = files.tracker_text(path)
     step = files.as_step(text)
     if step is None:
-        raise IncompleteCheckpointError(f"{path} holds {text[:40]!r} instead of a step. {_offer(root, run)}")
+        raise WrongInput(f"{path} holds {text[:40]!r} instead of a step. {_offer(root, run)}")
     return step
 
 
@@ -179,9 +161,9 @@ def _checked(folder: Path, root: Path, run: RunConfig) -> Path:
     return folder
 
 
-def damaged_checkpoint(folder: str | Path, problems: Sequence[str], offer: str) -> IncompleteCheckpointError:
+def damaged_checkpoint(folder: str | Path, problems: Sequence[str], offer: str) -> WrongInput:
     """Return the error of a checkpoint that cannot be resumed from; ``offer`` tells the user how to go on."""
-    return IncompleteCheckpointError(f"checkpoint {folder} cannot be resumed from: {'; '.join(problems[:4])}. {offer}")
+    return WrongInput(f"checkpoint {folder} cannot be resumed from: {'; '.join(problems[:4])}. {offer}")
 
 
 def _problems(folder: Path, run: RunConfig) -> list[str]:
@@ -193,15 +175,13 @@ def _problems(folder: Path, run: RunConfig) -> list[str]:
 def restoring(path: Path) -> Iterator[None]:
     """Name the file in the error when a loader, sampler or data set cannot restore its content.
 
-    Raises: IncompleteCheckpointError.
+    Raises: WrongInput.
     """
     try:
         yield
     except Exception as error:  # loaders, samplers and data sets of users raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise IncompleteCheckpointError(
-            f"{path} cannot be restored ({reason}): it is damaged or of other data. {ANOTHER}"
-        ) from error
+        raise WrongInput(f"{path} cannot be restored ({reason}): it is damaged or of other data. {ANOTHER}") from error
 
 
 def batches_after(restored_from: Path, loader: Iterable[T]) -> Iterator[T]:
@@ -240,7 +220,7 @@ def find_untrusted(folder: Path, run: RunConfig) -> list[str]:
         names = untrusted_classes(path, run.trainer.trusted_classes)
     except CheckpointError as error:
         return [str(error)]
-    return [str(UntrustedClassError(path, names))] if names else []
+    return [str(untrusted(path, names))] if names else []
 
 
 def find_misfits(folder: Path, run: RunConfig) -> list[str]:

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
-from verl.base_config import WrongInput, nearest, one_line, problem_list
+from verl.base_config import nearest, one_line, problem_list
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.registry import read_agent_loops
 from verl.interactions.utils.interaction_registry import read_interactions_file
 from verl.tools.utils.tool_registry import read_tools_file
@@ -58,17 +59,13 @@ class UserCode:
     demands: dict[str, list[Any]] = field(default_factory=dict)
 
 
-class UserCodeError(WrongInput):
-    """A module of the user lacks a name that the configuration asks it for."""
-
-
 # ---- the launching process
 
 
 def check_user_code(code: UserCode, cluster: RayConfig) -> None:
     """Import the user code of a configuration in a child process; warn of modules that cannot be imported here.
 
-    Raises: UserCodeError naming each name that an imported module does not have, unless the run imports it elsewhere.
+    Raises: WrongInput naming each name that an imported module does not have, unless the run imports it elsewhere.
     """
     if not code.modules and not code.classes:
         return
@@ -79,7 +76,7 @@ def check_user_code(code: UserCode, cluster: RayConfig) -> None:
     for line in notices:
         logger.warning("%s", line)
     if refused and not elsewhere:
-        raise UserCodeError(problem_list(refused))
+        raise WrongInput(problem_list(refused))
 
 
 def code_of(run: RunConfig, broken: Collection[str] = (), of_fork: bool = False) -> UserCode:

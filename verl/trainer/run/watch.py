@@ -12,6 +12,7 @@ from typing import TypeVar
 import psutil
 import ray
 
+from verl.errors import LostProcessError
 from verl.trainer.run.ending import Grace
 from verl.utils.observe.activity import ActivityFile
 from verl.utils.processes import WatchedProcess
@@ -27,10 +28,6 @@ _LONGEST_POLL_S = 1.0  # of a longer one, this process has been stopped itself
 _LOSS_GRACE_S = 2.0  # an error of Ray and the death that caused it may show in either order
 _LEAVE_S = 3.0
 _RAY_PROCESSES = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}
-
-
-class LostProcessError(RuntimeError):
-    """A process that the run depends on has died, or does not answer."""
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from verl.errors import CheckpointError
 from verl.trainer.run.resume import (
     ANOTHER,
     MISSING_DATA,
@@ -134,8 +135,8 @@ class CheckpointHandler:
     def load_checkpoint(self) -> int:
         """Restore engine and loader, and return the step to continue from, 0 without a checkpoint; collective.
 
-        Raises: ResumeError when ``auto`` finds complete checkpoints and none that the tracker names;
-            IncompleteCheckpointError when the folder has another name than at the save, CheckpointError when it
+        Raises: WrongSetting when ``auto`` finds complete checkpoints and none that the tracker names;
+            WrongInput when the folder has another name than at the save, CheckpointError when it
             does not exist, lacks the state of the loader, or is of an older version and another number of data-parallel
             ranks; UntrustedClassError when the state of the loader names classes that may run code.
         """
@@ -177,7 +178,7 @@ class CheckpointHandler:
             return latest
         folder = os.path.abspath(os.path.expanduser(self.resume_from_path))
         if not os.path.isdir(folder):
-            raise files.CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
+            raise CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
         return folder
 
     def _position(self, folder: Path, step: int) -> Any:
@@ -187,7 +188,7 @@ class CheckpointHandler:
         if _RANKS_KEY in self.run_state:
             written = self.run_state[_RANKS_KEY]
         elif written not in (0, ranks):
-            raise files.CheckpointError(
+            raise CheckpointError(
                 f"{written} data-parallel ranks of an older version wrote checkpoint {folder}, which only as many can "
                 f"resume from; this run has {ranks}: start {written}, or set trainer.resume_mode=disable"
             )
@@ -195,7 +196,7 @@ class CheckpointHandler:
         try:
             state = load_state(path, self.trusted_classes)
         except FileNotFoundError:
-            raise files.CheckpointError(f"{path} {MISSING_DATA}, or set trainer.resume_mode=disable") from None
+            raise CheckpointError(f"{path} {MISSING_DATA}, or set trainer.resume_mode=disable") from None
         if not (isinstance(state, dict) and state.keys() == {_STEP_KEY, _LOADER_KEY}):
             return state  # of an older version, or another tool
         _check_step(path, state, step)
@@ -225,7 +226,7 @@ def _counters(content: Any) -> dict[str, Any]:
 
 
 def _check_step(path: Path, content: Mapping[str, Any], step: int) -> None:
-    """Raise IncompleteCheckpointError for a file of another step; older versions do not write the step."""
+    """Raise WrongInput for a file of another step; older versions do not write the step."""
     if _STEP_KEY in content and content[_STEP_KEY] != step:
         problem = f"its {path.name} was saved at step {content[_STEP_KEY]}: copy that of step {step} back"
         raise damaged_checkpoint(path.parent, [problem], ANOTHER)

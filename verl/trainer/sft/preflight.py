@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.base_config import ConfigError
+from verl.errors import WrongInput
 from verl.models.transformers.packing import packs_rows
 from verl.trainer.config.invocation import noted, only_checks
 from verl.trainer.config.rules.megatron import tell_slow_layers
@@ -14,14 +15,7 @@ from verl.trainer.config.run_config import RayConfig
 from verl.trainer.config.sft import SFTConfig, as_engine_tree, examined_sft_config
 from verl.trainer.config.unread_keys import tell_unread_keys
 from verl.trainer.run.environment import check_processes, check_rendezvous
-from verl.trainer.run.inputs import (
-    InputError,
-    check_model,
-    check_remote,
-    check_written_columns,
-    column_checks,
-    local_files,
-)
+from verl.trainer.run.inputs import check_model, check_remote, check_written_columns, column_checks, local_files
 from verl.trainer.run.refusal import Findings
 from verl.trainer.run.resume import ANOTHER, damaged_checkpoint, misfit, refuse_unnamed, tell_replaced
 from verl.trainer.run.user_code import UserCode, check_user_code
@@ -79,12 +73,12 @@ def check_sft_inputs(config: DictConfig) -> None:
 def _process_counts() -> tuple[int, int, int]:
     """Return the number of processes, that of this node, and the rank of this one, as torchrun has set them.
 
-    Raises: InputError naming the variable.
+    Raises: WrongInput naming the variable.
     """
     try:
         return envs.integer("WORLD_SIZE", 1), envs.integer("LOCAL_WORLD_SIZE", 1), envs.integer("RANK", 0)
     except ValueError as error:
-        raise InputError(str(error)) from None
+        raise WrongInput(str(error)) from None
 
 
 def check_resume(run: SFTConfig, processes: int, tells: bool) -> None:
@@ -104,7 +98,7 @@ def check_resume(run: SFTConfig, processes: int, tells: bool) -> None:
 def check_sft_data(data: DictConfig) -> None:
     """Check the data files, unless a class of the user reads them.
 
-    Raises: InputError naming the key, DataError naming file, row and column.
+    Raises: WrongInput naming the key, DataError naming file, row and column.
     """
     if data.custom_cls.path:
         return
@@ -159,7 +153,7 @@ def check_checkpoint(
 ) -> Path | None:
     """Return the complete checkpoint that the run resumes from; with ``tells``, name the checkpoints that it replaces.
 
-    Raises: IncompleteCheckpointError naming the folder, CheckpointError naming the tracker file, or ResumeError when
+    Raises: WrongInput naming the folder, CheckpointError naming the tracker file, or WrongSetting when
         ``auto`` finds complete checkpoints and none that the tracker names.
     """
     root = Path(run_folder).expanduser().absolute()

@@ -1,6 +1,5 @@
 """Conversations as tokens: a trajectory grows by appending tokens, in the form that the chat template gives it."""
 
-from verl.utils.chat.boundary import ChatFormatError as ChatFormatError
 from verl.utils.chat.chat_format import Appended as Appended
 from verl.utils.chat.chat_format import ChatFormat as ChatFormat
 from verl.utils.chat.chat_format import Restarted as Restarted

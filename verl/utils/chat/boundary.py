@@ -5,13 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl.base_config import WrongInput
-
 _SHOWN_CHARS = 40
-
-
-class ChatFormatError(WrongInput):
-    """A chat template from which the tokens between two turns cannot be derived."""
 
 
 @dataclass(frozen=True)

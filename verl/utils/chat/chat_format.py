@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.utils.chat.boundary import Boundary, ChatFormatError, SpecialTokens, first_difference
+from verl.errors import ChatFormatError
+from verl.utils.chat.boundary import Boundary, SpecialTokens, first_difference
 from verl.utils.chat.messages import THOUGHTS, Message, marked, plain, with_text_arguments, with_tool_calls
 from verl.utils.chat.others import ControlTexts, media_parts, text_tokens
 from verl.utils.chat.proof import prove_pieces

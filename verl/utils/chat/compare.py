@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import StrEnum
 
-from verl.utils.chat.boundary import ChatFormatError
+from verl.errors import ChatFormatError
 from verl.utils.chat.chat_format import ChatFormat
 from verl.utils.chat.messages import Message, plain
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from verl.utils.chat.boundary import Boundary, ChatFormatError
+from verl.errors import ChatFormatError
+from verl.utils.chat.boundary import Boundary
 from verl.utils.chat.chat_format import ChatFormat
 from verl.utils.chat.messages import Message, plain
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
-from verl.utils.chat.boundary import Boundary, ChatFormatError, first_difference
+from verl.errors import ChatFormatError
+from verl.utils.chat.boundary import Boundary, first_difference
 from verl.utils.chat.messages import Message
 from verl.utils.chat.others import ControlTexts
 

@@ -1,6 +1,5 @@
 """Checkpoints that are either complete or absent, never half-written."""
 
-from verl.utils.checkpoint.files import CheckpointError as CheckpointError
 from verl.utils.checkpoint.files import find_complete_checkpoints as find_complete_checkpoints
 from verl.utils.checkpoint.files import find_latest_ckpt_path as find_latest_ckpt_path
 from verl.utils.checkpoint.files import get_checkpoint_tracker_filename as get_checkpoint_tracker_filename

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from verl.base_config import WrongInput
+from verl.errors import CheckpointError, ContractError, WrongInput
 from verl.utils import envs, hdfs_io
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.files import CONTENTS as CONTENTS
@@ -111,7 +111,7 @@ class BaseCheckpointManager(ABC):
         """
         path = local_path or hdfs_path
         if not path:
-            raise _NoPathError("a checkpoint needs local_path or hdfs_path")
+            raise ContractError("a checkpoint needs local_path or hdfs_path")
         return path
 
     @staticmethod
@@ -229,7 +229,7 @@ class BaseCheckpointManager(ABC):
         """
         found = self.agree(problems)
         if found:
-            raise files.CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
+            raise CheckpointError(f"checkpoint {path} cannot be loaded: {'; '.join(found[:4])}. {way_out(path)}")
 
     def agree(self, problems: list[str]) -> list[str]:
         """Return the problems of all ranks, so that all continue or all stop; collective."""
@@ -243,10 +243,6 @@ class BaseCheckpointManager(ABC):
         """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier()
-
-
-class _NoPathError(ValueError, AssertionError):
-    """Neither a local nor a remote path was given."""
 
 
 def _contents(config: Mapping[str, Any] | None, key: str, default: Iterable[str]) -> list[str]:

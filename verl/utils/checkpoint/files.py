@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from verl.base_config import WrongInput
+from verl.errors import CheckpointError
 from verl.utils import envs
 from verl.utils.fs import readable_file
 
@@ -59,10 +59,6 @@ _MOST_RANKS = 1 << 16
 _RANK_FILE = re.compile(r"_world_size_(\d+)_rank_(\d+)\.(?:pt|json)$")
 
 StrPath = str | os.PathLike[str]
-
-
-class CheckpointError(WrongInput):
-    """A checkpoint cannot be used; the message gives the reason and a remedy."""
 
 
 # ---- files

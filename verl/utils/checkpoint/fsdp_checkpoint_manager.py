@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from verl.errors import CheckpointError
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
@@ -154,7 +155,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 elif content == "optimizer" and self.optimizer is not None:
                     state = _matched_optimizer(name, self.optimizer, state)
                 states[content] = state
-            except files.CheckpointError as error:
+            except CheckpointError as error:
                 problems.append(str(error))
         self.stop_on(local_path, problems)
         with torch.no_grad():
@@ -196,7 +197,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             if problem is not None:
                 return [problem]
             manifest = files.read_manifest(folder, self.world_size, self.rank)
-        except files.CheckpointError as error:
+        except CheckpointError as error:
             return [str(error)]
         listed = {record.name for record in manifest.files}
         wanted = [part_name(c, self.world_size, self.rank) for c in self.load_contents if c in _PART_OF_CONTENT]
@@ -239,7 +240,7 @@ def _matched(name: str, live: Mapping[str, Tensor], saved: Mapping[str, Tensor])
         lacking = f"lacks {len(missing)} tensors, such as {min(missing)}" if missing else ""
         extra = f"has {len(unexpected)} others, such as {min(unexpected)}" if unexpected else ""
         both = " and ".join(filter(None, (lacking, extra)))
-        raise files.CheckpointError(f"{name} belongs to another model: it {both}")
+        raise CheckpointError(f"{name} belongs to another model: it {both}")
     return [(value, _same_layout(name, key, value, saved[key])) for key, value in live.items()]
 
 
@@ -249,18 +250,18 @@ def _same_layout(file: str, key: str, live: Tensor, saved: Tensor) -> Tensor:
     Raises: CheckpointError unless it has the shape and sharding of the live tensor, and finite values where that has.
     """
     if live.shape != saved.shape:
-        raise files.CheckpointError(
+        raise CheckpointError(
             f"{file} belongs to another model: {key} has shape {tuple(saved.shape)} there and {tuple(live.shape)} here"
         )
     there, here = (_placements(tensor) for tensor in (saved, live))
     if there != here or _local(live).shape != _local(saved).shape:
-        raise files.CheckpointError(
+        raise CheckpointError(
             f"{file} shards {key} by {there}, this run by {here}: set fsdp_config.fsdp_size to its value at the save"
         )
     found = not_finite(_local(saved))
     # A buffer with a mask holds infinity in both.
     if found and not torch.equal(_local(live).isfinite().cpu(), _local(saved).isfinite().cpu()):
-        raise files.CheckpointError(
+        raise CheckpointError(
             f"{file} holds {found} in {key}: training had diverged before this save; use an earlier checkpoint"
         )
     return _local(saved)
@@ -276,7 +277,7 @@ def _matched_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: State
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sizes = [[len(group["params"]) for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)]
     if sizes[0] != sizes[1]:
-        raise files.CheckpointError(
+        raise CheckpointError(
             f"{name} belongs to another optimizer: groups of {sizes[0]} parameters there, {sizes[1]} here"
         )
     order = [index for group in saved["param_groups"] for index in group["params"]]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from verl.errors import TokenizerNotFoundError
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -81,7 +83,7 @@ class SourceFiles:
 
     def read_tokenizer(self, processing_class: Any) -> Any:
         """Read the source's tokenizer again; None if there is none, or if a user's code has given the other tokens."""
-        from verl.utils.tokenizer import TokenizerNotFoundError, hf_tokenizer
+        from verl.utils.tokenizer import hf_tokenizer
 
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         remote = type(tokenizer).__module__.startswith(REMOTE_MODULES)

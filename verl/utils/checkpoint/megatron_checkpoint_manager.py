@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.base_config import as_yaml
+from verl.errors import CheckpointError
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.checkpoint_manager import HF_FOLDER, BaseCheckpointManager, way_out
 from verl.utils.checkpoint.hf_export import export_weights, save_config_and_tokenizer
@@ -159,7 +160,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         problem = save.tensors.wait()
         found = self.agree([] if problem is None else [problem])
         if found:
-            raise files.CheckpointError(f"checkpoint {save.local_path} could not be written: {'; '.join(found[:4])}")
+            raise CheckpointError(f"checkpoint {save.local_path} could not be written: {'; '.join(found[:4])}")
         save.tensors.finish()
         if self.rank == 0:
             save.records += self._tensor_files(Path(save.local_path), "")
@@ -216,8 +217,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         self.stop_on(local_path, self._other_tensors(folder, wanted))
         try:
             state = dist_checkpointing.load_dist_checkpointing(wanted, folder / TENSORS_FOLDER)
-        except files.CheckpointError as error:
-            raise files.CheckpointError(
+        except CheckpointError as error:
+            raise CheckpointError(
                 f"checkpoint {local_path} cannot be loaded: {error}. {way_out(local_path)}"
             ) from error
         self.stop_on(local_path, _not_finite(state, dist_checkpointing.chunk_names(self.model)))
@@ -275,7 +276,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             dist.all_gather_object(names, names[0])
         try:
             reader = TorchDistReader(folder / TENSORS_FOLDER)
-        except files.CheckpointError as error:
+        except CheckpointError as error:
             return [str(error)]
         if self.rank != 0:
             return []

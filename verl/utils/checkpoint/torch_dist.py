@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from verl.errors import CheckpointError
 from verl.utils.checkpoint.files import TENSORS_FOLDER as TENSORS_FOLDER
-from verl.utils.checkpoint.files import CheckpointError, reading
+from verl.utils.checkpoint.files import reading
 from verl.utils.fs import readable_file
 from verl.utils.loading import load_pickle, load_tensors, naming
 

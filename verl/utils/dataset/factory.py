@@ -9,24 +9,12 @@ import torch
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.base_config import WrongInput
+from verl.errors import MissingFile, MissingName, UserImportError, WrongInput, WrongSetting, WrongType
 from verl.utils.dataset.config import DataConfig, Node, order_problem
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.import_utils import UserFileError, UserImportError, UserNameError, load_extern_type
+from verl.utils.import_utils import load_extern_type
 
 logger = logging.getLogger(__name__)
-
-
-class DatasetClassError(WrongInput, TypeError):
-    """A class that the config names has the wrong base class."""
-
-
-class SamplerSettingError(WrongInput, AssertionError):
-    """A custom sampler cannot be used as configured."""
-
-
-class ReplicasError(WrongInput):
-    """A position in the data does not fit the number of data-parallel ranks."""
 
 
 def load_class(node: Node | None, key: str, base: type, names: tuple[str, str]) -> type | None:
@@ -48,10 +36,10 @@ def load_class(node: Node | None, key: str, base: type, names: tuple[str, str]) 
         raise WrongInput(f"{key}.{class_key} must name a class in {path!r}, got {name!r}")
     try:
         found = load_extern_type(path, name)
-    except (UserFileError, UserImportError, UserNameError) as error:
+    except (MissingFile, UserImportError, MissingName) as error:
         raise type(error)(f"{key}.{file_key}={path!r}: {error}") from error
     if not isinstance(found, type) or not issubclass(found, base):
-        raise DatasetClassError(f"{key}.{class_key}={name!r} in {path!r} must be a class derived from {base.__name__}")
+        raise WrongType(f"{key}.{class_key}={name!r} in {path!r} must be a class derived from {base.__name__}")
     return found
 
 
@@ -85,13 +73,13 @@ def create_rl_dataset(
 def _check_parameters(cls: type, arguments: Mapping[str, Any]) -> None:
     """Check that a data set of the user takes the arguments of ``RLHFDataset``.
 
-    Raises: DatasetClassError.
+    Raises: WrongType.
     """
     try:
         inspect.signature(cls).bind(**arguments)
     except TypeError as error:
         path = inspect.getfile(cls)
-        raise DatasetClassError(
+        raise WrongType(
             f"data.custom_cls.name={cls.__name__!r} in {path!r} cannot be called with {', '.join(arguments)}: {error}: "
             "give its __init__ these parameters"
         ) from error
@@ -107,7 +95,7 @@ def create_rl_sampler(data_config: Node, dataset: Dataset[Any] | Sized) -> Sampl
         cls = load_class(node, "data.sampler", abstract, ("class_path", "class_name"))
         assert cls is not None
         if settings.dataloader_num_workers != 0:
-            raise SamplerSettingError(
+            raise WrongSetting(
                 "data.dataloader_num_workers must be 0 with data.sampler: loader workers fetch rows before the "
                 f"sampler has seen the last batch; got {settings.dataloader_num_workers}"
             )
@@ -176,12 +164,12 @@ def order_of(sampler: Sampler[int] | None) -> str | None:
 def check_order(saved: str | None, sampler: Sampler[int] | None) -> None:
     """Check that a sampler can go on from the state of the one that ``saved`` names; None if the checkpoint does not.
 
-    Raises: SamplerSettingError with both settings.
+    Raises: WrongSetting with both settings.
     """
     own = order_of(sampler)
     problem = None if own is None else order_problem(saved, own)
     if problem is not None:
-        raise SamplerSettingError(problem)
+        raise WrongSetting(problem)
 
 
 class FileOrderSampler(SequentialSampler):
@@ -279,7 +267,7 @@ class SeededRandomIterator(Iterator[int]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the rows that all replicas together have read.
 
-        Raises: ReplicasError when these rows cannot be shared evenly.
+        Raises: WrongInput when these rows cannot be shared evenly.
         """
         replicas = self.sampler.num_replicas
         saved = state.get("num_replicas", replicas)  # checkpoints of older versions hold neither of the two
@@ -287,7 +275,7 @@ class SeededRandomIterator(Iterator[int]):
         num_rows = min(state.get("num_rows", size), size)  # other files may have fewer rows
         rows = state["position"] * saved
         if rows % replicas:
-            raise ReplicasError(
+            raise WrongInput(
                 f"the checkpoint was written after {rows} rows of an epoch, which {replicas} data-parallel ranks "
                 f"cannot share evenly: start {saved} data-parallel ranks, or set trainer.resume_mode=disable"
             )

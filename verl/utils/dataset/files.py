@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import DataError, MissingFile
 from verl.utils.dataset.config import TRUNCATIONS, DataConfig
 from verl.utils.fs import copy_to_local, unreadable_kind
 
@@ -38,14 +39,6 @@ _DIGEST_ROWS = 8192
 _OPTIONS = "data.apply_chat_template_kwargs"
 _CONTINUES = f"{_OPTIONS}.continue_final_message"
 _JSON_CHUNK_ROWS = 65536
-
-
-class DataError(WrongInput):
-    """A data file or one of its rows cannot be used."""
-
-
-class DataFileNotFoundError(DataError, FileNotFoundError):
-    """A data file does not exist."""
 
 
 def checked_truncation(settings: DataConfig) -> str:
@@ -87,7 +80,7 @@ def read_parquet(path: str) -> pa.Table:
     if problem is not None:
         raise DataError(f"{path}: {problem}: write the path of a parquet file")
     if not Path(path).exists():
-        raise DataFileNotFoundError(f"{path}: no such file; the scripts in examples/data_preprocess write data files")
+        raise MissingFile(f"{path}: no such file; the scripts in examples/data_preprocess write data files")
     kind = "JSON lines" if path.endswith((".json", ".jsonl")) else "parquet"
     try:
         table = pq.read_table(path) if kind == "parquet" else _read_json_lines(path)

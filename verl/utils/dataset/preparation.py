@@ -14,9 +14,10 @@ from typing import Any
 import datasets
 
 from verl.base_config import one_line
+from verl.errors import DataError, WrongInput
 from verl.utils import hdfs_io
 from verl.utils.command_line import OneLineParser
-from verl.utils.dataset.files import DataError, Row
+from verl.utils.dataset.files import Row
 from verl.utils.observe.console import get_console
 
 SPLITS = ("train", "test")
@@ -186,7 +187,7 @@ def write_tables(make_tables: Callable[[], Mapping[str, Any]], args: argparse.Na
         if args.hdfs_dir is not None:
             hdfs_io.makedirs(args.hdfs_dir)
             hdfs_io.copy(save_dir, args.hdfs_dir)
-    except (DataError, hdfs_io.HdfsError) as error:
+    except (WrongInput, hdfs_io.HdfsError) as error:
         sys.stderr.write(f"error: {one_line(str(error), 1000)}\n")
         return 2
     except OSError as error:

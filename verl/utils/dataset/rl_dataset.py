@@ -18,12 +18,13 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.errors import DataError, PromptTooLongError, WrongSetting
 from verl.utils.chat import CUT, ControlTexts, text_tokens
 from verl.utils.chat.others import media_parts
 from verl.utils.chat_template import ChatTemplateTimeout, render_chat, shared_time_limit
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
-from verl.utils.dataset.files import ColumnCheck, DataError, Row
+from verl.utils.dataset.files import ColumnCheck, Row
 from verl.utils.dataset.token_bounds import count_tokens, most_tokens
 from verl.utils.dataset.vision_utils import (
     Media,
@@ -42,10 +43,6 @@ logger = logging.getLogger(__name__)
 FILTER_BATCH_ROWS = 1000
 LOOP_COLUMN = "agent_name"
 UNREADABLE = -1  # stands for the length of a row whose images or videos cannot be read
-
-
-class PromptTooLongError(DataError, NotImplementedError):
-    """A prompt is longer than ``data.max_prompt_length`` and ``data.truncation`` is ``error``."""
 
 
 def collate_fn(data_list: list[Row]) -> Row:
@@ -140,7 +137,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         if self.max_prompt_length < 1:
             raise DataError(f"data.max_prompt_length must be at least 1, got {self.max_prompt_length}")
         if self._templater.chat_template is None and "chat_template" not in self.apply_chat_template_kwargs:
-            raise MissingChatTemplateError(
+            raise WrongSetting(
                 f"the tokenizer of {self.tokenizer.name_or_path!r} has no chat template: set "
                 "actor_rollout_ref.model.custom_chat_template, or data.apply_chat_template_kwargs.chat_template"
             )
@@ -367,10 +364,6 @@ class _WrittenColumns:
     def __call__(self, columns: Row) -> Row:
         kinds = {name: self.schema.field(name).type for name in columns}
         return {name: [files.as_written(each, kinds[name]) for each in values] for name, values in columns.items()}
-
-
-class MissingChatTemplateError(DataError, AssertionError):
-    """The tokenizer has no chat template."""
 
 
 def _count_tokens(batch: Row, dataset: RLHFDataset, enough: int | None = None) -> dict[str, list[int]]:

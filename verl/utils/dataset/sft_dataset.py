@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.base_config import WrongInput
-from verl.utils.chat import ChatFormat, ChatFormatError, header_that_ends_turns, pieces
+from verl.errors import ChatFormatError, DataError, SequenceTooLongError, WrongInput
+from verl.utils.chat import ChatFormat, header_that_ends_turns, pieces
 from verl.utils.chat.messages import plain
 from verl.utils.chat_template import render_chat
 from verl.utils.dataset import files
 from verl.utils.dataset.config import DataConfig, Node
-from verl.utils.dataset.files import ColumnCheck, DataError, Row
+from verl.utils.dataset.files import ColumnCheck, Row
 from verl.utils.dataset.rl_dataset import truncate
 from verl.utils.dataset.vision_utils import (
     MediaEncoder,
@@ -29,7 +29,6 @@ from verl.utils.dataset.vision_utils import (
     templater_of,
 )
 from verl.utils.parsing import parse_json
-from verl.utils.torch_functional import SequenceTooLongError
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +39,13 @@ Turn = tuple[list[int], list[int]]
 # ---- tokens of a row, and batches
 
 
-class RowTooLongError(DataError, SequenceTooLongError):
-    """A row is longer than ``data.max_length`` and ``data.truncation`` is ``error``."""
-
-
 def cut_sequence(values: list[int], max_length: int, truncation: str, where: str) -> list[int]:
     """Truncate the tokens of a row, or their mask, to ``max_length``.
 
-    Raises: RowTooLongError under ``error``.
+    Raises: SequenceTooLongError under ``error``.
     """
     if len(values) > max_length and truncation == "error":
-        raise RowTooLongError(
+        raise SequenceTooLongError(
             f"{where}: has {len(values)} tokens, data.max_length is {max_length}: raise it, or set data.truncation to "
             "left, right or middle"
         )

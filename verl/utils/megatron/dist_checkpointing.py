@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
-from verl.utils.checkpoint.files import CheckpointError
+from verl.errors import CheckpointError
 from verl.utils.checkpoint.torch_dist import VOCABULARY, TorchDistReader
 from verl.utils.loading import load_tensors
 from verl.utils.megatron import cpu_support

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from verl.base_config import WrongInput
+from verl.errors import MissingPackage, WrongSetting
 from verl.utils import envs
 from verl.utils.import_utils import is_installed
 from verl.utils.masking import masked
@@ -335,20 +335,12 @@ _BACKENDS: dict[str, tuple[str | None, Callable[[str, str, Config], Backend]]] =
 # ---- the trackers of a run
 
 
-class UnknownBackendError(WrongInput, AssertionError):
-    """``trainer.logger`` names an unknown backend."""
-
-
-class MissingBackendError(WrongInput, ImportError):
-    """``trainer.logger`` names a backend whose package is not installed."""
-
-
 def check_backends(backends: str | Iterable[str]) -> list[str]:
     """Return the backends that ``trainer.logger`` names after checking that their packages are installed.
 
     The deprecated ``tracking`` means ``wandb``.
 
-    Raises: UnknownBackendError, which is a ValueError and an AssertionError; MissingBackendError, a ValueError that
+    Raises: WrongSetting, which is a ValueError and an AssertionError; MissingPackage, a ValueError that
         names the package and an alternative.
     """
     given = [backends] if isinstance(backends, str) else list(backends)
@@ -357,13 +349,13 @@ def check_backends(backends: str | Iterable[str]) -> list[str]:
     names = list(dict.fromkeys("wandb" if name == "tracking" else name for name in given))
     for name in names:
         if name not in _BACKENDS:
-            raise UnknownBackendError(f"trainer.logger: {name!r} must be one of {sorted(_BACKENDS)}")
+            raise WrongSetting(f"trainer.logger: {name!r} must be one of {sorted(_BACKENDS)}")
     needed = {name: _BACKENDS[name][0] for name in names}
     missing = {name: package for name, package in needed.items() if package and not is_installed(package)}
     if missing:
         rest = [name for name in names if name not in missing] or ["console"]
         packages = ", ".join(f"{name!r} needs the package {package}" for name, package in missing.items())
-        raise MissingBackendError(
+        raise MissingPackage(
             f"trainer.logger={names}: {packages}, which is not installed. Install it, or set "
             f"trainer.logger='[{','.join(rest)}]'"
         )

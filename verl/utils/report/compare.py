@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from verl.errors import WrongInput
 from verl.utils.observe.record import Entry, read_entries, record_of
 
 T = TypeVar("T")
@@ -44,19 +45,15 @@ class Comparison:
     """Number of steps that only the first and only the second run recorded."""
 
 
-class NothingToCompareError(ValueError):
-    """The two records have no step in common."""
-
-
 def compare_runs(run_a: str | Path, run_b: str | Path) -> Comparison:
     """Compare the steps that both runs recorded, by metrics and, if both have them, by digests.
 
-    Raises: FileNotFoundError if a folder holds no record; NothingToCompareError, a ValueError.
+    Raises: FileNotFoundError if a folder holds no record; WrongInput, a ValueError.
     """
     records = [read_entries(record_of(run)) for run in (run_a, run_b)]
     common = sorted(set(records[0]) & set(records[1]))
     if not common:
-        raise NothingToCompareError(
+        raise WrongInput(
             f"{run_a} and {run_b} have no step in common: the first recorded {_steps(records[0])}, the second "
             f"{_steps(records[1])}"
         )

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from verl.base_config import WrongInput
+from verl.errors import MissingPackage, UnsupportedInput
 
 _MODULES = {
     "gsm8k": ("openai/gsm8k",),
@@ -70,24 +70,16 @@ class Extra(NamedTuple):
     def require(self, scorer: str) -> None:
         """Check that the package is installed.
 
-        Raises: MissingExtraError naming package and extra.
+        Raises: MissingPackage naming package and extra.
         """
         if not self.is_installed():
-            raise MissingExtraError(f"the scorer {scorer} {self.problem()}")
-
-
-class MissingExtraError(ImportError, WrongInput):
-    """A scorer needs a package that is not installed."""
+            raise MissingPackage(f"the scorer {scorer} {self.problem()}")
 
 
 GEO = Extra("mathruler", "mathruler", "geo")
 MATH = Extra("math_verify", "math-verify", "math")
 EXTRAS = {"geo3k": GEO, "prime_math": MATH}
 """Module -> package that it needs."""
-
-
-class UnknownDataSourceError(NotImplementedError, WrongInput):
-    """There is no scorer for the ``data_source``."""
 
 
 def scorer_module(data_source: str) -> str | None:
@@ -151,11 +143,11 @@ def default_compute_score(
         sandbox_timeout_s: time limit of one program under test.
         allow_unisolated: whether to run code on this machine even if the kernel cannot isolate it.
 
-    Raises: UnknownDataSourceError for a source without a scorer.
+    Raises: UnsupportedInput for a source without a scorer.
     """
     name = scorer_module(data_source)
     if name is None:
-        raise UnknownDataSourceError(data_source_problem(data_source))
+        raise UnsupportedInput(data_source_problem(data_source))
     limits = {"memory_limit_mb": memory_limit_mb, "timeout": sandbox_timeout_s}
     program = {"completion": solution_str, "test_cases": ground_truth, "continuous": True}
     program |= {key: value for key, value in limits.items() if value is not None}

@@ -18,7 +18,7 @@ def format_reward(predict_str: str) -> float:
 def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
     """Return 1 if the boxed answer (or, without ``use_boxed``, the text) is equivalent to the ground truth, else 0.
 
-    Raises: MissingExtraError without mathruler.
+    Raises: MissingPackage without mathruler.
     """
     GEO.require("geo3k")
     from mathruler.grader import extract_boxed_content, grade_answer

@@ -22,7 +22,7 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
 
     The limit holds in the main thread, where the reward managers call this.
 
-    Raises: MissingExtraError without math-verify; ValueError for a ground truth without an answer.
+    Raises: MissingPackage without math-verify; ValueError for a ground truth without an answer.
     """
     MATH.require("math_verify")
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -45,7 +45,7 @@ def equal(one: str, other: str) -> bool:
 
     The limit holds in the main thread; in others that of the caller does.
 
-    Raises: MissingExtraError without math-verify.
+    Raises: MissingPackage without math-verify.
     """
     MATH.require("prime_math")
     from math_verify import LatexExtractionConfig, parse, verify

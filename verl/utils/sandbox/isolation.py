@@ -30,14 +30,10 @@ _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
-class IsolationError(OSError):
-    """The kernel cannot isolate a program."""
-
-
 def _checked(result: int, what: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise IsolationError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
 
 
@@ -80,7 +76,7 @@ def readable_paths() -> list[str]:
 def _restrict_files(writable: str) -> None:
     version = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)  # of the ABI; 0 or less without Landlock
     if version <= 0:
-        raise IsolationError("the kernel has no Landlock (it needs Linux 5.13 with the security module enabled)")
+        raise OSError("the kernel has no Landlock (it needs Linux 5.13 with the security module enabled)")
     every = (1 << _ACCESS_BITS.get(version, 16)) - 1
     attributes = struct.pack("QQQ", every, _NET_BITS if version >= 4 else 0, _SCOPE_BITS if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
@@ -172,7 +168,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, op
 def _filter(pid: int) -> list[Instruction]:
     """Return the BPF program that the kernel runs on every system call of process ``pid``."""
     if platform.machine() not in _ARCHITECTURES:
-        raise IsolationError(f"no system call filter for {platform.machine()}, only for x86_64 and aarch64")
+        raise OSError(f"no system call filter for {platform.machine()}, only for x86_64 and aarch64")
     architecture, column = _ARCHITECTURES[platform.machine()]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
@@ -231,10 +227,10 @@ def limit_resources(cpu_s: int, memory_bytes: int, file_bytes: int) -> None:
 def isolate(writable: str) -> None:
     """Give up every right of this process except to compute and to write to one folder.
 
-    Raises: IsolationError if the kernel does not support it.
+    Raises: OSError if the kernel does not support it.
     """
     if not sys.platform.startswith("linux"):
-        raise IsolationError(f"isolation needs Linux, not {sys.platform}")
+        raise OSError(f"isolation needs Linux, not {sys.platform}")
     _checked(_LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
     _checked(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     _restrict_files(writable)

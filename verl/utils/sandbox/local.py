@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from verl.errors import SandboxError
 from verl.utils.sandbox import clock, cores
 from verl.utils.sandbox.folder import empty_folder
 from verl.utils.sandbox.permits import FilePermits
@@ -40,10 +41,6 @@ _ENVIRONMENT = {
 
 Result = dict[str, Any]
 """What the supervisor says about one test: the fields of ``Run`` and ``index``. A status may be one of ``clock``."""
-
-
-class SandboxError(RuntimeError):
-    """The sandbox failed; the program is not at fault."""
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from verl.algos.aggregate import Metric, Sum
-from verl.base_config import WrongInput
+from verl.errors import WrongInput, WrongSetting
 from verl.utils.device import get_device_name
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import scale_to_norm
-from verl.utils.import_utils import hidden
 from verl.workers.engine import passes
+from verl.workers.engine.backends import LATE_BACKENDS
 from verl.workers.engine.passes import MicroBatch, PassSpec, Shares
 
 if TYPE_CHECKING:
@@ -466,21 +466,14 @@ class EngineRegistry:
 
         Raises: ValueError, which is also an AssertionError, when there is none.
         """
-        if backend == "megatron":  # its engines register when they are imported, which takes seconds
-            with hidden(["wandb"]):  # Megatron-Core imports it, and it makes folders that a killed process leaves
-                importlib.import_module("verl.workers.engine.megatron")
+        if backend in LATE_BACKENDS:
+            importlib.import_module(LATE_BACKENDS[backend])
         key = (model_type, backend, get_device_name())
         if key not in cls._engines:
-            raise UnknownEngineError(
-                f"no engine for (model_type, backend, device) {key}; known: {sorted(cls._engines)}"
-            )
+            raise WrongSetting(f"no engine for (model_type, backend, device) {key}; known: {sorted(cls._engines)}")
         return cls._engines[key]
 
     @classmethod
     def new(cls, model_type: str, backend: str, *args: Any, **kwargs: Any) -> BaseEngine:
         """Construct the engine for the current device."""
         return cls.get_engine_cls(model_type, backend)(*args, **kwargs)
-
-
-class UnknownEngineError(ValueError, AssertionError):
-    """No engine is registered for the requested model type, backend and device."""

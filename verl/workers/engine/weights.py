@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from verl.base_config import WrongInput
-from verl.utils.checkpoint.files import CheckpointError
+from verl.errors import CheckpointError, ModelWeightsError
 from verl.utils.loading import load_tensors, not_finite
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.value_heads import HEAD_FILE, HEAD_NAME, stored_head
@@ -54,10 +53,6 @@ class OpenFile(Protocol):
 
     def get_tensor(self, name: str) -> Tensor:
         """Read a whole tensor."""
-
-
-class ModelWeightsError(WrongInput, RuntimeError):
-    """The weights of ``model.path`` cannot be used."""
 
 
 STORED_DTYPES = {

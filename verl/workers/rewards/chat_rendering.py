@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import WrongInput
+from verl.errors import ChatFormatError, SequenceTooLongError, WrongInput, WrongType
 from verl.protocol import DataProto, tensors_of
-from verl.utils.chat import CUT, ChatFormat, ChatFormatError, ControlTexts, pieces, text_tokens
+from verl.utils.chat import CUT, ChatFormat, ControlTexts, pieces, text_tokens
 from verl.utils.chat.messages import TURNS_COLUMN
-from verl.utils.torch_functional import SequenceTooLongError
 
 Message = dict[str, Any]
 """A message of a chat: ``role`` and ``content``, a text or a list of typed parts."""
@@ -23,14 +22,6 @@ _MODEL = "assistant"
 _MARK = "whatwassaid"
 _AS_IT_IS = "as_it_is"
 """Key of a message: its text has turns that nobody has kept apart, so a template must not look for thoughts in it."""
-
-
-class MissingRawPromptError(ValueError, KeyError):
-    """The batch holds no messages to render the chat from."""
-
-
-class RawPromptTypeError(ValueError, TypeError):
-    """A row of ``raw_prompt`` is not a list of messages."""
 
 
 @dataclass
@@ -56,7 +47,7 @@ class ChatRenderer:
     def __call__(self, data: DataProto) -> tuple[dict[str, Tensor], int]:
         """Return ``input_ids``, ``attention_mask``, ``position_ids`` (B, L), right-padded, and the number of cut rows.
 
-        Raises: MissingRawPromptError without ``raw_prompt``, RawPromptTypeError for a row of another type, ValueError
+        Raises: WrongInput without ``raw_prompt``, WrongType for a row of another type, ValueError
             if the template rejects a chat, SequenceTooLongError for ``truncation=error``; each names the row.
         """
         prompts = raw_prompts(data)
@@ -236,17 +227,17 @@ def right_padded(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tens
 def raw_prompts(data: DataProto) -> Iterable[list[Message]]:
     """Yield the messages of each row as text, with markers in place of images and videos.
 
-    Raises: MissingRawPromptError, or RawPromptTypeError naming the row.
+    Raises: WrongInput, or WrongType naming the row.
     """
     if "raw_prompt" not in data.non_tensor_batch:
-        raise MissingRawPromptError(
+        raise WrongInput(
             "the batch holds no raw_prompt, from which a reward model with reward_model.model.input_tokenizer renders "
             "the chat: set data.return_raw_chat=true, or input_tokenizer=null where policy and reward model share "
             "tokenizer and template"
         )
     for index, prompt in enumerate(data.non_tensor_batch["raw_prompt"]):
         if not isinstance(prompt, list | np.ndarray):
-            raise RawPromptTypeError(
+            raise WrongType(
                 f"raw_prompt of row {index} must be a list or array of messages, got {type(prompt).__name__}"
             )
         yield [_as_text(message) for message in prompt]

@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import WrongInput, omega_conf_to_dataclass
+from verl.base_config import omega_conf_to_dataclass
+from verl.errors import MissingFile, MissingName, RewardFunctionImportError, WrongType
 from verl.utils.import_utils import external_module_of, load_extern_type, python_file
 from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
@@ -27,22 +28,6 @@ _warn_once = functools.cache(logger.warning)  # the managers of training and val
 
 Config = DictConfig | Mapping[str, Any]
 """The configuration of a run, of which this module parses the nodes of the reward."""
-
-
-class RewardFunctionFileError(WrongInput, FileNotFoundError):
-    """The file of the reward function does not exist."""
-
-
-class RewardFunctionImportError(WrongInput, RuntimeError):
-    """The file of the reward function cannot be executed."""
-
-
-class RewardFunctionNameError(WrongInput, AttributeError):
-    """The file does not define the reward function."""
-
-
-class RewardFunctionTypeError(WrongInput, TypeError):
-    """The reward function cannot be called as its manager does."""
 
 
 def get_custom_reward_fn(config: Config) -> RawScorer | None:
@@ -61,14 +46,14 @@ def get_custom_reward_fn(config: Config) -> RawScorer | None:
     try:
         function = load_extern_type(path, name)
     except FileNotFoundError as error:
-        raise RewardFunctionFileError(f"custom_reward_function.path={path!r}: {error}") from error
+        raise MissingFile(f"custom_reward_function.path={path!r}: {error}") from error
     except RuntimeError as error:
         raise RewardFunctionImportError(f"custom_reward_function.path={path!r}: {error}") from error
     except AttributeError as error:
-        raise RewardFunctionNameError(f"custom_reward_function.name={name!r}: {error}") from error
+        raise MissingName(f"custom_reward_function.name={name!r}: {error}") from error
     problem = _why_no_scorer(function)
     if problem:
-        raise RewardFunctionTypeError(f"custom_reward_function.name={name!r} in {path!r} {problem}")
+        raise WrongType(f"custom_reward_function.name={name!r} in {path!r} {problem}")
     module = external_module_of(function)
     if "ray" in sys.modules and module is not None:
         # Other processes cannot import this module, so Ray sends the code of its functions.
@@ -95,7 +80,7 @@ def _why_no_scorer(function: RawScorer) -> str | None:
 def check_scorer_signature(scorer: RawScorer, manager: type[AbstractRewardManager]) -> None:
     """Reject a scorer that cannot take the arguments of its manager.
 
-    Raises: RewardFunctionTypeError with the signature and the arguments.
+    Raises: WrongType with the signature and the arguments.
     """
     try:
         signature = inspect.signature(scorer)
@@ -107,7 +92,7 @@ def check_scorer_signature(scorer: RawScorer, manager: type[AbstractRewardManage
         signature = inspect.signature(scorer.func)
     problem = call_problem(signature, manager.call_scorer_example(scorer), more_keywords)
     if problem:
-        raise RewardFunctionTypeError(
+        raise WrongType(
             f"custom_reward_function: {getattr(scorer, '__name__', scorer)}{signature} cannot be called by "
             f"{manager.__name__} {problem}"
         )

@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import WrongInput
+from verl.errors import RewardError, WrongInput, WrongSetting
 from verl.utils.import_utils import load_extern_type
 from verl.utils.process_pool import DeadlinePool, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 from verl.utils.torch_functional import at_last_sampled
 from verl.workers.rewards import scoring
-from verl.workers.rewards.scoring import (
-    RawScore,
-    RawScorer,
-    RewardError,
-    RewardOutput,
-    Sample,
-    Score,
-    ScoringLimits,
-)
+from verl.workers.rewards.scoring import RawScore, RawScorer, RewardOutput, Sample, Score, ScoringLimits
 from verl.workers.rewards.signature import SCORER_CALLS, Example, ScorerCall, class_in_file
 
 if TYPE_CHECKING:
@@ -253,10 +245,6 @@ class NaiveRewardManager(AbstractRewardManager):
         }
 
 
-class OverlongBufferError(WrongInput, AssertionError):
-    """The overlong buffer does not fit the response length."""
-
-
 @register("dapo")
 class DAPORewardManager(NaiveRewardManager):
     """Score as ``naive`` does, record the score as ``acc``, and add the soft overlong punishment.
@@ -268,7 +256,7 @@ class DAPORewardManager(NaiveRewardManager):
         overlong_buffer_cfg: ``enable``, ``len`` (tokens before the limit over which the penalty grows),
             ``penalty_factor`` (the penalty at the limit), ``log`` (whether to return the penalty as an extra).
 
-    Raises: OverlongBufferError without ``max_resp_len``, or when an enabled buffer is longer than ``max_resp_len``.
+    Raises: WrongSetting without ``max_resp_len``, or when an enabled buffer is longer than ``max_resp_len``.
     """
 
     def __init__(
@@ -286,9 +274,9 @@ class DAPORewardManager(NaiveRewardManager):
         self._punishes = overlong_buffer_cfg is not None and bool(overlong_buffer_cfg["enable"])
         if overlong_buffer_cfg is not None:
             if max_resp_len is None:
-                raise OverlongBufferError("max_resp_len must be given with overlong_buffer_cfg, got None")
+                raise WrongSetting("max_resp_len must be given with overlong_buffer_cfg, got None")
             if self._punishes and not 0 < overlong_buffer_cfg["len"] <= max_resp_len:
-                raise OverlongBufferError(
+                raise WrongSetting(
                     f"overlong_buffer_cfg.len must be in [1, max_resp_len={max_resp_len}], "
                     f"got {overlong_buffer_cfg['len']}"
                 )

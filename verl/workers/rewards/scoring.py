@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import RewardError
 from verl.utils.process_pool import DeadlineExceeded, IsolatedFunction, Outcome, ScorerFailed
 from verl.utils.reward_score import default_compute_score, lowest_score
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, error_text
@@ -55,10 +56,6 @@ RewardOutput = Tensor | dict[str, Tensor | ExtraColumns]
 """Scores (B, R), or a dict with ``reward_tensor`` and ``reward_extra_info``."""
 ScoringLimits = ScoringConfig
 """Time limits and the treatment of failures: the keys of ``reward_model.scoring``."""
-
-
-class RewardError(WrongInput):
-    """A scorer raised, or returned something that is not a score."""
 
 
 class Reason(str):

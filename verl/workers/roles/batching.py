@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from verl.base_config import WrongInput
+from verl.errors import ContractError, WrongInput
 from verl.protocol import OLD_LOG_PROBS_VERSION, tensors_of
-from verl.utils.tensordict_utils import BatchError
 from verl.workers.engine.passes import PassSpec
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def rows_of_step(data: "DataProto", rows_per_step: int, dp_size: int) -> int:
         return rows_per_step
     steps = max(1, trajectories // (rows_per_step * dp_size))
     if len(data) % steps:
-        raise BatchError(f"{len(data)} rows of {trajectories} trajectories do not divide into {steps} mini-batches")
+        raise ContractError(f"{len(data)} rows of {trajectories} trajectories do not divide into {steps} mini-batches")
     return len(data) // steps
 
 

@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from verl.base_config import WrongInput, omega_conf_to_dataclass
+from verl.base_config import omega_conf_to_dataclass
+from verl.errors import ServerError, WrongInput
 from verl.utils.faults import fault_point
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.ray_utils import hide_other_devices
 from verl.workers.rollout.base import NO_WEIGHTS
-from verl.workers.rollout.server import ABORTED, SamplingParams, ServerError, TokenOutput
+from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
 from verl.workers.rollout.unread import stays_unread
 from verl.workers.rollout.weight_channel import Layout
 

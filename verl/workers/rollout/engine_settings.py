@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput, WrongSetting
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.workers.config.model import positions_of
@@ -35,23 +35,19 @@ def media_settings(engine: str, engine_kwargs: Mapping[str, Any]) -> tuple[dict[
     return dict(limits or {}), dict(options or {})
 
 
-class ContextLengthError(WrongInput, AssertionError):
-    """Prompt and response do not fit into the context."""
-
-
 def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int:
     """Return the engine's context length.
 
-    Raises: ContextLengthError if prompt and response do not fit into it, or it exceeds the model's.
+    Raises: WrongSetting if prompt and response do not fit into it, or it exceeds the model's.
     """
     needed = config.prompt_length + config.response_length
     length = config.context_length
     sizes = f"{_NODE}.prompt_length + response_length = {config.prompt_length} + {config.response_length} = {needed}"
     if length < needed:
-        raise ContextLengthError(f"{_NODE}.max_model_len={length} is below {sizes}: write at least {needed}, or null")
+        raise WrongSetting(f"{_NODE}.max_model_len={length} is below {sizes}: write at least {needed}, or null")
     context = positions_of(hf_config.get_text_config().to_dict())
     if context is not None and length > context:
-        raise ContextLengthError(
+        raise WrongSetting(
             f"the engine's context {length} ({_NODE}.max_model_len, or {sizes}) exceeds the model's "
             f"max_position_embeddings={context}: shorten prompt_length or response_length, or set "
             "actor_rollout_ref.model.override_config.rope_scaling"

@@ -3,7 +3,7 @@
 import inspect
 from pkgutil import resolve_name
 
-from verl.base_config import WrongInput
+from verl.errors import WrongSetting
 from verl.workers.config.engines import NAMES, EngineFacts, class_outside
 from verl.workers.rollout.base import BaseRollout
 
@@ -15,9 +15,11 @@ ROLLOUT_CLASSES: dict[tuple[str, str], str] = {
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
 }
 
-
-class UnknownRolloutError(WrongInput, AssertionError):
-    """There is no rollout class for a name and mode."""
+REPLICA_CLASSES = {
+    "vllm": "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMReplica",
+    "sglang": "verl.workers.rollout.sglang_rollout.sglang_server.SGLangReplica",
+}
+"""The classes of the servers of an engine. One from outside names its own, in ``facts.replica``."""
 
 
 def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout]:
@@ -27,14 +29,14 @@ def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout
     """
     outside = class_outside(rollout_name)
     if outside is None and (rollout_name, mode) not in ROLLOUT_CLASSES:
-        raise UnknownRolloutError(
+        raise WrongSetting(
             f"actor_rollout_ref.rollout.name={rollout_name!r} with mode={mode!r} does not exist: write one of {NAMES}, "
             f"with a mode that it has: {sorted(ROLLOUT_CLASSES)}"
         )
     found: type[BaseRollout] = resolve_name(outside or ROLLOUT_CLASSES[rollout_name, mode])
     problem = class_problem(found)
     if problem is not None:
-        raise UnknownRolloutError(f"actor_rollout_ref.rollout.name={rollout_name}: {problem}")
+        raise WrongSetting(f"actor_rollout_ref.rollout.name={rollout_name}: {problem}")
     return found
 
 

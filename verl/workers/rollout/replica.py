@@ -1,7 +1,6 @@
 """Rollout servers by replica: where an engine runs, which workers hold it, and how requests reach it."""
 
 import asyncio
-import importlib
 import itertools
 import logging
 import time
@@ -14,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.base_config import WrongInput
+from verl.errors import MissingName, ServerError, UnsupportedInput, WrongInput, WrongSetting
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.workers.config.engines import class_outside
 from verl.workers.config.rollout import start_limit_s
-from verl.workers.rollout.registry import get_rollout_class
-from verl.workers.rollout.server import ServerError
+from verl.workers.rollout.registry import REPLICA_CLASSES, get_rollout_class
 from verl.workers.rollout.server import TokenOutput as TokenOutput
 
 if TYPE_CHECKING:
@@ -51,18 +49,6 @@ class RolloutMode(Enum):
     """On the devices of the trainer, in processes of its own."""
     STANDALONE = "standalone"
     """On devices of its own."""
-
-
-class UnknownReplicaError(ValueError, AssertionError):
-    """No class of replicas has this name."""
-
-
-class NoAddressError(WrongInput, AttributeError):
-    """A rollout server has no HTTP address of its own."""
-
-
-class UnsupportedPlacementError(WrongInput, NotImplementedError):
-    """Rollout servers do not run in this place."""
 
 
 class ServerPool(RayResourcePool):
@@ -145,9 +131,9 @@ class RolloutReplica(ABC):
     def init_colocated(self, resource_pool: RayResourcePool) -> None:
         """Refuse: an engine shares the trainer's devices in the trainer's processes.
 
-        Raises: UnsupportedPlacementError.
+        Raises: UnsupportedInput.
         """
-        raise UnsupportedPlacementError(
+        raise UnsupportedInput(
             "rollout servers do not share the devices of another pool in processes of their own: call init_hybrid "
             "(actor_rollout_ref.hybrid_engine=true) or init_standalone (actor_rollout_ref.hybrid_engine=false)"
         )
@@ -156,9 +142,9 @@ class RolloutReplica(ABC):
     def server_address(self) -> str:
         """Refuse: a server answers calls of its actor, and one endpoint speaks HTTP for all servers.
 
-        Raises: NoAddressError.
+        Raises: MissingName.
         """
-        raise NoAddressError(
+        raise MissingName(
             "rollout servers have no server_address: call server_handle.generate.remote(...); for the OpenAI API over "
             "HTTP derive an agent loop from EndpointAgentLoop, or use verl.trainer.main_generation_server"
         )
@@ -282,7 +268,7 @@ _RESTART_S = 30.0
 
 
 class RolloutReplicaRegistry:
-    """The classes of replicas by the name of their engine; the class of an engine from outside names its own."""
+    """The classes of replicas by engine: those of ``REPLICA_CLASSES``, and those that are registered here."""
 
     _loaders: dict[str, Callable[[], type[RolloutReplica]]] = {}
 
@@ -299,10 +285,12 @@ class RolloutReplicaRegistry:
         """
         if name in cls._loaders:
             return cls._loaders[name]()
-        dotted = None if class_outside(name) is None else get_rollout_class(name, "async").facts.replica
+        dotted = REPLICA_CLASSES.get(name)
+        if class_outside(name) is not None:
+            dotted = get_rollout_class(name, "async").facts.replica
         if dotted is None:
-            raise UnknownReplicaError(
-                f"actor_rollout_ref.rollout.name={name!r} has no servers: write one of {sorted(cls._loaders)}, or "
+            raise WrongSetting(
+                f"actor_rollout_ref.rollout.name={name!r} has no servers: write one of {cls.names()}, or "
                 "rollout.mode=sync"
             )
         found: type[RolloutReplica] = resolve_name(dotted)
@@ -311,23 +299,7 @@ class RolloutReplicaRegistry:
     @classmethod
     def names(cls) -> Sequence[str]:
         """Return the names of the engines that can serve."""
-        return sorted(cls._loaders)
-
-
-def _load_vllm() -> type[RolloutReplica]:
-    module = importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
-    found: type[RolloutReplica] = module.vLLMReplica
-    return found
-
-
-def _load_sglang() -> type[RolloutReplica]:
-    module = importlib.import_module("verl.workers.rollout.sglang_rollout.sglang_server")
-    found: type[RolloutReplica] = module.SGLangReplica
-    return found
-
-
-RolloutReplicaRegistry.register("vllm", _load_vllm)
-RolloutReplicaRegistry.register("sglang", _load_sglang)
+        return sorted({*REPLICA_CLASSES, *cls._loaders})
 
 
 def get_rollout_replica_class(rollout: str) -> type[RolloutReplica]:

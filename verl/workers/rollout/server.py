@@ -13,10 +13,6 @@ FULL = "length"
 """Why a response ended: the request was aborted, or the response reached its limit. Else it ended by itself."""
 
 
-class ServerError(RuntimeError):
-    """A server is gone, or did not answer before its deadline; the message names it."""
-
-
 def cause_of(error: Exception) -> Exception:
     """Return the error that a server has raised, whose message does not begin with Ray's trace, or that of Ray."""
     cause = getattr(error, "cause", None)  # of a RayTaskError

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from verl.base_config import WrongInput
+from verl.errors import ServerError, WrongInput
 from verl.utils.import_utils import load_extern_type
 from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.replica import RolloutReplica, cause_of_death, get_rollout_replica_class
-from verl.workers.rollout.server import ServerError, cause_of
+from verl.workers.rollout.server import cause_of
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig

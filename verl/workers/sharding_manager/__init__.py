@@ -3,6 +3,7 @@
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from verl.errors import WeightSyncError
 from verl.workers.sharding_manager.base import BaseShardingManager
 from verl.workers.sharding_manager.fsdp_sglang import FSDPSGLangShardingManager
 from verl.workers.sharding_manager.fsdp_vllm import FSDPVLLMShardingManager
@@ -10,7 +11,6 @@ from verl.workers.sharding_manager.hybrid import HybridShardingManager, complete
 from verl.workers.sharding_manager.megatron_sglang import MegatronSGLangShardingManager
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 from verl.workers.sharding_manager.servers import ServerSync
-from verl.workers.sharding_manager.weight_sync import WeightSyncError
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import BaseEngine

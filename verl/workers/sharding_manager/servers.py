@@ -11,12 +11,13 @@ import ray
 import torch
 from torch import Tensor
 
+from verl.errors import ServerError, WeightSyncError
 from verl.utils import envs
 from verl.utils.device import current_device, get_device_name, get_torch_device
 from verl.utils.faults import is_skipped
 from verl.utils.net_utils import LOOPBACK
 from verl.workers.rollout.checksum import tensor_checksum
-from verl.workers.rollout.server import ServerError, cause_of
+from verl.workers.rollout.server import cause_of
 from verl.workers.rollout.weight_channel import (
     SharedMemory,
     WeightGroup,
@@ -26,7 +27,7 @@ from verl.workers.rollout.weight_channel import (
     layout_of,
     open_store,
 )
-from verl.workers.sharding_manager.weight_sync import WeightSync, WeightSyncError
+from verl.workers.sharding_manager.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import BaseEngine

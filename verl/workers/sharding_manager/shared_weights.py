@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.base_config import WrongInput
+from verl.errors import WeightSyncError, WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
 from verl.utils.memory_utils import return_freed_host_memory
 from verl.workers.engine.passes import PassSpec
-from verl.workers.sharding_manager.weight_sync import WeightSyncError
 
 if TYPE_CHECKING:
     from verl.workers.engine.base import BaseEngine

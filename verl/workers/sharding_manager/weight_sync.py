@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from verl.errors import WeightSyncError
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
@@ -87,10 +88,6 @@ class Meter:
 
     def _gone(self, size: int) -> None:
         self._alive -= size
-
-
-class WeightSyncError(RuntimeError):
-    """An update of the rollout's weights failed on a rank, so no rank uses it."""
 
 
 class WeightSync:

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.base_config import WrongInput
-from verl.experimental.agent_loop.endpoint.loop import NoTurnError
+from verl.errors import NoTurnError, ServerError, WrongInput
 from verl.experimental.agent_loop.endpoint.stops import Rest, cut_at_stop
 from verl.experimental.agent_loop.segments import last_segment
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
-from verl.workers.rollout.server import ServerError, TokenOutput
+from verl.workers.rollout.server import TokenOutput
 
 from .agents import SAMPLING, TOKENIZER, Agent, ThreadAgent, build, ids
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import WrongInput
+from verl.errors import NoTurnError, WrongInput
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.endpoint.requests import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 from verl.experimental.agent_loop.endpoint.server import MOST_BODY_BYTES, Endpoint, Limits
@@ -40,10 +40,6 @@ def warn_of_unseen_media() -> None:
         "rows hold images or videos, and the endpoint takes none: the model does not see them, unless your agent "
         "describes them in words"
     )
-
-
-class NoTurnError(RuntimeError):
-    """An agent has ended without an answer of the model: there is nothing to train."""
 
 
 class EndpointAgentLoop(AgentLoopBase):

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import ServerError, WrongInput
 from verl.experimental.agent_loop.endpoint.answers import (
     chat_body,
     chunks,
@@ -34,7 +35,6 @@ from verl.experimental.agent_loop.endpoint.requests import (
 from verl.experimental.agent_loop.endpoint.session import Policy, Session
 from verl.utils.concurrency import in_thread
 from verl.utils.net_utils import LOCAL_HOSTS
-from verl.workers.rollout.server import ServerError
 
 logger = logging.getLogger(__name__)
 

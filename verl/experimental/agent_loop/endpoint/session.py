@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verl.base_config import one_line
+from verl.errors import ChatFormatError, RequestAbortedError, ServerError
 from verl.experimental.agent_loop.endpoint.history import Answer, ChatHistory, TextHistory, refused_templates
 from verl.experimental.agent_loop.endpoint.requests import (
     ChatRequest,
@@ -18,11 +19,10 @@ from verl.experimental.agent_loop.endpoint.requests import (
 )
 from verl.experimental.agent_loop.endpoint.stops import cut_at_stop
 from verl.experimental.agent_loop.endpoint.templates import Templates, texts_in
-from verl.experimental.agent_loop.servers import RequestAbortedError
 from verl.experimental.agent_loop.trajectory import ToolCall, Trajectory, turn_seed
-from verl.utils.chat import ChatFormat, ChatFormatError
+from verl.utils.chat import ChatFormat
 from verl.utils.numerics.seeding import derive_seed
-from verl.workers.rollout.server import ServerError, TokenOutput
+from verl.workers.rollout.server import TokenOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

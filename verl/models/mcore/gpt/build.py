@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.distributed import ProcessGroup
 
-from verl.base_config import WrongInput
+from verl.errors import UnsupportedInput, WrongInput
 from verl.models.mcore import families
 from verl.models.mcore.gpt.layers import (
     ATTENTION_OUTPUT_BIAS,
@@ -49,7 +49,7 @@ _EXPERT = re.compile(
 def hf_to_mcore_config(hf_config: "PretrainedConfig", dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
     """Return Megatron-Core's configuration for the process's layout; ``overrides`` are its fields and take precedence.
 
-    Raises: UnsupportedModelError for an unsupported model, ValueError for an unknown field.
+    Raises: UnsupportedInput for an unsupported model, ValueError for an unknown field.
     """
     on_cpu = get_device_name() == "cpu"
     values: dict[str, Any] = {
@@ -114,12 +114,12 @@ def _attention_backend(name: str | AttnBackend, is_latent: bool) -> AttnBackend:
 
 
 def _refuse_transformer_engine(hf_config: "PretrainedConfig", output_bias: bool) -> None:
-    """Raise UnsupportedModelError for model options that only verl's layers support."""
+    """Raise UnsupportedInput for model options that only verl's layers support."""
     text = families.text_of(hf_config)
     latent = getattr(text, "kv_lora_rank", None) and text.rms_norm_eps != LATENT_EPSILON
     for unsupported, option in ((output_bias, "attention_bias"), (latent, "latent norms with a separate epsilon")):
         if unsupported:
-            raise families.UnsupportedModelError(
+            raise UnsupportedInput(
                 f"Transformer Engine's layers do not support {option}: set "
                 "megatron.override_transformer_config.transformer_impl=local"
             )

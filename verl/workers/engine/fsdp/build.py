@@ -17,7 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from verl.base_config import ConfigError, Violation, WrongInput
+from verl.base_config import ConfigError, Violation
+from verl.errors import ModelWeightsError, WrongInput
 from verl.models.transformers.attention import VARLEN_ATTENTION, register_varlen_attention
 from verl.models.transformers.attention_choice import class_of, padded_attention
 from verl.models.transformers.dense_common import install_fused_head
@@ -42,15 +43,7 @@ from verl.workers.engine.fsdp.adapters import adapter_sizes, add_adapters, base_
 from verl.workers.engine.fsdp.compute_copies import ComputeCopies, dtype_of_copies
 from verl.workers.engine.fsdp.layout import Layout
 from verl.workers.engine.fsdp.stored_model import StoredModel, WeightFiles
-from verl.workers.engine.weights import (
-    DTYPES,
-    HEAD,
-    ModelWeightsError,
-    draw_tensor,
-    head_aliases,
-    open_weights,
-    tensor_seed,
-)
+from verl.workers.engine.weights import DTYPES, HEAD, draw_tensor, head_aliases, open_weights, tensor_seed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

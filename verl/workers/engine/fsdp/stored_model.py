@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from verl.workers.engine.weights import ModelWeightsError
+from verl.errors import ModelWeightsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

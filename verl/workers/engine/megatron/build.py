@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from verl.base_config import ConfigError, Violation, WrongInput, as_yaml
+from verl.base_config import ConfigError, Violation, as_yaml
+from verl.errors import CheckpointError, ModelWeightsError, WrongInput
 from verl.models.mcore.bridge import Bridge, needs_bridge
 from verl.models.mcore.families import HEAD_NAMES, find_family, num_experts, text_of
 from verl.models.mcore.gpt.build import (
@@ -35,21 +36,13 @@ from verl.models.mcore.weights import is_stack
 from verl.models.mcore_limits import default_implementation
 from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
-from verl.utils.checkpoint.files import CheckpointError
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local, own_folder
 from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
 from verl.workers.engine.background_load import Values, fill, place
 from verl.workers.engine.megatron.layout import Layout
-from verl.workers.engine.weights import (
-    DTYPES,
-    ModelWeightsError,
-    SafetensorsReader,
-    draw_tensor,
-    head_aliases,
-    refuse_not_finite,
-)
+from verl.workers.engine.weights import DTYPES, SafetensorsReader, draw_tensor, head_aliases, refuse_not_finite
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,6 +13,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
+from verl.errors import ServerError
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, get_visible_devices_keyword
@@ -33,7 +34,7 @@ from verl.workers.rollout.engine_group import EngineGroup
 from verl.workers.rollout.engine_settings import check_parallel_sizes
 from verl.workers.rollout.expansion import check_expansion
 from verl.workers.rollout.replica import MOST_CALLS, cause_of_death
-from verl.workers.rollout.server import FULL, SamplingParams, ServerError, TokenOutput
+from verl.workers.rollout.server import FULL, SamplingParams, TokenOutput
 from verl.workers.rollout.sglang_rollout.engine_args import build_engine_args
 from verl.workers.rollout.sglang_rollout.sglang_server import HybridSGLangServer
 from verl.workers.rollout.weight_channel import SharedMemory, known_dtypes, layout_of

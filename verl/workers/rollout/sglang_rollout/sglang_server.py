@@ -46,9 +46,7 @@ class SGLangServer(EngineServer):
         return engine, form
 
     def _deaths(self) -> tuple[type[Exception], ...]:
-        from verl.workers.rollout.sglang_rollout.engine import StoppedError
-
-        return (StoppedError,)
+        return (RuntimeError,)
 
     async def _answer(self, entry: OpenRequest, request: "Request", params: "EngineParams") -> TokenOutput:
         from verl.workers.rollout.sglang_rollout.requests import token_output

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import WrongInput
+from verl.errors import ServerError, WrongInput
 from verl.protocol import DataProto
 from verl.utils import envs
 from verl.utils.faults import fault_point
 from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.engine_group import engine_group
-from verl.workers.rollout.server import SamplingParams, ServerError, TokenOutput
+from verl.workers.rollout.server import SamplingParams, TokenOutput
 from verl.workers.rollout.vllm_rollout.engine_loop import Ended, EngineLoop, NotStartedError
 from verl.workers.rollout.vllm_rollout.requests import RequestForm, refusals, token_output
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from verl.errors import ServerError
 from verl.utils.device import get_torch_device
 from verl.workers.rollout.base import preserved_random_state
-from verl.workers.rollout.server import ServerError
 from verl.workers.rollout.vllm_rollout.media import Request
 
 if TYPE_CHECKING:
