@@ -160,13 +160,20 @@ def test_the_next_run_removes_the_temporary_files_of_a_killed_one(workspace, pac
         assert not [name for name in os.listdir(place) if not name.startswith(known)]
 
 
+KINDS = {
+    "batches": {},
+    "agent-loops": ASYNC,
+    "servers": ASYNC | APART,
+    "megatron": {"--config-name": "ppo_megatron_trainer"},
+}
 FULL = """
 mount -t tmpfs -o size=400m none "$1" && shift && exec "$@"
 """
 
 
 @pytest.mark.full
-def test_a_temporary_disk_that_is_full_does_not_end_a_run(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_temporary_disk_that_is_full_does_not_end_a_run(tmp_path, kind):
     """It is full after step 1; the run ends at step 3 with all its files, and says once where its notes do not go."""
     workspace = Workspace(tmp_path)  # without workers that are forked outside of the mount
     private = ["unshare", "--map-root-user", "--mount"]
@@ -174,7 +181,7 @@ def test_a_temporary_disk_that_is_full_does_not_end_a_run(tmp_path):
         mounted = [*private, "sh", "-c", FULL, "sh", place]
         if subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode:
             pytest.skip("this machine mounts no disk for the test")
-        overrides = SHORT | {"trainer.total_training_steps": 3, "trainer.save_freq": 1}
+        overrides = SHORT | KINDS[kind] | {"trainer.total_training_steps": 3, "trainer.save_freq": 1}
         folder = workspace.folder / "full"
         with workspace.start("full", overrides, {"TMPDIR": place}, wrapper=mounted) as process:
             record = folder / "metrics.jsonl"

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.single_controller.base.decorator import Dispatch
-from verl.utils.import_utils import deprecated, import_external_libs, load_extern_type
+from verl.utils.import_utils import deprecated, import_external_libs, installed_file, load_extern_type
 from verl.utils.net_utils import get_free_port, is_ipv4, is_ipv6
 from verl.utils.py_functional import (
     DynamicEnum,
@@ -102,6 +102,20 @@ def test_ports_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("VERL_PORT_RANGE", wrong)
         with pytest.raises(ValueError, match=f"VERL_PORT_RANGE='{wrong}' must be FIRST-LAST, in 1024 to 65535"):
             get_free_port()
+
+
+def test_the_source_of_an_installed_module_is_found_without_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outer_of_mine" / "inner").mkdir(parents=True)
+    for file in ("outer_of_mine/__init__.py", "outer_of_mine/inner/score.py"):  # the folder between has none
+        (tmp_path / file).write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_file("pkg://outer_of_mine.inner.score") == tmp_path / "outer_of_mine/inner/score.py"
+    assert installed_file("pkg://outer_of_mine/inner/score") == tmp_path / "outer_of_mine/inner/score.py"
+    assert installed_file("pkg://outer_of_mine") == tmp_path / "outer_of_mine/__init__.py"
+    for absent in ("outer_of_mine.inner", "outer_of_mine.absent", "absent", ".absent", "math"):
+        assert installed_file(f"pkg://{absent}") is None
 
 
 def test_load_extern_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import os
@@ -108,6 +109,18 @@ def import_external_libs(external_libs: str | list[str] | None = None) -> None:
 def python_file(path: str) -> Path | None:
     """Return the file of a plain path, ``~/...`` or ``file://``; None for an installed module (``pkg://``)."""
     return None if path.startswith(PACKAGE) else Path(path.removeprefix("file://")).expanduser()
+
+
+def installed_file(path: str) -> Path | None:
+    """Return the source of an installed module (``pkg://``) without importing it; None if ``sys.path`` has none."""
+    folders: list[str] | None = None
+    origin: str | None = None
+    for name in path.removeprefix(PACKAGE).replace("/", ".").split("."):
+        spec = importlib.machinery.PathFinder.find_spec(name, folders)
+        if spec is None:
+            return None
+        folders, origin = list(spec.submodule_search_locations or []), spec.origin
+    return Path(origin) if origin and origin.endswith(".py") else None
 
 
 def dotted_name(path: str | Path) -> str:

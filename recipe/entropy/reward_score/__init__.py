@@ -15,12 +15,24 @@ def compute_score(
     solution_str: str,
     ground_truth: GroundTruth,
     extra_info: dict[str, Any] | None = None,
-    **limits: Any,
+    sandbox_fusion_url: str | None = None,
+    memory_limit_mb: int | None = None,
+    sandbox_timeout_s: float | None = None,
+    allow_unisolated: bool = False,
 ) -> float | dict[str, Any]:
-    """Score a response; ``limits`` are those of ``default_compute_score`` for code."""
+    """Score a response; the options for code are those of ``default_compute_score``."""
     if scorer_module(data_source) in MATH_MODULES:
         return entropy_math.compute_score(solution_str, str(ground_truth))
-    return default_compute_score(data_source, solution_str, ground_truth, extra_info, **limits)
+    return default_compute_score(
+        data_source,
+        solution_str,
+        ground_truth,
+        extra_info,
+        sandbox_fusion_url,
+        memory_limit_mb=memory_limit_mb,
+        sandbox_timeout_s=sandbox_timeout_s,
+        allow_unisolated=allow_unisolated,
+    )
 
 
 _default_compute_score = compute_score

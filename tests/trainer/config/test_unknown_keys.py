@@ -39,6 +39,7 @@ TREES = {
     **RECIPES,
 }
 UNKNOWN = "unread_key"
+BY_FILE, BY_OVERRIDE = "unread_in_file", "unread_in_override"
 
 
 @cache
@@ -57,8 +58,8 @@ def nodes_of(name: str) -> list[str]:
     return all_nodes(name)[0]
 
 
-def at(node: str) -> str:
-    return f"{node}.{UNKNOWN}" if node else UNKNOWN
+def at(node: str, key: str = UNKNOWN) -> str:
+    return f"{node}.{key}" if node else key
 
 
 def own_file(folder: Path, name: str, content: dict[str, Any]) -> list[str]:
@@ -91,16 +92,20 @@ def refused(arguments: list[str], name: str = "ppo_trainer", is_own: bool = Fals
 
 
 @pytest.fixture(autouse=True)
-def without_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the search for like keys, which takes a tenth of a second for each."""
+def without_further_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the like keys, a tenth of a second for each, and the wrong values, for which Hydra composes again."""
     monkeypatch.setattr("verl.trainer.config.unread_keys.similar_keys", lambda key, known: [])
+    monkeypatch.setattr("verl.trainer.config.overrides._wrong_types", lambda config_name, overrides: [])
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_every_node_refuses_a_key_that_nothing_reads(tmp_path: Path, name: str) -> None:
-    keys = [at(node) for node in nodes_of(name)]
-    assert set(refused(own_file(tmp_path, name, nested(keys)), name)) == set(keys)
-    assert set(refused([f"{'+' * (i % 2)}{key}=1" for i, key in enumerate(keys)], name)) == set(keys)
+@pytest.mark.parametrize(("name", "own"), [*((name, True) for name in TREES), ("ppo_trainer", False)])
+def test_every_node_refuses_a_key_that_nothing_reads(tmp_path: Path, name: str, own: bool) -> None:
+    """One key comes from a file of the user, and another from the command line."""
+    by_file, keys = ([at(node, key) for node in nodes_of(name)] for key in (BY_FILE, BY_OVERRIDE))
+    overrides = [f"{'+' * (i % 2)}{key}=1" for i, key in enumerate(keys)]
+    if own:
+        overrides += own_file(tmp_path, name, nested(by_file))
+    assert set(refused(overrides, name)) == {*keys, *(by_file if own else ())}
 
 
 SHARED = "actor_rollout_ref"
@@ -110,7 +115,7 @@ FREE = {
     "override_ddp_config": (REFUSED, "is no field of megatron-core's DistributedDataParallelConfig"),
     "override_transformer_config": (REFUSED, "is no field of megatron-core's TransformerConfig"),
     "override_optimizer_config": (REFUSED, "is no field of megatron-core's OptimizerConfig"),
-    "override_config": (REFUSED, "names unread_key, which the model does not read"),
+    "override_config": (REFUSED, "names unread_"),
     f"{SHARED}.ref.model": (REFUSED, "there is no such key"),
     f"{SHARED}.rollout.engine_kwargs": (REFUSED, "is no engine with arguments: write vllm or sglang"),
     f"{SHARED}.rollout.engine_kwargs.vllm": (REFUSED, "is no argument of vLLM; the nearest"),
@@ -129,35 +134,6 @@ FREE = {
 
 def answer(node: str) -> tuple[str, str]:
     return FREE[node] if node in FREE else FREE[node.rpartition(".")[2]]
-
-
-@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
-def test_every_free_node_answers_a_key_that_nothing_reads(
-    composed: Any, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    live = ["actor_rollout_ref.actor.use_kl_loss=true", "reward_model.enable=true"]
-    config = composed(*live, name=name)
-    engines = ("", ".vllm", ".sglang")
-    free = [f"{node}{each}" for node in all_nodes(name)[1] for each in (engines if "engine_kw" in node else ("",))]
-    assert free
-    for node in free:
-        OmegaConf.update(config, at(node), 1, force_add=True)
-    with pytest.raises(ConfigError) as info:
-        examined_config(config).checked()
-    found = {violation.key: violation.expected for violation in info.value.violations}
-    for node in free:
-        how, words = answer(node)
-        if how is REFUSED:
-            key = node if node.endswith("override_config") else at(node)
-            assert words in found.pop(key, ""), node
-    assert not [key for key in found if UNKNOWN in key]
-    config = composed(name=name)
-    told = [node for node in free if answer(node)[0] is TOLD]
-    for node in told:
-        OmegaConf.update(config, at(node), 1, force_add=True)
-    examined_config(config).checked()
-    (notice,) = [text for text in caplog.messages if text.startswith("without effect in this run: ")]
-    assert [node for node in told if node not in notice] == []
 
 
 SMALL = {
@@ -186,7 +162,12 @@ PARSERS: dict[str, Callable[[Any], object]] = {
 }
 SHARED_BY_GENERATION = [f"{SHARED}.model.path={{model}}", f"{SHARED}.rollout.name=vllm"]
 SHARED_BY_GENERATION += [f"{SHARED}.rollout.tensor_model_parallel_size=1"]
-OTHER_TREES = [name for name in TREES if not name.startswith(("ppo_", "dapo_megatron"))]
+
+
+def switch_roles(config: Any, is_on: bool) -> None:
+    """Switch the roles that the small run does not have."""
+    for key in ("actor_rollout_ref.actor.use_kl_loss", "reward_model.enable"):
+        OmegaConf.update(config, key, is_on)
 
 
 def found_and_told(check: Callable[[], object], caplog: pytest.LogCaptureFixture) -> tuple[dict[str, str], str]:
@@ -200,43 +181,75 @@ def found_and_told(check: Callable[[], object], caplog: pytest.LogCaptureFixture
     return found, " ".join(text for text in caplog.messages if text.startswith("without effect in this run: "))
 
 
-def tells(notice: str, node: str) -> bool:
-    """Whether a notice names the key, or the whole node with it."""
-    return f" {at(node)}=1" in notice or f" {node}={{'{UNKNOWN}': 1}}" in notice
+def tells(notice: str, node: str, keys: tuple[str, ...] = (UNKNOWN,)) -> bool:
+    """Whether a notice names the keys, or the whole node with them."""
+    return all(f" {at(node, key)}=1" in notice for key in keys) or f" {node}={dict.fromkeys(keys, 1)}" in notice
 
 
-@pytest.mark.parametrize("name", OTHER_TREES)
-def test_every_free_node_of_other_commands_answers_too(
-    composed: Any, small_run: list[str], caplog: pytest.LogCaptureFixture, name: str
+NAMED_BY = {
+    "model.fsdp_config.wrap_policy": "engine.wrap_policy",
+    "custom_reward_function.reward_kwargs": "custom_reward_function.name",
+}
+"""Node -> the key by which a refusal names it, if it has another one."""
+
+
+def refusal(found: dict[str, str], node: str, key: str) -> str:
+    """Return what a check refuses of a key in a node, or of the node with the key's name; empty if it takes it."""
+    place = NAMED_BY.get(node, node)
+    of_node = found.get(place, "")
+    return found.get(at(place, key)) or (of_node if key in of_node else "")
+
+
+def composed_with(file: list[str], overrides: list[str], name: str) -> Any:
+    """Compose what a command reads from a file of the user, as ``own_file`` names it, and from overrides."""
+    accepted = [word for word in prepare_arguments([*file, *overrides], name, TREES[name]) if "=" in word]
+    with hydra.initialize_config_dir(file[1], version_base=None):
+        config = hydra.compose(file[3], accepted)
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_free_node_answers_a_key_that_nothing_reads(
+    tmp_path: Path, small_run: list[str], caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """Also a node of a role that the run of the command does not have."""
-    files = {each.partition("=")[0].rpartition(".")[2]: each.partition("=")[2] for each in small_run}
+    """One key comes from a file of the user, and another from the command line; also in nodes of absent roles."""
+    is_ppo = name.startswith("ppo_")
+    engines = ("", ".vllm", ".sglang") if is_ppo else ("",)
+    free = [f"{node}{each}" for node in all_nodes(name)[1] for each in (engines if "engine_kw" in node else ("",))]
     words = [*SMALL.get(name, []), *(SHARED_BY_GENERATION if name == "generation_server" else [])]
+    files = {each.partition("=")[0].rpartition(".")[2]: each.partition("=")[2] for each in small_run}
     words = [each.format(file=files["train_files"], model=files["path"]) for each in words]
-    nodes = ("algorithm.filter_groups",)
+    words += [] if name in PARSERS else small_run
+    file = own_file(tmp_path, name, nested([at(node, BY_FILE) for node in free]))
+    config = composed_with(file, [*words, *(f"{at(node, BY_OVERRIDE)}=1" for node in free)], name)
+    nodes = () if is_ppo else ("algorithm.filter_groups",)
     parse = PARSERS.get(name, lambda config: examined_config(config, recipe_nodes=nodes).checked())
+    left = [(node, key) for node in free if answer(node)[0] is not LATER for key in (BY_FILE, BY_OVERRIDE)]
+    texts: dict[tuple[str, str], str] = {}
 
-    def answers(free: list[str]) -> tuple[dict[str, str], str]:
-        config = composed(*words, name=name, base=name not in PARSERS, folder=TREES[name])
-        OmegaConf.set_struct(config, False)
-        for node in free:
-            OmegaConf.update(config, at(node), 1, force_add=True)
-        return found_and_told(lambda: parse(config), caplog)
+    def without_refused() -> tuple[dict[str, str], str]:
+        """Remove the keys that are refused until none is; return what else is refused, and what is told."""
+        while True:
+            found, told = found_and_told(lambda: parse(config), caplog)
+            refused_here = {pair: text for pair in left if (text := refusal(found, *pair))}
+            if not refused_here:
+                return found, told
+            texts.update(refused_here)
+            for node, key in refused_here:
+                del OmegaConf.select(config, node)[key]
+                left.remove((node, key))
 
-    moved = {"model.fsdp_config.wrap_policy": "engine.wrap_policy"} if name == "sft_trainer" else {}
-
-    def key_of(node: str) -> str:
-        place = moved.get(node, node)
-        return place if place.endswith("override_config") else at(place)
-
-    later = ["custom_reward_function"] if name == "entropy_trainer" else []  # of a scorer that is there
-    left = [node for node in all_nodes(name)[1] if answer(node)[0] is not LATER and not is_under(node, later)]
-    while refused := answers(left)[0]:
-        refused_nodes = [node for node in left if key_of(node) in refused]
-        assert refused_nodes, refused
-        left = [node for node in left if node not in refused_nodes]
-    told = answers(left)[1]
-    assert [node for node in left if not tells(told, node)] == []
+    if is_ppo:
+        switch_roles(config, True)
+        without_refused()
+        assert {pair: text for pair, text in texts.items() if answer(pair[0])[1] not in text} == {}
+        assert {node for node, _ in left} == {node for node in free if answer(node)[0] is TOLD}
+        switch_roles(config, False)
+    found, told = without_refused()
+    assert found == {}
+    kept = {node: tuple(key for each, key in left if each == node) for node, _ in left}
+    assert [node for node, keys in kept.items() if not tells(told, node, keys)] == []
 
 
 @pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])

@@ -360,6 +360,21 @@ def test_a_warm_up_needs_a_critic(base):
     assert "trainer.critic_warmup" not in violations(base, changes)
 
 
+def test_functions_of_installed_modules(base):
+    """The module of the recipe is read, not imported; one with lazy names cannot be told from its source."""
+
+    def refused(path: str, name: str, **options: object) -> dict[str, str]:
+        given = {"path": f"pkg://{path}", "name": name, "reward_kwargs": options}
+        return violations(base, {f"custom_reward_function.{key}": value for key, value in given.items()})
+
+    scorer = "recipe.entropy.reward_score"
+    assert refused(scorer, "compute_score", allow_unisolated=True) == {}
+    wrong = refused(scorer, "compute_score", unread_key=1)
+    assert "unexpected keyword argument 'unread_key'" in wrong["custom_reward_function.name"]
+    assert "does not define it" in refused(scorer, "absent")["custom_reward_function.name"]
+    assert refused("recipe.entropy.main_entropy", "create_rl_dataset") == {}
+
+
 def test_functions_of_files(base, tmp_path):
     file = tmp_path / "reward.py"
     node = {"custom_reward_function.path": str(file), "custom_reward_function.name": "score"}

@@ -14,7 +14,7 @@ from verl.base_config import Violation, one_line
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.checkpoint.files import step_in_name
 from verl.utils.fs import unreadable_kind
-from verl.utils.import_utils import python_file
+from verl.utils.import_utils import installed_file, python_file
 from verl.workers.rewards.signature import ASYNCHRONOUS, SCORER_CALLS, call_problem, class_in_file
 
 RUN_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
@@ -46,7 +46,7 @@ def file_rules(run: RunConfig) -> Iterator[Violation]:
         if path is None:
             continue
         violations, module = python_file_rules(f"{node}.{path_key}", path, f"{node}.{name_key}", name)
-        if node == "custom_reward_function" and module is not None and not imports_everything(module):
+        if node == "custom_reward_function" and module is not None and not has_further_names(module):
             yield from scorer_rules(run, module)
         yield from violations
 
@@ -138,9 +138,9 @@ _VALUES = ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedS
 
 def python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> tuple[list[Violation], ast.Module | None]:
     """Return the faults of a Python file and of the name that it should define, and its syntax tree."""
-    file = python_file(path)
+    file = python_file(path) or installed_file(path)
     if file is None:
-        return [], None  # an installed module is imported by the workers
+        return [], None  # the workers import a module that this process does not find
     if not file.is_file():
         what = "is a folder" if file.is_dir() else unreadable_kind(file) or "no such file"
         expected = f"{what}: write the path of a Python file, or pkg:// and the name of an installed module"
@@ -158,7 +158,7 @@ def python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> tup
         for node in ast.walk(module)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Name | ast.alias)
     }
-    if not isinstance(name, str) or name in defined or imports_everything(module):
+    if not isinstance(name, str) or name in defined or has_further_names(module):
         return [], module
     functions = [node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     expected = f"{path} does not define it; it defines {', '.join(functions) or 'nothing'}"
@@ -187,9 +187,10 @@ def may_register(path: str | None) -> bool:
     return False
 
 
-def imports_everything(module: ast.Module) -> bool:
-    """Whether a file imports by ``*``, so that its names cannot be told from its source."""
-    return any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(module))
+def has_further_names(module: ast.Module) -> bool:
+    """Whether a file imports by ``*`` or has a ``__getattr__``, so that its names cannot be told from its source."""
+    imports_everything = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(module))
+    return imports_everything or _last_definition(module, "__getattr__") is not None
 
 
 def scorer_rules(run: RunConfig, module: ast.Module) -> Iterator[Violation]:
