@@ -60,7 +60,9 @@ def run(command: str) -> str:
     """Run a command in the repository with the Python of this script; return what went wrong, if anything."""
     script = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; {command}"
     try:
-        done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace", timeout=LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return f"did not end within {LIMIT_S:g} s"
     tail = (done.stdout + done.stderr)[-2000:]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl.protocol import DataProto
 from verl.trainer.ppo import metric_utils
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import reduce_metrics
@@ -33,7 +34,7 @@ def make_batch():
         "tool_call_counts": np.array([0, 3, 0]),
         "reward_failure": np.array([None, "raised", "timed out"], dtype=object),
     }
-    return SimpleNamespace(batch=batch, non_tensor_batch=extras, meta_info={"global_token_num": [4, 7, 1]})
+    return DataProto.from_dict(batch, extras, meta_info={"global_token_num": [4, 7, 1]})
 
 
 def test_data_metrics_by_hand():
@@ -62,9 +63,8 @@ def test_data_metrics_by_hand():
 
 
 def test_the_same_rows_twice_change_nothing_but_counts():
-    once, twice = make_batch(), make_batch()
-    twice.batch = {name: torch.cat([each, each]) for name, each in twice.batch.items()}
-    twice.non_tensor_batch = {name: np.concatenate([each, each]) for name, each in twice.non_tensor_batch.items()}
+    once = make_batch()
+    twice = DataProto.concat([once, once])
     want = metric_utils.compute_data_metrics(once) | {"reward/failed": 4}
     assert metric_utils.compute_data_metrics(twice) == pytest.approx(want, rel=1e-5)  # 1e-5 is added to a variance
 
