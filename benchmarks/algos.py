@@ -148,8 +148,7 @@ def partition_cases() -> Iterator[Case]:
 
 def metric_cases() -> Iterator[Case]:
     """Yield the validation metrics of 512 prompts with 16 responses, and the metrics of a training batch."""
-    from types import SimpleNamespace
-
+    from verl.protocol import DataProto
     from verl.trainer.ppo.metric_utils import compute_data_metrics, process_validation_metrics
 
     rng = np.random.default_rng(0)
@@ -171,7 +170,7 @@ def metric_cases() -> Iterator[Case]:
         **dict.fromkeys(("token_level_scores", "token_level_rewards"), made["token_level_rewards"]),
         **dict.fromkeys(("advantages", "returns"), made["log_prob"]),
     }
-    batch = SimpleNamespace(batch=tensors, non_tensor_batch={}, meta_info={})
+    batch = DataProto.from_dict(tensors)
     yield Case("data metrics", lambda: compute_data_metrics(batch))
 
 

@@ -48,6 +48,10 @@ class SequenceTooLongError(UnsupportedInput):
     """A sequence exceeds its limit under ``truncation=error``."""
 
 
+class RowTooLongError(DataError, SequenceTooLongError):
+    """A row exceeds ``data.max_length`` under ``truncation=error``."""
+
+
 class PromptTooLongError(DataError, SequenceTooLongError):
     """A prompt exceeds ``data.max_prompt_length`` under ``truncation=error``."""
 
@@ -86,6 +90,10 @@ class RewardFunctionImportError(UserImportError):
 
 class RewardError(WrongInput):
     """A scorer failed, or returned something that is no score."""
+
+
+class PrecisionError(WrongInput, RuntimeError):
+    """The spelling of a precision is unknown."""
 
 
 class PlacementError(WrongInput, RuntimeError):

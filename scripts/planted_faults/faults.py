@@ -427,7 +427,7 @@ CHECKPOINT = (
     Fault(
         "schedule-counted-twice",
         "verl/utils/checkpoint/megatron_checkpoint_manager.py",
-        "            self.lr_scheduler.num_steps = 0  # load_state_dict adds the loaded steps\n",
+        '            vars(self.lr_scheduler)["num_steps"] = 0  # load_state_dict adds the loaded steps\n',
         "",
         (
             "tests/utils/checkpoint/test_megatron_loading.py",

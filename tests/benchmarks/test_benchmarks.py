@@ -410,7 +410,11 @@ def check_bytes_of_a_phase() -> None:
         through[by_reference, tokens] = step.through
         ways = list(zip(*(moved.values() for moved in step.through.values()), strict=True))
         for counted, packed in zip(ways, zip(*group.messages, strict=True), strict=True):
-            assert sum(counted) == pytest.approx(2 * sum(packed), rel=0.02)  # both parts are of one size
+            twice = 2 * sum(packed)  # both parts are of one size
+            if by_reference:  # the first worker computes the formulas alone
+                assert sum(packed) < sum(counted) < twice
+            else:
+                assert sum(counted) == pytest.approx(twice, rel=0.02)
     # the answer of generate has 7 columns; shape and finish call no worker unless columns are by reference
     plain = through[False, 64]
     assert plain["generate"]["received"] > 5 * plain["generate"]["sent"]

@@ -95,6 +95,7 @@ VLLM: dict[str, tuple[Callable[[], None], str, tuple[Any, ...]]] = {
         "vllm.model_executor.model_loader.dummy_loader",
         (ROWS,),
     ),
+    "_rebind_kernels": (vllm_patch.replace_kernels_in_vllm_only, "vllm.triton_utils.dispatcher", ([],)),
 }
 """By the name in vLLM: what replaces it, where, and how it is called."""
 

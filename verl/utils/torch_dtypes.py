@@ -2,7 +2,7 @@
 
 import torch
 
-from verl.errors import WrongInput
+from verl.errors import PrecisionError
 
 Precision = int | str | torch.dtype
 
@@ -21,13 +21,13 @@ class PrecisionType:
     def to_dtype(precision: Precision) -> torch.dtype:
         """Return the dtype.
 
-        Raises: WrongInput, a ValueError and RuntimeError, listing the known spellings.
+        Raises: PrecisionError, a ValueError and RuntimeError, listing the known spellings.
         """
         for dtype, spellings in _SPELLINGS.items():
             if precision in spellings and not isinstance(precision, bool):
                 return dtype
         known = [str(spelling) for spellings in _SPELLINGS.values() for spelling in spellings]
-        raise WrongInput(f"precision {precision!r} must be one of {', '.join(known)}")
+        raise PrecisionError(f"precision {precision!r} must be one of {', '.join(known)}")
 
     @classmethod
     def to_str(cls, precision: Precision) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from verl.errors import ChatFormatError, DataError, SequenceTooLongError, WrongInput
+from verl.errors import ChatFormatError, DataError, RowTooLongError, WrongInput
 from verl.utils.chat import ChatFormat, header_that_ends_turns, pieces
 from verl.utils.chat.messages import plain
 from verl.utils.chat_template import render_chat
@@ -42,10 +42,10 @@ Turn = tuple[list[int], list[int]]
 def cut_sequence(values: list[int], max_length: int, truncation: str, where: str) -> list[int]:
     """Truncate the tokens of a row, or their mask, to ``max_length``.
 
-    Raises: SequenceTooLongError under ``error``.
+    Raises: RowTooLongError under ``error``.
     """
     if len(values) > max_length and truncation == "error":
-        raise SequenceTooLongError(
+        raise RowTooLongError(
             f"{where}: has {len(values)} tokens, data.max_length is {max_length}: raise it, or set data.truncation to "
             "left, right or middle"
         )

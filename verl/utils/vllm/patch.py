@@ -10,11 +10,13 @@ import mmap
 import os
 import pkgutil
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ def apply(on_cpu: bool) -> None:
         draw_seeds_by_counter()
         share_partial_blocks()
         touch_cache_on_use()
+        replace_kernels_in_vllm_only()
         inspect_models_in_process()
         zero_dummy_weights()
         load_media_on_use()
@@ -524,3 +527,28 @@ def load_media_on_use() -> None:
 
     PlaceholderModule.__getattr__ = of_package
     _PlaceholderModuleAttr.__getattr__ = of_attribute
+
+
+def replace_kernels_in_vllm_only() -> None:
+    """Let vLLM look for the Triton kernels that it replaces in its own modules and in those imported from now on.
+
+    Versions: 0.32 on a CPU. It looks at each attribute of all modules of the process, and fails at an object with an
+    attribute ``__dict__`` of its own, such as the functions of llvmlite, which numba imports. It also takes 0.3 s, and
+    a worker that is a fork copies 50 MB of the pages that it shares. Remove when vLLM looks at fewer modules.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:
+        return
+    replace = dispatcher._rebind_kernels
+    others = {name for name in sys.modules if name.partition(".")[0] != "vllm"}
+
+    def replace_in_few(overrides: list[Any], **more: Any) -> None:
+        few = {name: module for name, module in list(sys.modules.items()) if name not in others}
+        dispatcher.sys = SimpleNamespace(modules=few)
+        try:
+            replace(overrides, **more)
+        finally:
+            dispatcher.sys = sys
+
+    dispatcher._rebind_kernels = replace_in_few

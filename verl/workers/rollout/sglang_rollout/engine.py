@@ -37,6 +37,10 @@ _LOG_LINES = 30
 _END_S = 10.0
 
 
+class StoppedError(RuntimeError):
+    """An engine was asked for something after its end."""
+
+
 class ServedEngine:
     """SGLang's engine in processes of its own.
 
@@ -168,10 +172,10 @@ class ServedEngine:
     def _listen(self) -> None:
         """Start to read what the engine's processes send; SGLang's own way ends this process if that fails.
 
-        Raises: RuntimeError.
+        Raises: StoppedError.
         """
         if self._is_stopped:
-            raise RuntimeError("the engine has been stopped")
+            raise StoppedError("the engine has been stopped")
         if self._reader is None:
             loop = asyncio.get_running_loop()
             self._manager.event_loop = loop

@@ -46,7 +46,9 @@ class SGLangServer(EngineServer):
         return engine, form
 
     def _deaths(self) -> tuple[type[Exception], ...]:
-        return (RuntimeError,)
+        from verl.workers.rollout.sglang_rollout.engine import StoppedError
+
+        return (StoppedError,)
 
     async def _answer(self, entry: OpenRequest, request: "Request", params: "EngineParams") -> TokenOutput:
         from verl.workers.rollout.sglang_rollout.requests import token_output
