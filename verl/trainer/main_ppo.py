@@ -220,15 +220,18 @@ class TaskRunner:
         from verl.trainer.ppo.loaders import complete_data_node
         from verl.trainer.ppo.reward import load_reward_manager, reward_kwargs
         from verl.utils import hf_processor, hf_tokenizer
+        from verl.utils.chat_template import check_template
         from verl.utils.dataset.factory import create_rl_dataset, create_rl_sampler
         from verl.utils.dataset.rl_dataset import collate_fn
+        from verl.utils.dataset.vision_utils import templater_of
         from verl.utils.fs import copy_to_local
-        from verl.utils.hub import model_folder
+        from verl.utils.hub import cached_folder, model_folder
 
         model = config.actor_rollout_ref.model
         import_external_libs(model.external_lib)  # may register classes that the configuration names
-        path = model_folder(os.path.expanduser(model.tokenizer_path or model.path))
-        path = copy_to_local(path, use_shm=model.use_shm)
+        given = os.path.expanduser(model.tokenizer_path or model.path)
+        was_checked = cached_folder(given) is not None
+        path = copy_to_local(model_folder(given), use_shm=model.use_shm)
         trust = config.data.trust_remote_code
         tokenizer = hf_tokenizer(path, trust_remote_code=trust)
         processor = hf_processor(path, trust_remote_code=trust, use_fast=True)
@@ -236,6 +239,8 @@ class TaskRunner:
             (processor or tokenizer).chat_template = model.custom_chat_template
         complete_data_node(config)
         data = config.data
+        if not was_checked:  # the model was not on this machine when the run was checked
+            check_template(data.apply_chat_template_kwargs, templater_of(tokenizer, processor).chat_template)
         train_dataset = create_rl_dataset(data.train_files, data, tokenizer, processor)
         val_dataset = data.val_files and create_rl_dataset(data.val_files, data, tokenizer, processor, is_train=False)
         return self.trainer_class()(

@@ -9,6 +9,7 @@ import pytest
 from examples.tiny_model import byte_tokenizer
 from verl.errors import WrongInput
 from verl.trainer.config.validation import examined_config
+from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.preflight import check_chat_template
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if enable_thinking %}<think>{% endif %}"
@@ -89,3 +90,18 @@ def test_the_template_of_a_processor_is_tried_beside_that_of_its_tokenizer(
     run = examined_config(composed(f"actor_rollout_ref.model.path={tmp_path}")).checked()
     with pytest.raises(WrongInput, match=rf"{file}: the chat template {FAULT}"):
         check_chat_template(run)
+
+
+def test_the_template_of_a_model_that_the_run_downloads_is_tried(
+    composed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks before the start cannot read it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = BROKEN
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = composed("actor_rollout_ref.model.path=someone/model", "actor_rollout_ref.model.tokenizer_path=null")
+    check_chat_template(examined_config(config).checked())
+    monkeypatch.setattr("verl.utils.hub.model_folder", lambda name: str(tmp_path))
+    with pytest.raises(WrongInput, match=f"the chat template {FAULT}"):
+        TaskRunner()._build_trainer(config, None, None)  # type: ignore[arg-type]

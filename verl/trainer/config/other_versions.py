@@ -582,7 +582,7 @@ def _profiling() -> Iterator[Row]:
     for role in (_ACTOR, _REF, _ROLLOUT, "critic", "reward_model"):
         node = f"{role}.profiler.tool_config.torch"
         for name, text in {
-            "contents": "what torch's profiler records",
+            "contents": "what torch's profiler records, all but `stack`, with which it can stop a worker",
             "discrete": "one trace for each task instead of each step",
             "skip_first": "mini-batches before the cycles of torch's profiler",
             "wait": "mini-batches of each cycle without a record",
