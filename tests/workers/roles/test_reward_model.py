@@ -1,5 +1,6 @@
 """Scores of the reward model against transformers' own forward pass, one row at a time and without padding."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
 
 from tests.workers.roles import reward_cases as cases
 from verl.base_config import ConfigError, build_node
+from verl.errors import WrongInput
 from verl.protocol import DataProto
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.chat_rendering import ChatRenderer
@@ -387,3 +389,16 @@ def test_a_long_question_is_cut_at_its_beginning_and_sampling_repeats(judge_fold
 def test_wrong_nodes_of_a_generative_model(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_node(cases.node(tmp_path, judge(**changes)), RewardModelConfig)
+
+
+def test_the_template_of_a_model_that_the_run_downloads_is_tried(
+    alone: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks before the start cannot read it."""
+    shutil.copytree(folder / "token", folder / "broken")
+    tokenizer = cases.reward_tokenizer()
+    tokenizer.chat_template = "{{ range( }}"
+    tokenizer.save_pretrained(folder / "broken")
+    monkeypatch.setattr("verl.workers.roles.reward_model.cached_folder", lambda path: None)
+    with pytest.raises(WrongInput, match="the chat template is not valid Jinja"):
+        alone(cases.MICRO[1] | cases.ANEW | {"model.path": "broken"})

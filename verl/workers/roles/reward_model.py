@@ -14,9 +14,10 @@ from verl.base_config import WrongInput, build_node
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.chat_template import check_template
 from verl.utils.faults import fault_point
 from verl.utils.fs import copy_to_local
-from verl.utils.hub import model_folder
+from verl.utils.hub import cached_folder, model_folder
 from verl.utils.model import get_generation_config
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
@@ -58,7 +59,10 @@ class RewardModelWorker(EngineWorker):
     def init_model(self) -> None:
         """Build the model, and load the tokenizers if chats are rendered again."""
         config = self.config
+        was_checked = cached_folder(config.model.path) is not None
         model_config = config.model.as_model_config()
+        if config.model.input_tokenizer is not None and not was_checked:  # else before the run has started
+            check_template({}, model_config.tokenizer.chat_template)
         if config.is_generative:
             rollout = build_rollout(config.as_rollout_config(), model_config)
             self.judge = Judge(config, model_config, rollout, *self._policy_tokenizer())
