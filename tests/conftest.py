@@ -163,17 +163,25 @@ def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
     search_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     before = dict(os.environ)
     os.environ.update(preloaded_workers)  # for the processes of Ray, which start here
+    options: dict[str, Any] = {
+        "address": "local",
+        "num_cpus": 64,
+        "include_dashboard": False,
+        "object_store_memory": 256 * 2**20,
+        "_temp_dir": directory,
+        "logging_level": "WARNING",
+        "log_to_driver": False,
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}},
+    }
     with lean_cluster(keep_agent=False):
-        ray.init(
-            address="local",
-            num_cpus=64,
-            include_dashboard=False,
-            object_store_memory=256 * 2**20,
-            _temp_dir=directory,
-            logging_level="WARNING",
-            log_to_driver=False,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}},
-        )
+        for is_last in (False, False, False, True):
+            try:
+                ray.init(**options)
+                break
+            except Exception as error:  # Ray waits 30 s for its own processes, however busy the machine is
+                if is_last or "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
     os.environ.clear()
     os.environ.update(before)
     yield
