@@ -51,14 +51,14 @@ def _meet_a_forked_child(rank: int, store: str) -> None:
     dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # makes the device of this process
     child = os.fork()
     if not child:
+        code = 1
         try:
             meet(1)
+            code = 0
         finally:
-            os._exit(0)
-    try:
-        assert meet(0).item() == 2
-    finally:
-        os.waitpid(child, 0)
+            os._exit(code)
+    assert meet(0).item() == 2
+    assert os.waitpid(child, 0) == (child, 0)
 
 
 def test_a_forked_child_has_devices_of_its_own(tmp_path: Path) -> None:

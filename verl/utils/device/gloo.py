@@ -42,7 +42,7 @@ def use_one_thread() -> None:
             options = group_class._Options()
             if timeout is not None:
                 options._timeout = timeout
-            options._devices = _devices(group_class, envs.read("GLOO_SOCKET_IFNAME") or "")
+            options._devices = _devices(group_class, envs.read("GLOO_SOCKET_IFNAME") or "", os.getpid())
             # torch 2.14 takes enable_reconfigure next to a timeout only; next to options it is a field of them
             for name in [name for name in more if hasattr(options, name)]:
                 setattr(options, name, more.pop(name))
@@ -54,14 +54,14 @@ def use_one_thread() -> None:
 
 
 @cache
-def _devices(group_class: Any, interfaces: str) -> list[Any]:
+def _devices(group_class: Any, interfaces: str, process: int) -> list[Any]:
     """Return the network devices of this process, shared by all its groups.
 
     torch makes a device for each group, and each device has a thread that wakes up a hundred times a second. A worker
     of Megatron-Core has a hundred groups or more: on CPU their idle threads take a good part of a core.
+
+    A forked process lacks the threads of its parent's devices. It makes devices of its own, and keeps those of its
+    parent: to free one is to wait for its thread, which ends the process by SIGSEGV.
     """
     names = [name for name in interfaces.split(",") if name]
     return [group_class.create_device(interface=name) for name in names] or [group_class.create_default_device()]
-
-
-os.register_at_fork(after_in_child=_devices.cache_clear)  # a forked child lacks the threads of its parent's devices
