@@ -179,7 +179,7 @@ def ray_cluster(preloaded_workers: dict[str, str]) -> Iterator[None]:
                 ray.init(**options)
                 break
             except Exception as error:  # Ray waits 30 s for its own processes, however busy the machine is
-                if is_last or "timed out during startup" not in str(error):
+                if is_last or "timed out" not in str(error).lower():
                     raise
                 ray.shutdown()
     os.environ.clear()
