@@ -73,7 +73,7 @@ run_checks() {
     stage "layers" "$BIN/python" -c "$lint_imports" --no-logo --no-cache
     stage "import circles" "$BIN/python" -c "$lint_imports" --no-logo --no-cache --config .importlinter-types.toml
     stage "structure" "$BIN/python" scripts/count_structure.py --check
-    stage "types (mypy)" "$BIN/python" -m mypy --num-workers 2
+    stage "types (mypy)" "$BIN/python" -m mypy
     stage "YAML style" "$BIN/python" scripts/check_yaml_style.py
 }
 
