@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.utils.json_types import Json
 from verl.utils.parsing import parse_json
 from verl.utils.sandbox import Test
 
@@ -27,7 +28,6 @@ Metadata = dict[str, Any]
 """Details of a case: its status, output and resources."""
 RawTestCases = str | bytes | Mapping[str, Any] | None
 """Test cases as JSON, or as a mapping of ``inputs`` and ``outputs``."""
-Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _text(value: Json) -> str:
     return "\n".join(map(str, value)) if isinstance(value, Sequence) else str(value)
 
 
-def _arguments(given: Json) -> list[Any]:
+def _arguments(given: Json) -> list[Json]:
     """Return the arguments of a function from a list, or from text with one JSON value per line.
 
     Raises: ValueError if a line is not JSON.

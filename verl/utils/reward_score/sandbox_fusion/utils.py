@@ -6,8 +6,9 @@ Everything goes through ``call_sandbox_api`` of this module, so a test that repl
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from verl.utils.json_types import Json
 from verl.utils.reward_score import code_tests, sandbox_fusion
-from verl.utils.reward_score.code_tests import Json, Metadata, RawTestCases, Result, TestCases
+from verl.utils.reward_score.code_tests import Metadata, RawTestCases, Result, TestCases
 from verl.utils.sandbox import remote
 from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
 

@@ -1,0 +1,8 @@
+"""Types of what JSON and YAML hold."""
+
+from collections.abc import Mapping, Sequence
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+"""A value of JSON or YAML. Its sequences and mappings are read only, so that ``list[int]`` is one too."""
+JsonObject = dict[str, Json]
+"""An object of JSON, a mapping of YAML: options, arguments of a call, a row."""
