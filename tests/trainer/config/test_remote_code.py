@@ -71,6 +71,12 @@ def test_what_a_family_cannot_do(base: Any, folder: Any) -> None:
         assert found[f"{MODEL}.use_fused_kernels"].endswith(f"model_type={family!r} has no fused head: write false")
         loaded = refused(base, trusted | {"actor_rollout_ref.rollout.load_format": "auto"})
         assert loaded.keys() == ({"actor_rollout_ref.rollout.load_format"} if family == "kimi_vl" else set())
+        apart = {"actor_rollout_ref.hybrid_engine": False, "actor_rollout_ref.rollout.mode": "async"}
+        apart["actor_rollout_ref.rollout.n_gpus_per_node"] = 1
+        read = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+        for kwargs, where in (({}, set()), ({"quantization": "fp8"}, {f"{read}.quantization"})):
+            found = refused(base, trusted | apart | {read: kwargs})
+            assert found.keys() == (where if family == "kimi_vl" else set()), found
         found = refused(base, trusted | {"critic.model.path": path}, critic=True)
         assert "no value head: choose an estimator without a critic" in found["critic.model.path"]
         judge = {

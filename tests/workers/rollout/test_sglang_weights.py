@@ -135,6 +135,31 @@ def test_dtypes_are_known_of_tensors_that_are_copied_as_they_come() -> None:
     assert shifted.dtypes == {"gate_proj.weight": None, "norm.weight": None}
 
 
+def test_a_loader_may_change_the_tensor_that_it_takes() -> None:
+    """As Gemma's, which adds 1 to the scales of norms: what it has written then is compared with what is held."""
+
+    class Gemma(Model):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, tensor in weights:
+                if name in ("norm.weight", "embed.weight"):
+                    tensor += 1.0
+                super().load_weights([(name, tensor)])
+
+    bucket = [pair for pair in pairs() if "a." not in pair[0]]
+    arrived = {name: tensor.clone() for name, tensor in bucket}
+    model = Gemma()
+    weights = EngineWeights(model)
+    weights.load(bucket)
+    assert weights.verify() == 0
+    assert weights.received == {name: int(tensor_checksum(tensor)) for name, tensor in arrived.items()}
+    assert model.norm.weight.equal((arrived["norm.weight"] + 1.0).bfloat16())
+    assert {name for name, dtype in weights.dtypes.items() if dtype is None} == {"norm.weight", "embed.weight"}
+    with torch.no_grad():
+        model.embed.weight[0] -= 1
+    with pytest.raises(RuntimeError, match="1 of 4 tensors in the engine differ from what arrived: embed.weight"):
+        weights.verify()
+
+
 def test_ranks_that_do_not_agree() -> None:
     assert merged([None, None]) is None
     one = {"checksums": {"a": 1, "b": 2}, "unverified": 0, "dtypes": {"a": "bfloat16", "b": "bfloat16"}}

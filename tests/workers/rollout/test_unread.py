@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tests import remote_code
 from tests.ranks import spawn_ranks
 from tests.workers.rollout import tiny
 from verl.workers.rollout.unread import STREAMED, check_nothing_is_nan, fill_with_nan, stays_unread
@@ -67,6 +68,9 @@ def build(folder: Path, family: str) -> Any:
 
     from tests.workers.rollout import vision
 
+    if family == "kimi_vl":  # with the router of training, by which the files below are read, too
+        sizes = {"topk_method": "greedy", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        return remote_code.load(remote_code.write_model(folder, family, **sizes))
     if family not in TEXT:
         return vision.make_model(folder, family)[0]
     kind, changes = TEXT[family]
@@ -201,7 +205,7 @@ def settings(engine: str, folder: Path, load_format: str) -> tuple[Any, Any]:
     from verl.workers.config import HFModelConfig
 
     config = tiny.rollout_config(engine, load_format=load_format, max_model_len=32)
-    return config, HFModelConfig(path=str(folder), load_tokenizer=False)
+    return config, HFModelConfig(path=str(folder), load_tokenizer=False, trust_remote_code=True)
 
 
 def check_family(engine: "VLLM | SGLang", folder: Path, family: str) -> None:

@@ -1,4 +1,4 @@
-"""vLLM in bf16 has the same bits whether the trainer casts its fp32 weights before it gathers them, or vLLM does."""
+"""An engine in bf16 has the same bits whether the trainer casts its fp32 weights before it gathers them, or not."""
 
 import asyncio
 from pathlib import Path
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 FAMILIES = {
+    "Gemma": {"tie_word_embeddings": True, "head_dim": 32},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV2": ROUTED
     | {
@@ -29,25 +30,38 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def write(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def write(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     if kind[0].islower():
-        vision.make_model(folder, kind)[0].save_pretrained(folder)
-        return
+        model = vision.make_model(folder, kind)[0]
+        model.save_pretrained(folder)
+        return model
     if kind in FAMILIES:
         monkeypatch.setitem(write_model.__globals__["FAMILIES"], kind, FAMILIES[kind])
-    write_model(folder, kind)
+    return write_model(folder, kind)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3Moe"])
-def test_servers_tell_their_dtypes(ray_cluster: None, tmp_path: Path, kind: str) -> None:
-    """Their first update is whole; the same weights in bf16 then give the same answers, bit for bit."""
+@pytest.mark.parametrize(
+    ("rollout", "kind", "whole"),
+    [
+        ("vllm", "Qwen2", "nothing"),
+        ("vllm", "Qwen3Moe", ".gate.weight"),  # kept in fp32
+        ("sglang", "Qwen2", "nothing"),
+        ("sglang", "Gemma", "norm.weight"),  # changed by SGLang's loader
+    ],
+)
+def test_servers_tell_their_dtypes(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollout: str, kind: str, whole: str
+) -> None:
+    """They start without weights. Their first update is whole; the same weights in bf16, but for those whose names end
+    with ``whole``, then give the same answers, bit for bit."""
     from tests.workers.rollout.subjects import StandaloneServer
     from verl.workers.sharding_manager.servers import ServerSync
 
-    model = write_model(tmp_path, kind)
+    pytest.importorskip(rollout)
+    model = write(tmp_path, kind, monkeypatch)
     engine: Any = cases.build(tmp_path)
-    server = StandaloneServer("vllm", model, tmp_path / "server", dtype="bfloat16")
+    server = StandaloneServer(rollout, model, tmp_path / "server", dtype="bfloat16")
     try:
         server.sync = ServerSync(engine, bucket_bytes=1 << 18, timeout_s=600)
         answers, sent = [], []
@@ -59,8 +73,8 @@ def test_servers_tell_their_dtypes(ray_cluster: None, tmp_path: Path, kind: str)
             answers.append((found.token_ids, found.log_probs))
     finally:
         server.close()
-    gates = sum(tensor.nbytes for name, tensor in engine.named_weights() if name.endswith(".gate.weight"))
-    assert sent[1] == (sent[0] - gates) / 2 + gates and answers[0] == answers[1]
+    in_fp32 = sum(tensor.nbytes for name, tensor in engine.named_weights() if name.endswith(whole))
+    assert sent[1] == (sent[0] - in_fp32) / 2 + in_fp32 and answers[0] == answers[1]
 
 
 def held_by(rollout: Any) -> dict[str, Tensor]:

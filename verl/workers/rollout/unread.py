@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from verl.workers.rollout.engine_settings import NEED_FILES
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -13,26 +15,19 @@ if TYPE_CHECKING:
 STREAMED = {
     "vllm": frozenset(
         (
-            *("deepseek_v2", "deepseek_v3", "gemma", "gemma2", "glm4_moe", "glm4v", "llama", "mistral", "mixtral"),
-            *("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"),
+            *("deepseek_v2", "deepseek_v3", "gemma", "gemma2", "glm4_moe", "glm4v", "kimi_vl", "llama", "mistral"),
+            *("mixtral", "qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl"),
+            "qwen3_vl_moe",
         )
     ),
     "sglang": frozenset(
         (
-            *("glm4_moe", "glm4v", "llama", "mistral", "mixtral", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3"),
-            *("qwen3_moe", "qwen3_vl", "qwen3_vl_moe"),
+            *("gemma", "glm4_moe", "glm4v", "llama", "mistral", "mixtral", "qwen2", "qwen2_vl", "qwen2_5_vl"),
+            *("qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"),
         )
     ),
 }
 """Engine -> values of ``model_type`` whose stream of weights fills all that the engine computes with, as tests show."""
-
-_NEED_FILES = frozenset(
-    (
-        *("quantization", "model_loader_extra_config", "speculative_config", "speculative_algorithm"),
-        *("speculative_draft_model_path",),
-    )
-)
-"""Arguments of engines that add weights to those of a trainer, or that say how files are read."""
 
 
 def stays_unread(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> bool:
@@ -41,7 +36,7 @@ def stays_unread(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> bool
     The stream is the whole model: adapters come merged into the weights.
     """
     own = config.engine_kwargs.get(config.name) or {}
-    needs_files = own.keys() & _NEED_FILES or getattr(hf_config, "quantization_config", None) is not None
+    needs_files = own.keys() & NEED_FILES or getattr(hf_config, "quantization_config", None) is not None
     return not needs_files and hf_config.model_type in STREAMED.get(config.name, ())
 
 

@@ -11,6 +11,7 @@ from verl.models.transformers.names import REMOTE_FAMILIES
 from verl.trainer.config.run_config import RunConfig
 from verl.workers.config.engines import ENGINES
 from verl.workers.config.model import is_known_tokenizer, is_known_type
+from verl.workers.rollout.engine_settings import NEED_FILES
 
 KIMI = "kimi_vl"
 MINICPMO = "minicpmo"
@@ -69,6 +70,11 @@ def family_rules(run: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Viola
     if family == KIMI and shared.rollout.load_format != "dummy":
         expected = "must be dummy: Kimi-VL trains with topk_method=greedy, not as in its files, and so must the rollout"
         yield Violation("actor_rollout_ref.rollout.load_format", shared.rollout.load_format, expected)
+    if family == KIMI and not shared.hybrid_engine:
+        own = shared.rollout.engine_kwargs.get("vllm") or {}
+        for name in sorted(own.keys() & NEED_FILES):
+            expected = "makes servers read the files of Kimi-VL, whose router is not that of training: remove it"
+            yield Violation(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}", own[name], expected)
     classes = "recipe/minicpmo/rl_dataset.py, and data.custom_cls.name=RLHFDataset"
     yield from data_class_rules(hf_config, run.data.custom_cls.path, classes)
 
