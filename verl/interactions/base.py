@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from verl.utils.json_types import Json, JsonObject
+
 Message = Mapping[str, Any]
-Answered = tuple[bool, str, float, dict[str, Any]]
+Answered = tuple[bool, str, float, JsonObject]
 """Whether the conversation ends here, the text of the next user message, the score of this turn, and further facts."""
 
 
@@ -18,11 +20,11 @@ class BaseInteraction(ABC):
     Args: ``config`` of the interaction's item in the file, and its ``name``.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         self.config = config
-        self.name: str = config.get("name", "interaction_agent")
+        self.name = str(config.get("name", "interaction_agent"))
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Json) -> str:
         """Begin the interaction of a trajectory and return its id, which is made if none is given.
 
         Args: ``kwargs`` is ``interaction_kwargs`` of the row.
@@ -30,18 +32,18 @@ class BaseInteraction(ABC):
         return instance_id or str(uuid4())
 
     @abstractmethod
-    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
+    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Json) -> Answered:
         """Answer the conversation, whose last message is the model's.
 
         Returns: whether it ends here (the text is not shown to the model then), the text of the next user message, the
             score of this turn, and further facts.
         """
 
-    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+    async def calculate_score(self, instance_id: str, **kwargs: Json) -> float:
         """Return the score of the last turn."""
         return 0.0
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str, **kwargs: Json) -> None:
         """End the interaction of a trajectory."""
         return None
 

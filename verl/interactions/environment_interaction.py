@@ -10,16 +10,19 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from verl.base_config import BaseConfig, Violation, one_line, setting
 from verl.errors import WrongInput
 from verl.interactions.base import Answered, BaseInteraction, Message, last_text
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit, in_thread
+from verl.utils.json_types import Json, JsonObject
 
 WANTED = "write the dotted name of a class or function that makes an environment, such as gymnasium.make"
 NO_ACTION = "There is no valid action in your message."
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,13 +50,16 @@ class EnvironmentConfig(BaseConfig):
             yield Violation("action_pattern", self.action_pattern, f"is no regular expression: {error}")
 
 
+Stepped = tuple[Json, float, bool, bool, Mapping[str, Json]]
+
+
 class TextEnvironment(Protocol):
     """The methods that an environment must have."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
+    def reset(self, *, seed: Json = None, options: Json = None) -> tuple[Json, Mapping[str, Json]]:
         """Begin anew and return the first observation, and facts."""
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, Mapping[str, Any]]:
+    def step(self, action: Json) -> Stepped:
         """Act and return observation, reward, terminated, truncated and facts."""
 
 
@@ -65,7 +71,7 @@ class _Episode:
     once it is done, since environments need not bear two threads.
     """
 
-    environment: Any = None
+    environment: TextEnvironment | None = None
     total: float = 0.0
     steps: int = 0
     ended: bool = False
@@ -73,7 +79,7 @@ class _Episode:
     is_closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def work(self, call: Callable[[], Any]) -> Any:
+    def work(self, call: Callable[[], T]) -> T:
         """Call something that uses the environment."""
         with self.lock:
             self.is_busy = True
@@ -107,7 +113,7 @@ class EnvironmentInteraction(BaseInteraction):
     is in their prompt (``reset_text``).
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         self.options = read_options(self, config, EnvironmentConfig)
         self._make = functools.partial(load_factory(self.options.factory), **self.options.arguments)
@@ -116,7 +122,7 @@ class EnvironmentInteraction(BaseInteraction):
         self._limit = ConcurrencyLimit(self.options.num_workers)
         self._episodes: dict[str, _Episode] = {}
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Json) -> str:
         """Make an environment and reset it with ``seed`` and ``options``.
 
         Raises: WrongInput if its first observation is not ``observation``, which the prompt of the row has.
@@ -138,7 +144,7 @@ class EnvironmentInteraction(BaseInteraction):
             )
         return instance_id
 
-    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
+    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Json) -> Answered:
         """Act by the last message of the model; the conversation ends with the episode."""
         episode = self._episodes[instance_id]
         if episode.ended:
@@ -148,11 +154,13 @@ class EnvironmentInteraction(BaseInteraction):
             reward = self.options.no_action_reward
             episode.total += reward
             return False, self.options.no_action, reward, {"steps": episode.steps}
-        step = functools.partial(episode.environment.step, action)
+        environment = episode.environment
+        assert environment is not None
+        step = functools.partial(environment.step, action)
         stepped = await self._run(functools.partial(episode.work, step))
         if not isinstance(stepped, tuple) or len(stepped) != 5:
             raise RuntimeError(
-                f"{type(episode.environment).__name__}.step returned {one_line(str(stepped))}: "
+                f"{type(environment).__name__}.step returned {one_line(str(stepped))}: "
                 "it must return observation, reward, terminated, truncated and facts"
             )
         observation, reward, terminated, truncated, facts = stepped
@@ -160,24 +168,24 @@ class EnvironmentInteraction(BaseInteraction):
         episode.total += float(reward)
         episode.ended = bool(terminated or truncated)
         found = {"steps": episode.steps, "truncated": bool(truncated), **facts}
-        return episode.ended, _text(episode.environment, observation), float(reward), found
+        return episode.ended, _text(environment, observation), float(reward), found
 
-    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+    async def calculate_score(self, instance_id: str, **kwargs: Json) -> float:
         """Return the sum of the rewards so far."""
         return self._episodes[instance_id].total
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str, **kwargs: Json) -> None:
         """Close the environment, once a step that is under way has ended."""
         episode = self._episodes.pop(instance_id, None)
         if episode is not None:
             await self._run(episode.close)
 
-    async def _run(self, work: Callable[[], Any]) -> Any:
+    async def _run(self, work: Callable[[], T]) -> T:
         """Call something in a thread; if the caller is cancelled, its place is free again though the thread goes on."""
         async with self._limit.slot():
             return await in_thread(work, f"environment-{self.name}")
 
-    def _action(self, message: str) -> Any:
+    def _action(self, message: str) -> Json:
         """Return the action in a message; None if there is none."""
         text = message.strip()
         if self._pattern is not None:
@@ -189,12 +197,12 @@ class EnvironmentInteraction(BaseInteraction):
         return text if self.options.actions is None else self.options.actions.get(text)
 
 
-def reset_text(environment: TextEnvironment, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
+def reset_text(environment: TextEnvironment, seed: Json = None, options: Json = None) -> str:
     """Reset an environment and return its first observation, for the prompt of a row.
 
     Raises: RuntimeError if it returns anything else than an observation and facts.
     """
-    found: Any = environment.reset(seed=seed, options=options)
+    found = environment.reset(seed=seed, options=options)
     if not isinstance(found, tuple) or len(found) != 2:
         raise RuntimeError(
             f"{type(environment).__name__}.reset returned {one_line(str(found))}: it must return observation and facts"
@@ -202,7 +210,7 @@ def reset_text(environment: TextEnvironment, seed: int | None = None, options: d
     return _text(environment, found[0])
 
 
-def _text(environment: Any, observation: Any) -> str:
+def _text(environment: TextEnvironment, observation: Json) -> str:
     if isinstance(observation, str | int | float):
         return str(observation)
     raise RuntimeError(
@@ -210,7 +218,7 @@ def _text(environment: Any, observation: Any) -> str:
     )
 
 
-def load_factory(name: str) -> Callable[..., Any]:
+def load_factory(name: str) -> Callable[..., TextEnvironment]:
     """Import the object of a dotted name.
 
     Raises: WrongInput if that cannot be called.
@@ -224,5 +232,5 @@ def load_factory(name: str) -> Callable[..., Any]:
         raise WrongInput(f"config.factory={name}: {error}: {WANTED}, or install its package") from error
     if not callable(found):
         raise WrongInput(f"config.factory={name}: cannot be called: {WANTED}")
-    factory: Callable[..., Any] = found
+    factory: Callable[..., TextEnvironment] = found
     return factory

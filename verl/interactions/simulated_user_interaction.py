@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from verl.base_config import BaseConfig, Violation, WrongInput, setting
 from verl.interactions.base import Answered, BaseInteraction, Message, text_of
@@ -10,6 +10,7 @@ from verl.utils.chat_endpoint import ChatEndpoint, EndpointError
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.http_client import url_problem
+from verl.utils.json_types import Json, JsonObject
 
 END_OF_CHAT = "[[TERMINATE CHAT]]"
 INSTRUCTION = (
@@ -63,7 +64,7 @@ class SimulatedUserInteraction(BaseInteraction):
     Rows give ``goal``, what the user wants, in ``interaction_kwargs``.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         self.options = read_options(self, config, SimulatedUserConfig)
         sampling = {key: self.options[key] for key in _SAMPLING if self.options[key] is not None}
@@ -79,7 +80,7 @@ class SimulatedUserInteraction(BaseInteraction):
         self._limit = ConcurrencyLimit(self.options.max_concurrency)
         self._chats: dict[str, _Chat] = {}
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Json) -> str:
         """Keep ``goal``, the wish of the user, for a trajectory.
 
         Raises: WrongInput if the row has none.
@@ -96,7 +97,7 @@ class SimulatedUserInteraction(BaseInteraction):
         self._chats[instance_id] = _Chat(instruction)
         return instance_id
 
-    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
+    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Json) -> Answered:
         """Return the next message of the user; the conversation ends at ``end_of_chat`` or after ``max_user_turns``."""
         chat = self._chats[instance_id]
         if self.options.max_user_turns is not None and chat.turns >= self.options.max_user_turns:
@@ -109,7 +110,7 @@ class SimulatedUserInteraction(BaseInteraction):
         chat.turns += 1
         return bool(ended), text.strip(), await self.calculate_score(instance_id), {"user_turns": chat.turns}
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str, **kwargs: Json) -> None:
         """Forget the trajectory."""
         self._chats.pop(instance_id, None)
 

@@ -19,6 +19,7 @@ from verl.interactions.base import Answered, BaseInteraction, Message, last_text
 from verl.interactions.environment_interaction import load_factory
 from verl.utils.class_files import read_options
 from verl.utils.import_utils import has_module
+from verl.utils.json_types import Json, JsonObject
 
 _CAN_BE_USED = "0.1."
 _INPUT = ("prompt", "answer", "info", "example_id")
@@ -49,7 +50,7 @@ class _Rollout:
     ``asked`` holds the conversations that the environment wants continued, ``sampled`` the messages of the policy.
     """
 
-    asked: "asyncio.Queue[list[dict[str, Any]]]" = field(default_factory=asyncio.Queue)
+    asked: "asyncio.Queue[list[JsonObject]]" = field(default_factory=asyncio.Queue)
     sampled: "asyncio.Queue[str]" = field(default_factory=asyncio.Queue)
     task: "asyncio.Task[Any] | None" = None
     seen: int = 0
@@ -59,7 +60,7 @@ class _Rollout:
 class VerifiersInteraction(BaseInteraction):
     """Lets an environment of verifiers answer. Rows give ``input`` in ``interaction_kwargs``, a row of its data set."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         self.options = read_options(self, config, VerifiersConfig)
         self.environment = _load(self.options)
@@ -71,7 +72,7 @@ class VerifiersInteraction(BaseInteraction):
         self._client = functools.cache(_client_class)
         self._rollouts: dict[str, _Rollout] = {}
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Json) -> str:
         """Start the rollout of ``input`` and wait until the environment wants the first message of the policy.
 
         Raises: WrongInput if the row has no input.
@@ -90,7 +91,7 @@ class VerifiersInteraction(BaseInteraction):
             raise RuntimeError(f"interaction {self.name}: the environment ended before the first message")
         return instance_id
 
-    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Any) -> Answered:
+    async def generate_response(self, instance_id: str, messages: Sequence[Message], **kwargs: Json) -> Answered:
         """Hand in the last message of the policy; the conversation ends when the rollout does."""
         rollout = self._rollouts[instance_id]
         assert rollout.task is not None
@@ -107,11 +108,11 @@ class VerifiersInteraction(BaseInteraction):
         text = final if isinstance(final, str) else "\n".join(text_of(_plain(message)) for message in final)
         return True, text, rollout.score, dict(state["metrics"] or {})
 
-    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+    async def calculate_score(self, instance_id: str, **kwargs: Json) -> float:
         """Return the score of the rollout, 0 before its end."""
         return self._rollouts[instance_id].score
 
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str, **kwargs: Json) -> None:
         """End the rollout."""
         rollout = self._rollouts.pop(instance_id, None)
         if rollout is not None and rollout.task is not None:
@@ -169,7 +170,7 @@ def _client_class() -> Any:
         def __init__(self, rollout: _Rollout) -> None:
             super().__init__(rollout)
 
-        async def get_response(self, prompt: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+        async def get_response(self, prompt: Any, model: str, *args: Any, **kwargs: Json) -> Any:
             """Return the message that the policy samples."""
             self.client.asked.put_nowait([_plain(message) for message in prompt])
             text = await self.client.sampled.get()
@@ -188,7 +189,7 @@ def _client_class() -> Any:
             """Return messages as they are."""
             return messages, {}
 
-        async def get_native_response(self, prompt: Any, model: str, *args: Any, **kwargs: Any) -> Any:
+        async def get_native_response(self, prompt: Any, model: str, *args: Any, **kwargs: Json) -> Any:
             """Answer like ``get_response``."""
             return await self.get_response(prompt, model)
 
@@ -205,6 +206,6 @@ def _client_class() -> Any:
     return PolicyClient
 
 
-def _plain(message: Any) -> dict[str, Any]:
+def _plain(message: Any) -> JsonObject:
     """Return a message of verifiers, a model of pydantic or a dict, as a dict."""
     return dict(message) if isinstance(message, Mapping) else message.model_dump()

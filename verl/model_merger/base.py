@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from verl.errors import CheckpointError
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.files import HF_FOLDER as HF_FOLDER
 from verl.utils.checkpoint.fsdp_checkpoint_manager import PREFIXED_KEY
+from verl.utils.json_types import JsonObject
 from verl.workers.engine.weights import DTYPES
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class BaseMerger(ABC):
     """The engine's layout file."""
     num_tensors: int
     is_value_model: bool
-    adapter_config: dict[str, Any] = {}
+    adapter_config: JsonObject = {}
 
     def __init__(self, options: MergeOptions) -> None:
         self.options = options

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.utils.checkpoint.files import LAYOUT_NAME, FileRecord, Manifest
 from verl.utils.checkpoint.fsdp_checkpoint_manager import part_name
 from verl.utils.fsdp_utils import ADAPTER_PREFIX, parameters_on_meta
+from verl.utils.json_types import JsonObject
 from verl.utils.loading import load_tensors
 from verl.utils.model import get_hf_auto_model_class, get_value_model_class
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, AdapterMerger, adapters_of, base_name, is_adapter
@@ -47,10 +48,10 @@ class FSDPMerger(BaseMerger):
             raise CheckpointError(f"{name} was never saved: checkpoint.save_contents must name the model")
         return [each for each in manifest.files if each.name == name or each.name.startswith("huggingface/")]
 
-    def _adapter_config(self) -> dict[str, Any]:
+    def _adapter_config(self) -> JsonObject:
         path = self.folder / ADAPTER_FOLDER / "adapter_config.json"
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content: JsonObject = json.loads(path.read_text(encoding="utf-8"))
             if not (content["r"] > 0 and content["lora_alpha"] is not None):
                 raise ValueError(f"r={content['r']} must be 1 or more")
         except (OSError, ValueError, KeyError, TypeError) as error:

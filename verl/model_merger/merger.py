@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from verl.model_merger.base import HF_FOLDER, BaseMerger, MergeOptions
 from verl.models.mcore.weights import is_stack
 from verl.utils.checkpoint.files import move_files, temporary_folder
 from verl.utils.checkpoint.hf_export import CONFIG_FILE, export_weights, with_dtype, write_fields
+from verl.utils.json_types import JsonObject
 from verl.utils.loading import not_finite
 from verl.utils.model import prediction_layer_names
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
@@ -82,9 +82,9 @@ def _target_problem(target_dir: str, target: Path, checkpoint: Path) -> str | No
     return None if os.access(existing, os.W_OK | os.X_OK) else f"cannot be written: {existing} is not yours to write"
 
 
-def _fields(folder: Path, merger: BaseMerger) -> dict[str, Any]:
+def _fields(folder: Path, merger: BaseMerger) -> JsonObject:
     """Return the ``config.json`` of the checkpoint, with the fields that the merge changes."""
-    fields: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    fields: JsonObject = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     if merger.is_value_model:
         written = json.loads(merger.config.to_json_string(use_diff=False))
         fields |= {name: written[name] for name in ("architectures", "id2label", "label2id")}

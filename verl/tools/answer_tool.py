@@ -2,14 +2,21 @@
 
 import asyncio
 from abc import abstractmethod
-from typing import Any
+from typing import TypedDict
 
 from verl.base_config import WrongInput
 from verl.tools.base_tool import BaseTool, Executed, created_with
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.json_types import Json, JsonObject
 
 NO_IMPROVEMENT = -0.05
 """Reward of an answer that scores no better than the best one before."""
+
+
+class _Kept(TypedDict):
+    response: str
+    ground_truth: Json
+    reward: float
 
 
 class AnswerTool(BaseTool):
@@ -21,9 +28,9 @@ class AnswerTool(BaseTool):
     default_name = ""
     default_description = ""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
-        self._instance_dict: dict[str, dict[str, Any]] = {}
+        self._instance_dict: dict[str, _Kept] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """Return the schema of the tool for the model."""
@@ -35,10 +42,10 @@ class AnswerTool(BaseTool):
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
     @abstractmethod
-    def score(self, answer: str, ground_truth: Any) -> float:
+    def score(self, answer: str, ground_truth: Json) -> float:
         """Return the score of an answer."""
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(self, instance_id: str | None = None, **kwargs: Json) -> tuple[str, ToolResponse]:
         """Keep ``ground_truth``, the right answer, for a trajectory.
 
         Raises: WrongInput if the row has none.
@@ -52,7 +59,7 @@ class AnswerTool(BaseTool):
         self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
         return instance_id, response
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Score ``answer``. The reward is 0 if it scores better than all before, else ``NO_IMPROVEMENT``."""
         kept = self._instance_dict[instance_id]
         kept["response"] = str(parameters.get("answer", ""))
@@ -61,13 +68,13 @@ class AnswerTool(BaseTool):
         kept["reward"] = max(kept["reward"], score)
         return ToolResponse(text=f"The answer {kept['response']!r} has the score {score:g}."), reward, {}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: Json) -> float:
         """Return the score of the last answer, 0 without one."""
         kept = self._instance_dict[instance_id]
         if not kept["response"]:
             return 0.0
         return await asyncio.to_thread(self.score, kept["response"], kept["ground_truth"])
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: Json) -> None:
         """Forget the instance."""
         self._instance_dict.pop(instance_id, None)

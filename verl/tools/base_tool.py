@@ -1,13 +1,15 @@
 """The base class of tools."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
 from verl.base_config import WrongInput
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.json_types import Json, JsonObject
 
-Executed = tuple[ToolResponse, float, dict[str, Any]]
+Executed = tuple[ToolResponse, float, JsonObject]
 """The answer of a call, its reward, and its metrics."""
 
 
@@ -25,7 +27,7 @@ class BaseTool(ABC):
 
     tool_schema: OpenAIFunctionToolSchema | None = None
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         self.name = self.tool_schema.function.name
@@ -36,7 +38,7 @@ class BaseTool(ABC):
             raise WrongInput(f"{type(self).__qualname__} has no schema: write tool_schema")
         return self.tool_schema
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(self, instance_id: str | None = None, **kwargs: Json) -> tuple[str, ToolResponse]:
         """Begin an instance for a trajectory.
 
         Args: ``kwargs`` has ``create_kwargs``, which the row gives for this tool.
@@ -46,13 +48,13 @@ class BaseTool(ABC):
         return instance_id or str(uuid4()), ToolResponse()
 
     @abstractmethod
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Run one call with the parameters that the model wrote.
 
         Returns: the answer, the reward of this call, and metrics, which may have ``outcome`` (``verl.tools.calls``).
         """
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: Json) -> float:
         """Return the reward of an instance, from all its calls."""
         return 0.0
 
@@ -60,12 +62,13 @@ class BaseTool(ABC):
         """Cancel the external work of an instance, whose trajectory was cancelled or has run out of time."""
         return None
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: Json) -> None:
         """End an instance."""
         return None
 
 
-def created_with(name: str, kwargs: dict[str, Any]) -> Any:
+def created_with(name: str, kwargs: Mapping[str, Json]) -> Any:
     """Return an argument of ``create``, given as a keyword or in ``create_kwargs``; None if it is in neither."""
     value = kwargs.get(name)
-    return value if value is not None else (kwargs.get("create_kwargs") or {}).get(name)
+    created = kwargs.get("create_kwargs")
+    return created.get(name) if value is None and isinstance(created, Mapping) else value

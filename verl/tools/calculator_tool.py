@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from decimal import Context, Decimal
 from fractions import Fraction
-from typing import Any
 
 from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.calls import BadArguments
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.json_types import Json, JsonObject
 
 MOST_CHARS = 300
 MOST_BITS = 4096
@@ -48,7 +48,7 @@ class CalculatorTool(BaseTool):
         }
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Answer the value of ``expression``; the reward is 0.
 
         Raises: BadArguments if it is no expression, or has no value.

@@ -6,19 +6,21 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from verl.base_config import WrongInput, one_line
 from verl.tools.schemas import ToolResponse, decode_arguments
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.masking import masked_text
 
 if TYPE_CHECKING:
-    from verl.tools.base_tool import BaseTool
+    from verl.tools.base_tool import BaseTool, Executed
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 OUTCOME = "outcome"
@@ -67,16 +69,16 @@ class CallResult:
     outcome: ToolOutcome
     seconds: float = 0.0
     reward: float | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: JsonObject = field(default_factory=dict)
 
 
-def unknown_tool(name: str, known: Mapping[str, Any]) -> CallResult:
+def unknown_tool(name: str, known: Iterable[str]) -> CallResult:
     """Return the result of a call of a tool that does not exist."""
     text = f"Error: there is no tool {name!r}; the tools are {', '.join(sorted(known)) or 'none'}."
     return CallResult(ToolResponse(text=text), ToolOutcome.UNKNOWN_TOOL)
 
 
-async def answer_of(made: Any, what: str) -> Any:
+async def answer_of(made: Awaitable[T], what: str) -> T:
     """Await a tool method's result; none of its exceptions ends the event loop that all trajectories share.
 
     Args: ``made`` is what the call of the method gave; ``what`` names both.
@@ -97,9 +99,9 @@ async def answer_of(made: Any, what: str) -> Any:
 async def execute_call(
     tool: "BaseTool",
     instance_id: str,
-    arguments: str | dict[str, Any],
+    arguments: str | JsonObject,
     timeout_s: float | None = None,
-    **execute_kwargs: Any,
+    **execute_kwargs: Json,
 ) -> CallResult:
     """Run one call; whatever goes wrong in the tool becomes a text for the model and an outcome.
 
@@ -119,7 +121,7 @@ async def execute_call(
     if parameters is None:
         return ended(ToolOutcome.BAD_ARGUMENTS, "the arguments are no JSON object.")
 
-    async def run() -> Any:
+    async def run() -> "Executed":
         return await answer_of(tool.execute(instance_id, parameters, **execute_kwargs), f"execute of {tool.name}")
 
     call = asyncio.ensure_future(run())
@@ -141,7 +143,7 @@ async def execute_call(
         metrics = metrics or {}  # the established tools may return None
         if not isinstance(metrics, Mapping):
             raise TypeError(f"execute returned {type(metrics).__name__} as its metrics, not a mapping")
-        outcome = ToolOutcome(metrics.get(OUTCOME, ToolOutcome.OK))
+        outcome = ToolOutcome(str(metrics.get(OUTCOME, ToolOutcome.OK)))
         if not isinstance(response, ToolResponse):
             raise TypeError(f"execute returned {type(response).__name__} as its answer, not ToolResponse")
         reward = None if reward is None else float(reward)
@@ -174,7 +176,7 @@ def _log_once(tool: "BaseTool", error: Exception) -> None:
     )
 
 
-async def _abort(tool: "BaseTool", instance_id: str, call: "asyncio.Future[Any]") -> None:
+async def _abort(tool: "BaseTool", instance_id: str, call: "asyncio.Future[Executed]") -> None:
     """Cancel a call and its external work; a tool that does not end it in time is left behind."""
     call.cancel()
     with suppress(Exception):

@@ -12,6 +12,7 @@ from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.calls import BadArguments, ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.import_utils import load_extern_type, python_file
+from verl.utils.json_types import Json, JsonObject
 
 _WANTED = "write a docstring with a line `Args:` and one line for each parameter, and type hints"
 
@@ -32,7 +33,7 @@ class FunctionTool(BaseTool):
         super().__init__({}, schema)
         self.function = function
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Call the function, in a thread unless it is a coroutine function.
 
         Raises: BadArguments for arguments that it does not take, ToolError for an exception in it.

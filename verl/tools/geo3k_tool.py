@@ -1,8 +1,7 @@
 """Score answers to Geometry3K during the rollout."""
 
-from typing import Any
-
 from verl.tools.answer_tool import AnswerTool
+from verl.utils.json_types import Json
 from verl.utils.reward_score import geo3k
 
 
@@ -12,6 +11,6 @@ class Geo3kTool(AnswerTool):
     default_name = "calc_geo3k_reward"
     default_description = "Score an answer to the question: 1 if it is right, else 0."
 
-    def score(self, answer: str, ground_truth: Any) -> float:
+    def score(self, answer: str, ground_truth: Json) -> float:
         """Return 1 if the answer is equivalent to the right one, else 0."""
         return geo3k.compute_score(answer, str(ground_truth), use_boxed=False, format_score=0.0)

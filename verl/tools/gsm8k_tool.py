@@ -1,8 +1,7 @@
 """Score answers to GSM8K during the rollout."""
 
-from typing import Any
-
 from verl.tools.answer_tool import AnswerTool
+from verl.utils.json_types import Json
 from verl.utils.reward_score import gsm8k
 
 
@@ -12,6 +11,6 @@ class Gsm8kTool(AnswerTool):
     default_name = "calc_gsm8k_reward"
     default_description = "Score an answer to the question: 1 if it is right, else 0."
 
-    def score(self, answer: str, ground_truth: Any) -> float:
+    def score(self, answer: str, ground_truth: Json) -> float:
         """Return 1 if the last number of the answer is the right one, else 0."""
         return gsm8k.compute_score(answer, str(ground_truth), method="flexible")

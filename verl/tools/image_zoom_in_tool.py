@@ -2,11 +2,11 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from verl.base_config import BaseConfig, WrongInput, setting
 from verl.tools.base_tool import BaseTool, Executed, created_with
@@ -15,11 +15,13 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.import_utils import lazy_exports
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.vision.limits import MediaConfig
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+T = TypeVar("T")
 _POOL = ("PoolMode", "TokenBucketWorker", "init_visual_execution_pool")  # forks and tests import them
 __getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.tools.utils.execution_pool"))
 
@@ -48,7 +50,7 @@ class ImageZoomInToolConfig(BaseConfig):
 class ImageZoomInTool(BaseTool):
     """Cuts ``bbox_2d`` out of the image that ``create`` gets. Failures answer with a text and the reward ``FAILED``."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         from verl.utils.dataset.vision_utils import process_image  # imports torch, which takes seconds
 
@@ -79,7 +81,7 @@ class ImageZoomInTool(BaseTool):
         }
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(self, instance_id: str | None = None, **kwargs: Json) -> tuple[str, ToolResponse]:
         """Load ``image``, in the size in which the model sees it.
 
         Args: ``kwargs`` has ``image``, anything that a row of the data may have, itself or in ``create_kwargs``.
@@ -96,13 +98,13 @@ class ImageZoomInTool(BaseTool):
         )
         return instance_id, response
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Show ``bbox_2d``, with ``label`` in the text; small regions are widened to ``MIN_DIMENSION``."""
         image = self._images[instance_id]
         try:
             box = fit_box(parameters.get("bbox_2d"), image.width, image.height)
         except BadArguments as error:
-            metrics = {"success": False, OUTCOME: ToolOutcome.BAD_ARGUMENTS}
+            metrics: JsonObject = {"success": False, OUTCOME: ToolOutcome.BAD_ARGUMENTS}
             return ToolResponse(text=f"Error: {error}"), FAILED, metrics
         try:
             shown = await self._run(partial(image.crop, box))
@@ -115,31 +117,32 @@ class ImageZoomInTool(BaseTool):
         self._shown[instance_id] = self._shown.get(instance_id, 0) + 1
         return ToolResponse(text=text, image=[shown]), 0.0, {"success": True}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: Json) -> float:
         """Return how many regions were shown, for scorers that reward looking."""
         return float(self._shown.get(instance_id, 0))
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: Json) -> None:
         """Forget the image."""
         self._images.pop(instance_id, None)
         self._shown.pop(instance_id, None)
 
-    async def _run(self, work: Any) -> Any:
+    async def _run(self, work: Callable[[], T]) -> T:
         async with self._limit.slot(), asyncio.timeout(self.options.timeout):
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def fit_box(box: Any, width: int, height: int) -> tuple[int, int, int, int]:
+def fit_box(box: Json, width: int, height: int) -> tuple[int, int, int, int]:
     """Return a region of whole pixels inside an image, with sides of at least ``MIN_DIMENSION``.
 
     Raises: BadArguments if there is none.
     """
     if not isinstance(box, Sequence) or isinstance(box, str) or len(box) != 4:
         raise BadArguments("bbox_2d must be four numbers [x1, y1, x2, y2].")
-    if not all(isinstance(each, int | float) and math.isfinite(each) for each in box):
+    numbers = [each for each in box if isinstance(each, int | float) and math.isfinite(each)]
+    if len(numbers) != 4:
         raise BadArguments("bbox_2d must be four numbers [x1, y1, x2, y2].")
-    left, right = (min(max(each, 0), width) for each in (box[0], box[2]))
-    top, bottom = (min(max(each, 0), height) for each in (box[1], box[3]))
+    left, right = (min(max(each, 0), width) for each in (numbers[0], numbers[2]))
+    top, bottom = (min(max(each, 0), height) for each in (numbers[1], numbers[3]))
     if left >= right or top >= bottom:
         raise BadArguments(
             f"bbox_2d={list(box)} is empty or lies outside the image of {width} x {height} pixels: x1 < x2 and y1 < y2."

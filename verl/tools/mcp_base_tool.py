@@ -3,7 +3,7 @@
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from verl.base_config import BaseConfig, setting
 from verl.tools.base_tool import BaseTool, Executed
@@ -12,6 +12,10 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.mcp_client import McpError, McpServer, McpTimeout
 from verl.tools.utils.running import RunningCalls
 from verl.utils.class_files import read_options
+from verl.utils.json_types import Json, JsonObject
+
+if TYPE_CHECKING:
+    from mcp.types import ContentBlock
 
 NO_TEXT = "The tool answered without text."
 
@@ -36,12 +40,12 @@ class MCPBaseTool(BaseTool):
 
     server: McpServer | None = None
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self.options = read_options(self, config, McpToolConfig)
         self._running = RunningCalls()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Call the tool.
 
         Returns: its text and images, reward 0, and metrics. If the tool fails, the outcome is "error".
@@ -67,7 +71,7 @@ class MCPBaseTool(BaseTool):
         """Cancel the calls of an instance."""
         self._running.cancel(instance_id)
 
-    def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    def _parse_tool_result(self, content: "Sequence[ContentBlock]") -> tuple[str, JsonObject]:
         """Return text and metrics of the parts of an answer, each of which has a ``type`` and perhaps a ``text``."""
         return "".join(part.text for part in content if part.type == "text"), {}
 

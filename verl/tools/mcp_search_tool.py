@@ -2,15 +2,24 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Required, TypedDict
 
 from verl.tools.mcp_base_tool import MCPBaseTool
+from verl.utils.json_types import Json, JsonObject
+
+if TYPE_CHECKING:
+    from mcp.types import ContentBlock
+
+
+class _Search(TypedDict, total=False):
+    query: str
+    results: Required[list[Json]]
 
 
 class MCPSearchTool(MCPBaseTool):
     """Reads answers as search services give them: JSON with ``query`` and ``results`` of ``title`` and ``content``."""
 
-    def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    def _parse_tool_result(self, content: "Sequence[ContentBlock]") -> tuple[str, JsonObject]:
         """Return the documents as text, and how many queries and documents there were."""
         texts: list[str] = []
         queries: list[str] = []
@@ -26,11 +35,16 @@ class MCPSearchTool(MCPBaseTool):
             total += len(found["results"])
             texts += [_as_read(number, each) for number, each in enumerate(found["results"], start=1)]
         status = "success" if total else "no_results" if queries else "unknown"
-        metrics = {"status": status, "queries": queries, "query_count": len(queries), "total_results": total}
+        metrics: JsonObject = {
+            "status": status,
+            "queries": queries,
+            "query_count": len(queries),
+            "total_results": total,
+        }
         return "\n".join(texts), metrics
 
 
-def _search_of(text: str) -> dict[str, Any] | None:
+def _search_of(text: str) -> _Search | None:
     """Return the search that a text holds as JSON; None if it holds none."""
     try:
         found = json.loads(text)
@@ -40,7 +54,7 @@ def _search_of(text: str) -> dict[str, Any] | None:
     return found if is_search else None
 
 
-def _as_read(number: int, result: Any) -> str:
+def _as_read(number: int, result: Json) -> str:
     if not isinstance(result, dict):
         return f"Doc {number}\n{result}\n"
     where = f"\n{result['url']}" if result.get("url") else ""

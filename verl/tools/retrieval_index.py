@@ -5,12 +5,13 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from verl.base_config import WrongInput, one_line
 from verl.utils.import_utils import has_module
+from verl.utils.json_types import JsonObject
 from verl.utils.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def read_corpus(path: str) -> list[Document]:
     return documents
 
 
-def _rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: str) -> Iterator[tuple[int, JsonObject]]:
     path = os.path.expanduser(path)
     try:
         if path.endswith(".parquet"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from verl.base_config import BaseConfig, Violation, setting
 from verl.errors import SandboxError, WrongInput
@@ -18,8 +18,9 @@ from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.http_client import url_problem
 from verl.utils.import_utils import lazy_exports
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.sandbox import Run, Test, isolation_problem, run_tests
-from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely_async
+from verl.utils.sandbox.remote import Part, RemoteSandboxError, Reply, run_remotely_async
 
 _POOL = ("ExecutionWorker", "PoolMode", "TokenBucketWorker", "init_execution_pool")  # forks and tests import them
 __getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.tools.utils.execution_pool"))
@@ -64,7 +65,7 @@ class Ran:
 class SandboxFusionTool(BaseTool):
     """Runs ``code`` and answers with its output. Each call starts anew, without state of earlier calls."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self.options = read_options(self, config, SandboxToolConfig)
         where = self.options.sandbox_fusion_url
@@ -92,7 +93,7 @@ class SandboxFusionTool(BaseTool):
         }
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Run ``code``, by default for ``default_timeout`` seconds in ``default_language``.
 
         Returns: what it wrote, reward 0, and ``status``. A program that fails is an answer as others.
@@ -152,13 +153,13 @@ class SandboxFusionTool(BaseTool):
         return _ran_there(reply, timeout_s)
 
 
-def _ran_there(reply: dict[str, Any], timeout_s: float) -> Ran:
+def _ran_there(reply: Reply, timeout_s: float) -> Ran:
     """Return how a program ended from the reply of the service.
 
     Raises: RemoteSandboxError if it did not run.
     """
-    compilation = reply.get("compile_result") or {}
-    execution = reply.get("run_result") or {}
+    compilation: Part = reply.get("compile_result") or {}
+    execution: Part = reply.get("run_result") or {}
     if compilation.get("status") in _STATUS:
         return _as_read("compile error", "", compilation.get("stderr") or "", timeout_s)
     status = execution.get("status")

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from verl.base_config import BaseConfig, Violation, setting
 from verl.tools.base_tool import BaseTool, Executed
@@ -15,6 +15,7 @@ from verl.utils.class_files import read_options
 from verl.utils.concurrency import ConcurrencyLimit
 from verl.utils.http_client import NoReply, NoReplyInTime, post_json, url_problem
 from verl.utils.import_utils import lazy_exports
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.masking import MaskedError
 from verl.utils.parsing import parse_json
 
@@ -59,7 +60,7 @@ class SearchToolConfig(BaseConfig):
 class SearchTool(BaseTool):
     """Answers ``query_list`` with the best documents for each query."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self.options = read_options(self, config, SearchToolConfig)
         assert self.options.retrieval_service_url is not None
@@ -77,7 +78,7 @@ class SearchTool(BaseTool):
         function = {"name": "search", "description": "Search for documents.", "parameters": parameters}
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
+    async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Search.
 
         Returns: JSON ``{"result": text}``, reward 0, and how many queries and documents there were.
@@ -88,7 +89,7 @@ class SearchTool(BaseTool):
         queries = [queries] if isinstance(queries, str) else queries
         if not isinstance(queries, list) or not queries or not all(isinstance(each, str) for each in queries):
             raise BadArguments("query_list must be a list of texts that is not empty.")
-        metrics: dict[str, Any] = {"query_count": len(queries), "total_results": 0, "api_request_error": None}
+        metrics: JsonObject = {"query_count": len(queries), "total_results": 0, "api_request_error": None}
         try:
             with self._running.call(instance_id):
                 found = await self._retrieve(queries)
@@ -105,7 +106,7 @@ class SearchTool(BaseTool):
         """Cancel the searches of an instance."""
         self._running.cancel(instance_id)
 
-    async def _retrieve(self, queries: Sequence[str]) -> list[list[Any]]:
+    async def _retrieve(self, queries: Sequence[str]) -> list[list[Json]]:
         """Return the documents for each query.
 
         Raises: RetrievalError.
@@ -135,7 +136,7 @@ class SearchTool(BaseTool):
         raise failure
 
 
-def _documents(url: str, text: str, count: int) -> list[list[Any]]:
+def _documents(url: str, text: str, count: int) -> list[list[Json]]:
     """Return the result of a reply, a list of documents for each query.
 
     Raises: RetrievalError if it is none.
@@ -149,7 +150,7 @@ def _documents(url: str, text: str, count: int) -> list[list[Any]]:
     return found
 
 
-def _as_read(documents: Sequence[Any]) -> str:
+def _as_read(documents: Sequence[Json]) -> str:
     """Return the documents of a query as the model reads them: the first line of each is its title."""
     parts = []
     for number, each in enumerate(documents, start=1):

@@ -1,10 +1,9 @@
 """Make the interactions that a file lists."""
 
-from typing import Any
-
 from verl.base_config import WrongInput
 from verl.interactions.base import BaseInteraction
 from verl.utils.class_files import ClassItem, build, import_class, read_class_items
+from verl.utils.json_types import JsonObject
 
 EXAMPLE = "name: gsm8k, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}"
 
@@ -17,7 +16,7 @@ def initialize_interactions_from_config(interaction_config_file: str) -> dict[st
     interactions: dict[str, BaseInteraction] = {}
     for name, item in read_interactions_file(interaction_config_file).items():
         interaction_class = import_class(item, BaseInteraction)  # type: ignore[type-abstract]
-        config: dict[str, Any] = {**item.config, "name": name}
+        config: JsonObject = {**item.config, "name": name}
         interactions[name] = build(item, lambda made=interaction_class, given=config: made(given))  # type: ignore[misc]
     return interactions
 

@@ -7,12 +7,14 @@ import logging
 import threading
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import ray
+from ray.actor import ActorHandle
 
 from verl.errors import UnsupportedInput
 
+P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class ExecutionWorker:
     """Runs functions in the threads of its actor, within the limit that all pools of the run share."""
 
     def __init__(self, enable_global_rate_limit: bool = True, rate_limit: int = 10) -> None:
-        self.rate_limit_worker: Any = None
+        self.rate_limit_worker: ActorHandle[TokenBucketWorker] | None = None
         if enable_global_rate_limit:
             options = {"name": "rate-limiter", "get_if_exists": True}
             self.rate_limit_worker = TokenBucketWorker.options(**options).remote(rate_limit)  # type: ignore[attr-defined]
@@ -68,7 +70,7 @@ class ExecutionWorker:
         """Return true when the actor has started."""
         return True
 
-    def execute(self, fn: Callable[..., T], *fn_args: Any, **fn_kwargs: Any) -> T | None:
+    def execute(self, fn: Callable[P, T], *fn_args: P.args, **fn_kwargs: P.kwargs) -> T | None:
         """Call a function and return its result; warn and return None if it raises."""
         limit = self.rate_limit_worker
         if limit is not None:

@@ -5,19 +5,20 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from verl.base_config import WrongInput, nearest, one_line
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.concurrency import RateLimit
 from verl.utils.http_client import url_problem
 from verl.utils.import_utils import has_module
+from verl.utils.json_types import JsonObject
 from verl.utils.masking import MaskedError
 from verl.utils.parsing import parse_json
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import CallToolResult
+    from mcp.types import CallToolResult, Tool
 
 T = TypeVar("T")
 
@@ -32,6 +33,15 @@ class McpError(MaskedError, RuntimeError):
 
 class McpTimeout(McpError):
     """The server was too slow."""
+
+
+class McpLimits(TypedDict, total=False):
+    """Limits of the calls of a server."""
+
+    rate_limit: float
+    timeout_s: float
+    max_attempts: int
+    retry_delay_s: float
 
 
 @dataclass
@@ -62,8 +72,8 @@ class McpServer:
         Raises: McpError.
         """
 
-        async def list_tools(client: "Client") -> list[Any]:
-            tools: list[Any] = []
+        async def list_tools(client: "Client") -> "list[Tool]":
+            tools: list[Tool] = []
             cursor = None
             while True:
                 page = await client.list_tools(cursor=cursor)
@@ -86,7 +96,7 @@ class McpServer:
             for tool in await self._ask(list_tools)
         ]
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> "CallToolResult":
+    async def call(self, tool: str, arguments: JsonObject) -> "CallToolResult":
         """Call a tool; the result says itself whether the tool failed.
 
         Raises: McpError; McpTimeout if it takes longer than ``timeout_s``.
@@ -138,7 +148,7 @@ class McpServer:
             yield client
 
 
-def read_servers(path: str, **options: Any) -> list[McpServer]:
+def read_servers(path: str, **limits: Unpack[McpLimits]) -> list[McpServer]:
     """Return the servers of a JSON file, ``{"mcpServers": {name: {"url", "auth_token"}}}``.
 
     Raises: WrongInput naming the file, the server and the key, and what to write.
@@ -166,7 +176,7 @@ def read_servers(path: str, **options: Any) -> list[McpServer]:
         token = node.get("auth_token")
         if token is not None and not isinstance(token, str):
             raise WrongInput(f"{where}.auth_token: is no text: write the token of the server, or leave it out")
-        servers.append(McpServer(name, node["url"], token or None, **options))
+        servers.append(McpServer(name, node["url"], token or None, **limits))
     return servers
 
 

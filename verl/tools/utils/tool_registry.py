@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 from pydantic import ValidationError
 
@@ -12,8 +12,9 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import function_tools
 from verl.tools.mcp_base_tool import MCPBaseTool, McpToolConfig
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.tools.utils.mcp_client import McpError, McpServer, read_servers, require_mcp
+from verl.tools.utils.mcp_client import McpError, McpLimits, McpServer, read_servers, require_mcp
 from verl.utils.class_files import ClassItem, build, import_class, read_class_items, read_options
+from verl.utils.json_types import Json, JsonObject
 
 T = TypeVar("T")
 
@@ -43,15 +44,15 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     return tools
 
 
-def tools_of(turns: Mapping[str, Any]) -> list[BaseTool]:
+def tools_of(turns: Mapping[str, Json]) -> list[BaseTool]:
     """Make the tools that ``rollout.multi_turn`` names: those of a file of tools, and of a file of functions.
 
     Raises: WrongInput naming the file, and a name that both have.
     """
     path = turns.get("tool_config_path")
     functions = turns.get("function_tool_path")
-    listed = initialize_tools_from_config(path) if path else []
-    plain = function_tools(functions) if functions else []
+    listed = initialize_tools_from_config(str(path)) if path else []
+    plain = function_tools(str(functions)) if functions else []
     twice = sorted({tool.name for tool in listed} & {tool.name for tool in plain})
     if twice:
         raise WrongInput(f"{functions}: {', '.join(twice)}: {path} has a tool of that name: rename one of them")
@@ -82,7 +83,7 @@ def schema_of(item: ClassItem) -> OpenAIFunctionToolSchema | None:
 
     Raises: WrongInput naming the key inside the schema.
     """
-    written: Any = item.rest.get("tool_schema")
+    written = item.rest.get("tool_schema")
     if written is None:
         return None
     try:
@@ -135,13 +136,13 @@ def _mcp_tools(item: ClassItem) -> list[BaseTool]:
     return tools
 
 
-def _own_options(item: ClassItem) -> dict[str, Any]:
+def _own_options(item: ClassItem) -> JsonObject:
     """Return the part of ``config`` that says how servers are asked; a class of the user may have further keys."""
     names = list(McpToolConfig())
     return {key: value for key, value in item.config.items() if key in names}
 
 
-def _servers_of(item: ClassItem, **options: Any) -> list[McpServer]:
+def _servers_of(item: ClassItem, **limits: Unpack[McpLimits]) -> list[McpServer]:
     """Return the servers of an item.
 
     Raises: WrongInput naming the file and the key.
@@ -159,7 +160,7 @@ def _servers_of(item: ClassItem, **options: Any) -> list[McpServer]:
         raise WrongInput(f"{item.where}.tool_schema: the server describes its tools: remove it")
     try:
         require_mcp()
-        return read_servers(node["mcp_servers_config_path"], **options)
+        return read_servers(node["mcp_servers_config_path"], **limits)
     except WrongInput as error:
         raise WrongInput(f"{item.where}.mcp: {error}") from error
 
@@ -169,7 +170,7 @@ async def _list_tools(servers: list[McpServer]) -> list[tuple[McpServer, OpenAIF
     return [(server, schema) for server, schemas in zip(servers, listed, strict=True) for schema in schemas]
 
 
-def _run_apart(work: Coroutine[Any, Any, T]) -> T:
+def _run_apart(work: Coroutine[None, None, T]) -> T:
     """Run a coroutine in a thread, since the caller may be inside an event loop itself."""
     results: list[T] = []
     errors: list[BaseException] = []

@@ -6,11 +6,11 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from verl.utils.http_client import post_json
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.masking import MaskedError
 from verl.utils.parsing import parse_json
 
@@ -23,7 +23,7 @@ MOST_REPLY_BYTES = 64 << 20
 
 _TEXT = str | None
 _NUMBER = int | float | None
-_FIELDS: Mapping[str, Any] = {
+_FIELDS = {
     "status": _TEXT,
     "stdout": _TEXT,
     "stderr": _TEXT,
@@ -31,6 +31,25 @@ _FIELDS: Mapping[str, Any] = {
     "execution_time": _NUMBER,
 }
 """Types of what a result holds."""
+
+
+class Part(TypedDict, total=False):
+    """Result of the compilation, or of the run, of a program."""
+
+    status: str | None
+    stdout: str | None
+    stderr: str | None
+    return_code: float | None
+    execution_time: float | None
+
+
+class Reply(TypedDict, total=False):
+    """Reply of the service for one program."""
+
+    status: Required[str]
+    message: Json
+    compile_result: Part | None
+    run_result: Part | None
 
 
 class RemoteSandboxError(MaskedError, RuntimeError):
@@ -50,10 +69,10 @@ def run_remotely(
     stdin: str | None = None,
     timeout_s: float = 10.0,
     memory_limit_mb: int = 1024,
-    permits: AbstractContextManager[Any] | None = None,
+    permits: AbstractContextManager[bool | None] | None = None,
     compile_timeout_s: float | None = None,
     language: str = "python",
-) -> dict[str, Any]:
+) -> Reply:
     """Run a program in the service and return the reply.
 
     Args:
@@ -85,7 +104,7 @@ async def run_remotely_async(
     timeout_s: float = 10.0,
     memory_limit_mb: int = 1024,
     language: str = "python",
-) -> dict[str, Any]:
+) -> Reply:
     """Run like ``run_remotely`` without blocking the event loop; a cancelled run closes its connection.
 
     Raises: RemoteSandboxError.
@@ -106,7 +125,7 @@ async def run_remotely_async(
 
 def _request(
     code: str, stdin: str | None, timeout_s: float, compile_timeout_s: float, memory_limit_mb: int, language: str
-) -> dict[str, Any]:
+) -> JsonObject:
     return {
         "compile_timeout": compile_timeout_s,
         "run_timeout": timeout_s,
@@ -119,7 +138,7 @@ def _request(
     }
 
 
-def _post(url: str, content: bytes, timeout_s: float) -> dict[str, Any]:
+def _post(url: str, content: bytes, timeout_s: float) -> Reply:
     """Post JSON and return the JSON reply within ``timeout_s``.
 
     Raises: OSError (URLError, HTTPError, TimeoutError) or ValueError.
@@ -140,12 +159,12 @@ def _post(url: str, content: bytes, timeout_s: float) -> dict[str, Any]:
     return _result(b"".join(parts))
 
 
-def _result(body: bytes) -> dict[str, Any]:
+def _result(body: bytes) -> Reply:
     """Return a reply of the service.
 
     Raises: ValueError if it is none.
     """
-    reply = parse_json(body)
+    reply: Reply = parse_json(body)
     if not isinstance(reply, dict) or not isinstance(reply.get("status"), str):
         raise ValueError(f"the reply is not a program's result: {body[:200]!r}")
     for name in ("compile_result", "run_result"):

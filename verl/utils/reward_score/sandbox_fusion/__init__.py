@@ -5,19 +5,18 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
 
 from verl.utils.reward_score import code_tests
 from verl.utils.reward_score.code_tests import Metadata, RawTestCases, Result, TestCases
 from verl.utils.sandbox import wrapper
 from verl.utils.sandbox.exchange import UNFINISHED
-from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
+from verl.utils.sandbox.remote import Part, RemoteSandboxError, Reply, run_remotely
 
-Run = Callable[[str, str | None], dict[str, Any]]
+Run = Callable[[str, str | None], Reply]
 """(program, standard input) -> reply of the service; raises RemoteSandboxError if there is none."""
 
 _TOO_LONG = "TimeLimitExceeded"
-_REFUSALS = {
+_REFUSALS: dict[float | None, str] = {
     wrapper.REFUSED: "the test cannot be decided apart from the program",
     wrapper.ONE_PROCESS: "the service starts no second process, so that no test code runs apart from the program: "
     "unset reward_model.sandbox_fusion.url to run it on this machine",
@@ -27,7 +26,7 @@ _REFUSALS = {
 
 def compute_score(
     sandbox_fusion_url: str,
-    concurrent_semaphore: AbstractContextManager[Any] | None,
+    concurrent_semaphore: AbstractContextManager[bool | None] | None,
     memory_limit_mb: int = 1024,
     completion: str = "",
     test_cases: RawTestCases = None,
@@ -61,13 +60,13 @@ def check_correctness(
     generation: str,
     timeout: float = 10.0,
     memory_limit_mb: int = 1024,
-    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+    concurrent_semaphore: AbstractContextManager[bool | None] | None = None,
     most_tests: int | None = None,
 ) -> tuple[list[Result], list[Metadata]]:
     """Run a program on its test cases and return the result and details of each."""
     cases = code_tests.read_test_cases(in_outs, most_tests)
 
-    def run(code: str, stdin: str | None) -> dict[str, Any]:
+    def run(code: str, stdin: str | None) -> Reply:
         return run_remotely(sandbox_fusion_url, code, stdin, timeout, memory_limit_mb, concurrent_semaphore)
 
     return check_cases(cases, generation, timeout, run)
@@ -122,10 +121,10 @@ def _request(cases: TestCases, index: int, code: str, mark: str, timeout_s: floa
     return script, json.dumps([mark, test.code_after])
 
 
-def judge(cases: TestCases, index: int, reply: dict[str, Any], mark: str | None = None) -> tuple[Result, Metadata]:
+def judge(cases: TestCases, index: int, reply: Reply, mark: str | None = None) -> tuple[Result, Metadata]:
     """Return the result of a case from the service's reply; without the mark its test did not pass."""
-    compilation = reply.get("compile_result") or {}
-    execution = reply.get("run_result") or {}
+    compilation: Part = reply.get("compile_result") or {}
+    execution: Part = reply.get("run_result") or {}
     stdout = execution.get("stdout") or ""
     stderr = execution.get("stderr") or compilation.get("stderr") or ""
     value = None

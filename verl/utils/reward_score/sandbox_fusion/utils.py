@@ -4,13 +4,12 @@ Everything goes through ``call_sandbox_api`` of this module, so a test that repl
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from verl.utils.json_types import Json
 from verl.utils.reward_score import code_tests, sandbox_fusion
 from verl.utils.reward_score.code_tests import Metadata, RawTestCases, Result, TestCases
 from verl.utils.sandbox import remote
-from verl.utils.sandbox.remote import RemoteSandboxError, run_remotely
+from verl.utils.sandbox.remote import RemoteSandboxError, Reply, run_remotely
 
 DEFAULT_TIMEOUT = 10
 MAX_RETRIES = remote.ATTEMPTS
@@ -28,7 +27,7 @@ def call_sandbox_api(
     run_timeout: float,
     memory_limit_mb: int,
     language: str = "python",
-) -> tuple[dict[str, Any] | None, str | None]:
+) -> tuple[Reply | None, str | None]:
     """Run a program in the service; return its reply and None, or None and why there is no reply."""
     try:
         reply = run_remotely(
@@ -48,7 +47,7 @@ def _process_single_case(
     timeout: float,
     memory_limit_mb: int,
     language: str = "python",
-    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+    concurrent_semaphore: AbstractContextManager[bool | None] | None = None,
     fn_name: str | None = None,
 ) -> tuple[Result, Metadata]:
     """Run a program on one input; return the result and details, with ``case_index`` among them."""
@@ -65,7 +64,7 @@ def check_correctness(
     timeout: float = DEFAULT_TIMEOUT,
     memory_limit_mb: int = 1024,
     language: str = "python",
-    concurrent_semaphore: AbstractContextManager[Any] | None = None,
+    concurrent_semaphore: AbstractContextManager[bool | None] | None = None,
 ) -> tuple[list[Result], list[Metadata]]:
     """Run a program on its test cases; return the result and details of each."""
     cases = code_tests.read_test_cases(in_outs)
@@ -75,9 +74,9 @@ def check_correctness(
 
 
 def _runner(
-    url: str, timeout_s: float, memory_limit_mb: int, language: str, permits: AbstractContextManager[Any] | None
+    url: str, timeout_s: float, memory_limit_mb: int, language: str, permits: AbstractContextManager[bool | None] | None
 ) -> sandbox_fusion.Run:
-    def run(code: str, stdin: str | None) -> dict[str, Any]:
+    def run(code: str, stdin: str | None) -> Reply:
         with permits or nullcontext():
             reply, error = call_sandbox_api(url, code, stdin, timeout_s, timeout_s, memory_limit_mb, language)
         if reply is None:
