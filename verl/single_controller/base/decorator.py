@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypedDic
 from verl.errors import ContractError
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key
 from verl.protocol.lazy import BY_REFERENCE, by_reference, fetched
+from verl.single_controller.base.actor import Actor
 from verl.utils.faults import fault_point
 from verl.utils.observe import timeline
 from verl.utils.py_functional import DynamicEnum
@@ -58,7 +59,7 @@ class DispatchGroup:
     """
 
     def __init__(self) -> None:
-        self._workers: list[Any] = []
+        self._workers: list[Actor] = []
         self._dispatch_info: dict[str, list[int]] = {}
         self._collect_info: dict[str, list[bool]] = {}
         self._megatron_layout: tuple[list[DistRankInfo], DistGlobalInfo] | None = None
@@ -466,7 +467,7 @@ def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Ar
     return tuple(map(received, args)), {key: received(value) for key, value in kwargs.items()}
 
 
-def _answered(output: Any, args: Args, kwargs: Kwargs) -> Any:
+def _answered(output: T, args: Args, kwargs: Kwargs) -> T | DataProto:
     """Return the output of a method, with its columns in the object store if a batch of the call asks for that."""
     if not isinstance(output, DataProto):
         return output
@@ -478,7 +479,7 @@ def _answered(output: Any, args: Args, kwargs: Kwargs) -> Any:
     return by_reference(output) if ray.is_initialized() else output  # a worker in a plain process has no store
 
 
-def _taking_future_values(method: Callable[..., Any]) -> inspect.Signature:
+def _taking_future_values(method: Callable[..., T]) -> inspect.Signature:
     """Return the signature of a method with any keyword: Ray checks calls by it, and futures add keywords to a call."""
     signature = inspect.signature(method)
     parameters = list(signature.parameters.values())

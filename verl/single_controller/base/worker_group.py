@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base import decorator
+from verl.single_controller.base.actor import Actor
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,10 @@ class ResourcePool:
 class ClassWithInitArgs:
     """A class and its constructor arguments, for construction later."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Any, *args: T, **kwargs: T) -> None:
         self.cls = cls
-        self.args = args
-        self.kwargs = kwargs
+        self.args: decorator.Args = args
+        self.kwargs: decorator.Kwargs = kwargs
         self.fused_worker_used = False
 
     def __call__(self) -> Any:
@@ -98,7 +99,7 @@ class WorkerGroup(decorator.DispatchGroup, ABC):
 
     fused_worker_execute_fn_name = "_fuw_execute"
 
-    def __init__(self, resource_pool: ResourcePool | None, **kwargs: Any) -> None:
+    def __init__(self, resource_pool: ResourcePool | None, **kwargs: T) -> None:
         super().__init__()
         self.resource_pool = resource_pool
         self.fused_worker_used = False
@@ -108,7 +109,7 @@ class WorkerGroup(decorator.DispatchGroup, ABC):
         self.master_port: str | None = None
 
     @abstractmethod
-    def _is_worker_alive(self, worker: Any) -> bool:
+    def _is_worker_alive(self, worker: Actor) -> bool:
         """Whether the process of a worker runs."""
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:

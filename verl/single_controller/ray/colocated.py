@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -11,6 +11,8 @@ from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import registered_methods
 from verl.single_controller.ray.resource_pool import RayClassWithInitArgs
 from verl.utils.py_functional import temp_env_var
+
+T = TypeVar("T")
 
 
 class Roles:
@@ -36,13 +38,13 @@ def _construct(cia: RayClassWithInitArgs) -> Worker:
         return cia.raw_class(*cia.args, **cia.kwargs)
 
 
-def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(role: str, name: str, method: Callable[..., T]) -> Callable[..., T]:
     """Return a method of the actor that calls the role's method of that name."""
 
-    def call(self: Roles, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Roles, *args: T, **kwargs: T) -> T:
         return getattr(self.worker_dict[role], name)(*args, **kwargs)
 
-    async def call_async(self: Roles, *args: Any, **kwargs: Any) -> Any:
+    async def call_async(self: Roles, *args: T, **kwargs: T) -> T:
         return await getattr(self.worker_dict[role], name)(*args, **kwargs)
 
     forward: Callable[..., Any] = call_async if inspect.iscoroutinefunction(method) else call
@@ -86,10 +88,10 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
                 raise ValueError(f"no role {role!r} in {type(self).__name__}: it has {sorted(self.fused_worker_dict)}")
             return getattr(self.fused_worker_dict[role], name)
 
-        def _fuw_execute(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        def _fuw_execute(self, method_name: str, *args: T, **kwargs: T) -> T:
             return self._find(method_name)(*args, **kwargs)
 
-    async def _fuw_execute_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    async def _fuw_execute_async(self: FusedWorker, method_name: str, *args: T, **kwargs: T) -> T:
         result = self._find(method_name)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 

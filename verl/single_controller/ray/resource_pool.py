@@ -3,17 +3,20 @@
 import secrets
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.errors import PlacementError
+from verl.single_controller.base.actor import Actor
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
 
+T = TypeVar("T")
 Bundle = dict[str, float]
-Actor = Any  # a ray.actor.ActorHandle; Ray types each of its methods as Never
+RuntimeEnv = dict[str, Any]
+"""Entries that the plugins of Ray read, each of a type of its own."""
 
 # Ray counts resources that others have just released as free only after a moment.
 _RELEASE_GRACE_S = 5.0
@@ -188,12 +191,25 @@ def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[Placement
     return sorted(pgs, key=lambda pg: addresses[bundle_nodes(pg)[0]])
 
 
+class ActorOptions(TypedDict, total=False):
+    """The options of Ray with which an actor is created."""
+
+    name: str
+    lifetime: str
+    max_concurrency: int
+    num_cpus: float
+    num_gpus: float
+    resources: dict[str, float]
+    runtime_env: RuntimeEnv
+    scheduling_strategy: PlacementGroupSchedulingStrategy
+
+
 class RayClassWithInitArgs(ClassWithInitArgs):
     """An actor class, its arguments and its Ray options."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:  # an actor class or its plain class
+    def __init__(self, cls: Any, *args: T, **kwargs: T) -> None:  # an actor class or its plain class
         super().__init__(cls, *args, **kwargs)
-        self._options: dict[str, Any] = {}
+        self._options: ActorOptions = {}
         self._additional_resource: dict[str, float] = {}
 
     @property
@@ -205,7 +221,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         """Ask for more resources than the device; applied when there is more than one."""
         self._additional_resource = additional_resource
 
-    def update_options(self, options: dict[str, Any]) -> None:
+    def update_options(self, options: ActorOptions) -> None:
         """Merge into the options with which the actor is created."""
         self._options.update(options)
 
@@ -229,7 +245,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         if placement_group is None:
             raise ValueError("an actor needs a placement group, or an actor to share a node with")
         strategy = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_idx)
-        options: dict[str, Any] = {"scheduling_strategy": strategy, **self._options}
+        options: ActorOptions = {"scheduling_strategy": strategy, **self._options}
         if use_gpu and device_name == "cuda":
             options["num_gpus"] = num_gpus
         if use_gpu and device_name == "npu":

@@ -9,9 +9,9 @@ import secrets
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import ray
 from ray import exceptions
@@ -30,13 +30,15 @@ from verl.errors import (
 )
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key, delayed_copies
 from verl.single_controller.base import errors
-from verl.single_controller.base.decorator import CollectFn, DispatchFn, Kwargs, attach_future_values
+from verl.single_controller.base.actor import Actor
+from verl.single_controller.base.decorator import Args, CollectFn, DispatchFn, Kwargs, attach_future_values
 from verl.single_controller.base.worker import WorkerHelper
 from verl.single_controller.base.worker_group import WorkerGroup, registered_methods, strip_padding
 from verl.single_controller.ray.resource_pool import (
-    Actor,
+    ActorOptions,
     RayClassWithInitArgs,
     RayResourcePool,
+    RuntimeEnv,
     bundle_nodes,
     sort_placement_group_by_node_ip,
 )
@@ -48,11 +50,16 @@ from verl.utils.ray_utils import without_nsight
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+    from verl.single_controller.base.actor import Ref
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEFAULT_CALL_TIMEOUT_S = 7200.0
 
-Refs = Sequence["ObjectRef[Any]"]
+NsightOptions = dict[str, str | int | float | bool | None]
+Refs = Sequence["Ref"]
 
 _DEATHS = (
     exceptions.ActorDiedError,
@@ -75,15 +82,15 @@ def func_generator(
     method_name: str,
     dispatch_fn: DispatchFn,
     collect_fn: CollectFn,
-    execute_fn: Callable[..., Any],
+    execute_fn: Callable[..., Refs],
     blocking: bool,
 ) -> Callable[..., Any]:
     """Return the driver's side of a registered method: dispatch, execute, wait, collect, strip padding."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = dispatch_fn(group, *args, **kwargs)
-        padding = kwargs.pop(_padding_size_key, 0)
-        started = execute_fn(method_name, *args, **kwargs)
+    def call(*args: T, **kwargs: T) -> Any:
+        split_args, split_kwargs = dispatch_fn(group, *args, **kwargs)
+        padding = split_kwargs.pop(_padding_size_key, 0)
+        started = execute_fn(method_name, *split_args, **split_kwargs)
         with delayed_copies():
             output = collect_fn(group, group.wait(started, method_name) if blocking else started)
         if isinstance(output, DataProtoFuture):
@@ -204,9 +211,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def _actor_options(
         self, cia: RayClassWithInitArgs, pool: RayResourcePool, name: str, env: dict[str, str], detached: bool
-    ) -> dict[str, Any]:
+    ) -> ActorOptions:
         user_env = cia._options.get("runtime_env", {})
-        runtime_env: dict[str, Any] = {**user_env, "env_vars": {**user_env.get("env_vars", {}), **env}}
+        runtime_env: RuntimeEnv = {**user_env, "env_vars": {**user_env.get("env_vars", {}), **env}}
         if self._kwargs.get("profile_steps") and self.device_name == "cuda":
             runtime_env.pop("nsight", None)  # the entry of the rank before
             runtime_env["_nsight"] = None  # Ray would otherwise pass on the entry of this process
@@ -217,7 +224,7 @@ class RayWorkerGroup(WorkerGroup):
                 runtime_env["nsight"] = nsight_options(nsight, self._kwargs.get("profile_save_path"), file)
         else:
             runtime_env |= without_nsight().get("runtime_env", {})
-        actor: dict[str, Any] = {"runtime_env": runtime_env, "name": name}
+        actor: ActorOptions = {"runtime_env": runtime_env, "name": name}
         # On a CPU the actors of a bundle divide its one core; on an accelerator a bundle has a core for each actor.
         actor["num_cpus"] = _share(pool.max_colocate_count) if self.device_name == "cpu" else 1
         if _is_async(cia.raw_class):  # Ray's limit is 1,000: with more requests, health and abort would wait for them
@@ -290,41 +297,42 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---- execution
 
-    def _remote(self, worker: Actor, method_name: str, args: Sequence[Any], kwargs: Kwargs) -> "ObjectRef[Any]":
-        args, kwargs = attach_future_values(tuple(args), kwargs)
+    def _remote(self, worker: Actor, method_name: str, args: Args, kwargs: Kwargs) -> "Ref":
+        args, kwargs = attach_future_values(args, kwargs)
         if self.sub_cls_name:
             args = (f"{self.sub_cls_name}_fwmn_{method_name}", *args)
             method_name = self.fused_worker_execute_fn_name
         return getattr(worker, method_name).remote(*args, **kwargs)
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> "ObjectRef[Any]":
+    def execute_rank_zero_async(self, method_name: str, *args: T, **kwargs: T) -> "Ref":
         """Start a method on rank zero and return its reference."""
         return self._remote(self._workers[0], method_name, args, kwargs)
 
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_sync(self, method_name: str, *args: T, **kwargs: T) -> Any:
         """Run a method on rank zero and return its output."""
         return self.wait(self.execute_rank_zero_async(method_name, *args, **kwargs), method_name)
 
     execute_rank_zero = execute_rank_zero_async
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> "list[ObjectRef[Any]]":
+    def execute_all_async(self, method_name: str, *args: T, **kwargs: T) -> "list[Ref]":
         """Start a method on all ranks and return their references.
 
         If every argument is a list with one element per worker, element i goes to rank i; else all get everything.
         """
         size = self.world_size
-        values = [*args, *kwargs.values()]
+        values: list[Any] = [*args, *kwargs.values()]
         if not all(isinstance(value, list) and len(value) == size for value in values):
-            args = tuple([value] * size for value in args)
-            kwargs = {key: [value] * size for key, value in kwargs.items()}
-        args = tuple(_share_batches(value) for value in args)
-        kwargs = {key: _share_batches(value) for key, value in kwargs.items()}
+            values = [[value] * size for value in values]
+        shared = [_share_batches(value) for value in values]
+        named = dict(zip(kwargs, shared[len(args) :], strict=True))
         return [
-            self._remote(worker, method_name, [arg[i] for arg in args], {k: v[i] for k, v in kwargs.items()})
+            self._remote(
+                worker, method_name, tuple(arg[i] for arg in shared[: len(args)]), {k: v[i] for k, v in named.items()}
+            )
             for i, worker in enumerate(self._workers)
         ]
 
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_sync(self, method_name: str, *args: T, **kwargs: T) -> list[Any]:
         """Run a method on all ranks and return their outputs."""
         return self.wait(self.execute_all_async(method_name, *args, **kwargs), method_name)
 
@@ -338,7 +346,7 @@ class RayWorkerGroup(WorkerGroup):
         Raises: WorkerDiedError, WorkerTaskError or WorkerTimeoutError, after ending the actors.
         """
         single = isinstance(refs, ray.ObjectRef)
-        ref_list: list[ObjectRef[Any]] = [refs] if single else list(refs)
+        ref_list: list[Ref] = [refs] if single else list(refs)
         where = site or self._site(method_name)
         if self._starting:  # once, until all workers are constructed
             construction = replace(where, method=f"__init__ (before {where.method})")
@@ -347,7 +355,7 @@ class RayWorkerGroup(WorkerGroup):
         values = self._wait_for(ref_list, self.call_timeout_s, where)
         return values[0] if single else values
 
-    def _wait_for(self, refs: "list[ObjectRef[Any]]", limit_s: float, site: CallSite) -> list[Any]:
+    def _wait_for(self, refs: "list[Ref]", limit_s: float, site: CallSite) -> list[Any]:
         places: Sequence[Place | None] = self._places or [None] * self.world_size
         members = zip(self._worker_names, self._workers, places, strict=True)
         seats = [Seat(rank, *member) for rank, member in enumerate(members)]
@@ -358,9 +366,7 @@ class RayWorkerGroup(WorkerGroup):
             self.kill()
             raise
 
-    def wait_for_callers(
-        self, callers: Sequence[tuple[str, Actor]], refs: "Sequence[ObjectRef[Any]]", method_name: str
-    ) -> list[Any]:
+    def wait_for_callers(self, callers: Sequence[tuple[str, Actor]], refs: Refs, method_name: str) -> list[Any]:
         """Wait, under the group's deadline, for one call of each of other actors, which call workers of this group.
 
         Args: ``callers`` are the names and handles of the actors.
@@ -378,7 +384,7 @@ class RayWorkerGroup(WorkerGroup):
             kill_all([actor for _, actor in callers])
             raise
 
-    def waiter(self, method_name: str, started: Any) -> "Callable[[list[ObjectRef[Any]]], list[Any]]":
+    def waiter(self, method_name: str, started: Any) -> "Callable[[list[Ref]], list[Any]]":
         """Return a function that waits for this call and reports errors under the current phase.
 
         It waits for every rank in ``started``, so that the error of a rank whose output is not collected shows at
@@ -387,7 +393,7 @@ class RayWorkerGroup(WorkerGroup):
         site = self._site(method_name)
         every = list(started) if isinstance(started, list | tuple) else [started]
 
-        def wait(refs: "list[ObjectRef[Any]]") -> list[Any]:
+        def wait(refs: "list[Ref]") -> list[Any]:
             values = dict(zip(every, self.wait(every, method_name, site), strict=True))
             return [values[ref] for ref in refs]
 
@@ -431,7 +437,7 @@ def _share(max_colocate_count: int) -> float:
     return int(10000 / max_colocate_count) / 10000
 
 
-def _share_batches(values: list[Any]) -> list[Any]:
+def _share_batches(values: list[T]) -> "list[T | Ref]":
     """Put a batch that several workers get into the object store once."""
     uses = Counter(map(id, values))
     shared = {id(value): value for value in values if uses[id(value)] > 1 and isinstance(value, DataProto)}
@@ -442,7 +448,7 @@ def _share_batches(values: list[Any]) -> list[Any]:
 _RESERVED_ENV = ("WORLD_SIZE", "RANK", "WG_PREFIX", "WG_BACKEND", "RAY_LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _checked_worker_env(worker_env: dict[str, Any]) -> dict[str, str]:
+def _checked_worker_env(worker_env: Mapping[str, T]) -> dict[str, str]:
     taken = sorted(set(worker_env) & set(_RESERVED_ENV))
     if taken:
         raise ValueError(f"worker_env must not set {taken}: the worker group does")
@@ -457,7 +463,7 @@ def _is_async(cls: type) -> bool:
     return any(inspect.iscoroutinefunction(method) for _, method in inspect.getmembers(cls, inspect.isfunction))
 
 
-def _nsight_options(options: dict[str, Any] | None, num_steps: int) -> dict[str, Any]:
+def _nsight_options(options: NsightOptions | None, num_steps: int) -> NsightOptions:
     if options is None:
         raise ValueError("worker_nsight_options must be given when profile_steps is not empty on cuda")
     result = copy.deepcopy(dict(options))
@@ -526,7 +532,7 @@ def find_death(seats: Sequence[Seat], refs: Refs, seconds: float) -> tuple[Seat,
 
     ``refs`` are the results of the call, one per seat, or empty.
     """
-    watched: dict[ObjectRef[Any], Seat] = dict(zip(refs, seats, strict=False))
+    watched: dict[Ref, Seat] = dict(zip(refs, seats, strict=False))
     watched.update({seat.actor.__ray_ready__.remote(): seat for seat in seats})
     pending = list(watched)
     deadline = time.monotonic() + seconds
@@ -546,7 +552,7 @@ def kill_all(actors: Sequence[Actor]) -> None:
     """Kill actors and wait up to ``KILL_GRACE_S`` until their processes are gone."""
     unique = list({actor._actor_id: actor for actor in actors}.values())
     for actor in unique:
-        ray.kill(actor, no_restart=True)
+        ray.kill(actor, no_restart=True)  # type: ignore[arg-type]  # a handle, see `Actor`
     gone = [actor.__ray_ready__.remote() for actor in unique]
     if not gone:
         return
