@@ -18,12 +18,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from verl.base_config import ConfigError, Violation, parse_node
 from verl.errors import DataError, RewardError
 from verl.trainer.config.cli import hydra_main
+from verl.trainer.config.keys import tree_of
 from verl.trainer.config.rules.files import data_file_rules
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.inputs import check_remote
@@ -68,7 +69,7 @@ def run_eval(config: DictConfig) -> None:
     from verl.trainer.run.refusal import checked, end_of_checks
     from verl.utils.observe.console import get_console
 
-    tree: Any = OmegaConf.to_container(config.ray_kwargs, resolve=True)
+    tree = tree_of(config.ray_kwargs)
     cluster, wrong_cluster = parse_node(tree, RayConfig, "ray_kwargs")
     path, rows, scorer = checked(lambda: prepare(config, wrong_cluster))
     end_of_checks()

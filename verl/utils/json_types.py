@@ -6,3 +6,9 @@ Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 """A value of JSON or YAML. Its sequences and mappings are read only, so that ``list[int]`` is one too."""
 JsonObject = dict[str, Json]
 """An object of JSON, a mapping of YAML: options, arguments of a call, a row."""
+
+
+def mapping_at(values: Mapping[str, Json], name: str) -> Mapping[str, Json]:
+    """Return the mapping under a name; empty if there is none."""
+    value = values.get(name)
+    return value if isinstance(value, Mapping) else {}

@@ -14,12 +14,11 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation, WrongInput, nearest
 from verl.trainer.config.invocation import CHECK, call, only_checks
-from verl.trainer.config.keys import dotted_keys, select
+from verl.trainer.config.keys import dotted_keys, select, tree_of
 from verl.trainer.config.other_versions import ENGINE_OF_FILES
 from verl.trainer.config.overrides import prepare_arguments
 from verl.trainer.config.problems import leave_refused
@@ -116,7 +115,7 @@ def _refuse_unreadable(config: Any) -> None:
 
     Raises: ConfigError naming their keys.
     """
-    tree: Any = OmegaConf.to_container(config, resolve=False)
+    tree = tree_of(config, resolve=False)
     values = {key: select(tree, key) for key in dotted_keys(tree)} | {"the working folder": os.getcwd()}
     texts = {key: " ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in values.items()}
     problems = [
@@ -167,7 +166,7 @@ def _has_working_folder() -> bool:
 
 def _hide_secrets(config: Any) -> None:
     """Mask the secrets of a configuration in the files that Hydra has just written, and make these files private."""
-    tree: Any = OmegaConf.to_container(config, resolve=False)
+    tree = tree_of(config, resolve=False)
     hidden = masked(tree)
     if hidden == tree:
         return

@@ -7,22 +7,23 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import BaseConfig, NodeReader, as_yaml, described_field
-from verl.trainer.config.keys import dotted_keys, optional_keys, select
+from verl.trainer.config.keys import ABSENT, Absent, dotted_keys, optional_keys, select, tree_of
 from verl.trainer.config.other_versions import row_of
 from verl.trainer.config.overrides import folders
 from verl.trainer.config.problems import leave_refused
 from verl.trainer.config.run_config import parse_tree
 from verl.trainer.config.sft import SFTConfig
-from verl.trainer.config.unread_keys import ABSENT, nearest_text
+from verl.trainer.config.unread_keys import nearest_text
+from verl.utils.json_types import Json
 
 _LINE = re.compile(r"^( *)(?:#\s?(?P<comment>.*)|(?P<key>[\w.]+):.*)$")
 _WIDTH = 110
@@ -54,7 +55,7 @@ def keys_help(words: Iterable[str], config_name: str, folder: str, config_dir: s
     texts = []
     with folders(folder, config_dir):
         config = hydra.compose(config_name)
-        known = dotted_keys(cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False)))
+        known = dotted_keys(tree_of(config, resolve=False))
         for word in words:
             key = word.partition("=")[0].lstrip("+~")
             text = key_help(key, config, config_name, folder)
@@ -70,7 +71,7 @@ def keys_help(words: Iterable[str], config_name: str, folder: str, config_dir: s
 def help_text(function: Callable[..., Any], config_name: str, folder: str) -> str:
     """Return the text for a command whose function and configuration are given."""
     with hydra.initialize_config_dir(folder, version_base=None):
-        tree: Any = OmegaConf.to_container(hydra.compose(config_name), resolve=False)
+        tree = tree_of(hydra.compose(config_name), resolve=False)
     module = inspect.getmodule(function)
     name = module.__spec__.name if module is not None and module.__spec__ is not None else function.__module__
     doc = (inspect.getdoc(function) or "").split("\n", 1)[0]
@@ -82,7 +83,7 @@ def help_text(function: Callable[..., Any], config_name: str, folder: str) -> st
     return "\n\n".join(parts) + "\n"
 
 
-def _nodes(node: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[str]:
+def _nodes(node: Mapping[str, Json], prefix: str = "", depth: int = 0) -> Iterator[str]:
     """Yield a paragraph for each node of the first two levels: its dotted name, and the keys and nodes in it."""
     own = [f"{key}{'.*' if isinstance(value, Mapping) else ''}" for key, value in node.items() if key != "_target_"]
     if prefix:
@@ -100,7 +101,7 @@ def _nodes(node: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterato
 
 def key_help(key: str, config: DictConfig, config_name: str, folder: str) -> str | None:
     """Return the help for a key or a node of a composed configuration; None if there is no such key."""
-    tree: Any = OmegaConf.to_container(config, resolve=False)
+    tree = tree_of(config, resolve=False)
     fields_of = _typed(tree, config)
     value = select(tree, key, ABSENT)
     if value is ABSENT and key not in optional_keys(dotted_keys(tree)):
@@ -113,10 +114,10 @@ def key_help(key: str, config: DictConfig, config_name: str, folder: str) -> str
     return "\n".join([f"{key}: {comments.get(key, 'a node')}\n", *entries])
 
 
-def _typed(tree: Mapping[str, Any], config: DictConfig) -> Any:
+def _typed(tree: Mapping[str, Json], config: DictConfig) -> Any:
     """Return the tree as dataclasses, where the command has some."""
     try:
-        resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+        resolved: Mapping[str, Json] = tree_of(config)
     except OmegaConfBaseException:
         resolved = tree
     if "actor_rollout_ref" in tree and "trainer" in tree:
@@ -124,7 +125,7 @@ def _typed(tree: Mapping[str, Any], config: DictConfig) -> Any:
     return NodeReader().build(resolved, "", SFTConfig) if "engine" in tree else None
 
 
-def _entry(key: str, value: Any, comments: Mapping[str, str], run: Any) -> str:
+def _entry(key: str, value: Json | Absent, comments: Mapping[str, str], run: Any) -> str:
     """Return the paragraph of one key."""
     found = _field(key, run)
     meaning = comments.get(key) or (found.meaning if found else "") or "no comment in the YAML"

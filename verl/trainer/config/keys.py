@@ -5,7 +5,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, Final, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -13,9 +14,21 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.base_config import Violation
 from verl.trainer.config.other_versions import row_of
 from verl.utils import envs
+from verl.utils.json_types import Json
 from verl.utils.vision.limits import MediaConfig
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.signature import SCORER_CALLS
+
+T = TypeVar("T")
+
+
+class Absent(Enum):
+    """The mark of a key that a tree does not have."""
+
+    ABSENT = "absent"
+
+
+ABSENT: Final = Absent.ABSENT
 
 FREE_FORM = (
     ".mixed_precision",
@@ -80,9 +93,15 @@ NO_READER = ("trainer.log_freq", "trainer.rl_logging_board_dir", "trainer.tensor
 """Keys of published commands that nothing reads: accepted with a warning."""
 
 
-def select(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
+def tree_of(config: DictConfig, resolve: bool = True) -> dict[str, Json]:
+    """Return a configuration as plain values; a missing one is ``???``."""
+    tree: Any = OmegaConf.to_container(config, resolve=resolve)
+    return tree
+
+
+def select(tree: Mapping[str, Json], key: str, default: T | None = None) -> Json | T:
     """Return the value at a dotted key, or ``default`` if the tree has no such key."""
-    node: Any = tree
+    node: Json | T = tree
     for name in key.split("."):
         if not isinstance(node, Mapping) or name not in node:
             return default
@@ -90,7 +109,7 @@ def select(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return node
 
 
-def dotted_keys(node: Mapping[str, Any], prefix: str = "") -> list[str]:
+def dotted_keys(node: Mapping[str, Json], prefix: str = "") -> list[str]:
     """Return every key of a tree, nodes included."""
     keys = []
     for name, value in node.items():
@@ -100,7 +119,7 @@ def dotted_keys(node: Mapping[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
-def without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+def without(tree: Mapping[str, Json], keys: Collection[str], prefix: str = "") -> dict[str, Json]:
     """Return a tree without some of its dotted keys."""
     kept = {name: value for name, value in tree.items() if f"{prefix}{name}" not in keys}
     return {
@@ -121,7 +140,7 @@ def is_free(key: str, known: Collection[str]) -> bool:
     return any(f".{node}".endswith(FREE_FORM) and node.rpartition(".")[0] in known for node in nodes)
 
 
-def free_nodes(tree: Mapping[str, Any]) -> list[str]:
+def free_nodes(tree: Mapping[str, Json]) -> list[str]:
     """Return the highest nodes of a tree that take any key."""
     keys = dotted_keys(tree)
     free = [key for key in keys if is_free(key, keys)]
@@ -151,7 +170,7 @@ USER_CODE = (*_ANY_NODE, *_DATA, _MANAGER)
 def nodes_of_user_code(config: DictConfig) -> tuple[str, ...]:
     """Return the nodes in which code of the user may read keys that we do not know; an empty name is the whole tree."""
 
-    def value(key: str) -> Any:
+    def value(key: str) -> Json:
         with suppress(OmegaConfBaseException):  # the checks of values name what cannot be resolved
             return OmegaConf.select(config, key)
         return None
@@ -166,7 +185,7 @@ def nodes_of_user_code(config: DictConfig) -> tuple[str, ...]:
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:)?\s*(\.*)([A-Za-z_][\w.]*)")
 
 
-def referenced_keys(node: Mapping[str, Any], prefix: str = "") -> set[str]:
+def referenced_keys(node: Mapping[str, Json], prefix: str = "") -> set[str]:
     """Return every key that an interpolation in a tree names."""
     found = set()
     for name, value in node.items():
@@ -179,7 +198,7 @@ def referenced_keys(node: Mapping[str, Any], prefix: str = "") -> set[str]:
     return found
 
 
-def unknown_keys(tree: Mapping[str, Any], known: Collection[str]) -> list[str]:
+def unknown_keys(tree: Mapping[str, Json], known: Collection[str]) -> list[str]:
     """Return the highest keys of a tree that are not ``known``, that its interpolations do not name either."""
     references = referenced_keys(tree)
     own = {key for key in references if key not in known}
@@ -187,7 +206,7 @@ def unknown_keys(tree: Mapping[str, Any], known: Collection[str]) -> list[str]:
     def is_read(key: str) -> bool:
         return any(is_under(each, [key]) for each in references) or is_under(key, own)
 
-    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    def walk(node: Mapping[str, Json], prefix: str) -> Iterator[str]:
         names = _field_names(node.get("_target_"))
         for name, value in node.items():
             key = f"{prefix}{name}"
@@ -204,7 +223,7 @@ def unknown_keys(tree: Mapping[str, Any], known: Collection[str]) -> list[str]:
     return list(walk(tree, ""))
 
 
-def _field_names(target: Any) -> set[str] | None:
+def _field_names(target: Json) -> set[str] | None:
     """Return the fields of the class of a node, none of a class of the user, which checks them; None without one."""
     if target is None:
         return None
@@ -217,7 +236,7 @@ def _field_names(target: Any) -> set[str] | None:
     return {each.name for each in fields(found)} if is_dataclass(found) else set()
 
 
-def replaced_keys(tree: Mapping[str, Any]) -> Iterator[Violation]:
+def replaced_keys(tree: Mapping[str, Json]) -> Iterator[Violation]:
     """Yield each key of another version in a tree, unless an interpolation reads it, and its replacement."""
     references = referenced_keys(tree)
     seen: list[str] = []

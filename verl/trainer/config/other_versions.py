@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
 
+from verl.utils.json_types import Json
 from verl.workers.config import ActorConfig
 
 ALIAS = "alias"
@@ -25,8 +25,8 @@ SWITCHES = (".enable", ".enabled", ".enable_switch")
 ENGINE_OF_FILES = "model_engine"
 """A group of files there, which chooses the engine that trains."""
 
-Values = Mapping[str, Any]
-Read = Callable[[str], Any]
+Values = Mapping[str, Json]
+Read = Callable[[str], Json]
 """Returns the value of one of our keys as the user or a file writes it; None if nobody does."""
 
 
@@ -51,6 +51,9 @@ class Translated:
     notices: Mapping[str, str] = field(default_factory=dict)
 
 
+Translator = Callable[[Values, Read], Translated]
+
+
 @dataclass(frozen=True)
 class Row:
     """A key, or a node with all keys below it; ``*`` stands for any end of a name.
@@ -65,9 +68,9 @@ class Row:
     decision: str
     meaning: str
     instead: str = ""
-    to: str | Callable[[Values, Read], Translated] | None = None
-    accepts: tuple[Any, ...] = ()
-    only: tuple[Any, ...] = ()
+    to: str | Translator | None = None
+    accepts: tuple[Json, ...] = ()
+    only: tuple[Json, ...] = ()
     is_ours: bool = False
     takes_null: bool = False
     notice: str = ""
@@ -79,7 +82,7 @@ class Row:
             return fnmatchcase(key, self.key)
         return key == self.key or key.startswith(f"{self.key}.")
 
-    def needs_nothing(self, key: str, value: Any) -> bool:
+    def needs_nothing(self, key: str, value: Json) -> bool:
         """Whether a value asks for nothing, or for the present behaviour."""
         is_off = value is None or value == {} or (value is False and key.endswith(SWITCHES))
         takes_all = self.decision == ACCEPTED and not self.accepts
@@ -106,7 +109,7 @@ def _covering(key: str) -> tuple[Row, ...]:
     return tuple(row for row in ROWS if row.covers(key))
 
 
-def row_of(key: str, value: Any = None, roots: Mapping[str, Any] | None = None) -> Row | None:
+def row_of(key: str, value: Json = None, roots: Mapping[str, Json] | None = None) -> Row | None:
     """Return the row of a key with a value, the one that says most; None if there is none.
 
     ``roots`` is the tree that the key belongs to; without it the row of any tree is returned.
@@ -146,22 +149,22 @@ def _correction(given: Values, read: Read) -> Translated:
     """Translate importance weights, with the defaults of their node: a threshold of 2, and no veto."""
     level = given.get(f"{_CORRECTION}.rollout_is")
     threshold = given.get(f"{_CORRECTION}.rollout_is_threshold")
-    log_probs = {f"{_ROLLOUT}.calculate_log_probs": True}
+    log_probs: dict[str, Json] = {f"{_ROLLOUT}.calculate_log_probs": True}
     if given.get(f"{_CORRECTION}.bypass_mode"):
-        weights = {"algorithm.rollout_is": False, "algorithm.rollout_is_threshold": None}
-        return Translated({f"{_ACTOR}.use_rollout_log_probs": True} | weights, log_probs)
+        weights: Values = {"algorithm.rollout_is": False, "algorithm.rollout_is_threshold": None}
+        return Translated({f"{_ACTOR}.use_rollout_log_probs": True, **weights}, log_probs)
     if level not in (None, "token", "sequence"):
         raise Untranslatable(f"{_CORRECTION}.rollout_is", "must be null, token or sequence")
     if level is None and threshold is None:
         return Translated({"algorithm.rollout_is": False} if f"{_CORRECTION}.rollout_is" in given else {})
-    values: dict[str, Any] = {"algorithm.rollout_is": level is not None}
+    values: dict[str, Json] = {"algorithm.rollout_is": level is not None}
     if level is not None:
         values["algorithm.rollout_is_level"] = level
     values |= _bounds(2.0 if threshold is None else threshold)
     return Translated(values, log_probs | {"algorithm.rollout_is_veto_threshold": None})
 
 
-def _bounds(threshold: Any) -> dict[str, Any]:
+def _bounds(threshold: Json) -> dict[str, Json]:
     """Return our keys for a threshold: a number caps the weights, ``low_high`` makes them 0 outside."""
     key = f"{_CORRECTION}.rollout_is_threshold"
     bounds = _BOUNDS.fullmatch(str(threshold))
@@ -169,9 +172,10 @@ def _bounds(threshold: Any) -> dict[str, Any]:
         low, high = map(float, bounds.groups())
         limits = {"algorithm.rollout_is_threshold_lower": low, "algorithm.rollout_is_threshold": high}
         return limits | {"algorithm.rollout_is_mode": "mask"}
+    number = threshold if isinstance(threshold, int | float | str) else ""
     try:
-        return {"algorithm.rollout_is_threshold": float(threshold), "algorithm.rollout_is_mode": "truncate"}
-    except (TypeError, ValueError):
+        return {"algorithm.rollout_is_threshold": float(number), "algorithm.rollout_is_mode": "truncate"}
+    except ValueError:
         raise Untranslatable(key, "must be a number such as 2.0, or two as low_high, such as 0.5_5.0") from None
 
 
@@ -180,7 +184,7 @@ _SCORING = "reward.reward_manager"
 
 def _reward_manager(given: Values, read: Read) -> Translated:
     """Translate the reward manager: a registered name, or a class in a file."""
-    values: dict[str, Any] = {}
+    values: dict[str, Json] = {}
     name = given.get(f"{_SCORING}.name")
     source = given.get(f"{_SCORING}.source", "register")
     module = given.get(f"{_SCORING}.module.path")
@@ -210,7 +214,7 @@ def _score_processes(given: Values, read: Read) -> Translated:
 
 def _reward_model(given: Values, read: Read) -> Translated:
     """Translate the reward model: the keys of its engine stand in its own node here."""
-    values: dict[str, Any] = {}
+    values: dict[str, Json] = {}
     for key, value in given.items():
         name = key.removeprefix("reward.reward_model.").removeprefix("rollout.")
         values["reward_model.model.path" if name == "model_path" else f"reward_model.{name}"] = value

@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation, parse_node
 from verl.trainer.config.invocation import CHECK, call, noted, only_checks
-from verl.trainer.config.keys import dotted_keys, select, without
+from verl.trainer.config.keys import ABSENT, dotted_keys, select, tree_of, without
 from verl.trainer.config.translation import Translation, file_of_engine
-from verl.trainer.config.unread_keys import ABSENT, TREES, Command, KeyChecker, shipped_keys, value_text
+from verl.trainer.config.unread_keys import TREES, Command, KeyChecker, shipped_keys, value_text
 from verl.trainer.config.written import CONFIG_DIR, composed_files, content
 from verl.utils.import_utils import PACKAGE, absolute_name
 
@@ -82,7 +82,7 @@ def fitted_overrides(
         groups = [str(each.input_line) for each in in_groups]
         base = hydra.compose(config_name, groups)
         names = make_names_absolute(base, config_name, groups)
-    tree: Any = OmegaConf.to_container(base, resolve=False)
+    tree = tree_of(base, resolve=False)
     command = command or Command(config_name, folder)
     is_shipped = (folder, config_name) in [command[:2][::-1], *((CONFIG_DIR, name) for name in TREES)]
     is_of_user = bool(groups or config_dir) or not is_shipped
@@ -169,7 +169,7 @@ def _wrong_types(config_name: str, overrides: list[str]) -> list[Violation]:
 
     try:
         config = hydra.compose(config_name, overrides)
-        tree: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+        tree = tree_of(config)
     except (HydraException, OmegaConfBaseException):
         return []
     if "actor_rollout_ref" in tree:

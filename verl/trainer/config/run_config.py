@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl.algos.config import AlgoConfig
 from verl.base_config import (
@@ -18,6 +18,7 @@ from verl.base_config import (
     nearest,
     setting,
 )
+from verl.trainer.config.keys import ABSENT, tree_of
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.engine_arguments import ray_arguments
@@ -138,7 +139,6 @@ class TrainingRayConfig(RayConfig):
     fork_workers: bool | None = setting(None, "start processes from one that has imported; null: if possible")
 
 
-ABSENT = object()
 """The value of a key that a tree or a dataclass does not have."""
 
 
@@ -198,7 +198,7 @@ class RunConfig:
 
         Raises: ConfigError listing every value of the wrong type.
         """
-        tree: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+        tree = tree_of(config)
         run, reader = parse_tree(tree)
         if reader.mistyped:
             raise config_error(reader.mistyped)

@@ -219,7 +219,7 @@ def _violations(
     path = select(tree, "model.path")
     key = backwards.get("model.path", "model.path")
     if isinstance(path, str):
-        tokenizer = select(tree, "model.tokenizer_path") or path
+        tokenizer = str(select(tree, "model.tokenizer_path") or path)
         problems = [*path_problems(path)] or [*tokenizer_problems(tokenizer, read_config_json(path))]
         if difference := vocabulary_difference(tokenizer, path, may_lack=True):
             problems.append(f"model.tokenizer_path is not its tokenizer: {difference}: name that of the model")

@@ -9,7 +9,8 @@ from hydra.core.override_parser.types import Override
 
 from verl.base_config import Violation, as_yaml
 from verl.trainer.config.keys import dotted_keys, is_under, referenced_keys, select
-from verl.trainer.config.other_versions import ENGINE_OF_FILES, ROWS, Row, Translated, Untranslatable, row_of
+from verl.trainer.config.other_versions import ENGINE_OF_FILES, ROWS, Row, Translator, Untranslatable, row_of
+from verl.utils.json_types import Json
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Translation:
     def __init__(
         self,
         overrides: Iterable[Override],
-        tree: Mapping[str, Any],
+        tree: Mapping[str, Json],
         known: Iterable[str],
         reads: Callable[[Override], bool],
     ) -> None:
@@ -47,9 +48,9 @@ class Translation:
         """Overrides to apply before them."""
         self.violations: list[Violation] = []
         self._said: list[str] = []
-        self._ours: dict[str, Any] = {}
+        self._ours: dict[str, Json] = {}
         self._written: set[str] = set()
-        given: dict[str, Any] = {}
+        given: dict[str, Json] = {}
         references = referenced_keys(tree)
         for key, value in _leaves(tree):
             if self._row(key, value) is not None and not any(is_under(each, [key]) for each in references):
@@ -66,7 +67,7 @@ class Translation:
         if self._said:
             logger.warning("keys of another version: %s", "; ".join(dict.fromkeys(self._said)))
 
-    def _divided(self, override: Override, is_read: bool) -> dict[str, Any]:
+    def _divided(self, override: Override, is_read: bool) -> dict[str, Json]:
         """Keep the part of an override that sets keys of this version, and return the other."""
         given = dict(_given(override))
         rows = {key: self._row(key, value) for key, value in given.items()}
@@ -80,11 +81,11 @@ class Translation:
             self.overrides += [f"++{key}={hydra_text(value)}" for key, value in rest.items()]
         return theirs
 
-    def _row(self, key: str, value: Any) -> Row | None:
+    def _row(self, key: str, value: Json) -> Row | None:
         return row_of_other_version(key, value, self.tree, self.known)
 
-    def _translate(self, given: Mapping[str, Any]) -> None:
-        together: dict[Any, dict[str, Any]] = {}
+    def _translate(self, given: Mapping[str, Json]) -> None:
+        together: dict[Translator, dict[str, Json]] = {}
         for key, value in given.items():
             row = self._row(key, value)
             if row is None or (value in (None, {}) and not row.takes_null) or _is_off(key, given):
@@ -100,14 +101,14 @@ class Translation:
         for to in sorted(together, key=[row.to for row in ROWS].index):
             self._translate_together(to, together[to])
 
-    def _refuse(self, row: Row, key: str, value: Any) -> None:
+    def _refuse(self, row: Row, key: str, value: Json) -> None:
         """Note a key that cannot be translated; of an older name the node, once."""
         if row.roots:
             self.violations.append(Violation(key, value, row.message))
         elif row.key not in [each.key for each in self.violations]:
             self.violations.append(Violation(row.key, select(self.tree, row.key, value), row.message))
 
-    def _translate_together(self, to: Callable[..., Translated], given: dict[str, Any]) -> None:
+    def _translate_together(self, to: Translator, given: dict[str, Json]) -> None:
         try:
             if several := next((key for key, value in given.items() if isinstance(value, Sweep)), None):
                 raise Untranslatable(several, "is a key of another version: write one value")
@@ -121,7 +122,7 @@ class Translation:
         self._said += [f"{key}={as_yaml(given[key])}: {text}" for key, text in translated.notices.items()]
 
     def _write(
-        self, values: dict[str, Any], given: Mapping[str, Any], implied: Mapping[str, Any] | None = None
+        self, values: dict[str, Json], given: Mapping[str, Json], implied: Mapping[str, Json] | None = None
     ) -> None:
         """Set our keys, unless the command line sets one of them to something else."""
         said = ", ".join(f"{key}={as_yaml(value)}" for key, value in given.items())
@@ -136,11 +137,11 @@ class Translation:
             written = " ".join(f"{key}={as_yaml(value)}" for key, value in {**values, **(implied or {})}.items())
             self._said.append(f"{said} is {written}")
 
-    def _read(self, key: str) -> Any:
+    def _read(self, key: str) -> Json:
         return self._ours[key] if key in self._ours else select(self.tree, key)
 
 
-def row_of_other_version(key: str, value: Any, tree: Mapping[str, Any], known: Iterable[str]) -> Row | None:
+def row_of_other_version(key: str, value: Json, tree: Mapping[str, Json], known: Iterable[str]) -> Row | None:
     """Return the row of a key that is not ours; None if there is none. Of a null above rows it is one of theirs."""
     row = row_of(key, value, tree)
     if row is None and value in (None, {}) and key not in known:
@@ -149,7 +150,7 @@ def row_of_other_version(key: str, value: Any, tree: Mapping[str, Any], known: I
     return None if is_ours else row
 
 
-def _is_off(key: str, given: Mapping[str, Any]) -> bool:
+def _is_off(key: str, given: Mapping[str, Json]) -> bool:
     """Whether a node around a key is switched off by a key of another version."""
     names = key.split(".")
     nodes = [".".join(names[:end]) for end in range(1, len(names))]
@@ -157,7 +158,7 @@ def _is_off(key: str, given: Mapping[str, Any]) -> bool:
     return any(switch != key and given.get(switch) is False for switch in switches)
 
 
-def _given(override: Override) -> Iterator[tuple[str, Any]]:
+def _given(override: Override) -> Iterator[tuple[str, Json]]:
     """Yield the keys that an override sets, and their values; a pair of bounds such as 0.5_2 is no number."""
     key = override.key_or_group
     text = str(override.input_line).partition("=")[2].strip()
@@ -165,14 +166,19 @@ def _given(override: Override) -> Iterator[tuple[str, Any]]:
         yield key, None
     elif override.is_sweep_override():
         yield key, Sweep(text)
-    elif isinstance(value := override.value(), Mapping) and value:
+    elif isinstance(value := _value(override), Mapping) and value:
         yield from _leaves(value, f"{key}.")
     else:
         is_pair = isinstance(value, float) and "_" in text
         yield key, text if is_pair else value
 
 
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _value(override: Override) -> Json:
+    value: Any = override.value()  # of a sweep a list of choices
+    return value
+
+
+def _leaves(node: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
     """Yield each dotted key of a tree that holds no further keys, and its value."""
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
@@ -181,7 +187,7 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _tops(keys: Mapping[str, Any], tree: Mapping[str, Any]) -> list[str]:
+def _tops(keys: Mapping[str, Json], tree: Mapping[str, Json]) -> list[str]:
     """Return the highest nodes of a tree that hold none but these keys, in place of the keys."""
     left = {node for key, _ in _leaves(tree) if key not in keys for node in _above(key)}
     return [*dict.fromkeys(next(node for node in _above(key) if node not in left) for key in keys)]
@@ -193,7 +199,7 @@ def _above(key: str) -> list[str]:
     return [".".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
-def hydra_text(value: Any) -> str:
+def hydra_text(value: Json) -> str:
     """Return a value in the grammar of Hydra's overrides."""
     if isinstance(value, Sweep):
         return value

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import hydra
 from hydra.core.override_parser.types import Override
@@ -21,14 +21,15 @@ from verl.trainer.config.keys import (
     optional_keys,
     renamed,
     select,
+    tree_of,
     unknown_keys,
 )
 from verl.trainer.config.similar import similar_keys
 from verl.trainer.config.written import CONFIG_DIR
+from verl.utils.json_types import Json
 
 logger = logging.getLogger(__name__)
 
-ABSENT = object()
 TREES = ("ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 """Files of CONFIG_DIR that commands take although they come with another one."""
 
@@ -44,7 +45,7 @@ class Command(NamedTuple):
 class KeyChecker:
     """Tells keys that nothing reads from others, in the overrides and files of one command line."""
 
-    def __init__(self, command: Command, tree: Mapping[str, Any], overrides: list[Override], known: set[str]) -> None:
+    def __init__(self, command: Command, tree: Mapping[str, Json], overrides: list[Override], known: set[str]) -> None:
         self.tree = tree
         self.is_own = command.is_own
         self.unknown = unknown_keys(tree, known)  # in the files
@@ -66,7 +67,7 @@ class KeyChecker:
             yield from self._check(key, select(self.tree, key), self.is_own)
 
     def _check(
-        self, key: str, value: Any, may_add: bool, may_delete: bool = True, adds: bool = False
+        self, key: str, value: Json, may_add: bool, may_delete: bool = True, adds: bool = False
     ) -> Iterator[Violation]:
         text = renamed(key)
         optional = optional_keys(self.known)
@@ -112,7 +113,7 @@ def tell_unread_keys(config: DictConfig, config_name: str) -> None:
     """
     if HAS_CHECKED.get():
         return
-    tree: Any = OmegaConf.to_container(config, resolve=False)
+    tree = tree_of(config, resolve=False)
     unread = unknown_keys(tree, shipped_keys(Command(config_name, CONFIG_DIR), tree))
     _tell([f"{key}={as_yaml(select(tree, key))}" for key in unread if renamed(key) is None])
 
@@ -138,7 +139,7 @@ def value_text(override: Override) -> str:
     return str(override.get_value_element_as_str())
 
 
-def _with_switches(tree: Mapping[str, Any], overrides: list[Override]) -> DictConfig:
+def _with_switches(tree: Mapping[str, Json], overrides: list[Override]) -> DictConfig:
     """Return a tree with the values of those overrides that name code of the user."""
     config = OmegaConf.create(dict(tree))
     for each in overrides:
@@ -148,7 +149,7 @@ def _with_switches(tree: Mapping[str, Any], overrides: list[Override]) -> DictCo
     return config
 
 
-def shipped_keys(command: Command, tree: Mapping[str, Any]) -> set[str]:
+def shipped_keys(command: Command, tree: Mapping[str, Json]) -> set[str]:
     """Return the keys of the files that come with a command, for trees like ``tree`` and every strategy."""
     files: list[tuple[str, str, list[str]]] = [(command.folder, command.config_name, [])]
     if "actor_rollout_ref" in tree:
@@ -164,5 +165,5 @@ def shipped_keys(command: Command, tree: Mapping[str, Any]) -> set[str]:
 def _keys_of_file(folder: str, name: str, *groups: str) -> list[str]:
     """Return the keys of a file that comes with a command."""
     with hydra.initialize_config_dir(folder, version_base=None):
-        composed: Any = OmegaConf.to_container(hydra.compose(name, list(groups)), resolve=False)
+        composed = tree_of(hydra.compose(name, list(groups)), resolve=False)
     return dotted_keys(composed)

@@ -4,14 +4,14 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.algos.names import ADV_ESTIMATORS, POLICY_LOSSES
 from verl.base_config import Violation, as_yaml, config_error, nearest
-from verl.trainer.config.keys import dotted_keys, replaced_keys, select
+from verl.trainer.config.keys import dotted_keys, replaced_keys, select, tree_of
 from verl.trainer.config.other_versions import row_of
 from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules, may_register
@@ -32,13 +32,14 @@ from verl.trainer.config.rules.rollout import (
 from verl.trainer.config.rules.shared_weights import shared_weight_rules
 from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.utils import envs
+from verl.utils.json_types import Json
 from verl.workers.config import PolicyLossConfig
 from verl.workers.config.engines import ROLLOUTS
 from verl.workers.rewards.signature import SCORER_CALLS, class_in_file
 
 logger = logging.getLogger(__name__)
 
-Tree = Mapping[str, Any]
+Tree = Mapping[str, Json]
 
 _NODES = [each.name for each in fields(RunConfig)]
 _NODES += [f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model")]
@@ -104,7 +105,7 @@ def examined_config(
     """
     tree, violations = _resolved(config)
     if not of_fork:
-        raw: Any = OmegaConf.to_container(config, resolve=False)
+        raw = tree_of(config, resolve=False)
         violations += replaced_keys(raw)
     if tree is None:
         raise config_error(_once_per_key(violations))
@@ -131,7 +132,7 @@ def examined_config(
 
 def _resolved(config: DictConfig) -> tuple[Tree | None, list[Violation]]:
     """Return the resolved tree and its missing values; None and the reasons if it cannot be resolved."""
-    raw: Any = OmegaConf.to_container(config, resolve=False)
+    raw = tree_of(config, resolve=False)
     scalars = [Violation(key, select(raw, key), "must be a mapping: set keys below it") for key in _NODES]
     scalars = [violation for violation in scalars if not isinstance(violation.value, Mapping)]
     if scalars:
@@ -139,7 +140,7 @@ def _resolved(config: DictConfig) -> tuple[Tree | None, list[Violation]]:
     missing = sorted(key for key in dotted_keys(raw) if select(raw, key) == "???")
     violations = [Violation(key, "???", f"is missing: {_MISSING.get(key, 'write a value')}") for key in missing]
     try:
-        tree: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+        tree = tree_of(config)
     except OmegaConfBaseException as error:
         expected = f"cannot be resolved: {str(error).splitlines()[0]}: correct it, or write a value"
         return None, [*violations, Violation(str(error.full_key), "${...}", expected)]

@@ -11,11 +11,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from verl.trainer.config.keys import is_under, select
+from verl.trainer.config.keys import ABSENT, is_under, select
+from verl.utils.json_types import Json
 
 CONFIG_DIR = str(Path(__file__).parent)
 """The folder of our YAML files."""
-_ABSENT = object()
 
 
 def overrides_given() -> set[str]:
@@ -32,10 +32,10 @@ def is_written(key: str) -> bool:
     if not HydraConfig.initialized():
         return True
     on_command_line = any(is_under(key, [given]) for given in overrides_given())
-    return on_command_line or any(select(tree, key, _ABSENT) is not _ABSENT for tree in _files_of_user())
+    return on_command_line or any(select(tree, key, ABSENT) is not ABSENT for tree in _files_of_user())
 
 
-def _files_of_user() -> Iterator[dict[str, Any]]:
+def _files_of_user() -> Iterator[dict[str, Json]]:
     """Yield the contents of the composed files outside our folder, each below the node that it is mounted at."""
     saved = HydraConfig.get()
     for file, node in composed_files(saved.job.config_name, [*saved.overrides.task, *saved.overrides.hydra]):
@@ -54,7 +54,7 @@ def composed_files(config_name: str | None, overrides: list[str]) -> Iterator[tu
         yield from ((file, each.package or "") for file in found[:1])
 
 
-def content(file: Path, node: str) -> dict[str, Any]:
+def content(file: Path, node: str) -> dict[str, Json]:
     """Return the content of a file below the node that it is mounted at."""
     tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     for name in reversed(node.split(".") if node else []):

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from verl.trainer.config.keys import tree_of
 from verl.trainer.config.run_config import TrainerConfig
 from verl.trainer.config.sft import TrainerOptions
 from verl.trainer.run.display import DescribeStep, Progress
@@ -54,7 +55,7 @@ class RunOutput:
         self.attempts = AttemptsRecord(self.folder, self.kept_step)
         self.makes_report = options.report
         self._finished_steps = 0
-        resolved: Any = OmegaConf.to_container(config, resolve=True)
+        resolved = tree_of(config)
         self.tracking = Tracking(options.project_name, options.experiment_name, options.logger, resolved)
         self.progress = Progress(total_steps, resumed_step or 0, describe_step)
         self.prometheus = None

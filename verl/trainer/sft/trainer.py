@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.base_config import ConfigError, Violation, WrongInput
 from verl.protocol import DataProto, tensors_of
+from verl.trainer.config.keys import tree_of
 from verl.trainer.config.sft import EACH_EPOCH, TrainerOptions, as_engine_tree, parse_sft_config
 from verl.trainer.run.ending import Ending, EndRequested, Grace, end_interrupted, exit_code
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
@@ -219,7 +220,7 @@ class SFTTrainer:
         import_external_libs(settings.model.external_lib)
         self.tokenizer = settings.model.tokenizer
         if self.rank == 0:
-            options: Any = OmegaConf.to_container(self.tree.data.apply_chat_template_kwargs, resolve=True)
+            options = tree_of(self.tree.data.apply_chat_template_kwargs)
             tell_unread_options(options, self.tokenizer.chat_template)
             check_template(options, self.tokenizer.chat_template)
         # Reading the data before the model shows its errors sooner.

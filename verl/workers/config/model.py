@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -15,14 +15,16 @@ from verl.base_config import MOST_INTEGER, BaseConfig, ConfigError, Violation, m
 from verl.models.transformers.names import SGLANG_KERNEL_FAMILIES, SGLANG_VISION_FAMILIES
 from verl.utils.fs import unreadable_kind
 from verl.utils.hub import cached_folder, hub_problems, model_folder
-from verl.workers.config.overrides import changed_config, config_changes, flat_overrides
+from verl.utils.json_types import Json, mapping_at
+from verl.workers.config.overrides import Fields, changed_config, config_changes, flat_overrides
 from verl.workers.config.tokenizer_files import TOKENIZER_SUFFIXES, tokenizer_problems
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
     from verl.utils.checkpoint.hf_export import SourceFiles
 
+T = TypeVar("T")
 READ_SUFFIXES = (*TOKENIZER_SUFFIXES, ".json", ".safetensors", ".bin", ".jinja", ".txt")
 """Endings of the files that a model is loaded from."""
 _SIZES = (
@@ -70,16 +72,16 @@ class BaseModelConfig(BaseConfig):
         return HFModelConfig(**{name: value for name, value in self.items() if name in shared})
 
 
-class Loaded:
+class Loaded(Generic[T]):
     """A field that is loaded when it is first read, unless it was given."""
 
-    def __init__(self, load: Callable[[Any], Any]) -> None:
+    def __init__(self, load: Callable[["HFModelConfig"], T]) -> None:
         self._load = load
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: "HFModelConfig | None", owner: type | None = None) -> T | None:
         if instance is None:  # the dataclass asks for the default of the field
             return None
         state = instance.__dict__
@@ -88,7 +90,7 @@ class Loaded:
             state["_loaded"].add(self._name)  # None is a result too: a text model has no processor
         return state[self._name]
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: "HFModelConfig", value: T) -> None:
         instance.__dict__[self._name] = value
 
 
@@ -110,14 +112,14 @@ def _local(key: str) -> Callable[["HFModelConfig"], str]:
     return load
 
 
-def _refuse(key: str, value: Any, problems: Iterable[str]) -> None:
+def _refuse(key: str, value: Json, problems: Iterable[str]) -> None:
     """Raise ConfigError if there is a problem."""
     found = [Violation(key, value, problem) for problem in problems]
     if found:
         raise ConfigError(found)
 
 
-def _tokenizer(config: "HFModelConfig") -> Any:
+def _tokenizer(config: "HFModelConfig") -> "PreTrainedTokenizerBase | None":
     from verl.utils.tokenizer import hf_tokenizer
 
     if not config.load_tokenizer:
@@ -129,7 +131,7 @@ def _tokenizer(config: "HFModelConfig") -> Any:
     return tokenizer
 
 
-def _processor(config: "HFModelConfig") -> Any:
+def _processor(config: "HFModelConfig") -> "ProcessorMixin | None":
     from verl.utils.tokenizer import hf_processor
 
     if not config.load_tokenizer:
@@ -140,7 +142,7 @@ def _processor(config: "HFModelConfig") -> Any:
     return processor
 
 
-def _generation_config(config: "HFModelConfig") -> Any:
+def _generation_config(config: "HFModelConfig") -> "GenerationConfig":
     from transformers import GenerationConfig
 
     try:
@@ -279,7 +281,7 @@ class HFModelConfig(BaseModelConfig):
         """The token that fills prompts and responses."""
         return self.tokenizer.pad_token_id
 
-    def config_changes(self) -> dict[str, Any]:
+    def config_changes(self) -> dict[str, Json]:
         """Return the fields that ``override_config`` changes in the configuration of the files, by node."""
         base = _base_config(self)
         return config_changes(base.to_dict(), _changed_config(self, base).to_dict())
@@ -299,7 +301,7 @@ class HFModelConfig(BaseModelConfig):
             chat_template=self.custom_chat_template,
         )
 
-    def changed(self, changes: Mapping[str, Any]) -> "HFModelConfig":
+    def changed(self, changes: Mapping[str, Json]) -> "HFModelConfig":
         """Return the node with other values; mappings in it are merged. Nothing loaded is taken over."""
         loaded = {name for name, value in vars(HFModelConfig).items() if isinstance(value, Loaded)}
         values = {name: self[name] for name in self if name not in loaded}
@@ -307,7 +309,7 @@ class HFModelConfig(BaseModelConfig):
         merged: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(values), OmegaConf.create(dict(changes))))
         return HFModelConfig(**merged)
 
-    def get_processor(self) -> Any:
+    def get_processor(self) -> "ProcessorMixin | PreTrainedTokenizerBase":
         """Return the processor of a multi-modal model, else the tokenizer."""
         return self.processor if self.processor is not None else self.tokenizer
 
@@ -364,11 +366,11 @@ def path_problems(path: str) -> Iterator[str]:
         yield f"{file} has {problem}: {_CORRECT}"
 
 
-def field_problems(config: Mapping[str, Any]) -> Iterator[str]:
+def field_problems(config: Mapping[str, Json]) -> Iterator[str]:
     """Yield the sizes and dtypes of a ``config.json`` that no model can have."""
     given = {name: config[name] for name in _SIZES if not isinstance(config.get(name), list | None)}
     for name, value in given.items():
-        if not matches(value, int) or not 0 < value <= MOST_INTEGER:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MOST_INTEGER:
             yield f"{name}={one_line(json.dumps(value))}, which must be an integer of 1 or more"
             return
     heads = config.get("num_attention_heads")
@@ -376,7 +378,7 @@ def field_problems(config: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
         yield f"num_key_value_heads={shared}, which must divide num_attention_heads={heads}"
     dropout = config.get("attention_dropout")
-    if dropout is not None and not (matches(dropout, float) and 0 <= dropout < 1):
+    if dropout is not None and not (isinstance(dropout, int | float) and matches(dropout, float) and 0 <= dropout < 1):
         yield f"attention_dropout={one_line(json.dumps(dropout))}, which must be a number from 0 to below 1"
     for name in ("torch_dtype", "dtype"):
         dtype = config.get(name)
@@ -384,7 +386,7 @@ def field_problems(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={one_line(json.dumps(dtype))}, which must be one of float32, bfloat16, float16"
 
 
-def architecture_problem(config: Mapping[str, Any]) -> Iterator[str]:
+def architecture_problem(config: Mapping[str, Json]) -> Iterator[str]:
     """Yield why a generation engine cannot tell the class of a model from its ``config.json``."""
     names = config.get("architectures")
     if names is None or config.get("auto_map"):
@@ -396,18 +398,18 @@ def architecture_problem(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"{given}, which the installed transformers does not know: correct it, or install a version that does"
 
 
-def is_known_type(model_type: Any) -> bool:
+def is_known_type(model_type: Json) -> bool:
     """Whether transformers has a model of this type."""
     return _names_in(("auto_mappings.py", "configuration_auto.py"), model_type)
 
 
-def is_known_tokenizer(class_name: Any) -> bool:
+def is_known_tokenizer(class_name: Json) -> bool:
     """Whether transformers has a tokenizer class of this name, or of that of its slow or fast sibling."""
     plain = str(class_name).removesuffix("Fast")
     return any(_names_in(("tokenization_auto.py",), name) for name in (plain, f"{plain}Fast"))
 
 
-def _names_in(modules: Iterable[str], name: Any) -> bool:
+def _names_in(modules: Iterable[str], name: Json) -> bool:
     """Whether transformers' ``auto`` package names a type; its source is searched, since importing it takes seconds."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
@@ -417,16 +419,16 @@ def _names_in(modules: Iterable[str], name: Any) -> bool:
     return not files or any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files)
 
 
-def positions_of(hf_config: Mapping[str, Any]) -> int | None:
+def positions_of(hf_config: Mapping[str, Json]) -> int | None:
     """Return the number of positions of a model, None if it is unknown or stretched by RoPE scaling."""
-    text = hf_config.get("text_config") or hf_config
+    text = mapping_at(hf_config, "text_config") or hf_config
     positions = text.get("max_position_embeddings")
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    rope = mapping_at(text, "rope_scaling") or mapping_at(text, "rope_parameters")
     kinds = [rope, *(each for each in rope.values() if isinstance(each, Mapping))]
     return positions if isinstance(positions, int) and not any(each.get("factor") for each in kinds) else None
 
 
-def read_config_json(path: str) -> dict[str, Any]:
+def read_config_json(path: str) -> dict[str, Json]:
     """Return ``config.json`` of a local model folder; empty for a hub id.
 
     Raises: ValueError when the file is truncated or not an object.
@@ -444,10 +446,9 @@ def read_config_json(path: str) -> dict[str, Any]:
     return content
 
 
-def quantized_problem(hf_config: Mapping[str, Any]) -> Iterator[str]:
+def quantized_problem(hf_config: Mapping[str, Json]) -> Iterator[str]:
     """Yield why a model with quantized weights cannot be trained, from its ``config.json``."""
-    text = hf_config.get("text_config")
-    how = hf_config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
+    how = hf_config.get("quantization_config") or mapping_at(hf_config, "text_config").get("quantization_config")
     if how:
         method = how.get("quant_method", "?") if isinstance(how, Mapping) else how
         yield (
@@ -456,7 +457,7 @@ def quantized_problem(hf_config: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def sglang_problem(family: str | None, sees_images: bool, lacks_kernels: bool) -> str | None:
+def sglang_problem(family: Json, sees_images: bool, lacks_kernels: bool) -> str | None:
     """Return why SGLang cannot generate with a family of models; None if it can, or if that is not known.
 
     Args: ``family`` is the ``model_type``; ``lacks_kernels`` tells a CPU without SGLang's kernel package.
@@ -476,7 +477,7 @@ class ConfigFields(SimpleNamespace):
 
     hidden_act = "silu"
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    def __init__(self, content: Mapping[str, Json]) -> None:
         fields = {name: value for name, value in content.items() if name != "original_max_position_embeddings"}
         rope = fields.pop("rope_scaling", None) or fields.get("rope_parameters")
         if fields.get("model_type") != "mixtral" and not fields.get("use_sliding_window"):
@@ -489,12 +490,12 @@ class ConfigFields(SimpleNamespace):
             self.original_max_position_embeddings = content["original_max_position_embeddings"]
 
     @property
-    def rope_scaling(self) -> Any:
+    def rope_scaling(self) -> Fields:
         """The older name of ``rope_parameters``."""
         return self.rope_parameters
 
     @rope_scaling.setter
-    def rope_scaling(self, value: Any) -> None:
+    def rope_scaling(self, value: Fields) -> None:
         self.rope_parameters = value
 
     def standardize_rope_params(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.base_config import ConfigError, Violation, as_yaml, nearest, one_line
+from verl.utils.json_types import Json, mapping_at
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,19 +30,19 @@ _DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 _DTYPES = ("dtype", "torch_dtype")
 """The field that a file may have under either name, for the whole model and its parts."""
 
-Fields = dict[str, Any]
+Fields = dict[str, Json]
 Declares = Callable[[str], tuple[bool, bool]]
 """Name of a field -> whether the classes of the language model and of the whole model have it."""
 
 
-def flat_overrides(override_config: Mapping[str, Any]) -> Fields:
+def flat_overrides(override_config: Mapping[str, Json]) -> Fields:
     """Return the fields to set; ``model_config`` is the nesting that Megatron compositions use."""
     flat = {k: v for k, v in override_config.items() if k not in ("model_config", "moe_config", "attn_implementation")}
-    return flat | dict(override_config.get("model_config") or {})
+    return flat | dict(mapping_at(override_config, "model_config"))
 
 
 def overridden(
-    content: Mapping[str, Any], override_config: Mapping[str, Any], declares: Declares | None = None
+    content: Mapping[str, Json], override_config: Mapping[str, Json], declares: Declares | None = None
 ) -> Fields:
     """Return the fields of a ``config.json`` with changes; mappings are merged.
 
@@ -56,27 +57,33 @@ def overridden(
             rope[name] = deepcopy(value)
         elif name in TEXT_NODES and isinstance(value, Mapping) and name not in fields and "vision_config" in fields:
             fields = overridden(fields, value)  # an older file, which holds both side by side
-        elif isinstance(value, Mapping) and isinstance(fields.get(name), Mapping):
-            fields[name] = overridden(fields[name], value)
+        elif isinstance(value, Mapping) and isinstance(inner := fields.get(name), Mapping):
+            fields[name] = overridden(inner, value)
         elif name in _DTYPES:
-            for place in [fields] if node is None else [fields, fields[node]]:
+            for place in [fields] if node is None else [fields, _own(fields, node)]:
                 place.update({each: value for each in _DTYPES if each in place} or {"dtype": value})
         else:
             of_text, of_whole = (False, False) if declares is None else declares(name)
             in_whole = name in fields or (of_whole and node is not None)
-            in_text = node is not None and (name in fields[node] or of_text or not in_whole)
+            in_text = node is not None and (name in mapping_at(fields, node) or of_text or not in_whole)
             if node is not None and in_text:
-                fields[node] = {**fields[node], name: deepcopy(value)}
+                fields[node] = {**mapping_at(fields, node), name: deepcopy(value)}
             if in_whole or not in_text:
                 fields[name] = deepcopy(value)
     if rope:
         places = [fields] if node is None or any(name in fields for name in rope) else []
-        for place in [*places, *([] if node is None else [fields[node]])]:
+        for place in [*places, *([] if node is None else [_own(fields, node)])]:
             _set_rope(place, rope)
     return fields
 
 
-def _set_rope(fields: Fields, changes: Mapping[str, Any]) -> None:
+def _own(fields: Fields, node: str) -> Fields:
+    """Return a node of ``fields`` to write to."""
+    own = fields[node] = dict(mapping_at(fields, node))
+    return own
+
+
+def _set_rope(fields: Fields, changes: Mapping[str, Json]) -> None:
     """Change base, scaled share and parameters of RoPE, in the spelling of the file."""
     key = next((name for name in ROPE_KEYS if fields.get(name)), None)
     current = fields.get(key) if key is not None else None
@@ -88,7 +95,7 @@ def _set_rope(fields: Fields, changes: Mapping[str, Any]) -> None:
             continue  # refused by ``override_problems``
         if isinstance(value, Mapping):
             for layer in value if by_layer else ():
-                value = {**value, layer: _merged_rope(old.get(layer) or {}, value[layer] or {})}
+                value = {**value, layer: _merged_rope(mapping_at(old, layer), mapping_at(value, layer))}
             old = {**old, **value} if by_layer else _merged_rope(old, value)
             key = key or ("rope_scaling" if "rope_scaling" in fields else "rope_parameters")
         elif name in ROPE_KEYS:  # null: no scaling
@@ -105,7 +112,7 @@ def _set_rope(fields: Fields, changes: Mapping[str, Any]) -> None:
         fields[key] = old or None
 
 
-def _merged_rope(old: Mapping[str, Any], new: Mapping[str, Any]) -> Fields:
+def _merged_rope(old: Mapping[str, Json], new: Mapping[str, Json]) -> Fields:
     """Return parameters of RoPE with changes; those of another type go, and ``type`` is an older ``rope_type``."""
     merged, changed = (dict(each) for each in (old, new))
     for each in (merged, changed):
@@ -113,7 +120,7 @@ def _merged_rope(old: Mapping[str, Any], new: Mapping[str, Any]) -> Fields:
             each.setdefault("rope_type", kind)
     before = merged.get("rope_type", "default")
     after = changed.get("rope_type", before)
-    if {"mrope": "default"}.get(after, after) != {"mrope": "default"}.get(before, before):
+    if len({"default" if kind == "mrope" else kind for kind in (before, after)}) > 1:
         kept = _OF_EVERY_TYPE if after == "default" else (*_OF_EVERY_TYPE, "original_max_position_embeddings")
         merged = {name: value for name, value in merged.items() if name in kept}
     return merged | changed
@@ -122,19 +129,19 @@ def _merged_rope(old: Mapping[str, Any], new: Mapping[str, Any]) -> Fields:
 # ---- changes without effect
 
 
-def override_problems(content: Mapping[str, Any], override_config: Mapping[str, Any]) -> Iterator[str]:
+def override_problems(content: Mapping[str, Json], override_config: Mapping[str, Json]) -> Iterator[str]:
     """Yield changes that could not have an effect, as the end of a sentence about ``override_config``.
 
     No code of the model in transformers names the field: its source is searched, since importing it takes seconds. Or
     the model has one RoPE for each kind of layer. The code of a repository may read anything.
     """
     changes = flat_overrides(override_config)
-    for name in override_config.get("moe_config") or {}:
+    for name in mapping_at(override_config, "moe_config"):
         if name != "freeze_moe_router":
             yield f"names moe_config.{name}, which nothing reads: write moe_config.freeze_moe_router, or leave it out"
     text = content.get(next((name for name in TEXT_NODES if name in content), ""))
-    own: Mapping[str, Any] = text if isinstance(text, Mapping) else content
-    old: Mapping[str, Any] = next((own[name] for name in ROPE_KEYS if isinstance(own.get(name), Mapping)), {})
+    own: Mapping[str, Json] = text if isinstance(text, Mapping) else content
+    old = next((each for name in ROPE_KEYS if isinstance(each := own.get(name), Mapping)), {})
     layers = [name for name, value in old.items() if isinstance(value, Mapping)]
     for name in (*ROPE_KEYS, *_ROPE_FIELDS) if layers else ():
         value = changes.get(name)
@@ -153,7 +160,7 @@ def override_problems(content: Mapping[str, Any], override_config: Mapping[str, 
         yield "names sliding_window, which needs use_sliding_window=true"
 
 
-def _unknown(words: frozenset[str], fields: Mapping[str, Any], changes: Mapping[str, Any], at: str) -> Iterator[str]:
+def _unknown(words: frozenset[str], fields: Mapping[str, Json], changes: Mapping[str, Json], at: str) -> Iterator[str]:
     text = fields.get(next((name for name in TEXT_NODES if name in fields), ""))
     known = {**fields, **(text if isinstance(text, Mapping) else {})}
     for name, value in changes.items():
@@ -198,7 +205,7 @@ def _words_of(model_type: str) -> frozenset[str] | None:
 
 
 def changed_config(
-    base: "PretrainedConfig", content: Mapping[str, Any], override_config: Mapping[str, Any], **options: Any
+    base: "PretrainedConfig", content: Mapping[str, Json], override_config: Mapping[str, Json], **options: Json
 ) -> "PretrainedConfig":
     """Return the configuration that transformers reads from a ``config.json`` with changes.
 
@@ -232,7 +239,7 @@ def _refuse(changes: Fields, problems: Iterator[str] | list[str], cause: Excepti
         raise ConfigError(found[:1]) from cause
 
 
-def _has_field(config: Any, name: str) -> bool:
+def _has_field(config: "PretrainedConfig", name: str) -> bool:
     """Return whether a configuration defines a field that not all configurations have."""
     from transformers import PretrainedConfig
 
@@ -240,14 +247,14 @@ def _has_field(config: Any, name: str) -> bool:
     return name not in common and (name in vars(config) or name in config.attribute_map)
 
 
-def _without_derived(base: "PretrainedConfig", content: Mapping[str, Any], changes: Fields) -> Fields:
+def _without_derived(base: "PretrainedConfig", content: Mapping[str, Json], changes: Fields) -> Fields:
     """Return a ``config.json`` without lists of a value for each layer that its class derives from other fields.
 
     Files hold them since transformers 4.53, and a change of what they follow from would not reach the model.
     """
     fields = deepcopy(dict(content))
     node = next((name for name in TEXT_NODES if isinstance(fields.get(name), Mapping)), None)
-    own: Fields = fields if node is None else fields[node]
+    own = fields if node is None else _own(fields, node)
     text: Any = base.get_text_config()
     layers = own.get("num_hidden_layers")
     per_layer = [name for name, value in own.items() if isinstance(value, list) and len(value) == layers]
@@ -261,7 +268,7 @@ def _without_derived(base: "PretrainedConfig", content: Mapping[str, Any], chang
     return fields
 
 
-def _of_no_layer(text: Any, changes: Mapping[str, Any]) -> Iterator[str]:
+def _of_no_layer(text: "PretrainedConfig", changes: Mapping[str, Json]) -> Iterator[str]:
     """Yield parameters of RoPE by kind of layer for a model that has one RoPE for all."""
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer = any(isinstance(each, Mapping) for each in parameters.values())
@@ -272,11 +279,11 @@ def _of_no_layer(text: Any, changes: Mapping[str, Any]) -> Iterator[str]:
             yield f"names {name}.{layers[0]}, and the model has one RoPE for all layers: write its parameters directly"
 
 
-def _without_effect(config: Any, changes: Mapping[str, Any]) -> Iterator[str]:
+def _without_effect(config: "PretrainedConfig", changes: Mapping[str, Json]) -> Iterator[str]:
     """Yield changes that a configuration does not hold, as the end of a sentence."""
     for name, value in changes.items():
         inner = getattr(config, name, None)
-        if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
+        if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
             yield from _without_effect(inner, value)
         elif isinstance(value, Mapping) or name in (*ROPE_KEYS, *_ROPE_FIELDS, "dtype", "torch_dtype"):
             continue
@@ -287,11 +294,11 @@ def _without_effect(config: Any, changes: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name}: transformers makes it {one_line(str(held[-1]))}"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Json) -> Json:
     return list(value) if isinstance(value, tuple) else value
 
 
-def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Fields:
+def config_changes(before: Mapping[str, Json], after: Mapping[str, Json]) -> Fields:
     """Return the differences between two configurations as mappings; nested nodes are compared by field."""
     changes: Fields = {}
     for name, value in after.items():
@@ -304,11 +311,11 @@ def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Field
     return changes
 
 
-def merged(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> Fields:
+def merged(fields: Mapping[str, Json], changes: Mapping[str, Json]) -> Fields:
     """Return fields with changes, whose nodes are merged."""
     result = dict(fields)
     for name, value in changes.items():
         inner = result.get(name)
         is_node = name.endswith("_config") and isinstance(value, Mapping) and isinstance(inner, Mapping)
-        result[name] = merged(inner, value) if is_node else value  # type: ignore[arg-type]
+        result[name] = merged(mapping_at(result, name), mapping_at(changes, name)) if is_node else value
     return result

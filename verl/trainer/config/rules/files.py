@@ -7,7 +7,7 @@ import ast
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.base_config import Violation, one_line
@@ -15,6 +15,7 @@ from verl.trainer.config.run_config import RunConfig
 from verl.utils.checkpoint.files import step_in_name
 from verl.utils.fs import unreadable_kind
 from verl.utils.import_utils import installed_file, python_file
+from verl.utils.json_types import Json
 from verl.workers.rewards.signature import ASYNCHRONOUS, SCORER_CALLS, call_problem, class_in_file
 
 RUN_FOLDERS = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
@@ -59,10 +60,10 @@ def name_rules(names: Mapping[str, object]) -> Iterator[Violation]:
             yield Violation(key, name, expected)
 
 
-def folder_rules(folders: Mapping[str, str | None]) -> Iterator[Violation]:
+def folder_rules(folders: Mapping[str, Json]) -> Iterator[Violation]:
     """Yield folders that a file is in the way of, or that cannot be written though their parent exists here."""
     for key, path in folders.items():
-        if not path or "://" in path:
+        if not isinstance(path, str) or not path or "://" in path:
             continue
         folder = os.path.abspath(os.path.expanduser(path))
         existing = existing_part(folder)
@@ -105,9 +106,9 @@ def _validation_file_rules(run: RunConfig) -> Iterator[Violation]:
         yield Violation("data.val_files", None, f"{expected}trainer.val_before_train=false and trainer.test_freq=-1")
 
 
-def data_file_rules(key: str, value: Any, required: bool) -> Iterator[Violation]:
+def data_file_rules(key: str, value: Json, required: bool) -> Iterator[Violation]:
     """Yield the data files of a key that cannot be read; ``value`` is a path or a list of paths."""
-    files: Sequence[Any] = [value] if isinstance(value, str) else value
+    files = [value] if isinstance(value, str) else value
     if files is None and not required:
         return
     if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):

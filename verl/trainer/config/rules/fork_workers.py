@@ -2,12 +2,12 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
 from verl.utils.fork_server.starter import has_accelerators
+from verl.utils.json_types import Json
 
 KEY = "ray_kwargs.fork_workers"
 _HIDES_DEVICES = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
@@ -22,7 +22,7 @@ def fork_rules(run: RunConfig) -> Iterator[Violation]:
             yield Violation(KEY, True, expected)
 
 
-def obstacles(device: str, ray_init: Mapping[str, Any], profiler: str | None) -> Iterator[str]:
+def obstacles(device: str, ray_init: Mapping[str, Json], profiler: str | None) -> Iterator[str]:
     """Yield each obstacle to forking Ray's processes from one that has imported, with a remedy.
 
     Without a choice these processes start by themselves then. A fork must not share the libraries of an accelerator, it

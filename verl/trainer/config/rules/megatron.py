@@ -20,6 +20,7 @@ from verl.trainer.config.keys import select
 from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
+from verl.utils.json_types import Json, mapping_at
 from verl.utils.megatron.ranks import expert_layout_problem
 from verl.workers.config import BaseModelConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.config.actor_critic import ActorConfig, CriticConfig, McoreActorConfig, McoreCriticConfig
@@ -30,7 +31,7 @@ from verl.workers.config.reward_model import RewardModelConfig, RewardModelModel
 
 logger = logging.getLogger(__name__)
 
-Tree = Mapping[str, Any]
+Tree = Mapping[str, Json]
 
 ARCHITECTURES = tuple(sorted(LIMITS))
 
@@ -151,7 +152,7 @@ def _strategy_rules(roles: list[EngineRole]) -> Iterator[Violation]:
 
 
 def mcore_sharing_rules(
-    key: str, fields: Mapping[str, Any], engine: McoreEngineConfig, device: str, trains: bool = True
+    key: str, fields: Mapping[str, Json], engine: McoreEngineConfig, device: str, trains: bool = True
 ) -> Iterator[Violation]:
     """Yield shared prefixes of a model or layout on Megatron-Core that cannot compute them.
 
@@ -172,7 +173,7 @@ def _option_rules(run: RunConfig, role: EngineRole, engine: McoreEngineConfig) -
             expected = f"is not supported with strategy=megatron: write {as_yaml(wanted)}"
             yield Violation.unsupported(f"{role.model_key}.{name}", value, expected)
     if select(role.model, "use_prefix_sharing", False) and not list(path_problems(role.model.path)):
-        fields = overridden(read_config_json(role.model.path), select(role.model, "override_config", {}))
+        fields = overridden(read_config_json(role.model.path), mapping_at(role.model, "override_config"))
         trains = not isinstance(role.node, RefConfig | RewardModelConfig)
         yield from mcore_sharing_rules(role.model_key, fields, engine, run.trainer.device, trains)
     folder = engine.dist_checkpointing_path if engine.use_dist_checkpointing else None
@@ -325,11 +326,11 @@ def config_fields(node: Tree) -> ConfigFields | None:
     path = node.get("hf_config_path") or node.get("path")
     if not isinstance(path, str) or list(path_problems(path)):
         return None
-    content = overridden(read_config_json(path), node.get("override_config") or {})
+    content = overridden(read_config_json(path), mapping_at(node, "override_config"))
     return ConfigFields(_language_fields(content) if "vision_config" in content else content)
 
 
-def _language_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+def _language_fields(content: Mapping[str, Json]) -> dict[str, Json]:
     """Return the fields of the language model; older files have them next to those of the whole model."""
     text = content.get("text_config")
     whole = {name: content[name] for name in _OF_THE_WHOLE if name in content}
@@ -373,10 +374,10 @@ def family_rules(
 
 
 def _limit_rules(
-    node: Tree, architecture: str, fields: ConfigFields, key: str, at: tuple[str, Any], on_fsdp: str
+    node: Tree, architecture: str, fields: ConfigFields, key: str, at: tuple[str, Json], on_fsdp: str
 ) -> Iterator[Violation]:
     """Yield the limits under the overrides that they come from, and the others together under the path."""
-    overrides = node.get("override_config") or {}
+    overrides = mapping_at(node, "override_config")
     of_file = []
     with suppress(TypeError):  # a field is not a number: transformers says which
         for limit in model_limits(architecture, fields):
@@ -393,7 +394,7 @@ def _limit_rules(
 def _override_of(limit: Limit, overrides: Tree) -> str | None:
     """Return the key among ``overrides`` that a limit comes from; None if it comes from the file."""
     for name in ROPE_KEYS if limit.field == "rope_scaling" else (limit.field,):
-        for key, place in ((f"model_config.{name}", overrides.get("model_config") or {}), (name, overrides)):
+        for key, place in ((f"model_config.{name}", mapping_at(overrides, "model_config")), (name, overrides)):
             if name in place:
                 return key
     return None
@@ -437,7 +438,7 @@ _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_meth
 OF_ENGINE = frozenset(_DTYPES + _GRADIENTS + _COMMUNICATION + _FIRST_WEIGHTS + _INIT_METHODS)
 """Fields that the engine sets."""
 
-OF_PRETRAINING: dict[str, Any] = {
+OF_PRETRAINING: dict[str, Json] = {
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": 0.0,
@@ -502,12 +503,12 @@ def mcore_fields(files: tuple[str, ...]) -> frozenset[str]:
     return frozenset(names)
 
 
-def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Violation]:
+def override_rules(node: Mapping[str, Json], key: str, model: str) -> Iterator[Violation]:
     """Yield overrides of a ``megatron`` node that Megatron-Core does not have or does not read.
 
     ``key`` is that of the node and ``model`` the one of the role's model.
     """
-    overrides = node.get("override_transformer_config") or {}
+    overrides = mapping_at(node, "override_transformer_config")
     at = f"{key}.override_transformer_config"
     yield from _unknown(overrides, at, TRANSFORMER, "TransformerConfig")
     for name, value in overrides.items():
@@ -522,10 +523,10 @@ def override_rules(node: Mapping[str, Any], key: str, model: str) -> Iterator[Vi
             yield Violation.unsupported(f"{at}.{name}", value, "is for pretraining, and not supported: leave it out")
         elif name in UNREAD:
             yield Violation(f"{at}.{name}", value, "has no effect: leave it out")
-    yield from _ddp_rules(node.get("override_ddp_config") or {}, f"{key}.override_ddp_config")
+    yield from _ddp_rules(mapping_at(node, "override_ddp_config"), f"{key}.override_ddp_config")
 
 
-def _ddp_rules(overrides: Mapping[str, Any], at: str) -> Iterator[Violation]:
+def _ddp_rules(overrides: Mapping[str, Json], at: str) -> Iterator[Violation]:
     """Yield options that the module wrapper does not read, or that conflict with a normalised loss."""
     yield from _unknown(overrides, at, DDP, "DistributedDataParallelConfig")
     for name, value in overrides.items():
@@ -542,7 +543,7 @@ def _ddp_rules(overrides: Mapping[str, Any], at: str) -> Iterator[Violation]:
             yield Violation.unsupported(f"{at}.{name}", value, expected)
 
 
-def optimizer_rules(overrides: Mapping[str, Any], key: str) -> Iterator[Violation]:
+def optimizer_rules(overrides: Mapping[str, Json], key: str) -> Iterator[Violation]:
     """Yield ``override_optimizer_config`` of the ``optim`` node ``key`` that Megatron-Core does not have or read."""
     at = f"{key}.override_optimizer_config"
     yield from _unknown(overrides, at, OPTIMIZER, "OptimizerConfig")
@@ -563,7 +564,7 @@ def optimizer_rules(overrides: Mapping[str, Any], key: str) -> Iterator[Violatio
             yield Violation(f"{at}.{name}", value, "must be false: write it in megatron.override_ddp_config")
 
 
-def _unknown(overrides: Mapping[str, Any], key: str, files: tuple[str, ...], kind: str) -> Iterator[Violation]:
+def _unknown(overrides: Mapping[str, Json], key: str, files: tuple[str, ...], kind: str) -> Iterator[Violation]:
     known = mcore_fields(files)
     for name in (each for each in overrides if known and each not in known):
         near = get_close_matches(name, known, n=1)
@@ -575,19 +576,19 @@ _END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipelin
 _COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
-def first_stage_layers(layers: int, pp: int, stages: int, overrides: Mapping[str, Any]) -> int | None:
+def first_stage_layers(layers: int, pp: int, stages: int, overrides: Mapping[str, Json]) -> int | None:
     """Return how many layers the first virtual stage holds; None if Megatron-Core reads that from a layout."""
     if overrides.get("pipeline_model_parallel_layout") is not None:
         return None
-    first, last = (overrides.get(name) or 0 for name in _END_STAGES)
+    first, last = (count if isinstance(count := overrides.get(name), int) else 0 for name in _END_STAGES)
     if first:
-        return int(first) // stages
+        return first // stages
     counted = [name for name in _COUNTED_AS_LAYERS if overrides.get(name)]
     share = (layers - last + len(counted)) // ((pp - bool(last)) * stages)
     return share - (_COUNTED_AS_LAYERS[0] in counted)
 
 
-def stage_problem(layers: int, pp: int, stages: int, overrides: Mapping[str, Any]) -> tuple[str | None, str] | None:
+def stage_problem(layers: int, pp: int, stages: int, overrides: Mapping[str, Json]) -> tuple[str | None, str] | None:
     """Return why ``layers`` cannot be cut into ``pp`` stages of ``stages`` virtual ones each: the key among
     ``overrides``, or None for the sizes, and what is wrong; None where they can.
     """
@@ -600,10 +601,12 @@ def stage_problem(layers: int, pp: int, stages: int, overrides: Mapping[str, Any
             return name, "needs pipeline_model_parallel_size of 2 or more"
         if ends and counted:
             return counted[0], f"excludes {next(iter(ends))}: leave one of them out"
+    at_ends = 0
     for name, count in ends.items():
         if not isinstance(count, int) or count < 1 or count % stages:
             return name, f"must be 1 or more, and a multiple of the {stages} virtual stages"
-    rest = layers - sum(ends.values()) + len(counted)
+        at_ends += count
+    rest = layers - at_ends + len(counted)
     middle = pp - len(ends)
     if ends and (rest < middle or (rest % (middle * stages) if middle else rest)):
         return next(iter(ends)), f"must leave layers that the other {middle} stages share evenly, {rest} are left"

@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from verl.algos.names import FULL_KL
 from verl.base_config import Violation, as_yaml
@@ -13,6 +12,7 @@ from verl.models.transformers.prefix_sharing import drawn_in_training, sharing_p
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
+from verl.utils.json_types import Json, mapping_at
 from verl.utils.sglang.installed import has_kernels
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
 from verl.workers.config.model import (
@@ -142,7 +142,7 @@ def vocabulary_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> I
             yield Violation(name, path, f"reads the tokens of {key} with another vocabulary: {problem}: {instead}")
 
 
-def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: int | None) -> Iterator[Violation]:
+def vision_rules(hf_config: Mapping[str, Json], path: tuple[str, str], workers: int | None) -> Iterator[Violation]:
     """Reject a vision-language model of a family that needs a single worker on FSDP.
 
     Args: ``path`` is a key and its value; ``workers`` is None if their number is not known.
@@ -158,7 +158,7 @@ def vision_rules(hf_config: Mapping[str, Any], path: tuple[str, str], workers: i
 
 
 def packing_rules(
-    model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], device: str, trains: bool = True
+    model: Mapping[str, Json], key: str, hf_config: Mapping[str, Json], device: str, trains: bool = True
 ) -> Iterator[Violation]:
     """Yield an attention that drops what a model asks for, packed rows of a model that carries states along them, and
     shared prefixes that cannot be computed.
@@ -167,7 +167,7 @@ def packing_rules(
 
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """
-    changes = model.get("override_config") or {}
+    changes = mapping_at(model, "override_config")
     fields = overridden(hf_config, changes)
     if changes.get("attn_implementation") == "sdpa" and (cap := attention_cap(fields)):
         expected = f"drops {cap}: leave it out, or write eager"
@@ -186,26 +186,28 @@ def packing_rules(
     yield from (Violation(f"{key}.use_prefix_sharing", True, problem) for problem in problems)
 
 
-def loss_rules(model: Mapping[str, Any], key: str, hf_config: Mapping[str, Any], strategy: str) -> Iterator[Violation]:
+def loss_rules(
+    model: Mapping[str, Json], key: str, hf_config: Mapping[str, Json], strategy: str
+) -> Iterator[Violation]:
     """Yield terms of a policy's own loss that the engine does not compute.
 
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """
-    fields = overridden(hf_config, model.get("override_config") or {})
+    fields = overridden(hf_config, mapping_at(model, "override_config"))
     for name, value, fault in loss_problems(fields, strategy):
         yield Violation(f"{key}.override_config.{name}", value, fault)
 
 
 def head_rules(
-    hf_config: Mapping[str, Any], key: str, size: int, ranks: str, model: str = "model"
+    hf_config: Mapping[str, Json], key: str, size: int, ranks: str, model: str = "model"
 ) -> Iterator[Violation]:
     """Yield attention heads that do not divide over the ranks that share them."""
-    heads = (hf_config.get("text_config") or hf_config).get("num_attention_heads")
+    heads = (mapping_at(hf_config, "text_config") or hf_config).get("num_attention_heads")
     if isinstance(heads, int) and size > 1 and heads % size:
         yield Violation(key, size, f"the {model}'s {heads} attention heads do not divide over {size} {ranks}")
 
 
-def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) -> Iterator[Violation]:
+def _size_rules(run: RunConfig, hf_config: Mapping[str, Json], broken: set[str]) -> Iterator[Violation]:
     """Yield a context that is too short, heads that do not divide over the ranks that share them, and images."""
     shared = run.actor_rollout_ref
     rollout = shared.rollout
@@ -248,8 +250,8 @@ def rope_notice(run: RunConfig) -> str | None:
     if shared.rollout.name != "hf":
         return None
     fields = overridden(read_config_json(shared.model.path), shared.model.override_config)
-    text = fields.get("text_config") or fields
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    text = mapping_at(fields, "text_config") or fields
+    rope = mapping_at(text, "rope_scaling") or mapping_at(text, "rope_parameters")
     kind = rope.get("rope_type", rope.get("type"))
     if kind not in LENGTH_ROPES:
         return None
@@ -264,7 +266,7 @@ def rope_notice(run: RunConfig) -> str | None:
     )
 
 
-def sglang_rules(key: str, name: str, hf_config: Mapping[str, Any], device: str | None) -> Iterator[Violation]:
+def sglang_rules(key: str, name: str, hf_config: Mapping[str, Json], device: str | None) -> Iterator[Violation]:
     """Yield a family that SGLang does not run, if it is the engine that a key names."""
     lacks_kernels = device == "cpu" and not has_kernels()
     problem = sglang_problem(hf_config.get("model_type"), "vision_config" in hf_config, lacks_kernels)
@@ -321,12 +323,12 @@ def fused_rules(model: HFModelConfig, key: str, device: str) -> Iterator[Violati
         yield Violation(f"{key}.target_modules", model.target_modules, expected)
 
 
-def tied_adapter_rules(model: HFModelConfig, key: str, hf_config: Mapping[str, Any]) -> Iterator[Violation]:
+def tied_adapter_rules(model: HFModelConfig, key: str, hf_config: Mapping[str, Json]) -> Iterator[Violation]:
     """Yield an adapter on the embedding or the head of a model whose two are one tensor, as the engine would."""
     targets = [model.target_modules] if isinstance(model.target_modules, str) else model.target_modules or ()
     named = [name for name in targets if name in ("embed_tokens", "lm_head")]
     fields = overridden(hf_config, model.override_config)
-    tied = fields.get("tie_word_embeddings", (fields.get("text_config") or {}).get("tie_word_embeddings"))
+    tied = fields.get("tie_word_embeddings", mapping_at(fields, "text_config").get("tie_word_embeddings"))
     if model.lora_rank and named and tied:
         expected = (
             f"must not name {' and '.join(named)}: embedding and head of the model are one tensor "

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verl.algos.names import ADV_ESTIMATORS, BY_LENGTH, LOSS_AGG_MODES, POLICY_LOSSES
 from verl.base_config import Idle, Kind, NodeReader, Violation, as_yaml
 from verl.models.transformers.packing import packs_rows
-from verl.trainer.config.keys import free_nodes, is_under, select
-from verl.trainer.config.run_config import ABSENT, RunConfig, critic_class, default_of
+from verl.trainer.config.keys import ABSENT, free_nodes, is_under, select
+from verl.trainer.config.run_config import RunConfig, critic_class, default_of
+from verl.utils.json_types import Json, mapping_at
 from verl.workers.config import MultiTurnConfig, PolicyLossConfig
 from verl.workers.config.reward_model import WITHOUT_MODEL
 
@@ -142,7 +143,7 @@ IDLE_IN_A_WORKER = Idle(
 _OF_AN_ENABLED_REWARD_MODEL = (f"{REWARD}.enable_", f"{REWARD}.model.")
 
 
-def idle_keys(run: RunConfig, tree: Mapping[str, Any]) -> Iterator[Violation]:
+def idle_keys(run: RunConfig, tree: Mapping[str, Json]) -> Iterator[Violation]:
     """Yield each key that ``tree`` changes from its default and that has no effect in this run."""
     switched = [Idle(entry.switch, False, entry.node, entry.names) for entry in UNSUPPORTED if entry.switch is not None]
     shared = run.actor_rollout_ref
@@ -165,7 +166,7 @@ _UNCHANGED = {"model_config": {}, "moe_config": {"freeze_moe_router": False}}
 """Entries of the shipped files that the dataclasses do not have."""
 
 
-def keys_of_absent_roles(run: RunConfig, tree: Mapping[str, Any], use_reference: bool) -> Iterator[Violation]:
+def keys_of_absent_roles(run: RunConfig, tree: Mapping[str, Json], use_reference: bool) -> Iterator[Violation]:
     """Yield the entries in free nodes of roles that this run lacks: nothing reads them."""
     absent = {
         "critic": "no critic is trained" if run.critic is None else "",
@@ -177,10 +178,10 @@ def keys_of_absent_roles(run: RunConfig, tree: Mapping[str, Any], use_reference:
     yield from (each for each in free_entries(run, tree, unread) if not is_under(each.key, read))
 
 
-def free_entries(run: RunConfig, tree: Mapping[str, Any], roles: Mapping[str, str]) -> Iterator[Violation]:
+def free_entries(run: RunConfig, tree: Mapping[str, Json], roles: Mapping[str, str]) -> Iterator[Violation]:
     """Yield the entries in free nodes of ``roles`` that are not defaults; ``roles`` has a reason for each role."""
     if run.critic is None:
-        run = replace(run, critic=NodeReader().node({}, "critic", critic_class(tree.get("critic") or {})))
+        run = replace(run, critic=NodeReader().node({}, "critic", critic_class(mapping_at(tree, "critic"))))
     policy = f"{ACTOR}.megatron"
     for node in free_nodes(tree):
         reason = next((roles[role] for role in roles if is_under(node, [role])), None)
@@ -205,8 +206,8 @@ def _padded_models(run: RunConfig) -> Iterator[Idle]:
 
 
 def _changed(
-    run: RunConfig, tree: Mapping[str, Any], node: str, names: tuple[str, ...]
-) -> Iterator[tuple[str, Any, Any]]:
+    run: RunConfig, tree: Mapping[str, Json], node: str, names: tuple[str, ...]
+) -> Iterator[tuple[str, Json, Json]]:
     """Yield key, value and default of those of the names below a node that ``tree`` changes from their default."""
     for name in names:
         key = f"{node}.{name}"
@@ -230,7 +231,7 @@ class Unsupported(NamedTuple):
     node: str
     names: tuple[str, ...]
     text: str
-    values: tuple[Any, ...] = ()
+    values: tuple[Json, ...] = ()
     switch: str | None = None
 
 
@@ -273,7 +274,7 @@ _READ_BY_CUSTOM_DATASETS = ("data.tokenizer", "data.return_raw_input_ids")
 
 
 def unsupported_rules(
-    run: RunConfig, tree: Mapping[str, Any], recipe_nodes: Collection[str] = ()
+    run: RunConfig, tree: Mapping[str, Json], recipe_nodes: Collection[str] = ()
 ) -> Iterator[Violation]:
     """Yield every key that asks for something not supported; nodes that the recipe reads are left to it."""
     custom = _READ_BY_CUSTOM_DATASETS if run.data.custom_cls.path else ()

@@ -5,15 +5,15 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from verl.base_config import Violation, parse_node
 from verl.trainer.config.keys import select
 from verl.trainer.config.rules.reward import reward_world_size
 from verl.trainer.config.run_config import RunConfig
+from verl.utils.json_types import Json, mapping_at
 from verl.utils.profiler.config import OPTIONS, RANKS_MUST_BE_NAMED, TOOLS, ProfilerConfig, TorchProfilerToolConfig
 
-Tree = Mapping[str, Any]
+Tree = Mapping[str, Json]
 
 _DEVICES = {"nsys": "cuda", "npu": "npu", "torch_memory": "cuda"}
 _PACKAGES = {"nsys": "nvtx", "npu": "torch_npu"}
@@ -56,10 +56,11 @@ def profiler_rules(run: RunConfig, tree: Tree, use_reference: bool) -> Iterator[
 
 def _place_rules(tree: Tree) -> Iterator[Violation]:
     """Yield unread keys (of a role at the run, of the run at a role) and unknown tools."""
+    of_run = mapping_at(tree, _GLOBAL)
     for key in _OF_A_ROLE:
-        if key in tree[_GLOBAL]:
+        if key in of_run:
             expected = f"is set for each role: write actor_rollout_ref.actor.profiler.{key}"
-            yield Violation(f"{_GLOBAL}.{key}", tree[_GLOBAL][key], expected)
+            yield Violation(f"{_GLOBAL}.{key}", of_run[key], expected)
     seen = []
     for role in _ROLES:
         node = select(tree, f"{role}.profiler")
@@ -76,11 +77,11 @@ def _place_rules(tree: Tree) -> Iterator[Violation]:
 
 def tool_rules(tree: Tree) -> Iterator[Violation]:
     """Yield tools that have no options for the whole run."""
-    options = tree[_GLOBAL].get("global_tool_config")
+    options = mapping_at(tree, _GLOBAL).get("global_tool_config")
     yield from _tool_config_rules(f"{_GLOBAL}.global_tool_config", options, _OPTIONS_OF_THE_RUN)
 
 
-def _tool_config_rules(key: str, options: Any, tools: tuple[str, ...]) -> Iterator[Violation]:
+def _tool_config_rules(key: str, options: Json, tools: tuple[str, ...]) -> Iterator[Violation]:
     """Yield options that are no mapping or do not exist, and tools whose options are not read there."""
     if options is not None and not isinstance(options, Mapping):
         yield Violation(key, options, f"must be null or a mapping of {', '.join(tools)}")

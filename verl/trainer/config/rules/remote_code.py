@@ -4,11 +4,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from verl.base_config import Violation
 from verl.models.transformers.names import REMOTE_FAMILIES
 from verl.trainer.config.run_config import RunConfig
+from verl.utils.json_types import Json, mapping_at
 from verl.workers.config.engines import ENGINES
 from verl.workers.config.model import is_known_tokenizer, is_known_type
 from verl.workers.rollout.engine_settings import NEED_FILES
@@ -23,7 +23,7 @@ _TOKENIZER_FILES = {
 }
 
 
-def trust_rules(hf_config: Mapping[str, Any], path: str, key: str, trusted: bool) -> Iterator[Violation]:
+def trust_rules(hf_config: Mapping[str, Json], path: str, key: str, trusted: bool) -> Iterator[Violation]:
     """Yield a model that transformers lacks and whose remote code may not run; ``key`` holds the permission."""
     family = hf_config.get("model_type")
     if hf_config.get("auto_map") and not trusted and not is_known_type(family):
@@ -40,7 +40,7 @@ def tokenizer_trust_rules(path: str, key: str, trusted: bool) -> Iterator[Violat
         return
     for kind, names in _TOKENIZER_FILES.items():
         for settings in (_settings(folder / name) for name in names):
-            own = (settings.get("auto_map") or {}).get(kind)
+            own = mapping_at(settings, "auto_map").get(kind)
             is_known = kind == "AutoTokenizer" and is_known_tokenizer(settings.get("tokenizer_class"))
             if own and not is_known:
                 what = kind.removeprefix("Auto").lower()
@@ -49,7 +49,7 @@ def tokenizer_trust_rules(path: str, key: str, trusted: bool) -> Iterator[Violat
                 return
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _settings(file: Path) -> dict[str, Json]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # other rules name files that cannot be read
@@ -57,7 +57,7 @@ def _settings(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) and isinstance(content.get("auto_map"), dict | None) else {}
 
 
-def family_rules(run: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Violation]:
+def family_rules(run: RunConfig, hf_config: Mapping[str, Json]) -> Iterator[Violation]:
     """Yield settings that the family of a policy with remote code does not support."""
     family = hf_config.get("model_type")
     if family not in REMOTE_FAMILIES:
@@ -79,7 +79,7 @@ def family_rules(run: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Viola
     yield from data_class_rules(hf_config, run.data.custom_cls.path, classes)
 
 
-def head_option_rules(hf_config: Mapping[str, Any], key: str, fused: bool, liger: bool) -> Iterator[Violation]:
+def head_option_rules(hf_config: Mapping[str, Json], key: str, fused: bool, liger: bool) -> Iterator[Violation]:
     """Yield kernels that the families with remote code do not have; ``key`` is the node of the model."""
     family = hf_config.get("model_type")
     if family not in REMOTE_FAMILIES:
@@ -90,14 +90,14 @@ def head_option_rules(hf_config: Mapping[str, Any], key: str, fused: bool, liger
         yield Violation(f"{key}.use_liger", True, f"liger-kernel has nothing for model_type={family!r}: write false")
 
 
-def data_class_rules(hf_config: Mapping[str, Any], custom_class: str | None, instead: str) -> Iterator[Violation]:
+def data_class_rules(hf_config: Mapping[str, Json], custom_class: Json, instead: str) -> Iterator[Violation]:
     """Yield a model whose processor output verl's data sets do not read; ``instead`` names a class that does."""
     if hf_config.get("model_type") == MINICPMO and not custom_class:
         expected = f"verl's own data sets do not read the output of MiniCPM-o's processor: write {instead}"
         yield Violation("data.custom_cls.path", custom_class, expected)
 
 
-def value_model_rules(hf_config: Mapping[str, Any], key: str, path: str, instead: str) -> Iterator[Violation]:
+def value_model_rules(hf_config: Mapping[str, Json], key: str, path: str, instead: str) -> Iterator[Violation]:
     """Yield a family that has no value head."""
     family = hf_config.get("model_type")
     if family in REMOTE_FAMILIES:

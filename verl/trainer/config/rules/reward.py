@@ -1,14 +1,15 @@
 """Rewards: the manager, the overlong buffer, dynamic sampling, and the reward model."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
-from verl.base_config import Violation, matches, parse_node
+from verl.base_config import Violation, parse_node
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.batch import sharding_rules
 from verl.trainer.config.rules.files import python_file_rules
 from verl.trainer.config.rules.model import head_rules, packing_rules, sglang_rules, vision_rules
 from verl.trainer.config.run_config import RunConfig
+from verl.utils.json_types import Json
 from verl.workers.config import OverlongBufferConfig, RewardModelConfig
 from verl.workers.config.engines import SERVED_ROLLOUTS
 from verl.workers.config.model import (
@@ -63,8 +64,8 @@ def manager_rules(run: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{_KWARGS}.max_resp_len", limit, expected)
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
-    return matches(value, int) and value >= 1
+def _is_count(value: Json) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 # ---- DAPO: the overlong buffer and dynamic sampling
@@ -177,7 +178,7 @@ def _model_rules(run: RunConfig, workers: int | None, broken: set[str]) -> Itera
         yield from _size_rules(run, hf_config, broken)
 
 
-def _size_rules(run: RunConfig, hf_config: Mapping[str, Any], broken: set[str]) -> Iterator[Violation]:
+def _size_rules(run: RunConfig, hf_config: Mapping[str, Json], broken: set[str]) -> Iterator[Violation]:
     """Yield sequences longer than the model's positions, and heads that do not divide over Ulysses ranks."""
     reward = run.reward_model
     positions = positions_of(hf_config)

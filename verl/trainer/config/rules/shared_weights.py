@@ -1,10 +1,11 @@
 """Requirements for one copy of the weights in trainer and engine."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verl.base_config import Violation
 from verl.trainer.config.run_config import RunConfig
+from verl.utils.json_types import Json, mapping_at
 from verl.workers.config import FSDPActorConfig
 from verl.workers.config.engines import ENGINES
 from verl.workers.config.model import path_problems, read_config_json
@@ -22,7 +23,7 @@ class _Need(NamedTuple):
     """A key that must have another value, what to write, and why."""
 
     key: str
-    value: Any
+    value: Json
     is_met: bool
     remedy: str
     reason: str
@@ -38,8 +39,8 @@ def shared_weight_rules(run: RunConfig) -> Iterator[Violation]:
             yield Violation(need.key, need.value, expected, others=(_KEY,))
     path = run.actor_rollout_ref.model.path
     config = {} if list(path_problems(path)) else read_config_json(path)
-    text = {**config, **(config.get("text_config") or {})}
-    experts = [text[name] for name in _EXPERTS if isinstance(text.get(name), int)]
+    text = {**config, **mapping_at(config, "text_config")}
+    experts = [count for name in _EXPERTS if isinstance(count := text.get(name), int)]
     form = "a latent cache" if text.get("kv_lora_rank") else "experts" if max(experts, default=0) > 1 else None
     if form:
         yield Violation(

@@ -72,7 +72,8 @@ class ServedEngine:
                     custom_sigquit_handler=_nothing, **args
                 )
         except Exception as error:  # SGLang raises errors of any class
-            families = ", ".join(read_config_json(args["model_path"]).get("architectures") or ["a model"])
+            named = read_config_json(args["model_path"]).get("architectures")
+            families = ", ".join(map(str, named)) if isinstance(named, list) and named else "a model"
             why = f"SGLang's engine has not started with {families}: {error}{self._log.tail()}"
             self._processes = [each for each in multiprocessing.active_children() if each not in before]
             self.stop()

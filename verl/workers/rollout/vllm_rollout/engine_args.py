@@ -7,6 +7,7 @@ import torch
 from verl.base_config import WrongInput
 from verl.models.transformers.vision import is_vision_config
 from verl.utils.device import get_device_name
+from verl.utils.json_types import mapping_at
 from verl.workers.config.model import TRAINED_ROUTER
 from verl.workers.config.overrides import merged
 from verl.workers.rollout.engine_rope import engine_rope
@@ -139,7 +140,7 @@ def _overrides(config: "RolloutConfig", model_config: "HFModelConfig") -> dict[s
         model_config.config_changes(), engine_rope("vllm", model_config.hf_config, config.context_length)
     )
     if model_config.hf_config.model_type == "kimi_vl" and config.load_format == "dummy":  # weights come from training
-        overrides["text_config"] = {**overrides.get("text_config", {}), **TRAINED_ROUTER}
+        overrides["text_config"] = {**mapping_at(overrides, "text_config"), **TRAINED_ROUTER}
     return merged(overrides, (config.engine_kwargs.get("vllm") or {}).get("hf_overrides") or {})
 
 
