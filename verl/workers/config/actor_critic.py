@@ -7,6 +7,7 @@ from typing import Any
 from verl.algos.names import FULL_KL, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSS_ALIASES
 from verl.base_config import MOST_SEED, BaseConfig, ConfigError, Violation, setting
 from verl.utils.checkpoint.files import CONTENTS, DEFAULT_CONTENTS
+from verl.utils.json_types import Json
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.engine import NCCL_TIMEOUT_S, STRATEGIES, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import BaseModelConfig
@@ -17,7 +18,9 @@ OTHER_TRAINER = "megatron is chosen by --config-name=ppo_megatron_trainer"
 OTHER_STRATEGIES = "ppo_trainer has the others"
 
 
-def micro_batch_rules(node: Mapping[str, Any], global_key: str, switch: str = "use_dynamic_bsz") -> Iterator[Violation]:
+def micro_batch_rules(
+    node: Mapping[str, Json], global_key: str, switch: str = "use_dynamic_bsz"
+) -> Iterator[Violation]:
     """Yield faults of a micro-batch size, given per device or (deprecated) for all.
 
     ``switch`` is the key of dynamic batches, which need no such size.
@@ -201,13 +204,13 @@ class ActorConfig(TrainedConfig):
         """Whether the loss compares whole distributions, for which the actor's engine needs the reference."""
         return self.use_kl_loss and self.kl_loss_type == FULL_KL
 
-    def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Json] | None = None) -> None:
         """Check the batch sizes against the number of workers, and that sequences are packed where they are shared.
 
         Raises: ConfigError listing what does not fit.
         """
         sp_size = self.get("ulysses_sequence_parallel_size", 1)
-        is_packed = self.get("use_remove_padding") or (model_config or {}).get("use_remove_padding", False)
+        is_packed = bool(self.get("use_remove_padding") or (model_config or {}).get("use_remove_padding"))
         violations = list(mini_batch_rules(self, n_gpus, train_batch_size, sp_size))
         violations += packing_rules(sp_size, is_packed, "actor_rollout_ref.model")
         if violations:

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.base_config import MOST_SECONDS, BaseConfig, setting
 from verl.utils.engine_versions import STANDALONE
+from verl.utils.json_types import Json
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.actor_critic import ActorConfig
 from verl.workers.config.engine import ALL_STRATEGIES, NCCL_TIMEOUT_S, FSDPEngineConfig, McoreEngineConfig
@@ -63,7 +64,7 @@ class McoreRefConfig(RefConfig):
         return self.megatron
 
 
-def ref_class(node: Mapping[str, Any]) -> type[FSDPRefConfig | McoreRefConfig]:
+def ref_class(node: Mapping[str, Json]) -> type[FSDPRefConfig | McoreRefConfig]:
     """Return the dataclass of a ``ref`` node, by the layout that it holds: the node names none."""
     return McoreRefConfig if isinstance(node.get("megatron"), Mapping) else FSDPRefConfig
 

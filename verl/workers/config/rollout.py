@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.base_config import BaseConfig, Violation, setting
 from verl.utils.engine_arguments import wrong_sglang_arguments, wrong_vllm_arguments
+from verl.utils.json_types import Json, mapping_at
 from verl.utils.observe.rollout_trace import BACKENDS
 from verl.utils.profiler.config import ProfilerConfig
 from verl.workers.config.engines import ENGINES, NAMES, Demand, arguments_key, class_outside
@@ -30,7 +31,7 @@ def cold_rules(temperature: float) -> Iterator[Violation]:
 _WRONG_ARGUMENTS = {"vllm": wrong_vllm_arguments, "sglang": wrong_sglang_arguments}
 
 
-def engine_argument_rules(engine: str, engine_kwargs: Mapping[str, Any]) -> Iterator[Violation]:
+def engine_argument_rules(engine: str, engine_kwargs: Mapping[str, Json]) -> Iterator[Violation]:
     """Yield arguments that the engine lacks, that other keys decide, or that no engine reads."""
     for name, given in engine_kwargs.items():
         is_outside = class_outside(engine) is not None and name == arguments_key(engine)
@@ -39,7 +40,7 @@ def engine_argument_rules(engine: str, engine_kwargs: Mapping[str, Any]) -> Iter
             expected = f"is no engine with arguments: write {engines}, and the arguments below it"
             yield Violation(f"engine_kwargs.{name}", given, expected)
     if engine in _WRONG_ARGUMENTS:
-        own = engine_kwargs.get(engine) or {}
+        own = mapping_at(engine_kwargs, engine)
         for name, expected in _WRONG_ARGUMENTS[engine]([name for name in own if own[name] is not None]):
             yield Violation(f"engine_kwargs.{engine}.{name}", own[name], expected)
 

@@ -3,11 +3,11 @@
 import filecmp
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from verl.utils.hub import cached_folder
+from verl.utils.json_types import Json, mapping_at
 
 TOKENIZER_PREFIXES = ("tokenizer", "tokenization_", "vocab", "tekken", "merges", "spm", "spiece")
 TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".bpe")
@@ -16,11 +16,11 @@ _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _GENERATION = "generation_config.json"
 _OBJECTS = ("tokenizer.json", _GENERATION, *_SETTINGS)
 
-Files = dict[str, dict[str, Any]]
+Files = dict[str, dict[str, Json]]
 """JSON files of a folder by name."""
 
 
-def tokenizer_problems(path: str, hf_config: Mapping[str, Any] | None = None) -> Iterator[str]:
+def tokenizer_problems(path: str, hf_config: Mapping[str, Json] | None = None) -> Iterator[str]:
     """Yield why a local folder holds no usable tokenizer.
 
     Args: ``hf_config`` is the config.json of the model that reads its tokens, if it does.
@@ -66,7 +66,7 @@ def _read(file: Path, files: Files) -> str | None:
     return None
 
 
-def _token_problems(files: Files, hf_config: Mapping[str, Any], folder: Path) -> Iterator[str]:
+def _token_problems(files: Files, hf_config: Mapping[str, Json], folder: Path) -> Iterator[str]:
     """Yield a tokenizer that names no end-of-sequence token, and tokens that the model has no embedding for."""
     settings = files.get("tokenizer_config.json", {})
     texts = {name: _text(settings.get(name) or files.get("special_tokens_map.json", {}).get(name)) for name in _TOKENS}
@@ -78,7 +78,7 @@ def _token_problems(files: Files, hf_config: Mapping[str, Any], folder: Path) ->
             "tokenizer_config.json has eos_token=null: name the token that ends a response, and that pads if pad_token "
             "is null too"
         )
-    size = (hf_config.get("text_config") or hf_config).get("vocab_size")
+    size = (mapping_at(hf_config, "text_config") or hf_config).get("vocab_size")
     tokenizer = files.get("tokenizer.json")
     if tokenizer is None or not isinstance(size, int):
         return
@@ -91,20 +91,24 @@ def _token_problems(files: Files, hf_config: Mapping[str, Any], folder: Path) ->
         )
 
 
-def _text(token: Any) -> str | None:
+def _text(token: Json) -> str | None:
     """Return the text of a special token, which is a string or an object with ``content``."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
-def _chat_template(settings: Mapping[str, Any], folder: Path) -> str:
+def _chat_template(settings: Mapping[str, Json], folder: Path) -> str:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     return str(settings.get("chat_template") or "")
 
 
-def _tokens(tokenizer: Mapping[str, Any], shown: str) -> Iterator[tuple[str, int]]:
+def _items(value: Json) -> Sequence[Json]:
+    return value if isinstance(value, list) else ()
+
+
+def _tokens(tokenizer: Mapping[str, Json], shown: str) -> Iterator[tuple[str, int]]:
     """Yield the tokens of the vocabulary, and those of the added ones that are in the text ``shown``, with their ids.
 
     Some models ship added tokens that they have no embedding for and that no text holds.
@@ -115,7 +119,7 @@ def _tokens(tokenizer: Mapping[str, Any], shown: str) -> Iterator[tuple[str, int
         yield "the last token", len(vocab) - 1
     elif isinstance(vocab, dict):
         yield from ((token, number) for token, number in vocab.items() if isinstance(number, int))
-    for added in tokenizer.get("added_tokens") or ():
+    for added in _items(tokenizer.get("added_tokens")):
         if isinstance(added, dict) and isinstance(added.get("id"), int) and str(added.get("content")) in shown:
             yield str(added["content"]), added["id"]
 
@@ -163,7 +167,7 @@ def vocabulary_of(folder: Path) -> dict[str, int]:
         return {}
     if "tokenizer.json" in files:
         tokenizer = files["tokenizer.json"]
-        ids = _ids(tokenizer["model"].get("vocab")) | _ids_of_added(tokenizer.get("added_tokens"))
+        ids = _ids(mapping_at(tokenizer, "model").get("vocab")) | _ids_of_added(tokenizer.get("added_tokens"))
     elif "vocab.json" in files:
         ids = _ids(files["vocab.json"]) | _ids(files.get("added_tokens.json"))
     elif "vocab.txt" in present:
@@ -177,7 +181,7 @@ def vocabulary_of(folder: Path) -> dict[str, int]:
     return _ids_of_added(later) | ids  # a token that the other files have keeps its id
 
 
-def _ids(vocab: Any) -> dict[str, int]:
+def _ids(vocab: Json) -> dict[str, int]:
     """Return the tokens of a mapping of ids, or of a list of tokens with scores."""
     if isinstance(vocab, list):
         return {str(each[0]): number for number, each in enumerate(vocab) if isinstance(each, list) and each}
@@ -185,6 +189,6 @@ def _ids(vocab: Any) -> dict[str, int]:
     return {token: number for token, number in entries if isinstance(number, int)}
 
 
-def _ids_of_added(added: Any) -> dict[str, int]:
-    entries = [each for each in added or () if isinstance(each, dict) and isinstance(each.get("id"), int)]
+def _ids_of_added(added: Json) -> dict[str, int]:
+    entries = [each for each in _items(added) if isinstance(each, dict) and isinstance(each.get("id"), int)]
     return {str(each["content"]): each["id"] for each in entries if "content" in each}

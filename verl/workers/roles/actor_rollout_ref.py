@@ -39,6 +39,7 @@ from verl.workers.rollout.engine_rope import rope_length
 from verl.workers.sharding_manager import ServerSync, build_sharding_manager, complete
 
 if TYPE_CHECKING:
+    from verl.single_controller.base.actor import Actor
     from verl.workers.config import ActorRolloutRefConfig, HFModelConfig, OptimizerConfig, RefConfig, RolloutConfig
     from verl.workers.config.actor_critic import McoreActorConfig
 
@@ -312,7 +313,7 @@ class ActorRolloutRefWorker(EngineWorker):
                 self.sharding_manager.sync(step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_servers(self, handles: Mapping[str, Any], step: int | None = None) -> dict[str, str]:
+    def sync_servers(self, handles: Mapping[str, "Actor"], step: int | None = None) -> dict[str, str]:
         """Send the weights to the standalone servers that do not have them, and let all of them answer requests.
 
         Args: the actors of the servers by name; the step of the run, for messages.

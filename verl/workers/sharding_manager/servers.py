@@ -1,7 +1,7 @@
 """Weights from the trainer to standalone rollout servers."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import ServerError, WeightSyncError
+from verl.single_controller.base.actor import Actor
 from verl.utils import envs
 from verl.utils.device import current_device, get_device_name, get_torch_device
 from verl.utils.faults import is_skipped
@@ -30,11 +31,12 @@ from verl.workers.rollout.weight_channel import (
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from verl.workers.engine.base import BaseEngine
 
 logger = logging.getLogger(__name__)
 
-Actor = Any  # Ray's actor handles have no static type
 Bucket = list[tuple[str, Tensor]]
 T = TypeVar("T")
 
@@ -206,7 +208,7 @@ class ServerWeights:
             raise ServerError(f"rollout server {target.name} has not joined the group of weights: {error}") from error
         self._call(joined)
 
-    def _call(self, ref: Any) -> Any:
+    def _call(self, ref: "ObjectRef[T]") -> T:
         """Wait for a call of a server.
 
         Raises: ServerError if the server is gone or does not answer; the error of the call.
@@ -219,16 +221,16 @@ class ServerWeights:
         except ray.exceptions.GetTimeoutError as error:
             raise ServerError(f"it has not answered for {limit_s:g} s") from error
 
-    def _call_all(self, names: Mapping[str, Any], call: Callable[[str], Any]) -> dict[str, Any]:
+    def _call_all(self, names: Iterable[str], call: "Callable[[str], ObjectRef[T]]") -> dict[str, T]:
         """Call several servers at the same time; return the results of the live ones."""
         found = self._in_threads({name: partial(lambda name: self._call(call(name)), name) for name in names})
         return dict(found)
 
-    def _each(self, targets: Mapping[str, Target], work: Callable[[Target], Any]) -> list[Any]:
+    def _each(self, targets: Mapping[str, Target], work: Callable[[Target], T]) -> list[T]:
         """Work on all targets at the same time; return the results of the live ones."""
         return [value for _, value in self._in_threads({name: partial(work, each) for name, each in targets.items()})]
 
-    def _in_threads(self, work: Mapping[str, Callable[[], Any]]) -> list[tuple[str, Any]]:
+    def _in_threads(self, work: Mapping[str, Callable[[], T]]) -> list[tuple[str, T]]:
         """Call all functions at the same time; the worker's own thread may have an event loop, which Ray would block.
 
         Returns: name and result of those whose server is not lost.
@@ -236,7 +238,7 @@ class ServerWeights:
         """
         if not work:
             return []
-        found: list[tuple[str, Any]] = []
+        found: list[tuple[str, T]] = []
         failure: BaseException | None = None
         device = get_torch_device()
         with ThreadPoolExecutor(len(work), initializer=device.set_device, initargs=(device.current_device(),)) as pool:

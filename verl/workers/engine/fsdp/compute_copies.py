@@ -7,7 +7,7 @@ several times in a pass, unit by unit. On a GPU, a small model waits for the lau
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
 from verl.workers.engine.fsdp.layout import is_sharded
+
+T = TypeVar("T")
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Place = tuple[dict[str, Any], str]
+"""A table of parameters, and the name of one there."""
 
 WHOLE_MODEL_BYTES = 2 << 30
 """Parameters of models up to this size may be held whole by a rank, a second time, while it computes."""
@@ -97,9 +103,9 @@ class ComputeCopies:
             stack.callback(setattr, self, "_is_in_place", False)
             yield
 
-    def _places(self) -> dict[Tensor, list[tuple[dict[str, Any], str]]]:
+    def _places(self) -> dict[Tensor, list[Place]]:
         """Return where the module holds each of its weights; nothing if a user has sharded it, whose dtypes count."""
-        places: dict[Tensor, list[tuple[dict[str, Any], str]]] = {}
+        places: dict[Tensor, list[Place]] = {}
         if is_sharded(self._module):
             return places
         for part in self._module.modules():
@@ -108,7 +114,7 @@ class ComputeCopies:
                     places.setdefault(parameter, []).append((part._parameters, name))
         return places
 
-    def _begin_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _begin_call(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         trains = torch.is_grad_enabled()
         if self._is_in_place or (trains and getattr(module, "is_gradient_checkpointing", False)):
             return None
@@ -116,16 +122,16 @@ class ComputeCopies:
         self._call.enter_context(self.in_place(trains))
         return self._cast_inputs(module, args, kwargs) if self._is_in_place else None
 
-    def _end_call(self, *_: Any) -> None:
+    def _end_call(self, *_: T) -> None:
         call = self._call
         self._call = None
         if call is not None:
             call.close()
 
-    def _cast_inputs(self, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _cast_inputs(self, unit: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return tree_map(self._cast, (args, kwargs))
 
-    def _cast(self, value: Any) -> Any:
+    def _cast(self, value: T) -> T | Tensor:
         return value.to(self._dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
