@@ -28,6 +28,13 @@ def cold_rules(temperature: float) -> Iterator[Violation]:
         yield Violation("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
 
 
+NEED_FILES = frozenset(
+    (
+        *("quantization", "model_loader_extra_config", "speculative_config", "speculative_algorithm"),
+        *("speculative_draft_model_path",),
+    )
+)
+"""Arguments of engines that add weights to those of a trainer, or that say how files are read."""
 _WRONG_ARGUMENTS = {"vllm": wrong_vllm_arguments, "sglang": wrong_sglang_arguments}
 
 

@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
 
 _NODE = "actor_rollout_ref.rollout"
-NEED_FILES = frozenset(
-    (
-        *("quantization", "model_loader_extra_config", "speculative_config", "speculative_algorithm"),
-        *("speculative_draft_model_path",),
-    )
-)
-"""Arguments of engines that add weights to those of a trainer, or that say how files are read."""
 
 
 def media_settings(engine: str, engine_kwargs: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:

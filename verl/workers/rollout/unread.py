@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from verl.workers.rollout.engine_settings import NEED_FILES
+from verl.workers.config.rollout import NEED_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -11,7 +11,7 @@ from verl.trainer.config.run_config import RunConfig
 from verl.utils.json_types import Json, mapping_at
 from verl.workers.config.engines import ENGINES
 from verl.workers.config.model import is_known_tokenizer, is_known_type
-from verl.workers.rollout.engine_settings import NEED_FILES
+from verl.workers.config.rollout import NEED_FILES
 
 KIMI = "kimi_vl"
 MINICPMO = "minicpmo"
