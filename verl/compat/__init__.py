@@ -1,6 +1,7 @@
-"""Code for forks and names of other versions only: ``facades`` names the module that needs each part.
+"""Code for forks and names of other versions only. Nothing of ours calls it, and only façades import it.
 
-A module goes when no supported version of the established project has its path.
+The table of ``facades`` says who needs each path and when it can go; a module here goes with the last path that names
+it. The helpers of agent loops, scoring in processes and execution pools are names of modules that have more in them.
 """
 
 from verl.compat.facades import facade as facade

@@ -1,4 +1,4 @@
-"""Import paths of versions since October 2025, mapped to the modules of this version."""
+"""Import paths that only forks and other versions need, mapped to the modules of this version."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 _REWARDS = "verl.workers.rewards.managers"
 _ROLES = "verl.workers.roles"
+_WORKERLESS = "verl.compat.workerless"
 _BUCKETS = (
     "weights reach the engine by buckets (verl.workers.sharding_manager); a way of your own is not supported: set "
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes only"
@@ -20,22 +21,51 @@ _COROUTINE = (
 
 
 class Facade(NamedTuple):
-    """The names of a path: available names with their module, and the reasons why others are missing.
+    """An import path: who needs it, its names with their module, why others are missing, and when the path can go.
 
     A name that has changed is written ``module:name``.
     """
 
+    needed_by: str
     names: Mapping[str, str]
     absent: Mapping[str, str] = {}
+    until: str = "no supported version of the established project has the path"
 
 
 FACADES = {
-    # scripts that start a worker of both strategies, since 0.7
-    "verl.workers.engine_workers": Facade(
-        {"ActorRolloutRefWorker": _ROLES}, dict.fromkeys(("TrainingWorker", "TrainingWorkerConfig"), _WORKERS)
+    # Versions up to 0.6. These paths import the names themselves, so that type checkers see the classes.
+    "verl.workers.rollout.schemas": Facade(
+        "loops of forks that drive the conversations of SGLang by themselves",
+        {
+            **dict.fromkeys(
+                ("AsyncRolloutRequest", "AsyncRolloutRequestStateEnum", "FinishReasonTypeEnum"),
+                "verl.compat.rollout_requests",
+            ),
+            "Message": "verl.tools.schemas",
+            "TokenizationSanityCheckModeEnum": "verl.utils.chat:SanityCheckMode",
+        },
     ),
-    # forks that add a way of the weights, since 0.7
+    "verl.workers.actor.megatron_actor": Facade(
+        "trainers of forks that build their model and optimizer with Megatron-Core", {"MegatronPPOActor": _WORKERLESS}
+    ),
+    "verl.workers.critic": Facade(
+        "trainers of forks that build their model and optimizer",
+        dict.fromkeys(("BasePPOCritic", "DataParallelPPOCritic"), _WORKERLESS),
+    ),
+    "verl.workers.critic.dp_critic": Facade("as verl.workers.critic", {"DataParallelPPOCritic": _WORKERLESS}),
+    "verl.workers.critic.megatron_critic": Facade("as verl.workers.critic", {"MegatronPPOCritic": _WORKERLESS}),
+    "verl.workers.reward_model": Facade(
+        "workers of forks with a model of rewards", {"BasePPORewardModel": _WORKERLESS}
+    ),
+    "verl.workers.reward_model.megatron": Facade("as verl.workers.reward_model", {"MegatronRewardModel": _WORKERLESS}),
+    # Versions since October 2025. These paths load the names when they are asked for.
+    "verl.workers.engine_workers": Facade(
+        "scripts since 0.7, which start a worker of both strategies",
+        {"ActorRolloutRefWorker": _ROLES},
+        dict.fromkeys(("TrainingWorker", "TrainingWorkerConfig"), _WORKERS),
+    ),
     "verl.checkpoint_engine": Facade(
+        "forks since 0.7, which move the weights in a way of their own",
         {},
         dict.fromkeys(
             (
@@ -50,8 +80,8 @@ FACADES = {
             _BUCKETS,
         ),
     ),
-    # reward managers of forks, since 0.7
     "verl.experimental.reward_loop": Facade(
+        "reward managers of forks since 0.7",
         {
             **dict.fromkeys(("get_reward_manager_cls", "register"), _REWARDS),
             **dict.fromkeys(("NaiveRewardManager", "DAPORewardManager", "AbstractRewardManager"), _REWARDS),
@@ -62,8 +92,8 @@ FACADES = {
             _COROUTINE,
         ),
     ),
-    # losses and trainers of forks, since 0.7; ``verl.trainer.ppo.mismatch_helper`` before
     "verl.trainer.ppo.rollout_corr_helper": Facade(
+        "losses and trainers of forks since 0.7; those before import verl.trainer.ppo.mismatch_helper",
         {
             "compute_offpolicy_metrics": "verl.algos.mismatch:compute_mismatch_metrics",
             **dict.fromkeys(
@@ -92,8 +122,8 @@ FACADES = {
             ),
         },
     ),
-    # agent loops of forks, since 0.8
     "verl.workers.rollout.llm_server": Facade(
+        "agent loops of forks since 0.8",
         {"LLMServerClient": "verl.experimental.agent_loop.servers:AsyncLLMServerManager"},
         dict.fromkeys(
             ("LLMServerManager", "GlobalRequestLoadBalancer"),
@@ -101,35 +131,39 @@ FACADES = {
         ),
     ),
     "verl.utils.skip": Facade(
+        "trainers of forks since 0.8, which wrap their rollout workers",
         {"RolloutSkip": "verl.trainer.ppo.rollout_skip"},
         dict.fromkeys(
             ("SkipManager", "BaseSkip"),
             "rollouts are reused by RolloutSkip of this module: set actor_rollout_ref.rollout.skip_rollout",
         ),
     ),
-    # commands
     "verl.trainer.main_ppo_sync": Facade(
+        "launch scripts since 0.8",
         dict.fromkeys(("main", "run_ppo", "TaskRunner"), "verl.trainer.main_ppo"),
         {"PPOTrainer": "the trainer is verl.trainer.ppo.ray_trainer.RayPPOTrainer"},
     ),
     "verl.trainer.sft_trainer_ray": Facade(
+        "launch scripts since 0.7",
         dict.fromkeys(("main", "run_checked"), "verl.trainer.sft_trainer"),
         {"SFTTrainer": "the trainer is verl.trainer.sft.trainer.SFTTrainer"},
     ),
     "verl.experimental.one_step_off_policy": Facade(
+        "forks of the recipe since 0.7",
         {
             "OneStepOffRayTrainer": "recipe.one_step_off_policy.ray_trainer",
             "OneStepOffTaskRunner": "recipe.one_step_off_policy.main_ppo",
-        }
+        },
     ),
     "verl.experimental.one_step_off_policy.main_ppo": Facade(
-        dict.fromkeys(("main", "OneStepOffTaskRunner"), "recipe.one_step_off_policy.main_ppo")
+        "launch scripts since 0.7",
+        dict.fromkeys(("main", "OneStepOffTaskRunner"), "recipe.one_step_off_policy.main_ppo"),
     ),
     "verl.experimental.one_step_off_policy.ray_trainer": Facade(
-        {"OneStepOffRayTrainer": "recipe.one_step_off_policy.ray_trainer"}
+        "forks of the recipe since 0.7", {"OneStepOffRayTrainer": "recipe.one_step_off_policy.ray_trainer"}
     ),
 }
-"""Every façade of these versions. They import their names when they are asked for."""
+"""Every path that imports this package, and no other module may: the checks of layers leave these out."""
 
 
 def facade(module: str) -> Callable[[str], Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _POOL = ("PoolMode", "TokenBucketWorker", "init_visual_execution_pool")  # forks and tests import them
-__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.tools.utils.execution_pool"))
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.compat.execution_pool"))
 
 FAILED = -0.05
 """Reward of a call that shows nothing."""

@@ -23,7 +23,7 @@ from verl.utils.sandbox import Run, Test, isolation_problem, run_tests
 from verl.utils.sandbox.remote import Part, RemoteSandboxError, Reply, run_remotely_async
 
 _POOL = ("ExecutionWorker", "PoolMode", "TokenBucketWorker", "init_execution_pool")  # forks and tests import them
-__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.tools.utils.execution_pool"))
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.compat.execution_pool"))
 
 PYTHON = "python"
 _STATUS = {"TimeLimitExceeded": "timeout", "Error": "runtime error"}

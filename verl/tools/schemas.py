@@ -99,6 +99,33 @@ class ToolResponse(BaseModel):
         """Whether there is text and nothing else in it."""
         return bool(self.text) and not self.image and not self.video
 
+    def as_content(self) -> str | list[dict[str, Any]]:
+        """Return the answer as the content of a message: images, videos, then text."""
+        kinds = ["image"] * len(self.image or ()) + ["video"] * len(self.video or ())
+        parts: list[dict[str, Any]] = [{"type": kind} for kind in kinds]
+        if not parts:
+            return self.text or ""
+        return [*parts, {"type": "text", "text": self.text}] if self.text else parts
+
+
+class Message(BaseModel):
+    """A message; further fields, such as ``name`` and ``tool_call_id``, are kept for templates that write them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | dict[str, Any] | list[dict[str, Any]] | ToolResponse | None = None
+    tool_calls: list[OpenAIFunctionToolCall | dict[str, Any]] | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the message as chat templates take it."""
+        message = self.model_dump()
+        if isinstance(self.content, ToolResponse):
+            message["content"] = self.content.as_content()
+        elif isinstance(self.content, dict):
+            message["content"] = [self.content]
+        return message
+
 
 def decode_arguments(text: str) -> dict[str, Any] | None:
     """Return the arguments that a model wrote as JSON; None if they are no JSON object."""

@@ -20,7 +20,7 @@ from verl.utils.masking import MaskedError
 from verl.utils.parsing import parse_json
 
 _POOL = ("PoolMode", "TokenBucketWorker", "init_search_execution_pool")  # forks and tests import them
-__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.tools.utils.execution_pool"))
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.compat.execution_pool"))
 
 RETRIED = frozenset({500, 502, 503, 504})
 NOTHING_FOUND = "No search results found."

@@ -21,7 +21,7 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.engine.fsdp import compute_copies
 from verl.workers.engine.fsdp.build import use_packed_attention
 from verl.workers.engine.passes import PassSpec
-from verl.workers.roles.workerless import DataParallelPPOActor
+from verl.workers.roles.own_actor import DataParallelPPOActor
 
 BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
 

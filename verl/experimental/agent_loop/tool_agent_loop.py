@@ -24,11 +24,11 @@ from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, g
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, ToolCall, Trajectory, turn_columns, turn_seed
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.calls import CallResult, ToolMethodError, ToolOutcome, answer_of, execute_call, unknown_tool
+from verl.tools.schemas import Message as SchemaMessage
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import tools_of
 from verl.utils.chat import ChatFormat, ControlTexts, Difference, Restarted, uncut, whole_differences
 from verl.utils.dataset.vision_utils import MediaError
-from verl.workers.rollout.schemas import Message as SchemaMessage
 from verl.workers.rollout.server import FULL
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """Established names of the actor around a module that the caller has built."""
 
-from verl.workers.roles.workerless import BasePPOActor, DataParallelPPOActor
+from verl.workers.roles.own_actor import BasePPOActor, DataParallelPPOActor
 
 __all__ = ["BasePPOActor", "DataParallelPPOActor"]

@@ -1,5 +1,5 @@
 """Established path of ``DataParallelPPOActor``."""
 
-from verl.workers.roles.workerless import DataParallelPPOActor
+from verl.workers.roles.own_actor import DataParallelPPOActor
 
 __all__ = ["DataParallelPPOActor"]

@@ -1,5 +1,5 @@
 """Established path of ``MegatronPPOActor``."""
 
-from verl.workers.roles.workerless import MegatronPPOActor
+from verl.compat.workerless import MegatronPPOActor
 
 __all__ = ["MegatronPPOActor"]

@@ -1,5 +1,5 @@
 """Established names of the critic around a module that the caller has built."""
 
-from verl.workers.roles.workerless import BasePPOCritic, DataParallelPPOCritic
+from verl.compat.workerless import BasePPOCritic, DataParallelPPOCritic
 
 __all__ = ["BasePPOCritic", "DataParallelPPOCritic"]

@@ -1,5 +1,5 @@
 """Established path of ``DataParallelPPOCritic``."""
 
-from verl.workers.roles.workerless import DataParallelPPOCritic
+from verl.compat.workerless import DataParallelPPOCritic
 
 __all__ = ["DataParallelPPOCritic"]

@@ -1,5 +1,5 @@
 """Established path of ``MegatronPPOCritic``."""
 
-from verl.workers.roles.workerless import MegatronPPOCritic
+from verl.compat.workerless import MegatronPPOCritic
 
 __all__ = ["MegatronPPOCritic"]

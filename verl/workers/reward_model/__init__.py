@@ -1,3 +1,3 @@
 """Established names of the reward model around a module that the caller has built."""
 
-from verl.workers.roles.workerless import BasePPORewardModel as BasePPORewardModel
+from verl.compat.workerless import BasePPORewardModel as BasePPORewardModel

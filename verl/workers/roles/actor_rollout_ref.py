@@ -32,7 +32,7 @@ from verl.workers.roles import batching
 from verl.workers.roles.accounting import begin_peak, memory_metrics, memory_of, mfu
 from verl.workers.roles.base import AnyTrainedConfig, EngineRoleConfig, EngineWorker
 from verl.workers.roles.losses import ppo_loss, select_tokens
-from verl.workers.roles.workerless import BasePPOActor, DataParallelPPOActor
+from verl.workers.roles.own_actor import BasePPOActor, DataParallelPPOActor
 from verl.workers.rollout import BaseRollout, begin_rollout, get_rollout_class
 from verl.workers.rollout.base import STAYS_AWAKE
 from verl.workers.rollout.engine_rope import rope_length

@@ -1,3 +1,3 @@
 """Established path of ``MegatronRewardModel``."""
 
-from verl.workers.roles.workerless import MegatronRewardModel as MegatronRewardModel
+from verl.compat.workerless import MegatronRewardModel as MegatronRewardModel

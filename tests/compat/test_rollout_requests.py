@@ -233,7 +233,7 @@ def test_differences_from_the_whole_conversation_are_logged(
         request = request_of(tokenizer, tokenization_sanity_check_mode=mode)
         end = tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
         request.add_assistant_message(tokenizer, said, end)
-        with caplog.at_level(logging.WARNING, logger="verl.workers.rollout.schemas"):
+        with caplog.at_level(logging.WARNING, logger="verl.compat.rollout_requests"):
             request.finalize(tokenizer, {})
     assert len(caplog.records) == warnings
     assert all("it stays as it is" in record.message for record in caplog.records)
