@@ -26,7 +26,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils.groupwise import as_torch_index, group_count, group_mean_std, group_sum
 from verl.utils.numerics.scan import reverse_scan
 
-Index = np.ndarray[Any, Any] | Sequence[Any] | Tensor
+Index = np.ndarray | Sequence[str | int] | Tensor
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 _WHITEN_EPSILON = 1e-8
 _Fn = TypeVar("_Fn", bound=AdvantageFn)

@@ -15,9 +15,11 @@ from verl.experimental.agent_loop.endpoint.session import Policy
 from verl.experimental.agent_loop.endpoint.templates import Templates
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
+from verl.single_controller.base.actor import Actor
 from verl.single_controller.base.errors import phase
 from verl.trainer.generation import Generation
 from verl.utils.dataset.vision_utils import Media
+from verl.utils.json_types import JsonObject
 from verl.utils.numerics.seeding import sampling_seeds
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import sampling_of
@@ -52,7 +54,7 @@ class ServerGeneration(Generation):
         """Return the responses of each row; ``workers`` are handles of servers."""
         return asyncio.run(self._asked(workers, rows))
 
-    async def _asked(self, handles: Sequence[Any], rows: Sequence[int]) -> list[list[str]]:
+    async def _asked(self, handles: Sequence[Actor], rows: Sequence[int]) -> list[list[str]]:
         token = secrets.token_urlsafe(32)
         policy = Policy(
             server_manager=AsyncLLMServerManager(self.config.worker, handles),
@@ -91,7 +93,7 @@ class ServerGeneration(Generation):
         text: str = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         return text
 
-    def _bodies(self, row: int) -> Iterator[dict[str, Any]]:
+    def _bodies(self, row: int) -> Iterator[JsonObject]:
         """Yield the requests of a row: its prompt as tokens, and a seed for each sample."""
         rollout = self.rollout
         samples = self.config.data.n_samples
@@ -102,7 +104,7 @@ class ServerGeneration(Generation):
             yield {"model": "policy", "prompt": self.prompts[row], "max_tokens": rollout.response_length, **how}
 
 
-async def _text(client: aiohttp.ClientSession, body: dict[str, Any]) -> str:
+async def _text(client: aiohttp.ClientSession, body: JsonObject) -> str:
     """Return the text that continues a prompt.
 
     Raises: RuntimeError with the endpoint's message.

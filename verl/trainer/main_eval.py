@@ -29,6 +29,7 @@ from verl.trainer.config.rules.files import data_file_rules
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.inputs import check_remote
 from verl.utils.dataset.files import ColumnCheck, is_list, is_text, localize, read_parquet, written_rows
+from verl.utils.json_types import Json, JsonObject
 
 BATCHES_PER_CORE = 4
 MIN_BATCH_ROWS = 8  # a process takes seconds for its imports
@@ -47,8 +48,8 @@ class Row:
     number: int
     data_source: str
     responses: list[str]
-    ground_truth: Any
-    extra_info: Any
+    ground_truth: Json
+    extra_info: JsonObject | None
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import ConfigError, Violation, WrongInput, nearest
@@ -34,18 +34,18 @@ _LEAST_SECRET = 6
 
 def hydra_main(
     config_name: str, config_path: str = CONFIG_DIR
-) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Turn a function of a config into a command, like ``hydra.main``.
 
     A wrong key or value ends the command with a list of what is wrong and exit code 2, instead of a stack trace. Keys
     that may be absent from the YAML are accepted with and without a leading ``+``.
     """
 
-    def decorate(function: Callable[[Any], None]) -> Callable[[], None]:
+    def decorate(function: Callable[[DictConfig], None]) -> Callable[[], None]:
         folder = os.path.join(os.path.dirname(inspect.getfile(function)), config_path)
 
         @functools.wraps(function)
-        def task(config: Any) -> None:
+        def task(config: DictConfig) -> None:
             try:
                 _hide_secrets(config)
                 _refuse_unreadable(config)
@@ -110,7 +110,7 @@ def missing_file(error: MissingConfigException, config_name: str, folder: str) -
     return f"--config-name={config_name}: {found}: write the name of a file in {folder}"
 
 
-def _refuse_unreadable(config: Any) -> None:
+def _refuse_unreadable(config: DictConfig) -> None:
     """Refuse values that the locale cannot read.
 
     Raises: ConfigError naming their keys.
@@ -131,7 +131,7 @@ _WRITES_NOTHING = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_log
 """Overrides with which Hydra makes no folder and no log."""
 
 
-def _is_of_user(function: Callable[..., Any]) -> bool:
+def _is_of_user(function: Callable[[DictConfig], None]) -> bool:
     """Whether a function is neither of this package nor of the recipes that come with it."""
     package = Path(CONFIG_DIR).parents[1]
     file = Path(inspect.getfile(function)).resolve()
@@ -164,7 +164,7 @@ def _has_working_folder() -> bool:
     return False
 
 
-def _hide_secrets(config: Any) -> None:
+def _hide_secrets(config: DictConfig) -> None:
     """Mask the secrets of a configuration in the files that Hydra has just written, and make these files private."""
     tree = tree_of(config, resolve=False)
     hidden = masked(tree)

@@ -68,7 +68,7 @@ def keys_help(words: Iterable[str], config_name: str, folder: str, config_dir: s
     return "\n".join(texts)
 
 
-def help_text(function: Callable[..., Any], config_name: str, folder: str) -> str:
+def help_text(function: Callable[[DictConfig], None], config_name: str, folder: str) -> str:
     """Return the text for a command whose function and configuration are given."""
     with hydra.initialize_config_dir(folder, version_base=None):
         tree = tree_of(hydra.compose(config_name), resolve=False)
@@ -158,7 +158,7 @@ def _field(key: str, run: Any) -> Any:
 
 def comments_of(config_name: str, folder: str) -> dict[str, str]:
     """Return the comment above each key of the files that a configuration is composed of; Hydra is set up."""
-    loader: Any = GlobalHydra.instance().config_loader()
+    loader = GlobalHydra.instance().config_loader()
     composed = loader.compute_defaults_list(config_name, [], RunMode.RUN)
     found: dict[str, str] = {}
     for each in composed.defaults:

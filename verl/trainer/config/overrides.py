@@ -8,6 +8,7 @@ from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -152,7 +153,7 @@ def make_names_absolute(config: DictConfig, config_name: str, overrides: list[st
 
 
 @contextmanager
-def folders(folder: str, config_dir: str | None) -> Iterator[Any]:
+def folders(folder: str, config_dir: str | None) -> Iterator[ConfigLoader]:
     """Let Hydra compose from a folder, and from that of ``--config-dir``; yield its loader of files."""
     with hydra.initialize_config_dir(folder, version_base=None):
         loader: Any = GlobalHydra.instance().config_loader()
@@ -177,7 +178,7 @@ def _wrong_types(config_name: str, overrides: list[str]) -> list[Violation]:
     return parse_node(tree, SFTConfig)[1] if "engine" in tree else []
 
 
-def _is_group(override: Override, loader: Any) -> bool:
+def _is_group(override: Override, loader: ConfigLoader) -> bool:
     name = override.key_or_group
     if override.package or "/" in name:
         return True

@@ -263,7 +263,7 @@ def _violations(
     yield from fused_rules(run.model, "model", run.trainer.device)
 
 
-def parallel_sizes(engine: Mapping[str, Any]) -> dict[str, int]:
+def parallel_sizes(engine: Mapping[str, int]) -> dict[str, int]:
     """Return over how many workers each axis of an engine node shares the same rows."""
     axes = ("ulysses_sequence", "tensor_model", "pipeline_model", "context")
     keys = [f"{axis}_parallel_size" for axis in axes]

@@ -4,7 +4,6 @@ import importlib.resources
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
@@ -45,7 +44,7 @@ def _files_of_user() -> Iterator[dict[str, Json]]:
 
 def composed_files(config_name: str | None, overrides: list[str]) -> Iterator[tuple[Path, str]]:
     """Yield the files that the present Hydra composes, and the dotted node that each is mounted at."""
-    loader: Any = GlobalHydra.instance().config_loader()
+    loader = GlobalHydra.instance().config_loader()
     composed = loader.compute_defaults_list(config_name, overrides, RunMode.RUN)
     folders = [_folder(source.scheme(), source.path) for source in loader.get_sources() if source.path]
     for each in composed.defaults:

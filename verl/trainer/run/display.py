@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tqdm import tqdm
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from verl.utils.report.live import LiveTable
 
 T = TypeVar("T")
-DescribeStep = Callable[[Mapping[str, Any]], Sequence[str | None]]
+DescribeStep = Callable[[Mapping[str, float]], Sequence[str | None]]
 """Returns the parts of a step's text, always the same number; None keeps the part of an earlier step."""
 
 MODES = ("table", "bar", "lines", "off")
@@ -274,13 +274,13 @@ class Progress:
         self.start = start_step
         self._display.progress(start_step, total_steps, start_step, "", 0.0)
 
-    def note(self, metrics: Mapping[str, Any]) -> None:
+    def note(self, metrics: Mapping[str, float]) -> None:
         """Remember the parts of the text that these metrics have."""
         parts = self._describe(metrics)
         before = self._parts or [None] * len(parts)
         self._parts = [old if new is None else new for old, new in zip(before, parts, strict=True)]
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""
         self.note(metrics)
         text = " | ".join(part for part in self._parts if part is not None)

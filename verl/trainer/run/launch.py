@@ -31,6 +31,7 @@ from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer
 from verl.utils.interrupts import catch_signals, count_of_signals, going_on, ignore_signals
+from verl.utils.json_types import Json, mapping_at
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
 from verl.utils.net_utils import PORT_RANGE
 from verl.utils.observe.console import write_line
@@ -248,7 +249,7 @@ def inherit_secrets(env_vars: dict[str, str]) -> None:
     envs.write({name: env_vars.pop(name) for name in [*env_vars] if shown[name] != env_vars[name]})
 
 
-def runtime_env(device: str, chosen: Mapping[str, Any], more: Mapping[str, str] | None = None) -> dict[str, Any]:
+def runtime_env(device: str, chosen: Mapping[str, Json], more: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the environment of all Ray processes; ``more`` holds further defaults.
 
     The ``chosen`` variables override those of this process, which override the defaults.
@@ -256,8 +257,8 @@ def runtime_env(device: str, chosen: Mapping[str, Any], more: Mapping[str, str] 
     env_vars = unset_variables(device, more or {})
     if ports := envs.read(PORT_RANGE):  # other nodes have the environment of their raylet
         env_vars[PORT_RANGE] = ports
-    merged = {"worker_process_setup_hook": SETUP_HOOK, **chosen}
-    merged["env_vars"] = env_vars | dict(chosen.get("env_vars") or {})
+    merged: dict[str, Any] = {"worker_process_setup_hook": SETUP_HOOK, **chosen}
+    merged["env_vars"] = env_vars | dict(mapping_at(chosen, "env_vars"))
     if not envs.read("RAY_JOB_CONFIG_JSON_ENV_VAR"):  # set by `ray job submit`, which supplies a working directory
         merged.setdefault("working_dir", None)
     return merged

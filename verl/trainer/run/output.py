@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from omegaconf import DictConfig
 
@@ -66,7 +66,7 @@ class RunOutput:
 
     def log(
         self,
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, float],
         step: int,
         details: Details | None = None,
         record_only: Mapping[str, float] | None = None,
@@ -149,7 +149,7 @@ class PrometheusMetrics:
         self._gauges: dict[str, Gauge] = {}
         get_console().info("metrics for Prometheus: %s", ", ".join(endpoints()) or "Ray exports none")
 
-    def publish(self, metrics: Mapping[str, Any], details: Details | None = None) -> None:
+    def publish(self, metrics: Mapping[str, float], details: Details | None = None) -> None:
         """Set the gauges of the metrics and of the workers' reports."""
         for name, value in metrics.items():
             self._set(metric_name(name), value)
@@ -163,7 +163,7 @@ class PrometheusMetrics:
                 for name, value in report.get("generation", {}).items():
                     self._set(f"{PREFIX}engine_{name}", value, tags)
 
-    def _set(self, name: str, value: Any, tags: Mapping[str, str] | None = None) -> None:
+    def _set(self, name: str, value: str | float | None, tags: Mapping[str, str] | None = None) -> None:
         from ray.util.metrics import Gauge
 
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pkgutil import resolve_name
@@ -29,6 +29,7 @@ from verl.trainer.config.rules.files import may_register
 from verl.trainer.config.run_config import RayConfig, RunConfig
 from verl.trainer.config.validation import REGISTRIES
 from verl.utils import envs
+from verl.utils.json_types import mapping_at
 from verl.utils.processes import die_with_parent, start_process
 from verl.utils.time_limit import error_text
 from verl.workers.config import PolicyLossConfig
@@ -144,8 +145,8 @@ def _add_rollout(code: UserCode, run: RunConfig, broken: Collection[str]) -> Non
 
 def _other_place(cluster: RayConfig) -> str | None:
     """Return where the run imports the modules, if that is not this machine and environment."""
-    environment: Mapping[str, Any] = (cluster.ray_init or {}).get("runtime_env") or {}
-    variables = environment.get("env_vars") or {}
+    environment = mapping_at(cluster.ray_init or {}, "runtime_env")
+    variables = mapping_at(environment, "env_vars")
     if environment.keys() - {"env_vars"} or {"PYTHONPATH", EXTERNAL} & variables.keys():
         return "in ray_kwargs.ray_init.runtime_env"
     return None if cluster.is_local else f"in the cluster at {cluster.address}"

@@ -26,6 +26,7 @@ from verl.utils import hdfs_io
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.removal import SaveMark, remove_leftovers
 from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
+from verl.utils.json_types import Json
 from verl.utils.loading import load_state
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class CheckpointHandler:
         self.default_local_dir = os.path.abspath(os.path.expanduser(self.default_local_dir))
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
-    def save_checkpoint(self, step: int, run_state: Mapping[str, Any] | None = None) -> str:
+    def save_checkpoint(self, step: int, run_state: Mapping[str, Json] | None = None) -> str:
         """Write a checkpoint, name it as the latest, and return its folder; collective.
 
         ``run_state`` holds the counters of the run, as JSON values. With an asynchronous save,
@@ -181,7 +182,7 @@ class CheckpointHandler:
             raise CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
         return folder
 
-    def _position(self, folder: Path, step: int) -> Any:
+    def _position(self, folder: Path, step: int) -> dict[str, Any]:
         """Return the state of the loader that this rank wrote, or a rank that this one takes over from."""
         ranks = self.engine.get_data_parallel_size()
         written = len(list(folder.glob(files.DATA_GLOB)))
@@ -225,7 +226,7 @@ def _counters(content: Any) -> dict[str, Any]:
     return counters
 
 
-def _check_step(path: Path, content: Mapping[str, Any], step: int) -> None:
+def _check_step(path: Path, content: Mapping[str, Json], step: int) -> None:
     """Raise WrongInput for a file of another step; older versions do not write the step."""
     if _STEP_KEY in content and content[_STEP_KEY] != step:
         problem = f"its {path.name} was saved at step {content[_STEP_KEY]}: copy that of step {step} back"

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.base_config import omega_conf_to_dataclass
 from verl.errors import MissingFile, MissingName, RewardFunctionImportError, WrongType
 from verl.utils.import_utils import external_module_of, load_extern_type, python_file
+from verl.utils.json_types import Json
 from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction, ProcessStartError
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
@@ -211,7 +212,7 @@ def _scoring(config: Config) -> ScoringConfig:
     return omega_conf_to_dataclass((config.get("reward_model") or {}).get("scoring"), ScoringConfig)
 
 
-def reward_kwargs(config: DictConfig) -> dict[str, Any]:
+def reward_kwargs(config: DictConfig) -> dict[str, Json]:
     """Return the arguments for the reward manager from the configuration, those of an overlong buffer included."""
     node = config.reward_model
     given = dict(node.get("reward_kwargs") or {})
@@ -222,7 +223,7 @@ def reward_kwargs(config: DictConfig) -> dict[str, Any]:
 
 
 def load_reward_manager(
-    config: Config, tokenizer: PreTrainedTokenizerBase, num_examine: int, **reward_kwargs: Any
+    config: Config, tokenizer: PreTrainedTokenizerBase, num_examine: int, **reward_kwargs: Json
 ) -> AbstractRewardManager:
     """Build the manager that ``reward_model.reward_manager`` names.
 

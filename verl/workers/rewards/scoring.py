@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.base_config import one_line
 from verl.errors import RewardError
+from verl.utils.json_types import Json
 from verl.utils.process_pool import DeadlineExceeded, IsolatedFunction, Outcome, ScorerFailed
 from verl.utils.reward_score import default_compute_score, lowest_score
 from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, error_text
@@ -43,10 +44,10 @@ response can cause."""
 FAILURE_COLUMN = "reward_failure"
 """Extra with the kind of the failure of each response, None if the scorer gave a score."""
 
-RawScore = Any
+RawScore = Json | SupportsFloat
 """The result of a scorer before ``read_score`` has checked it."""
-RawScorer = Callable[..., RawScore]
-GroundTruth = Any
+RawScorer = Callable[..., Any]
+GroundTruth = Json
 """The ``ground_truth`` of a row, in the form that its scorer reads."""
 Extras = dict[str, Any]
 """Further values of a response, by name."""
@@ -302,14 +303,15 @@ def report_failures(
     return True
 
 
-def failure_score_of(reward_fn: Any, data_source: str) -> float | None:
+def failure_score_of(reward_fn: Callable[..., RewardOutput], data_source: str) -> float | None:
     """Return the score of a response that a reward function cannot score: the written one, else the lowest that its
     scorer states; None if neither is there.
 
     A function states it in its attribute ``lowest_score``, the built-in scorers in ``LOWEST_SCORES``.
     """
     limits: ScoringLimits = getattr(reward_fn, "limits", ScoringLimits())
-    return stated_failure_score(limits, getattr(reward_fn, "compute_score", None) or reward_fn, data_source)
+    scorer: RawScorer = getattr(reward_fn, "compute_score", None) or reward_fn
+    return stated_failure_score(limits, scorer, data_source)
 
 
 def stated_failure_score(limits: ScoringLimits, scorer: RawScorer, data_source: str) -> float | None:
@@ -339,7 +341,7 @@ def describe_failure_score(limits: ScoringLimits) -> str:
     return f"reward_model.scoring.failure_score={limits.failure_score:g}"
 
 
-def _inner(scorer: Any) -> Any:
+def _inner(scorer: RawScorer) -> RawScorer | None:
     inner = scorer.local if isinstance(scorer, IsolatedFunction) else scorer
     return inner.func if isinstance(inner, functools.partial) else inner
 

@@ -16,6 +16,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.fs import read_ahead
 from verl.utils.hub import cached_folder
 from verl.utils.import_utils import is_own
+from verl.utils.json_types import Json
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.profiler import ProfilerConfig
@@ -241,7 +242,7 @@ class ActorRolloutRefWorker(EngineWorker):
         model_path: str | None = None,
         fsdp_config: Any = None,
         optim_config: Any = None,
-        override_model_config: Mapping[str, Any] | None = None,
+        override_model_config: Mapping[str, Json] | None = None,
         use_remove_padding: bool | None = None,
         use_fused_kernels: bool | None = None,
         enable_gradient_checkpointing: bool | None = None,
@@ -420,7 +421,7 @@ class ActorRolloutRefWorker(EngineWorker):
         """Return ``old_log_probs`` and ``entropys`` (B, R); without adapters if meta ``is_lora`` is set."""
         without_adapter = batching.BatchInfo.of(data).without_adapter
         spec = dataclasses.replace(self.log_prob_spec, entropy="value")
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
         with self.accounted(metrics, "actor_infer", data):
             if self._overrides("compute_log_prob") and not without_adapter:
                 output = self._infer_by_actor(data, spec)
@@ -437,7 +438,7 @@ class ActorRolloutRefWorker(EngineWorker):
     @DistProfiler.annotate(color="olive", role="ref_compute_log_prob")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ``ref_log_prob`` (B, R): the reference model, or the actor without its adapters."""
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
         engine, spec = (self.ref_engine, self.ref_spec) if self._is_ref else (self.engine, self.log_prob_spec)
         with self.accounted(metrics, "ref", data, engine=engine):
             output = self._infer(engine, data, spec, without_adapter=self._is_lora and not self._is_ref)
@@ -483,9 +484,9 @@ class ActorRolloutRefWorker(EngineWorker):
         assert entropy is not None
         return {"log_probs": log_probs.cpu(), "entropy": entropy.cpu()}
 
-    def _update_by_actor(self, data: DataProto) -> dict[str, Any]:
+    def _update_by_actor(self, data: DataProto) -> dict[str, float]:
         data.meta_info.setdefault("temperature", self.rollout_config.temperature)
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
         version = self.engine.weights_version
         with self.accounted(metrics, "actor", data, self.actor_config.ppo_epochs), self.engine.train_mode():
             metrics |= reduce_metrics(self.actor.update_policy(data=data))

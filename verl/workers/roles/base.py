@@ -135,7 +135,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         engine_config = engine_config_of(config)
         trained = config if isinstance(config, AnyTrainedConfig) else None
         # The spec lists four keywords for engines, so a user's engine may not take these three.
-        options: dict[str, Any] = {"freeze_vision_tower": True} if freeze_vision_tower else {}
+        options: dict[str, bool | int] = {"freeze_vision_tower": True} if freeze_vision_tower else {}
         if rope_length is not None:
             options["rope_length"] = rope_length
         if not isinstance(config, FSDPActorConfig | FSDPCriticConfig | FSDPRefConfig) and not config.load_weight:
@@ -230,7 +230,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         loss_fn: LossFn,
         spec: PassSpec,
         prepare: "Callable[[DataProto, int, PassSpec], None] | None" = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, float]:
         """Take one optimizer step per mini-batch and epoch; returns the metrics, averaged over the steps.
 
         ``prepare(mini_batch, epoch, spec)`` is called right before each step. Rows are shuffled by the seed of the
@@ -240,7 +240,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         fault = partial(fault_point, f"update_{role}", rank=self.rank, step=step)
         spec = dataclasses.replace(spec, after_first_forward=fault)
         rows = rows_of_step(data, self.rows_per_step, self.engine.get_data_parallel_size())
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
         steps = []
         with self.accounted(metrics, role, data, config.ppo_epochs), self.engine.train_mode():
             for at, mini_batch in enumerate(mini_batches_of(data, config, rows, step or 0)):
@@ -255,7 +255,7 @@ class EngineWorker(Worker, DistProfilerExtension):
 
     def accounted(
         self,
-        metrics: dict[str, Any],
+        metrics: dict[str, float],
         phase: str,
         data: "DataProto",
         passes: float = INFERENCE,

@@ -59,7 +59,7 @@ class CriticWorker(EngineWorker):
     @DistProfiler.annotate(color="cyan", role="critic_compute_values")
     def compute_values(self, data: DataProto) -> DataProto:
         """Return ``values`` (B, R), zero outside the response mask."""
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
         with self.accounted(metrics, "critic_infer", data), self.engine.eval_mode():
             output = self.engine.infer_batch(data, self.infer_spec)
         return DataProto.from_dict(tensors={"values": output["values"]}, meta_info={"metrics": metrics})

@@ -8,7 +8,6 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from verl.base_config import Violation, one_line
 from verl.trainer.config.run_config import RunConfig
@@ -137,7 +136,7 @@ _SCORER = "custom_reward_function"
 _VALUES = ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.Set | ast.JoinedStr
 
 
-def python_file_rules(path_key: str, path: str, name_key: str, name: Any) -> tuple[list[Violation], ast.Module | None]:
+def python_file_rules(path_key: str, path: str, name_key: str, name: Json) -> tuple[list[Violation], ast.Module | None]:
     """Return the faults of a Python file and of the name that it should define, and its syntax tree."""
     file = python_file(path) or installed_file(path)
     if file is None:
@@ -220,7 +219,7 @@ def scorer_rules(run: RunConfig, module: ast.Module) -> Iterator[Violation]:
             yield Violation(f"{_SCORER}.name", name, expected, others=("reward_model.reward_manager",))
 
 
-def _last_definition(module: ast.Module, name: Any) -> ast.AST | None:
+def _last_definition(module: ast.Module, name: Json) -> ast.AST | None:
     """Return the last definition of a name; None if it depends on branches or imports."""
     found: ast.AST | None = None
     for node in module.body:
@@ -233,7 +232,7 @@ def _last_definition(module: ast.Module, name: Any) -> ast.AST | None:
     return found
 
 
-def _binds(node: ast.AST, name: Any) -> bool:
+def _binds(node: ast.AST, name: Json) -> bool:
     return any(
         getattr(each, "name", None) == name
         or getattr(each, "asname", None) == name

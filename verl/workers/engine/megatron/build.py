@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.base_config import ConfigError, Violation, as_yaml
 from verl.errors import CheckpointError, ModelWeightsError, WrongInput
@@ -38,6 +38,7 @@ from verl.models.transformers.own_loss import loss_problems
 from verl.models.transformers.prefix_sharing import mcore_sharing_problems, sharing_problems
 from verl.utils.checkpoint.torch_dist import TENSORS_FOLDER, TorchDistReader, holds_value_head, vocabulary_problem
 from verl.utils.fs import copy_to_local, own_folder
+from verl.utils.json_types import Json
 from verl.utils.kernel.linear_cross_entropy import backend_of
 from verl.utils.megatron.dist_checkpointing import chunk_names, load_dist_checkpointing, sharded_weights, tensor_names
 from verl.workers.engine.background_load import Values, fill, place
@@ -45,6 +46,7 @@ from verl.workers.engine.megatron.layout import Layout
 from verl.workers.engine.weights import DTYPES, SafetensorsReader, draw_tensor, head_aliases, refuse_not_finite
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
     from transformers import PretrainedConfig
 
     from verl.models.mcore.weights import ReadPart
@@ -91,7 +93,7 @@ class ModelBuilder:
         self.path: str = self.model_config.local_path
         self.bridge: Bridge | None = None
 
-    def build(self) -> list[Any]:
+    def build(self) -> list[nn.Module]:
         """Return the chunks, whose weights ``load`` brings.
 
         Raises: ValueError naming the file, tensor or key that is wrong.
@@ -125,7 +127,7 @@ class ModelBuilder:
                 chunk.visual.requires_grad_(False)
         return chunks
 
-    def _build_bridged(self) -> list[Any]:
+    def _build_bridged(self) -> list[nn.Module]:
         """Return the chunks of a model that the tables lack, as mbridge builds them."""
         self._refuse_options()
         if self.is_value_model or not self.load_weight or self.freeze_vision_tower:
@@ -220,7 +222,7 @@ class ModelBuilder:
                 "the gradient of the vision tower is summed over the ranks"
             )
 
-    def transformer_config(self) -> Any:
+    def transformer_config(self) -> "TransformerConfig":
         """Return the configuration of Megatron-Core for this layout."""
         config = self.engine_config
         values = {key: getattr(config, key) for key in _KEYS_OF_THE_LAYOUT}
@@ -229,10 +231,10 @@ class ModelBuilder:
         built.finalize_model_grads_func = finish_gradients
         return built
 
-    def _overrides(self) -> dict[str, Any]:
+    def _overrides(self) -> dict[str, Json]:
         """Return the fields of Megatron-Core's configuration that this run sets, apart from its layout."""
         config = self.engine_config
-        values: dict[str, Any] = {}
+        values: dict[str, Json] = {}
         # Megatron-Core's default exchange passes wrong activations between virtual stages; see McoreEngineConfig.
         if self.layout.virtual_stages > 1:
             values |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -265,7 +267,7 @@ class ModelBuilder:
         shares_files = self.engine_config.share_model_files and self.layout.world_size > 1
         return self.bridge is None and not self.engine_config.use_dist_checkpointing and not shares_files
 
-    def load(self, chunks: Sequence[Any], at_once: bool = True) -> None:
+    def load(self, chunks: Sequence[nn.Module], at_once: bool = True) -> None:
         """Bring the weights of the chunks; collective unless ``reads_alone``, and only then may it be not ``at_once``.
 
         Raises: ModelWeightsError naming the file, or the tensor that is missing or of the wrong shape.
@@ -279,7 +281,7 @@ class ModelBuilder:
         else:
             self.load_files(chunks, at_once)
 
-    def load_files(self, chunks: Sequence[Any], at_once: bool = True) -> None:
+    def load_files(self, chunks: Sequence[nn.Module], at_once: bool = True) -> None:
         """Fill the parameters of this rank with its parts of the checkpoint.
 
         It reads only those parts. With ``share_model_files`` they may come from another worker; collective then.
@@ -323,12 +325,12 @@ class ModelBuilder:
         return head_aliases(source, self.path, names, shape_of, self.makes_head, self.layout.rank == 0)
 
     def _fill(
-        self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]], at_once: bool = True
+        self, chunks: Sequence[nn.Module], read: "ReadPart", shapes: Mapping[str, Sequence[int]], at_once: bool = True
     ) -> None:
         memory = (parameter for chunk in chunks for parameter in chunk.parameters())
         fill(memory, partial(self._values, chunks, read, shapes), at_once)
 
-    def _values(self, chunks: Sequence[Any], read: "ReadPart", shapes: Mapping[str, Sequence[int]]) -> Values:
+    def _values(self, chunks: Sequence[nn.Module], read: "ReadPart", shapes: Mapping[str, Sequence[int]]) -> Values:
         for value, parameter in parts(chunks, self.hf_config, self.is_value_model, read, shapes):
             yield from place(value, parameter)
 
@@ -348,7 +350,7 @@ class ModelBuilder:
 
         return read
 
-    def load_distributed(self, chunks: Sequence[Any], path: str) -> None:
+    def load_distributed(self, chunks: Sequence[nn.Module], path: str) -> None:
         """Fill the parameters from a folder in the torch_dist format, or a checkpoint with one, whatever its layout.
 
         Each rank reads its own parts, and makes a new value head if the folder holds a language model. Collective.
@@ -382,7 +384,7 @@ class ModelBuilder:
                     refuse_not_finite(key, tensor, str(folder))
             chunk.load_state_dict(loaded[name], strict=False)
 
-    def _make_heads(self, chunks: Sequence[Any]) -> None:
+    def _make_heads(self, chunks: Sequence[nn.Module]) -> None:
         with torch.no_grad():
             for chunk in chunks:
                 for named in named_parameters(chunk, self.hf_config, self.is_value_model):
@@ -395,14 +397,14 @@ class ModelBuilder:
 # Gradients
 
 
-def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[Any]:
+def wrap(chunks: list[Any], config: "McoreEngineConfig") -> list[nn.Module]:
     """Wrap the chunks with gradient buffers and the reduction over data-parallel ranks.
 
     Gradients are reduced in fp32 even if the weights are bf16: adding many small terms in bf16 loses them.
 
     Raises: ValueError for a key that Megatron-Core does not have.
     """
-    values: dict[str, Any] = {
+    values: dict[str, Json] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.use_distributed_optimizer,
         "overlap_grad_reduce": False,
@@ -435,7 +437,7 @@ def gather_weights(chunks: Sequence[Any]) -> None:
                 group.start_param_sync(force_sync=True)
 
 
-def finish_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+def finish_gradients(chunks: list[nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Reduce the gradients over all ranks that hold a parameter.
 
     Megatron-Core would also divide by ``num_tokens``. The loss is already divided by its unit counts.
