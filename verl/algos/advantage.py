@@ -40,6 +40,9 @@ class AdvantageConfig(Protocol):
     norm_adv_by_std_in_grpo: bool
 
 
+Input = Index | float | AdvantageConfig | Mapping[str, float] | None
+"""An input of an estimator: a column of the batch, or an option."""
+
 ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = {}
 
 
@@ -220,7 +223,7 @@ def compute_gae_advantage_return(
     gamma: float | None = None,
     lam: float | None = None,
     config: AdvantageConfig | None = None,
-    **unused: object,
+    **unused: Input,
 ) -> tuple[Tensor, Tensor]:
     """Estimate whitened advantages by exponentially weighted TD errors, and the returns that the critic learns.
 
@@ -267,7 +270,7 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: AdvantageConfig | None = None,
-    **unused: object,
+    **unused: Input,
 ) -> tuple[Tensor, Tensor]:
     """Score each response against the other samples of its prompt: ``(S - mean) / (std + epsilon) * m``.
 
@@ -295,7 +298,7 @@ def compute_grpo_passk_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     config: AdvantageConfig | None = None,
-    **unused: object,
+    **unused: Input,
 ) -> tuple[Tensor, Tensor]:
     """Credit only the best sample of a prompt: ``(best - second best) / (std + epsilon) * m``, and 0 for the others.
 
@@ -328,7 +331,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     response_mask: Tensor,
     config: AdvantageConfig | None = None,
     gamma: float | None = None,
-    **unused: object,
+    **unused: Input,
 ) -> tuple[Tensor, Tensor]:
     """Whiten the discounted return of each token over the batch.
 
@@ -358,7 +361,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     response_mask: Tensor,
     index: Index | None = None,
     epsilon: float = 1e-6,
-    **unused: object,
+    **unused: Input,
 ) -> tuple[Tensor, Tensor]:
     """Subtract the mean of the prompt's samples and whiten over the tokens of the batch: ``whiten((S - mean) * m)``.
 
@@ -386,7 +389,7 @@ def centred_scores(
 @register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
 @register_adv_est(AdvantageEstimator.RLOO)
 def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **unused: object
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None, **unused: Input
 ) -> tuple[Tensor, Tensor]:
     """Score each response against the mean of the prompt's other samples.
 
@@ -408,7 +411,7 @@ def compute_opo_outcome_advantage(
     response_mask: Tensor,
     index: Index | None = None,
     lengths: Tensor | None = None,
-    **unused: object,
+    **unused: Input,
 ) -> tuple[Tensor, Tensor]:
     """Subtract the length-weighted mean of the prompt's samples, the baseline of least variance.
 
@@ -429,7 +432,7 @@ def compute_opo_outcome_advantage(
 
 @register_adv_est(AdvantageEstimator.REMAX)
 def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **unused: object
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, **unused: Input
 ) -> tuple[Tensor, Tensor]:
     """Subtract the score of the greedy response from the reward to come of each token.
 
@@ -454,7 +457,7 @@ def compute_gpg_outcome_advantage(
     index: Index | None = None,
     f_norm: float = 1.0,
     alpha: float = 1.0,
-    **unused: object,
+    **unused: Input,
 ) -> tuple[Tensor, Tensor]:
     """Centre the scores of each prompt and scale them up by the share of responses with a score other than zero.
 

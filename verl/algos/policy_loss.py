@@ -301,7 +301,7 @@ def gspo(inputs: LossInputs, config: ClipOptions) -> TokenLoss:
 
 
 @register_token_loss("gpg", needs_config=False)
-def gpg(inputs: LossInputs, config: object) -> TokenLoss:
+def gpg(inputs: LossInputs, config: ActorLossConfig | None) -> TokenLoss:
     """Compute the plain policy gradient, without ratio or clip.
 
     Source: GPG (arXiv:2504.02546), section 3.

@@ -482,7 +482,7 @@ class Place(NamedTuple):
     pid: int
 
 
-def _place(worker: object) -> Place:
+def _place(worker: T) -> Place:
     return Place(ray.get_runtime_context().get_node_id(), os.getpid())
 
 

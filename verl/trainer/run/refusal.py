@@ -50,7 +50,7 @@ class Findings:
     def __init__(self) -> None:
         self.errors: list[Exception] = []
 
-    def passes(self, check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> bool:
+    def passes(self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> bool:
         """Run a check and return whether it refuses nothing; its error is kept."""
         try:
             check(*args, **kwargs)

@@ -199,7 +199,7 @@ class Watch:
         return LostProcessError(f"{process} {what}; {where}")
 
 
-def ended_within(seconds: float, call: Callable[[], object]) -> bool:
+def ended_within(seconds: float, call: Callable[[], T]) -> bool:
     """Make a call that may hang, in a thread; return whether it ended in time, and before another Ctrl-C."""
 
     def attempt() -> None:

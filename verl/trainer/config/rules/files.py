@@ -51,7 +51,7 @@ def file_rules(run: RunConfig) -> Iterator[Violation]:
         yield from violations
 
 
-def name_rules(names: Mapping[str, object]) -> Iterator[Violation]:
+def name_rules(names: Mapping[str, Json]) -> Iterator[Violation]:
     """Yield names that lead out of the folders that they are parts of."""
     for key, name in names.items():
         if isinstance(name, str) and (name[:1] in ("/", "~") or os.path.normpath(name).split("/")[0] == os.pardir):
