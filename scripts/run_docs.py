@@ -2,7 +2,7 @@
 
 python scripts/run_docs.py             # run them in the order of the pages; the exit code is 1 if one fails
 python scripts/run_docs.py --list      # print them
-python scripts/run_docs.py --only algo # those of pages whose path contains a text
+python scripts/run_docs.py --only algo # those whose page or command contains a text
 """
 
 import argparse
@@ -18,15 +18,27 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 1200.0
 BLOCK = re.compile(r"^```bash\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 RUNS_HERE = re.compile(
-    r"bash scripts/quickstart\.sh"
+    r"bash scripts/(quickstart|setup_env)\.sh"
     r"|(\w+=\S+ )*bash examples/\S+_cpu\S*\.sh( .*)?"
+    r"|python -m pytest tests/workers/\S+( .*)?"
     r"|python -m verl\.utils\.doctor"
-    r"|python -m verl\.trainer\.main_ppo .*outputs/quickstart/.*"
+    r"|python -m verl\.(trainer\.main_ppo|utils\.report|model_merger) .*outputs/quickstart/.*"
     r"|python -m scripts\.engine_attributes"
     r"|python scripts/(check_pr_title|count_structure|rollout_viewer)\.py( .*)?"
-    r"|python benchmarks/(algos|dispatch)\.py"
+    r"|python benchmarks/(algos|dispatch)\.py( --check)?"
+    r"|python benchmarks/prefix_sharing\.py --updates 3"
 )
-"""Commands that need nothing which a fresh clone with the CPU set lacks, except for what those before them write."""
+"""Commands that need nothing which a fresh clone with the CPU set lacks, except for what those before them write.
+
+Benchmarks that take more than some minutes are left out, and the tests that continuous integration runs.
+"""
+
+READERS_OWN = {
+    r"RUN_(DIR|A|B)": "outputs/quickstart/grpo",
+    r"checkpoints/project/run/global_step_100": "outputs/quickstart/grpo/global_step_40",
+    r"merged": "outputs/quickstart/merged",
+}
+"""What the quick start has made, by the names that pages give to files of the reader."""
 
 OWN_FILES = re.compile(r"\.\.\.|=tools\.yaml")
 """What a command that is not whole has, or one with a file that the reader writes."""
@@ -36,8 +48,10 @@ def commands(page: Path) -> Iterator[str]:
     """Yield the commands in the shell blocks of a page, each on one line and without its comment."""
     for block in BLOCK.findall(page.read_text(encoding="utf-8")):
         for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-            command = " ".join(re.sub(r"\s+#.*", "", line).split())
-            if command and not command.startswith("#"):
+            command = " ".join(re.sub(r"(^|\s)#.*", "", line).split())
+            for name, made in READERS_OWN.items():
+                command = re.sub(rf"(?<![\w/]){name}(?!\w)", made, command)
+            if command:
                 yield command
 
 
@@ -47,13 +61,14 @@ def runnable(only: str = "") -> list[tuple[Path, str]]:
     found: dict[str, Path] = {}
     for page in pages:
         for command in commands(page):
-            if (
-                only in page.relative_to(ROOT).as_posix()
-                and RUNS_HERE.fullmatch(command)
-                and not OWN_FILES.search(command)
-            ):
+            if RUNS_HERE.fullmatch(command) and not OWN_FILES.search(command):
                 found.setdefault(command, page)
-    return [(page, command) for command, page in found.items()]
+    return [(page, command) for command, page in found.items() if only in place(page, command)]
+
+
+def place(page: Path, command: str) -> str:
+    """Return how a command is told."""
+    return f"{page.relative_to(ROOT).as_posix()}: {command}"
 
 
 def run(command: str) -> str:
@@ -73,18 +88,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Run or list the commands and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
-    parser.add_argument("--only", default="", help="a part of the path of the pages")
+    parser.add_argument("--only", default="", help="a part of the page's path or of the command")
     options = parser.parse_args(arguments)
     failed = 0
     for page, command in runnable(options.only):
-        place = f"{page.relative_to(ROOT)}: {command}"
         if options.list:
-            print(place)
+            print(place(page, command))
             continue
         start = time.monotonic()
         problem = run(command)
         failed += bool(problem)
-        print(f"{'failed' if problem else 'passed'} {time.monotonic() - start:4.0f} s  {place}", flush=True)
+        print(
+            f"{'failed' if problem else 'passed'} {time.monotonic() - start:4.0f} s  {place(page, command)}", flush=True
+        )
         if problem:
             print(problem, flush=True)
     return 1 if failed else 0

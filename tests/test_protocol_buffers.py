@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from verl import DataProto
 from verl.protocol import DataProtoFuture, delayed_copies, deserialize_tensordict, serialize_tensordict
-from verl.utils.batch import serialization, sliced_column
+from verl.utils.batch import serialization
 from verl.utils.numerics import host_memory
 
 RANGES = {"uint8": (0, 255), "int16": (-(2**15), 2**15 - 1), "int32": (-(2**31), 2**31 - 1)}
@@ -28,14 +28,6 @@ def small_columns_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-
-
-@pytest.fixture(params=["whole", "sliced"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send columns whole, and in slices of two to sixteen values."""
-    if request.param == "sliced":
-        monkeypatch.setattr(serialization, "SLICED_BYTES", 1)
-        monkeypatch.setattr(sliced_column, "SLICE_BYTES", 16)
 
 
 def _send(data: Any) -> tuple[bytes, list[bytes]]:
@@ -95,7 +87,6 @@ def test_other_columns_travel_as_they_are(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(data)).batch["x"].tolist() == strided.tolist()
 
 
-@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("delayed", [False, True])
 def test_the_receiver_owns_its_tensors(delayed: bool) -> None:
     data = _batch()
@@ -118,14 +109,12 @@ def test_the_receiver_owns_its_tensors(delayed: bool) -> None:
         _ = second.bach
 
 
-@pytest.mark.usefixtures("form")
 def test_a_file_holds_a_batch(tmp_path: Path) -> None:
     data = _batch()
     data.save_to_disk(tmp_path / "batch.pkl")
     assert _equal(DataProto.load_from_disk(tmp_path / "batch.pkl"), data)
 
 
-@pytest.mark.usefixtures("form")
 def test_delayed_batches_answer_like_others() -> None:
     data = _batch()
     sent = _send(data)
@@ -149,7 +138,6 @@ def test_delayed_batches_answer_like_others() -> None:
     assert _receive(sent)._not_copied() is None
 
 
-@pytest.mark.usefixtures("form")
 def test_parts_are_joined_from_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     data = _batch()
     parts = [_send(part) for part in data.chunk(3)]
@@ -165,7 +153,6 @@ def test_parts_are_joined_from_their_buffers(monkeypatch: pytest.MonkeyPatch) ->
     assert _equal(DataProto.concat([_receive(part) for part in parts]), data) and len(copies) == 3
 
 
-@pytest.mark.usefixtures("form")
 def test_a_call_of_workers_returns_tensors_that_the_caller_owns(monkeypatch: pytest.MonkeyPatch) -> None:
     func_generator = pytest.importorskip("verl.single_controller.ray.worker_group").func_generator
     data = _batch()
@@ -186,7 +173,6 @@ def test_a_call_of_workers_returns_tensors_that_the_caller_owns(monkeypatch: pyt
     assert _receive(parts[0])._not_copied() is None
 
 
-@pytest.mark.usefixtures("form")
 def test_parts_that_do_not_fit_are_refused_as_usual() -> None:
     with delayed_copies():
         for other, message in (
@@ -206,6 +192,15 @@ def test_parts_that_do_not_fit_are_refused_as_usual() -> None:
         assert DataProto.concat([_receive(_send(part)) for part in mixed]).batch["x"].tolist() == [1, 2**40, 3, -4]
         alone = DataProto.concat([_receive(_send(mixed[1]))])
     assert alone._not_copied() is None and alone.batch["x"].tolist() == [3, -4]
+
+
+@pytest.mark.parametrize(
+    "damage", [("float64", (2, 3)), ("int32", (2, 3)), ("abs", (2, 3)), ("float32", (3, 3)), ("float32", (1, 3))]
+)
+def test_a_damaged_column_is_refused(damage: tuple[str, tuple[int, ...]]) -> None:
+    good = serialization.serialize_single_tensor(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="are sent for a tensor of torch.float32"):
+        serialization._write(torch.empty(damage[1]), (damage[0], damage[1], good[2]))
 
 
 def test_rows_in_memory_of_the_host() -> None:

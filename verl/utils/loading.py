@@ -65,7 +65,6 @@ LISTED = _names(
         "verl.protocol": f"DataProto DataProtoItem {_TENSORS}",
         "verl.protocol.data_proto": "DataProto DataProtoItem",
         "verl.utils.batch.serialization": _TENSORS,
-        "verl.utils.batch.sliced_column": "start_column take_slice",
         "verl.utils.serialization": _TENSORS,
     }
 )

@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -253,16 +253,12 @@ class DeadlinePool:
 
         Raises: UserCodeFailed if loading raises, ProcessStartError if it takes too long or ends its process.
         """
-        with self._lock:
-            try:
-                self._remove_done(deque())
-                self._start_processes(1)
-                while self._workers[0].is_starting:
-                    _wait(self._workers[:1])
-                    self._workers[0].finish_start()
-            except BaseException:  # the processes end also at an interrupt
-                _end_all(self._workers)
-                raise
+        with self._whole():
+            self._remove_done(deque())
+            self._start_processes(1)
+            while self._workers[0].is_starting:
+                _wait(self._workers[:1])
+                self._workers[0].finish_start()
 
     def map(self, arguments: Sequence[tuple[Any, ...]], timeout_s: float, batch_timeout_s: float) -> list[Outcome]:
         """Return the outcome of every call, in the order of the arguments; see ``outcomes``."""
@@ -277,15 +273,19 @@ class DeadlinePool:
         Args: ``timeout_s`` limits one call, ``batch_timeout_s`` all of them, both counted after processes have started.
         Raises: ProcessStartError if a process cannot load the function.
         """
-        with self._lock:
+        with self._whole():
             try:
                 yield from self._outcomes(calls, timeout_s, batch_timeout_s)
             except UserCodeFailed as error:
-                _end_all(self._workers)
                 raise ProcessStartError(str(error)) from error
-            except BaseException:  # what the processes still answer belongs to calls that nobody waits for
-                _end_all(self._workers)
-                raise
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Kill the processes unless the block runs to its end: nobody waits for what they still answer."""
+        with self._lock, ExitStack() as interrupted:
+            interrupted.callback(_end_all, self._workers)
+            yield
+            interrupted.pop_all()
 
     def close(self) -> None:
         """Kill the processes."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,11 @@ def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[b
     ``options`` are those of ``subprocess.Popen``. If the wait for the start is interrupted, the process is killed.
     """
     started = _starter().submit(partial(_popen, command, options))
-    try:
-        return started.result()
-    except BaseException:  # an interrupt of the wait must not leave the process behind
-        started.add_done_callback(_kill_started)
-        raise
+    with ExitStack() as interrupted:  # the wait; that must not leave the process behind
+        interrupted.callback(started.add_done_callback, _kill_started)
+        process = started.result()
+        interrupted.pop_all()
+    return process
 
 
 def _popen(command: Sequence[str], options: Mapping[str, Any]) -> "subprocess.Popen[bytes]":
@@ -121,10 +121,10 @@ def guarded_group() -> Iterator[int]:
     leader = _start_guard([], [guard.GROUP], process_group=0)
     _guards.append(leader)
     try:
-        yield leader.pid
-    except BaseException:  # the group ends also at an interrupt
-        os.killpg(leader.pid, signal.SIGKILL)
-        raise
+        with ExitStack() as failed:
+            failed.callback(os.killpg, leader.pid, signal.SIGKILL)
+            yield leader.pid
+            failed.pop_all()
     finally:
         leader.kill()
         leader.wait()

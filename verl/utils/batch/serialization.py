@@ -4,7 +4,7 @@ Ray delivers buffers in read-only shared memory. They are copied once when they 
 tensor on read-only memory without an error, and ranks that share an object would see each other's writes.
 
 A batch is sent in compact form: large columns of int64, such as token ids and masks, travel in the smallest integers
-that hold their values, and the largest columns in slices.
+that hold their values.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.utils.batch.sliced_column import SlicedColumn, Values, narrow_dtype, values_of, write_values
 from verl.utils.device import is_cuda_available, is_npu_available
 from verl.utils.numerics import host_memory
 
@@ -26,11 +25,9 @@ BatchState = tuple[tuple[int, ...], str | None, dict[str, Any]]
 _OTHER = "object"  # layout name of an entry that is not a tensor
 _NESTED_DICT = "tensordict"  # layout name of a nested TensorDict
 _NARROW = "narrow"  # layout name of an int64 tensor that is sent as smaller integers
-_SLICED = "sliced"  # layout name of a dense tensor that is sent as a SlicedColumn
 NARROW_BYTES = 1 << 18
 """Columns of int64 from this size on are sent in compact form."""
-SLICED_BYTES = 1 << 22
-"""Columns from this size on are sent in slices, whatever their dtype."""
+_NARROW_DTYPES = (torch.uint8, torch.int16, torch.int32)
 
 
 class PicklesItself:
@@ -39,8 +36,8 @@ class PicklesItself:
 
 def serialize_single_tensor(obj: Tensor) -> TensorTriple:
     """Return (dtype name, shape, bytes); the bytes of a contiguous CPU tensor are a view."""
-    name, content = values_of(obj.detach().cpu().contiguous())
-    return name, tuple(obj.shape), content
+    flat = obj.detach().cpu().contiguous().view(-1)
+    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), flat.view(torch.uint8).numpy()
 
 
 def deserialize_single_tensor(arr: TensorTriple) -> Tensor:
@@ -62,14 +59,17 @@ def _narrowed(value: Tensor) -> Tensor | None:
         return None
     if value.device.type != "cpu" or value.nbytes < NARROW_BYTES:
         return None
-    dtype = narrow_dtype(value)
-    return None if dtype is None else host_memory.empty(value.shape, dtype).copy_(value)
+    low, high = (int(bound) for bound in torch.aminmax(value))
+    for dtype in _NARROW_DTYPES:
+        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return host_memory.empty(value.shape, dtype).copy_(value)
+    return None
 
 
 def serialize_tensordict(batch: TensorDict, compact: bool = False) -> BatchState:
     """Return (batch size, device, entries); an entry is a triple, or (layout name, parts) if it is not dense.
 
-    With ``compact``, large tensors are pairs too.
+    With ``compact``, large tensors of int64 are pairs too.
     """
     entries: dict[str, Any] = {}
     for key, value in batch.items():
@@ -80,8 +80,6 @@ def serialize_tensordict(batch: TensorDict, compact: bool = False) -> BatchState
         elif value.is_nested:
             layout = str(value.layout).removeprefix("torch.")
             entries[key] = (layout, [serialize_single_tensor(part) for part in value.unbind()])
-        elif compact and value.layout == torch.strided and value.nbytes >= SLICED_BYTES:
-            entries[key] = (_SLICED, SlicedColumn.of(value))
         elif compact and (small := _narrowed(value)) is not None:
             entries[key] = (_NARROW, serialize_single_tensor(small))
         else:
@@ -110,8 +108,6 @@ def _deserialize_entry(key: str, entry: Any) -> Any:
         return deserialize_tensordict(parts)
     if layout == _OTHER:
         return parts
-    if layout == _SLICED:
-        return parts.tensor()
     if layout == _NARROW:
         return join_tensors([entry])
     tensors = [deserialize_single_tensor(part) for part in parts]
@@ -119,24 +115,17 @@ def _deserialize_entry(key: str, entry: Any) -> Any:
 
 
 class _Dense(NamedTuple):
-    """An entry that is one dense tensor: its dtype and shape, and its values in parts."""
+    """An entry that is one dense tensor: its dtype, and the triple that was sent."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: Sequence[Values]
+    sent: TensorTriple
 
 
 def _dense(entry: Any) -> _Dense | None:
     """Return the description of an entry that is one dense tensor, else None."""
     if len(entry) == 3:
-        name, shape, content = entry
-        return _Dense(getattr(torch, name), shape, [(name, content)])
-    if entry[0] == _SLICED:
-        return _Dense(getattr(torch, entry[1].dtype), entry[1].shape, entry[1].slices)
-    if entry[0] != _NARROW:
-        return None
-    _, (name, shape, content) = entry
-    return _Dense(torch.int64, shape, [(name, content)])
+        return _Dense(getattr(torch, entry[0]), entry)
+    return _Dense(torch.int64, entry[1]) if entry[0] == _NARROW else None
 
 
 def join_tensors(entries: Sequence[Any]) -> Tensor | None:
@@ -146,16 +135,33 @@ def join_tensors(entries: Sequence[Any]) -> Tensor | None:
     """
     found = [_dense(entry) for entry in entries]
     columns = [column for column in found if column is not None]
-    kinds = {(column.dtype, tuple(column.shape[1:])) for column in columns}
-    if len(columns) < len(found) or len(kinds) != 1 or any(not column.shape for column in columns):
+    shapes = [column.sent[1] for column in columns]
+    kinds = {(column.dtype, shape[1:]) for column, shape in zip(columns, shapes, strict=True)}
+    if len(columns) < len(found) or len(kinds) != 1 or not all(shapes):
         return None
     dtype, row_shape = kinds.pop()
-    joined = host_memory.empty((sum(column.shape[0] for column in columns), *row_shape), dtype)
+    joined = host_memory.empty((sum(shape[0] for shape in shapes), *row_shape), dtype)
     at = 0
-    for column in columns:
-        for values in column.parts:
-            at = write_values(joined, at, values)
+    for column, shape in zip(columns, shapes, strict=True):
+        _write(joined[at : at + shape[0]], column.sent)
+        at += shape[0]
     return joined
+
+
+def _write(target: Tensor, sent: TensorTriple) -> None:
+    """Write a sent tensor into rows of another one, which may have wider integers.
+
+    Raises: ValueError when shape or dtype do not fit.
+    """
+    name, shape, content = sent
+    fitting = (target.dtype, *_NARROW_DTYPES) if target.dtype == torch.int64 else (target.dtype,)
+    dtype = next((each for each in fitting if each is getattr(torch, name, None)), None)
+    if dtype is None or content.nbytes != target.numel() * dtype.itemsize:
+        raise ValueError(f"{content.nbytes} bytes of {name!r} are sent for a tensor of {target.dtype}, {shape}")
+    if dtype is target.dtype:  # as bytes, because numpy does not have every dtype
+        np.copyto(target.view(-1).view(torch.uint8).numpy(), content)
+    else:
+        np.copyto(target.view(-1).numpy(), content.view(name))
 
 
 def join_tensordicts(states: Sequence[BatchState]) -> TensorDict | None:
