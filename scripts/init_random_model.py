@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import WrongInput
 from verl.utils.command_line import OneLineParser
 
 

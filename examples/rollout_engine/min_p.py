@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.protocol import DataProto
 from verl.utils.device import get_device_name
 from verl.workers.config.engines import EngineFacts

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 if __package__ in (None, ""):  # started as a file: the folder of this file is on the path, the repository is not
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.utils import Role, need_critic

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from omegaconf import DictConfig
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
 from verl.experimental.agent_loop.tool_agent_loop import AgentState, Conversation, ToolAgentLoop

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from verl.base_config import BaseConfig, WrongInput, setting
+from verl.base_config import BaseConfig, setting
+from verl.errors import WrongInput
 from verl.interactions.base import Answered, Message
 from verl.interactions.simulated_user_interaction import END_OF_CHAT, SimulatedUserInteraction
 from verl.utils.class_files import read_options

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import WrongInput, config_error, nearest, parse_node
+from verl.base_config import config_error, nearest, parse_node
+from verl.errors import WrongInput
 from verl.interactions.base import Message
 from verl.utils.unavailable import is_unavailable
 from verl.workers.rewards import scoring

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.utils import envs
 from verl.utils.chat_endpoint import ChatEndpoint, EndpointError
 from verl.utils.dataset.files import Row

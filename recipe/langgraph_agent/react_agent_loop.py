@@ -11,7 +11,7 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.prebuilt import ToolNode
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.experimental.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from .chat_model import ChatModel, TrajectoryFullError, segments_of

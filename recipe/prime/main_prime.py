@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.utils import Role

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.algos.advantage import rows_to_use
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.utils.groupwise import as_torch_index, group_sum
 from verl.utils.torch_functional import masked_whiten
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from verl.algos.aggregate import Metric, Sum
-from verl.base_config import WrongInput, build_node
+from verl.base_config import build_node
+from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.profiler.profile import DistProfiler

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from verl.base_config import WrongInput, build_node
+from verl.base_config import build_node
+from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.loaders import Rows

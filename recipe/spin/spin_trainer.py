@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from verl.base_config import WrongInput, build_node
+from verl.base_config import build_node
+from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing, for_model, without_metrics
 from verl.trainer.ppo.segments import without_segments

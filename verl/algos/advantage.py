@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.algos.names import AdvantageEstimator as AdvantageEstimator
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.groupwise import as_torch_index, group_count, group_mean_std, group_sum
 from verl.utils.numerics.scan import reverse_scan

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.interactions.base import Answered, BaseInteraction, Message, last_text
 from verl.utils.json_types import Json, JsonObject
 from verl.utils.reward_score import gsm8k

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from verl.base_config import BaseConfig, Violation, WrongInput, setting
+from verl.base_config import BaseConfig, Violation, setting
+from verl.errors import WrongInput
 from verl.interactions.base import Answered, BaseInteraction, Message, text_of
 from verl.utils.chat_endpoint import ChatEndpoint, EndpointError
 from verl.utils.class_files import read_options

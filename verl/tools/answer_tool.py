@@ -4,7 +4,7 @@ import asyncio
 from abc import abstractmethod
 from typing import TypedDict
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.tools.base_tool import BaseTool, Executed, created_with
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.json_types import Json, JsonObject

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.json_types import Json, JsonObject
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import WrongInput
 from verl.tools.schemas import ToolResponse, decode_arguments
 from verl.utils.json_types import Json, JsonObject
 from verl.utils.masking import masked_text

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import WrongInput
 from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.calls import BadArguments, ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse

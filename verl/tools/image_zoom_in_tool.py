@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from verl.base_config import BaseConfig, WrongInput, setting
+from verl.base_config import BaseConfig, setting
+from verl.errors import WrongInput
 from verl.tools.base_tool import BaseTool, Executed, created_with
 from verl.tools.calls import OUTCOME, BadArguments, ToolOutcome
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import WrongInput
 from verl.utils.import_utils import has_module
 from verl.utils.json_types import JsonObject
 from verl.utils.parsing import parse_json

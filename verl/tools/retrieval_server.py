@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.tools.retrieval_index import BM25Index, DenseIndex, Document, Index, read_corpus
 from verl.utils.net_utils import LOCAL_HOSTS
 from verl.utils.parsing import parse_json

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeAlias
 
 import jinja2
 
-from verl.base_config import WrongInput, as_yaml
+from verl.base_config import as_yaml
+from verl.errors import WrongInput
 from verl.utils import template_trial
 from verl.utils.process_pool import START_TIMEOUT_S
 from verl.utils.processes import start_process

@@ -11,7 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import BaseConfig, WrongInput, config_error, nearest, one_line, parse_node
+from verl.base_config import BaseConfig, config_error, nearest, one_line, parse_node
+from verl.errors import WrongInput
 from verl.utils.import_utils import absolute_name, is_own
 from verl.utils.parsing import parse_yaml
 from verl.utils.time_limit import TimeLimitExceeded, error_text, import_within_limit, time_limit

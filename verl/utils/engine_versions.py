@@ -7,7 +7,7 @@ from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 
 STANDALONE = "standalone"
 """The mode of engines with devices of their own (``hybrid_engine=false``); the others are those of ``rollout.mode``."""

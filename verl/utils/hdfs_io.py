@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from typing import Any
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.attempts import (
     CANCELLED,
     DROPPED,

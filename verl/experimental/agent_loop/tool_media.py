@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import WrongInput, build_node
+from verl.base_config import build_node
+from verl.errors import WrongInput
 from verl.tools.schemas import ToolResponse
 from verl.utils.dataset.vision_utils import MediaError, MissingVideoSupportError, load_video, process_image
 from verl.utils.vision.fetching import check_no_address

@@ -1,6 +1,6 @@
 """Make the interactions that a file lists."""
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.interactions.base import BaseInteraction
 from verl.utils.class_files import ClassItem, build, import_class, read_class_items
 from verl.utils.json_types import JsonObject

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.transformers.attention_terms import Terms, flex, flex_serves, written_out
 from verl.models.transformers.forest_attention import forest_attention
 from verl.models.transformers.names import PACKED

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.transformers.packing import attention_cap
 from verl.utils.import_utils import has_module
 

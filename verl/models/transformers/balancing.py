@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.transformers.dense_common import own_forward
 from verl.models.transformers.own_loss import balancing_coefficient
 

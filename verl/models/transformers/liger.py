@@ -5,7 +5,7 @@ Its fused loss stays out: engines score tokens themselves, or with ``use_fused_k
 
 from typing import TYPE_CHECKING
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.base_config import ConfigError, Violation, WrongInput
+from verl.base_config import ConfigError, Violation
+from verl.errors import WrongInput
 
 TYPES = "token_type_ids"
 MM_TYPES = "mm_token_type_ids"

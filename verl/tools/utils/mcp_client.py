@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
-from verl.base_config import WrongInput, nearest, one_line
+from verl.base_config import nearest, one_line
+from verl.errors import WrongInput
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.concurrency import RateLimit
 from verl.utils.http_client import url_problem

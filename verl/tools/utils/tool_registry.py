@@ -7,7 +7,7 @@ from typing import TypeVar, Unpack
 
 from pydantic import ValidationError
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import function_tools
 from verl.tools.mcp_base_tool import MCPBaseTool, McpToolConfig

@@ -16,7 +16,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import ConfigError, Violation, WrongInput, nearest
+from verl.base_config import ConfigError, Violation, nearest
+from verl.errors import WrongInput
 from verl.trainer.config.invocation import CHECK, call, only_checks
 from verl.trainer.config.keys import dotted_keys, select, tree_of
 from verl.trainer.config.other_versions import ENGINE_OF_FILES

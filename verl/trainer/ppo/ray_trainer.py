@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.algos.kl import get_kl_controller
 from verl.algos.names import AdvantageEstimator
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.rewards import scores_one_by_one
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.protocol.lazy import is_lazy

@@ -14,7 +14,8 @@ from verl.algos.kl import KLController
 from verl.algos.kl import kl_penalty as compute_kl
 from verl.algos.mismatch import compute_rollout_importance_weights
 from verl.algos.names import AdvantageEstimator
-from verl.base_config import Tree, WrongInput
+from verl.base_config import Tree
+from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import Workers, computed, is_lazy
 from verl.trainer.ppo.segments import Joined

@@ -18,7 +18,7 @@ import psutil
 import ray
 from hydra.core.hydra_config import HydraConfig
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.trainer.config.problems import MOST_LINES, USAGE_ERROR, brief
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import LocalDisplay

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.base_config import ConfigError, Violation, WrongInput
+from verl.base_config import ConfigError, Violation
+from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.keys import tree_of
 from verl.trainer.config.sft import EACH_EPOCH, TrainerOptions, as_engine_tree, parse_sft_config

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.utils.masking import MaskedError
 from verl.utils.vision.limits import MediaConfig
 

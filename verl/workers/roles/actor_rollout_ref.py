@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.mismatch import finish_gap_metrics
-from verl.base_config import WrongInput, build_node, omega_conf_to_dataclass
+from verl.base_config import build_node, omega_conf_to_dataclass
+from verl.errors import WrongInput
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import OLD_LOG_PROBS_VERSION, DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register

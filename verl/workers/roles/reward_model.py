@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.base_config import WrongInput, build_node
+from verl.base_config import build_node
+from verl.errors import WrongInput
 from verl.models.transformers.vision import is_vision_config
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register

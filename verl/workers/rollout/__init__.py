@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import ConfigError, WrongInput
+from verl.base_config import ConfigError
+from verl.errors import WrongInput
 from verl.utils.device import get_device_name
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.hf_rollout import HFRollout, NaiveRollout

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.numerics.seeding import RequestSeeds

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.transformers.names import LENGTH_ROPES
 from verl.models.transformers.rope import has_length_rope
 

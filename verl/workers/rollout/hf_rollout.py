@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.transformers.attention_choice import class_of, padded_attention
 from verl.models.transformers.balancing import returns_router_logits
 from verl.models.transformers.names import PACKED

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.protocol import all_gather_data_proto
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, set_expandable_segments

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.mcore.families import VisionParts
 from verl.models.mcore.gpt.layers import DeepFeatures, PackedRowParams
 from verl.models.transformers.vision import Media, read_media

@@ -3,7 +3,8 @@
 import os
 from collections.abc import Iterator
 
-from verl.base_config import Violation, WrongInput, nearest
+from verl.base_config import Violation, nearest
+from verl.errors import WrongInput
 from verl.experimental.agent_loop.registry import known_names, read_agent_loops
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.interactions.utils.interaction_registry import read_interactions_file

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.base_config import WrongInput, one_line
+from verl.base_config import one_line
+from verl.errors import WrongInput
 from verl.models.transformers.balancing import returns_router_logits
 from verl.utils.checkpoint.files import ADAPTER_FOLDER as ADAPTER_FOLDER
 from verl.utils.flops_counter import AdapterSizes

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.base_config import ConfigError, Violation, WrongInput
+from verl.base_config import ConfigError, Violation
+from verl.errors import WrongInput
 from verl.models.transformers.attention import VARLEN_ATTENTION
 from verl.models.transformers.balancing import balancing_of
 from verl.models.transformers.dense_common import has_fused_head

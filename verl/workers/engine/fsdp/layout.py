@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import initialize_lone_process_group, take_over_timeout

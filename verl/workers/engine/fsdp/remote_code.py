@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.protocol import DataProto
 
 _TOLERANCE = 0.1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.utils.model import stored_buffers
 from verl.workers.engine.fsdp.adapters import has_adapters
 from verl.workers.engine.fsdp.build import checkpoint_names

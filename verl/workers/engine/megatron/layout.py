@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
-from verl.base_config import WrongInput, as_yaml
+from verl.base_config import as_yaml
+from verl.errors import WrongInput
 from verl.utils.device import current_device, get_device_name
 from verl.utils.device.gloo import use_one_thread
 from verl.utils.distributed import group_timeout, initialize_lone_process_group

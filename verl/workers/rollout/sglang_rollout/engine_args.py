@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.utils.device import get_device_name
 from verl.utils.engine_arguments import sglang_arguments
 from verl.utils.sglang.installed import has_kernels

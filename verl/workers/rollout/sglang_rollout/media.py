@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.transformers.names import SGLANG_VISION_FAMILIES
 from verl.utils.dataset.vision_utils import encoded_media, model_inputs
 from verl.utils.vision.multi_modal import num_bytes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.workers.rollout.base import eos_token_ids
 from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
 from verl.workers.rollout.sglang_rollout.media import MediaForm, Prompt

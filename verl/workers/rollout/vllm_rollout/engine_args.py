@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.models.transformers.vision import is_vision_config
 from verl.utils.device import get_device_name
 from verl.utils.json_types import mapping_at

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.workers.rollout.base import eos_token_ids
 from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
 from verl.workers.rollout.vllm_rollout.media import Request, media_of

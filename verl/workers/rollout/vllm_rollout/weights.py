@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verl.base_config import WrongInput
+from verl.errors import WrongInput
 from verl.workers.rollout.base import Bucket
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.unread import check_nothing_is_nan, fill_with_nan
