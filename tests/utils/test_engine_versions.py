@@ -3,7 +3,7 @@
 import logging
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +60,23 @@ def test_what_cannot_be_compared_gets_a_notice(
     monkeypatch.setattr(engine_versions, "_warn_once", logging.getLogger("versions").warning)
     check_vllm("standalone")
     assert f"vLLM {version} cannot be compared with a release" in caplog.text and "needs 0.32" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("version", "older"), [("0.25.1", True), ("0.31.9+cpu", True), ("0.32.0rc1", False), ("main", False), (None, False)]
+)
+def test_patches_for_a_cpu_are_not_for_older_versions(
+    version: str | None, older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verl.utils.vllm import patch
+
+    monkeypatch.setattr(engine_versions, "installed_version", lambda: version)
+    called = {name: False for name, value in vars(patch).items() if isinstance(value, FunctionType)}
+    for name in called.keys() - {"apply", "is_older_vllm"}:
+        monkeypatch.setattr(patch, name, lambda *_, name=name: called.update({name: True}))
+    patch.apply.__wrapped__(on_cpu=True)
+    assert called["keep_plain_weights"] and called["draw_seeds_by_counter"] and called["quiet_reload"]
+    assert called["touch_cache_on_use"] is called["zero_dummy_weights"] is not older
 
 
 def test_the_build_for_a_cpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:

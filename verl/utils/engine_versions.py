@@ -15,6 +15,9 @@ STANDALONE = "standalone"
 LOWEST_VLLM = {"sync": "0.25", "async": "0.28", STANDALONE: "0.32"}
 """By the mode, the first version of vLLM with everything that it calls; ``scripts/engine_attributes.py`` checks it."""
 
+LOWEST_ON_CPU = "0.32"
+"""The version of vLLM from which on the patches hold that are for a CPU only: that of the extra ``cpu``."""
+
 _ABSENT_TAG = (0, 1)
 """The release that vLLM gives itself if it is built from a clone without tags."""
 
@@ -50,6 +53,12 @@ def check_vllm(mode: str, key: str = "actor_rollout_ref.rollout.name") -> None:
             f"{key}=vllm: the mode {mode} needs vLLM {lowest} or newer, and {installed} is installed: install "
             f"'vllm>={lowest}'{instead}"
         )
+
+
+def is_older_vllm(version: str) -> bool:
+    """Whether the installed vLLM is older than a version; one that cannot be compared is not."""
+    release = _release(installed_version() or "")
+    return release is not None and release < Version(version).release
 
 
 def _release(version: str) -> tuple[int, ...] | None:

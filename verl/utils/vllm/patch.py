@@ -1,6 +1,6 @@
 """All patches of vLLM, with the versions that need them and the condition for their removal.
 
-They were written for and tested with vLLM 0.32; the patched classes exist since 0.25. Each patch is applied once per
+They were written for vLLM 0.32; those that older versions get ran with 0.25.1, too. Each patch is applied once per
 process. What takes the place of a function of vLLM hands keywords on that it does not know.
 """
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from verl.utils import envs
+from verl.utils.engine_versions import LOWEST_ON_CPU, is_older_vllm
 from verl.utils.numerics.blocks import product_on_blocks
 from verl.utils.vllm.partial_blocks import PartialBlocks
 
@@ -34,15 +35,16 @@ def apply(on_cpu: bool) -> None:
     configure_logging()
     quiet_reload()
     if on_cpu:
-        permit_amx()
         keep_plain_weights()
-        draw_seeds_by_counter()
-        share_partial_blocks()
-        touch_cache_on_use()
-        replace_kernels_in_vllm_only()
         inspect_models_in_process()
-        zero_dummy_weights()
-        load_media_on_use()
+        draw_seeds_by_counter()
+        if not is_older_vllm(LOWEST_ON_CPU):
+            permit_amx()
+            share_partial_blocks()
+            touch_cache_on_use()
+            replace_kernels_in_vllm_only()
+            zero_dummy_weights()
+            load_media_on_use()
 
 
 def configure_logging() -> None:
@@ -166,15 +168,16 @@ class SeedStream:
 def draw_seeds_by_counter() -> None:
     """Give every seeded request a ``SeedStream`` instead of a generator, and sample from it.
 
-    Versions: 0.32 on a CPU. There a seeded request fails when its prompt is prefilled in chunks ("CPU Generator does
-    not use offset"), every step draws from torch's global generator even if no request needs it, and a Python loop
-    calls ``torch.randint`` once per token. Remove when vLLM samples on the CPU by (seed, position).
+    Versions: 0.25 to 0.32 on a CPU. There a seeded request fails when its prompt is prefilled in chunks ("CPU Generator
+    does not use offset"). In 0.32 every step draws from torch's global generator even if no request needs it, and a
+    Python loop calls ``torch.randint`` once per token. Remove when vLLM samples on the CPU by (seed, position).
     """
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     update_states = CPUModelRunner._update_states
     forward_cpu = topk_topp_sampler.TopKTopPSampler.forward_cpu
+    lacks_kernel = is_older_vllm(LOWEST_ON_CPU)
 
     def update_states_with_streams(self: Any, scheduler_output: Any, **more: Any) -> Any:
         result = update_states(self, scheduler_output, **more)
@@ -188,7 +191,7 @@ def draw_seeds_by_counter() -> None:
     def forward(
         self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if self.use_fp64_gumbel or more:
+        if self.use_fp64_gumbel or more or lacks_kernel:
             plain = {row: torch.Generator().manual_seed(stream.draw()) for row, stream in generators.items()}
             return forward_cpu(self, logits, plain, k, p, **more)
         logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p).to(torch.float32)
