@@ -36,7 +36,7 @@ from verl.protocol import DataProto
 from verl.trainer.config.cli import CONFIG_DIR
 from verl.trainer.ppo.phases import check_rollout
 from verl.workers.rollout.server import TokenOutput
-from verl.workers.rollout.vllm_rollout.requests import RequestForm
+from verl.workers.rollout.vllm_rollout.requests import VLLMRequestForm
 
 pytest.importorskip("vllm")
 
@@ -163,9 +163,9 @@ def test_a_stop_text_ends_a_response_and_stays_in_its_tokens(engine: Any) -> Non
 
 def test_a_loop_may_go_past_the_end_token() -> None:
     model_config: Any = SimpleNamespace(eos_token_id=tiny.EOS)
-    form = RequestForm(tiny.rollout_config("vllm"), model_config, 64, tiny.VOCABULARY, lambda: 1)
-    assert form.params({}, 3).stop_token_ids == [tiny.EOS]
-    assert form.params({"ignore_eos": True, "stop_token_ids": [9]}, 3).stop_token_ids == [9]
+    form = VLLMRequestForm(tiny.rollout_config("vllm"), model_config, 64, tiny.VOCABULARY, lambda: 1)
+    assert form.params(tiny.request({})).stop_token_ids == [tiny.EOS]
+    assert form.params(tiny.request({"ignore_eos": True, "stop_token_ids": [9]})).stop_token_ids == [9]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.workers.rollout.subjects import NEVER_S
 from verl.workers.config import ServerConfig
 from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.engine_server import EngineServer, OpenRequest
-from verl.workers.rollout.server import TokenOutput
+from verl.workers.rollout.server import GenerationRequest, TokenOutput
 
 
 class Engine:
@@ -35,18 +35,18 @@ class Engine:
 class Form:
     """Passes everything on."""
 
-    def request(self, prompt_ids: Any, *more: Any) -> Any:
-        return prompt_ids
+    def prompt(self, request: GenerationRequest) -> Any:
+        return request.prompt_ids
 
-    def params(self, given: Any, prompt_length: int) -> Any:
-        return given
+    def params(self, request: GenerationRequest) -> Any:
+        return request.sampling_params
 
 
 class Server(EngineServer):
     def _start_engine(self, model_config: Any) -> tuple[Any, Any]:
         return Engine(), Form()
 
-    async def _answer(self, entry: OpenRequest, request: Any, params: Any) -> TokenOutput:
+    async def _ask_engine(self, entry: OpenRequest, prompt: Any, params: Any) -> TokenOutput:
         return TokenOutput([1], None, "stop", versions=[(int(self._engine.versions[-1]), 1)])
 
 

@@ -1,6 +1,7 @@
 """Each key of sampling reaches the requests of each way to generate, or is refused by name."""
 
 import asyncio
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from verl.workers.config import SamplingConfig
 from verl.workers.rollout import base, get_rollout_class
 from verl.workers.rollout.hf_rollout import Sampler
 
+FORMS = {"vllm": "vllm_rollout.requests.VLLMRequestForm", "sglang": "sglang_rollout.requests.SGLangRequestForm"}
 MODEL = SimpleNamespace(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
 TRAINING = {"temperature": 0.7, "top_p": 0.6, "top_k": 5}
 VALIDATION = {"temperature": 0.4, "top_p": 0.9, "top_k": 3}
@@ -62,8 +64,8 @@ def engine_values(params: Any) -> dict[str, Any]:
 
 def form_of(name: str, config: Any) -> Any:
     pytest.importorskip(name)
-    module = __import__(f"verl.workers.rollout.{name}_rollout.requests", fromlist=["RequestForm"])
-    return module.RequestForm(config, MODEL, 64, tiny.VOCABULARY, lambda: 5)
+    form: Any = resolve_name(f"verl.workers.rollout.{FORMS[name]}")
+    return form(config, MODEL, 64, tiny.VOCABULARY, lambda: 5)
 
 
 def offline(name: str, config: Any, prompts: DataProto) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def offline(name: str, config: Any, prompts: DataProto) -> dict[str, Any]:
     rollout: Any = cls.__new__(cls)
     rollout.config, rollout.seeds = config, RequestSeeds(1)
     params = rollout._sampling_params(prompts)[0]
-    return engine_values(params if name == "vllm" else form_of(name, config).params(params, 3))
+    return engine_values(params if name == "vllm" else form_of(name, config).params(tiny.request(params)))
 
 
 def loop_params(config: Any, prompts: DataProto) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def loop_params(config: Any, prompts: DataProto) -> dict[str, Any]:
 
 def server(name: str, config: Any, prompts: DataProto) -> dict[str, Any]:
     """A request of an agent loop to a server."""
-    return engine_values(form_of(name, config).params(loop_params(config, prompts), 3))
+    return engine_values(form_of(name, config).params(tiny.request(loop_params(config, prompts))))
 
 
 def endpoint(name: str, config: Any, prompts: DataProto) -> dict[str, Any]:
@@ -112,7 +114,7 @@ def endpoint(name: str, config: Any, prompts: DataProto) -> dict[str, Any]:
     given = asked[0]
     if given.get("seed") is not None:
         given["seed"] = params["seed"]  # a turn derives its own
-    return engine_values(form_of(name, config).params(given, 3))
+    return engine_values(form_of(name, config).params(tiny.request(given)))
 
 
 def transformers_rollout(name: str, config: Any, prompts: DataProto) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def test_each_key_of_a_request_reaches_the_engine_or_is_refused(name: str) -> No
     """Of requests that a user's own agent loop sends to a server."""
     form = form_of(name, config_of(name))
     given = {"min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "stop": ["x"], "max_tokens": 4, "seed": 9}
-    params = form.params(given, 3)
+    params = form.params(tiny.request(given))
     found = vars(params) if name == "sglang" else {key: getattr(params, key) for key in given}
     values = found["values"] if name == "sglang" else found
     for key, value in given.items():
@@ -176,7 +178,7 @@ def test_each_key_of_a_request_reaches_the_engine_or_is_refused(name: str) -> No
         assert values[own] == value, key
     for key, value in {"n": 2, "do_sample": False, "best_of": 2, "output_kind": 0}.items():
         with pytest.raises(WrongInput, match=key):
-            form.params({key: value}, 3)
+            form.params(tiny.request({key: value}))
 
 
 def test_the_generation_server_asks_what_offline_generation_asks() -> None:

@@ -31,7 +31,7 @@ from verl.workers.rollout.weight_channel import SharedMemory, WeightGroup, layou
 
 pytest.importorskip("sglang")
 
-from verl.workers.rollout.sglang_rollout.engine import ServedEngine, _ignore_quit
+from verl.workers.rollout.sglang_rollout.engine import SGLangEngine, _ignore_quit
 from verl.workers.rollout.sglang_rollout.weights import serialized
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Running:
 
     def __init__(self, folder: Path, **more: Any) -> None:
         self.loop = asyncio.new_event_loop()
-        self.engine = ServedEngine(engine_args(folder, **more), batch_invariant=True)
+        self.engine = SGLangEngine(engine_args(folder, **more), batch_invariant=True)
 
     def __call__(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
@@ -489,7 +489,7 @@ def test_a_start_that_fails(tmp_path: Path) -> None:
     gc.disable()  # the sockets of this engine are garbage from its end on
     try:
         with pytest.raises(RuntimeError, match="SGLang's engine has not started with Unheard: "):
-            ServedEngine(engine_args(tmp_path))
+            SGLangEngine(engine_args(tmp_path))
         left = [each for each in open_sockets() if each not in others]
         for each in left:
             each.close(linger=0)
@@ -518,7 +518,7 @@ def test_a_start_that_fails_in_one_of_two_groups(tmp_path: Path) -> None:
     build_model().save_pretrained(tmp_path)
     args = engine_args(tmp_path, dp_size=2, nccl_port=get_free_port())
     with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="address already in use"):
-        pool.submit(ServedEngine, args).result()
+        pool.submit(SGLangEngine, args).result()
 
 
 def test_memory_that_the_device_cannot_free(running: Running) -> None:

@@ -90,11 +90,11 @@ LEAVER = """
 import contextlib, gc, sys
 from pathlib import Path
 from tests.workers.rollout.test_sglang_engine import engine_args
-from verl.workers.rollout.sglang_rollout.engine import ServedEngine
+from verl.workers.rollout.sglang_rollout.engine import SGLangEngine
 if __name__ == "__main__":
     gc.disable()  # else parts of the engine may be collected earlier
     with contextlib.suppress(RuntimeError):
-        ServedEngine(engine_args(Path(sys.argv[1]))).stop()
+        SGLangEngine(engine_args(Path(sys.argv[1]))).stop()
         print("started")
     gc.collect()
     print("collected")

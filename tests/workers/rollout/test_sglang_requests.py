@@ -17,15 +17,15 @@ pytest.importorskip("sglang")
 
 from tests.workers.rollout.test_sglang_engine import PROMPT, Running
 from verl.base_config import WrongInput
-from verl.workers.rollout.sglang_rollout.requests import RequestForm
+from verl.workers.rollout.sglang_rollout.requests import SGLangRequestForm
 
 VOCABULARY = 300  # at least that of the tokenizer
 SLOW_GRAMMAR = "([a-z]{3,9}[0-9]{2,7}){1,4}xyz+" * 20
 
 
-def form_of(**changes: Any) -> RequestForm:
+def form_of(**changes: Any) -> SGLangRequestForm:
     config = tiny.rollout_config("sglang", **{"skip_tokenizer_init": False} | changes)
-    return RequestForm(config, SimpleNamespace(eos_token_id=tiny.EOS), 64, VOCABULARY, lambda: 5)
+    return SGLangRequestForm(config, SimpleNamespace(eos_token_id=tiny.EOS), 64, VOCABULARY, lambda: 5)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def asked(running: Running, **given: Any) -> dict[str, Any]:
-    params = form_of().params({"max_tokens": 12, "seed": 3} | given, len(PROMPT))
+    params = form_of().params(tiny.request({"max_tokens": 12, "seed": 3} | given, PROMPT))
     return running(running.engine.generate(PROMPT, params.values, f"{time.time()}", return_logprob=True))
 
 
@@ -98,14 +98,14 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_the_engine_must_not_see(given: dict[str, Any], message: str) -> None:
     with pytest.raises(WrongInput, match=message):
-        form_of().params({"max_tokens": 12} | given, len(PROMPT))
+        form_of().params(tiny.request({"max_tokens": 12} | given, PROMPT))
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_regex", "min_tokens", "json_schema", "regex", "ebnf", "structural_tag"])
 def test_what_needs_the_tokenizer_says_so(name: str) -> None:
     given = {name: 4 if name == "min_tokens" else "a"}
     with pytest.raises(WrongInput, match="needs the engine's tokenizer: set .*skip_tokenizer_init=false"):
-        form_of(skip_tokenizer_init=True).params(given, len(PROMPT))
+        form_of(skip_tokenizer_init=True).params(tiny.request(given, PROMPT))
 
 
 @pytest.mark.full
@@ -136,7 +136,7 @@ def test_memory_is_not_released_under_a_request_that_would_die(
     """A request without a grammar keeps its tokens and goes on; SGLang's scheduler would die of one that compiles."""
     engine = running.engine
     monkeypatch.setattr(engine._engine, "server_args", WithMemorySaver(engine._engine.server_args))
-    params = form_of().params({"max_tokens": 50, "seed": 3, "regex": grammar}, len(PROMPT))
+    params = form_of().params(tiny.request({"max_tokens": 50, "seed": 3, "regex": grammar}, PROMPT))
 
     async def run() -> dict[str, Any]:
         request = asyncio.create_task(engine.generate(PROMPT, params.values, "r", return_logprob=True))

@@ -8,19 +8,19 @@ import torch
 
 from tests.workers.rollout import tiny
 from verl.utils.numerics.seeding import RequestSeeds
-from verl.workers.rollout.vllm_rollout.requests import RequestForm
+from verl.workers.rollout.vllm_rollout.requests import VLLMRequestForm
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 pytest.importorskip("vllm")
 
 
-def form_of(ranks: int, drawn: list[int]) -> RequestForm:
+def form_of(ranks: int, drawn: list[int]) -> VLLMRequestForm:
     def draw() -> int:
         drawn.append(7)
         return 7
 
     config = tiny.rollout_config("vllm", tensor_model_parallel_size=ranks)
-    return RequestForm(config, SimpleNamespace(eos_token_id=tiny.EOS), 64, tiny.VOCABULARY, draw)  # type: ignore[arg-type]
+    return VLLMRequestForm(config, SimpleNamespace(eos_token_id=tiny.EOS), 64, tiny.VOCABULARY, draw)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -30,7 +30,7 @@ def form_of(ranks: int, drawn: list[int]) -> RequestForm:
 )
 def test_requests(ranks: int, asked: dict[str, Any], seed: int, draws: int) -> None:
     drawn: list[int] = []
-    assert form_of(ranks, drawn).params({"temperature": 1.0, **asked}, 3).seed == seed
+    assert form_of(ranks, drawn).params(tiny.request({"temperature": 1.0, **asked})).seed == seed
     assert len(drawn) == draws
 
 
@@ -38,7 +38,7 @@ def test_requests(ranks: int, asked: dict[str, Any], seed: int, draws: int) -> N
 def test_the_most_likely_tokens_take_no_drawn_seed(ranks: int, seed: int | None) -> None:
     """A seed that is drawn for them would change those of the requests after them."""
     drawn: list[int] = []
-    params = form_of(ranks, drawn).params({"temperature": 0.0, "seed": -1}, 3)
+    params = form_of(ranks, drawn).params(tiny.request({"temperature": 0.0, "seed": -1}))
     assert params.seed == seed and drawn == []
     assert params.sampling_type.name == "GREEDY"  # no generator is made, so nothing else than without a seed happens
 

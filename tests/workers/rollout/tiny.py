@@ -1,6 +1,6 @@
 """A tiny real model, batches of prompts for it, and engines around it, shared by the tests of rollouts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import build_rollout
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.server import GenerationRequest
 
 VOCABULARY, PROMPT_LENGTH, RESPONSE_LENGTH, TEMPERATURE = 131, 12, 10, 0.7
 EOS, PAD = 2, 0
@@ -138,6 +139,10 @@ def prompts_batch(rows: int, seed: int = 0, repeat: int = 1, **meta: Any) -> Dat
 
 
 @torch.no_grad()
+def request(params: Any, prompt_ids: Sequence[int] = (1, 1, 1)) -> GenerationRequest:
+    return GenerationRequest(prompt_ids, params, "r")
+
+
 def reference_log_probs(model: Any, batch: DataProto, temperature: float) -> Tensor:
     """Score the responses by a plain forward pass of transformers over the whole rows."""
     tensors = batch.batch

@@ -21,7 +21,7 @@ from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
 from verl.workers.config.rollout import start_limit_s
 from verl.workers.rollout.replica import cause_of_death
-from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput, cause_of
+from verl.workers.rollout.server import ABORTED, GenerationRequest, SamplingParams, TokenOutput, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class AsyncLLMServerManager:
         image_data: Sequence[Any] | None = None,
         multi_modal_data: Mapping[str, Any] | None = None,
     ) -> TokenOutput:
-        """Continue a prompt on one of the servers; see ``RolloutServer.generate``.
+        """Continue a prompt on one of the servers; see ``RolloutServer.answer``.
 
         The seed of a row becomes that of the turn. Cancelling the call aborts the request.
 
@@ -145,13 +145,8 @@ class AsyncLLMServerManager:
         if attempt is not None:
             conversation = f"{attempt.id}/{request_id}"
             params = attempt.next_turn(params)
-        request: dict[str, Any] = {
-            "prompt_ids": prompt_ids,
-            "sampling_params": params,
-            "request_id": f"{conversation}/{next(self._serial)}",
-        }
-        media = {"image_data": image_data, "multi_modal_data": multi_modal_data}
-        request |= {name: items for name, items in media.items() if items}  # servers of users may not take both
+        serial = next(self._serial)
+        request = GenerationRequest(prompt_ids, params, f"{conversation}/{serial}", image_data, multi_modal_data)
         size = len(prompt_ids) + int(params.get("max_tokens") or 0)
         lost = 0
         while True:
@@ -163,7 +158,7 @@ class AsyncLLMServerManager:
                     output = await self._timed(server, request, size)
                 if output.finish_reason == ABORTED:
                     raise RequestAbortedError(
-                        f"request {request['request_id']}: {server.name} aborted it after {len(output.token_ids)} "
+                        f"request {request.request_id}: {server.name} aborted it after {len(output.token_ids)} "
                         "tokens, and no agent loop has given it up"
                     )
                 if attempt is not None:
@@ -174,25 +169,25 @@ class AsyncLLMServerManager:
                 lost += 1
                 if lost == MOST_LOST:  # the request itself may be what ends them
                     raise ServerError(
-                        f"request {request['request_id']} of {len(prompt_ids)} tokens: {lost} rollout servers were "
+                        f"request {request.request_id} of {len(prompt_ids)} tokens: {lost} rollout servers were "
                         f"lost while they had it, at last {server.name}: {server.gone}"
                     ) from error
 
     # ---- one request
 
-    async def _timed(self, server: _Server, request: dict[str, Any], size: int) -> TokenOutput:
+    async def _timed(self, server: _Server, request: GenerationRequest, size: int) -> TokenOutput:
         """Ask a server, and record when and for how long."""
         begin = time.monotonic()
-        prompt_tokens = len(request["prompt_ids"])
-        with timeline.span("generate", "turn", request=request["request_id"], prompt_tokens=prompt_tokens) as shown:
+        prompt_tokens = len(request.prompt_ids)
+        with timeline.span("generate", "turn", request=request.request_id, prompt_tokens=prompt_tokens) as shown:
             output = await self._ask(server, request, size)
             shown.update(tokens=len(output.token_ids), cached=output.num_cached_tokens, end=output.finish_reason)
             shown.update(server=server.short_name, queue_s=output.queue_s, sample_s=output.sample_s)
-        timeline.add_request(server.short_name, begin, output.queue_s, output.sample_s, request=request["request_id"])
+        timeline.add_request(server.short_name, begin, output.queue_s, output.sample_s, request=request.request_id)
         return output
 
-    async def _ask(self, server: _Server, request: dict[str, Any], size: int) -> TokenOutput:
-        answer = asyncio.ensure_future(server.generate.remote(**request))
+    async def _ask(self, server: _Server, request: GenerationRequest, size: int) -> TokenOutput:
+        answer = asyncio.ensure_future(server.generate.remote(**request.arguments()))
         is_answered = False
         server.tokens += size
         server.waiting.add(answer)
@@ -202,7 +197,7 @@ class AsyncLLMServerManager:
             done, _ = await asyncio.wait({answer}, timeout=self._turn_timeout_s)
             if not done:
                 raise RequestTimeoutError(
-                    f"request {request['request_id']}: {server.name} has not answered within "
+                    f"request {request.request_id}: {server.name} has not answered within "
                     f"rollout.agent.turn_timeout_s={self._turn_timeout_s:g}"
                 )
             if answer.cancelled():  # by _take_out
@@ -215,7 +210,7 @@ class AsyncLLMServerManager:
             server.waiting.discard(answer)
             if not is_answered:  # a server that is only slow would go on with it
                 answer.cancel()
-                _abort(server, request["request_id"])
+                _abort(server, request.request_id)
             if not server.waiting and server.watch is not None:
                 server.watch.cancel()
                 server.watch = None

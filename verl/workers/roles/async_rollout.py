@@ -1,6 +1,6 @@
 """The worker whose rollout answers single requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.protocol import DataProto
@@ -8,14 +8,14 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.profiler.ranges import simple_timer
 from verl.workers.roles.accounting import begin_peak
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
-from verl.workers.rollout.server import SamplingParams, TokenOutput
+from verl.workers.rollout.server import GenerationRequest, RolloutServer, TokenOutput
 
 if TYPE_CHECKING:
     from verl.workers.rollout.sglang_rollout import SGLangRollout
     from verl.workers.rollout.vllm_rollout import vLLMAsyncRollout
 
 
-class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
+class AsyncActorRolloutRefWorker(ActorRolloutRefWorker, RolloutServer):
     """Trains and generates as its base does, and serves between ``wake_up`` and ``sleep``; see ``RolloutServer``.
 
     The workers of an engine wake up and sleep together; requests go to the first of them.
@@ -45,17 +45,11 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
         """Return the actor that answers requests, None if that is this one or on a worker that does not lead."""
         return getattr(self.rollout, "server", None)
 
-    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        request_id: str,
-        image_data: Sequence[Any] | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> TokenOutput:
-        """Continue a prompt; see ``RolloutServer.generate``."""
-        return await self.rollout.generate(prompt_ids, sampling_params, request_id, image_data, multi_modal_data)
+    generate = register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(RolloutServer.generate)
+
+    async def answer(self, request: GenerationRequest) -> TokenOutput:
+        """Continue a prompt; see ``RolloutServer.answer``. The rollout may be of a user, who knows no ``answer``."""
+        return await self.rollout.generate(**request.arguments())
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     async def abort(self, request_id: str) -> bool:

@@ -5,10 +5,10 @@ import contextlib
 import itertools
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.errors import ServerError, WrongInput
@@ -16,7 +16,15 @@ from verl.utils.faults import fault_point
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.ray_utils import hide_other_devices
 from verl.workers.rollout.base import NO_WEIGHTS
-from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
+from verl.workers.rollout.server import (
+    ABORTED,
+    GenerationRequest,
+    ParamsT,
+    RequestForm,
+    RolloutServer,
+    ServedEngine,
+    TokenOutput,
+)
 from verl.workers.rollout.unread import stays_unread
 from verl.workers.rollout.weight_channel import Layout
 
@@ -24,86 +32,12 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 T = TypeVar("T")
+EngineT = TypeVar("EngineT", bound=ServedEngine)
+PromptT = TypeVar("PromptT")
 
 _POLL_S = 0.001
 _LONGEST_PULSE_S = 5.0
 _GLANCE_S = 0.5
-
-
-class ServedEngine(Protocol):
-    """An engine in processes of its own, as the server that owns it sees it; the server has the deadlines."""
-
-    workers: int
-    """How many processes hold a part of the model."""
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes of the engine."""
-
-    def death(self) -> str | None:
-        """Return why the engine is gone, None while it lives; an engine may also raise one of the server's deaths."""
-
-    def stop(self) -> None:
-        """End all processes of the engine."""
-
-    async def abort(self, key: str) -> bool:
-        """End a request; return whether the engine has it, or had it."""
-
-    async def pause(self) -> None:
-        """Stop between two steps, and keep all requests."""
-
-    async def resume(self) -> None:
-        """Go on."""
-
-    async def ping(self) -> None:
-        """Wait for an answer of the processes that hold the model."""
-
-    async def set_version(self, version: int) -> None:
-        """Set the version of the weights that the engine has loaded by itself."""
-
-    async def connect(self, meeting: dict[str, Any]) -> None:
-        """Join the group of ``Rendezvous`` fields in which weights come."""
-
-    async def begin_update(self) -> None:
-        """Open the model for new weights."""
-
-    async def load(self, layout: Layout, path: str | None) -> None:
-        """Load a bucket from shared memory, or from the group that ``connect`` has joined."""
-
-    async def finish_update(self, version: int) -> dict[str, Any]:
-        """Complete the update, read the weights back, and drop what was computed with others.
-
-        Returns the ``checksums`` of the tensors that arrived, on all workers alike, and how many were ``unverified``.
-        Raises: RuntimeError naming tensors that are missing or differ.
-        """
-
-    async def abort_update(self) -> None:
-        """Drop what has arrived; the next update may begin."""
-
-
-class RequestForm(Protocol):
-    """Turns what a caller sends into what the engine takes."""
-
-    def request(
-        self,
-        prompt_ids: Sequence[int],
-        request_id: str,
-        image_data: Sequence[Any] | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Return the prompt; ``image_data`` is the established form of ``multi_modal_data={"image": ...}``.
-
-        Raises: WrongInput.
-        """
-
-    def params(self, given: SamplingParams, prompt_length: int) -> Any:
-        """Return the sampling parameters.
-
-        Raises: WrongInput.
-        """
-
-    def not_started(self, params: Any) -> TokenOutput:
-        """Return the result of a request that was aborted before it reached the engine."""
 
 
 @dataclass
@@ -118,7 +52,7 @@ class OpenRequest:
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class EngineServer(ABC):
+class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
     """An engine in processes of its own; see ``RolloutServer`` for the contract.
 
     It is paused from ``pause`` or ``begin_update`` on until ``resume``; then requests wait here. A server that
@@ -171,11 +105,11 @@ class EngineServer(ABC):
     # ---- what an engine adds
 
     @abstractmethod
-    def _start_engine(self, model_config: "HFModelConfig") -> tuple[Any, RequestForm]:
-        """Start the ``ServedEngine``, and return it with the form of its requests."""
+    def _start_engine(self, model_config: "HFModelConfig") -> tuple[EngineT, RequestForm[PromptT, ParamsT]]:
+        """Start the engine, and return it with the form of its requests."""
 
     @abstractmethod
-    async def _answer(self, entry: OpenRequest, request: Any, params: Any) -> TokenOutput:
+    async def _ask_engine(self, entry: OpenRequest, prompt: PromptT, params: ParamsT) -> TokenOutput:
         """Let the engine answer a request."""
 
     def _refusals(self) -> tuple[type[Exception], ...]:
@@ -288,29 +222,19 @@ class EngineServer(ABC):
 
     # ---- requests
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        request_id: str,
-        image_data: Sequence[Any] | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> TokenOutput:
-        """Continue a prompt; see ``RolloutServer.generate``.
-
-        Raises: RuntimeError without usable weights; ValueError for a prompt that leaves no room for a token;
-            ServerError if the engine is gone.
-        """
+    async def answer(self, request: GenerationRequest) -> TokenOutput:
+        """Continue a prompt; see ``RolloutServer.answer``."""
         self._check_alive()
         if self._heart is None and not self._is_hybrid:
             await self._begin()
-        request = self._form.request(prompt_ids, request_id, image_data, multi_modal_data)
+        prompt = self._form.prompt(request)
         if not self._is_paused:  # else the request waits, if need be for weights
             self._check_usable()
-        params = self._form.params(sampling_params, len(prompt_ids))
+        params = self._form.params(request)
+        request_id = request.request_id
         entry = OpenRequest(f"{request_id}#{next(self._serial)}")
         self._open.setdefault(request_id, {})[entry.key] = entry
-        work = asyncio.create_task(self._run(entry, request, params))
+        work = asyncio.create_task(self._run(entry, prompt, params))
         tasks = {work, *(asyncio.create_task(event.wait()) for event in (self._is_dead, entry.given_up))}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -332,11 +256,11 @@ class EngineServer(ABC):
             raise self._end("its engine has ended a request that nobody aborted")
         return output
 
-    async def _run(self, entry: OpenRequest, request: Any, params: Any) -> TokenOutput:
+    async def _run(self, entry: OpenRequest, prompt: PromptT, params: ParamsT) -> TokenOutput:
         await self._gate.wait()
         entry.started, entry.started_at = True, time.monotonic()
         self._offer_fault()
-        return await self._answer(entry, request, params)
+        return await self._ask_engine(entry, prompt, params)
 
     def _offer_fault(self) -> None:
         if not self._is_reborn:  # a fault fires once
@@ -414,7 +338,7 @@ class EngineServer(ABC):
         return self._version
 
     async def connect(self, meeting: dict[str, Any]) -> None:
-        """Let the engine's workers join the group of ``Rendezvous`` fields in which weights come."""
+        """Let the engine's workers join the process group that broadcasts weights; see ``ServedEngine.connect``."""
         await self._ask(self._engine.connect(meeting), "a connection to the trainer", meeting["timeout_s"])
 
     async def begin_update(self, step: int | None = None) -> None:

@@ -41,8 +41,8 @@ class StoppedError(RuntimeError):
     """An engine was asked for something after its end."""
 
 
-class ServedEngine:
-    """SGLang's engine in processes of its own.
+class SGLangEngine:
+    """SGLang's engine in processes of its own; see ``ServedEngine``.
 
     All its coroutines run on one event loop. It has no deadlines: the server has them. SGLang ends the process that
     owns an engine when one of the engine's processes fails; this one leaves that to the server, which asks for
@@ -307,7 +307,7 @@ class ServedEngine:
         )
 
     async def connect(self, meeting: dict[str, Any]) -> None:
-        """Let the schedulers join the group of ``Rendezvous`` fields in which weights come."""
+        """Let the schedulers join the process group that broadcasts weights."""
         await self._call("connect", meeting=meeting)
 
     async def begin_update(self) -> None:

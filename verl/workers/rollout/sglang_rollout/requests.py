@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import WrongInput
 from verl.workers.rollout.base import eos_token_ids
-from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
+from verl.workers.rollout.server import ABORTED, GenerationRequest, TokenOutput, room_for_response
 from verl.workers.rollout.sglang_rollout.media import MediaForm, Prompt
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _OURS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class Unexpanded:
     """A prompt with one token for each of its images and videos, and these by kind."""
 
     token_ids: list[int]
@@ -47,8 +47,8 @@ class EngineParams:
     log_probs: bool
 
 
-class RequestForm:
-    """Turns what a caller sends into what SGLang takes.
+class SGLangRequestForm:
+    """Turns a request into what SGLang takes; see ``RequestForm``.
 
     Args: ``context_length`` is the limit of prompt and response; ``vocab_size`` is that of the engine; ``draw_seed``
         gives a seed to a request that has none; ``media`` is None for a model that reads text only.
@@ -74,71 +74,50 @@ class RequestForm:
         self._known_class: Any = Known
         self._known = [name for name in inspect.signature(Known).parameters if name not in _OURS]
 
-    def request(
-        self,
-        prompt_ids: Sequence[int],
-        request_id: str,
-        image_data: Sequence[Any] | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> Request:
-        """Return the prompt; ``image_data`` is the established form of ``multi_modal_data={"image": ...}``.
+    def prompt(self, request: GenerationRequest) -> Unexpanded:
+        """Return the prompt before its images and videos are processed.
 
         Raises: WrongInput for an empty prompt, for a token that the model does not have, and for images and videos that
             the model does not take.
         """
-        ids = [int(token) for token in prompt_ids]
-        if not ids:
-            raise WrongInput(f"request {request_id}: the prompt is empty: send at least one token")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
-            raise WrongInput(
-                f"request {request_id}: the prompt has token {wrong}; the model's are 0 to {self._vocab_size - 1}"
-            )
-        media = dict(multi_modal_data or {}) | ({"image": list(image_data)} if image_data else {})
-        media = {kind: items for kind, items in media.items() if items}
+        ids = request.token_ids(self._vocab_size)
+        media = request.media
         if media and self._media is None:
             raise WrongInput(
-                f"request {request_id}: the prompt has images or videos, and the model of "
+                f"request {request.request_id}: the prompt has images or videos, and the model of "
                 "actor_rollout_ref.model.path reads text only"
             )
-        return Request(ids, media)
+        return Unexpanded(ids, media)
 
-    def expanded(self, request: Request) -> Prompt:
+    def expanded(self, prompt: Unexpanded) -> Prompt:
         """Return the prompt as the engine takes it; this runs the processor of images and videos.
 
         Raises: WrongInput for images or videos that do not fit the prompt.
         """
-        if not request.media:
-            return Prompt(request.token_ids)
-        assert self._media is not None, "request refuses images and videos without it"
-        return self._media.expand(request.token_ids, request.media)
+        if not prompt.media:
+            return Prompt(prompt.token_ids)
+        assert self._media is not None, "prompt refuses images and videos without it"
+        return self._media.expand(prompt.token_ids, prompt.media)
 
     def fitted(self, params: EngineParams, prompt_length: int) -> dict[str, Any]:
         """Return SGLang's parameters for a prompt that has all tokens of its images and videos.
 
         Raises: WrongInput if it leaves no room for a token.
         """
-        return params.values | {"max_new_tokens": min(params.values["max_new_tokens"], self._room(prompt_length))}
+        room = room_for_response(prompt_length, self._context_length)
+        return params.values | {"max_new_tokens": min(params.values["max_new_tokens"], room)}
 
-    def params(self, given: SamplingParams, prompt_length: int) -> EngineParams:
+    def params(self, request: GenerationRequest) -> EngineParams:
         """Return SGLang's parameters of a request.
 
         Raises: WrongInput for an option that the engine does not have or cannot serve.
         """
-        room = self._room(prompt_length)
+        room = room_for_response(len(request.prompt_ids), self._context_length)
+        given = dict(request.sampling_params)
         try:
             return self._checked(dict(given), room)
         except (TypeError, ValueError, OverflowError) as error:
-            raise WrongInput(f"sampling parameters {dict(given)}: {error}") from error
-
-    def _room(self, prompt_length: int) -> int:
-        room = self._context_length - prompt_length
-        if room < 1:
-            raise WrongInput(
-                f"the prompt has {prompt_length} tokens and the engine's context {self._context_length}: lower the "
-                "length of the prompt, or raise actor_rollout_ref.rollout.max_model_len"
-            )
-        return room
+            raise WrongInput(f"sampling parameters {given}: {error}") from error
 
     def _checked(self, given: dict[str, Any], room: int) -> EngineParams:
         wanted = given.pop("logprobs", None)

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self
 
@@ -34,7 +34,7 @@ from verl.workers.rollout.engine_group import EngineGroup
 from verl.workers.rollout.engine_settings import check_parallel_sizes
 from verl.workers.rollout.expansion import check_expansion
 from verl.workers.rollout.replica import MOST_CALLS, cause_of_death
-from verl.workers.rollout.server import FULL, SamplingParams, TokenOutput
+from verl.workers.rollout.server import FULL, GenerationRequest, RolloutServer, SamplingParams, TokenOutput
 from verl.workers.rollout.sglang_rollout.engine_args import build_engine_args
 from verl.workers.rollout.sglang_rollout.sglang_server import HybridSGLangServer
 from verl.workers.rollout.weight_channel import SharedMemory, known_dtypes, layout_of
@@ -54,7 +54,7 @@ _GRACE_S = 10.0
 _KEPT_VARIABLES = ("OMP_NUM_THREADS", "RAY_LOCAL_WORLD_SIZE", "VERL_FAULT", "VERL_FAULT_FILE")
 
 
-class SGLangRollout(BaseRollout):
+class SGLangRollout(BaseRollout, RolloutServer):
     """One SGLang engine per tensor-parallel group; all ranks of a group get the same prompts.
 
     SGLang ends the process that owns an engine when the engine fails, so an actor owns it. The first rank of the group
@@ -224,16 +224,9 @@ class SGLangRollout(BaseRollout):
 
     # ---- single requests, which agent loops send to the actor themselves once it runs
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        request_id: str,
-        image_data: Sequence[Any] | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> TokenOutput:
-        """Continue a prompt; see ``RolloutServer.generate``."""
-        answer = self._server.generate.remote(prompt_ids, sampling_params, request_id, image_data, multi_modal_data)
+    async def answer(self, request: GenerationRequest) -> TokenOutput:
+        """Continue a prompt; see ``RolloutServer.answer``."""
+        answer = self._server.answer.remote(request)
         try:
             output: TokenOutput = await answer
             return output

@@ -10,37 +10,36 @@ from verl.utils.vision.multi_modal import SharedRow, resolve
 from verl.workers.rollout.engine_server import EngineServer, OpenRequest
 from verl.workers.rollout.engine_settings import is_batch_invariant
 from verl.workers.rollout.replica import RolloutReplica
-from verl.workers.rollout.server import SamplingParams, TokenOutput
+from verl.workers.rollout.server import GenerationRequest, SamplingParams, TokenOutput
 from verl.workers.rollout.sglang_rollout.engine_args import LONGER_CONTEXT, build_engine_args
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig
-    from verl.workers.rollout.sglang_rollout.engine import ServedEngine
-    from verl.workers.rollout.sglang_rollout.requests import EngineParams, Request, RequestForm
+    from verl.workers.rollout.sglang_rollout.engine import SGLangEngine
+    from verl.workers.rollout.sglang_rollout.requests import EngineParams, SGLangRequestForm, Unexpanded
 
 Actor = Any  # Ray's actor handles have no static type
 
 
-class SGLangServer(EngineServer):
+class SGLangServer(EngineServer["SGLangEngine", "Unexpanded", "EngineParams"]):
     """An SGLang engine in processes of its own; see ``EngineServer``."""
 
-    _engine: "ServedEngine"
-    _form: "RequestForm"
+    _form: "SGLangRequestForm"
 
-    def _start_engine(self, model_config: "HFModelConfig") -> "tuple[ServedEngine, RequestForm]":
+    def _start_engine(self, model_config: "HFModelConfig") -> "tuple[SGLangEngine, SGLangRequestForm]":
         envs.write_default(LONGER_CONTEXT)
         args = build_engine_args(self.config, model_config, self._is_hybrid)
-        from verl.workers.rollout.sglang_rollout.engine import ServedEngine
+        from verl.workers.rollout.sglang_rollout.engine import SGLangEngine
         from verl.workers.rollout.sglang_rollout.media import media_form
-        from verl.workers.rollout.sglang_rollout.requests import RequestForm
+        from verl.workers.rollout.sglang_rollout.requests import SGLangRequestForm
 
         media = media_form(self.config, model_config)
         if self.config.data_parallel_size == 1:  # else each group of schedulers takes a port of its own
             args = {"nccl_port": get_free_port()} | args
-        engine = ServedEngine(args, is_batch_invariant(self.config))
+        engine = SGLangEngine(args, is_batch_invariant(self.config))
         seeds = self.seeds
         context_length = self.config.context_length
-        form = RequestForm(
+        form = SGLangRequestForm(
             self.config, model_config, context_length, engine.vocab_size, lambda: int(seeds.draw(1)), media
         )
         return engine, form
@@ -50,20 +49,20 @@ class SGLangServer(EngineServer):
 
         return (StoppedError,)
 
-    async def _answer(self, entry: OpenRequest, request: "Request", params: "EngineParams") -> TokenOutput:
+    async def _ask_engine(self, entry: OpenRequest, prompt: "Unexpanded", params: "EngineParams") -> TokenOutput:
         from verl.workers.rollout.sglang_rollout.requests import token_output
 
         form = self._form
-        prompt = await asyncio.to_thread(form.expanded, request) if request.media else form.expanded(request)
-        values = form.fitted(params, len(prompt.token_ids))
+        whole = await asyncio.to_thread(form.expanded, prompt) if prompt.media else form.expanded(prompt)
+        values = form.fitted(params, len(whole.token_ids))
         try:
             result = await self._engine.generate(
-                prompt.token_ids, values, entry.key, return_logprob=params.log_probs, media=prompt.media
+                whole.token_ids, values, entry.key, return_logprob=params.log_probs, media=whole.media
             )
         except asyncio.CancelledError:
             await asyncio.shield(self._engine.abort(entry.key))
             raise
-        return token_output(result, prompt, params, entry.arrived, entry.started_at)
+        return token_output(result, whole, params, entry.arrived, entry.started_at)
 
 
 class HybridSGLangServer(SGLangServer):
@@ -88,13 +87,13 @@ class HybridSGLangServer(SGLangServer):
         """Continue several prompts; an error of one ends all.
 
         Args: ``media`` are the ``multi_modal_data`` of the prompts, or handles to them.
-        Raises: what ``generate`` raises.
+        Raises: as ``answer``.
         """
         shown: Sequence[Any] = [None] * len(prompts)
         if media is not None:
             shown = await asyncio.to_thread(resolve, media)  # it waits for Ray
         tasks = [
-            asyncio.create_task(self.generate(ids, given, f"{batch_id}/{row}", multi_modal_data=data))
+            asyncio.create_task(self.answer(GenerationRequest(ids, given, f"{batch_id}/{row}", multi_modal_data=data)))
             for row, (ids, given, data) in enumerate(zip(prompts, params, shown, strict=True))
         ]
         try:

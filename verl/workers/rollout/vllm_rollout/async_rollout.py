@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from verl.errors import ServerError, WrongInput
 from verl.protocol import DataProto
@@ -12,9 +12,9 @@ from verl.utils import envs
 from verl.utils.faults import fault_point
 from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.engine_group import engine_group
-from verl.workers.rollout.server import SamplingParams, TokenOutput
+from verl.workers.rollout.server import GenerationRequest, RolloutServer, TokenOutput
 from verl.workers.rollout.vllm_rollout.engine_loop import Ended, EngineLoop, NotStartedError
-from verl.workers.rollout.vllm_rollout.requests import RequestForm, refusals, token_output
+from verl.workers.rollout.vllm_rollout.requests import VLLMRequestForm, refusals, token_output
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 
-class vLLMAsyncRollout(vLLMRollout):
+class vLLMAsyncRollout(vLLMRollout, RolloutServer):
     """The engine of ``vLLMRollout``, stepped by a thread; see ``RolloutServer`` for the contract.
 
     Rank 0 of a tensor-parallel group takes the requests. The engine is paused from ``release`` or ``begin_update`` on
@@ -42,7 +42,7 @@ class vLLMAsyncRollout(vLLMRollout):
         self._changed_at = time.monotonic()  # the weights; a request that began later has seen no others
         self._keys: dict[str, set[str]] = {}  # keys of the open requests by the id that the caller gave
         engine = self._llm.model_config
-        self._form = RequestForm(
+        self._form = VLLMRequestForm(
             config, model_config, engine.max_model_len, engine.get_vocab_size(), lambda: int(self.seeds.draw(1))
         )
         self._llm.llm_engine.set_weight_version(str(self.weights_version))
@@ -58,29 +58,20 @@ class vLLMAsyncRollout(vLLMRollout):
 
     # ---- requests
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling_params: SamplingParams,
-        request_id: str,
-        image_data: Sequence[Any] | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> TokenOutput:
-        """Continue a prompt; see ``RolloutServer.generate``.
-
-        Raises: RuntimeError without usable weights; ValueError for a prompt that leaves no room for a token.
-        """
-        request = self._form.request(prompt_ids, request_id, image_data, multi_modal_data)
+    async def answer(self, request: GenerationRequest) -> TokenOutput:
+        """Continue a prompt; see ``RolloutServer.answer``."""
+        prompt = self._form.prompt(request)
         if not self._loop.is_paused:  # else the request waits, if need be for weights
             self._check_usable()
-        params = self._form.params(sampling_params, len(prompt_ids))
+        params = self._form.params(request)
+        request_id = request.request_id
         waiting = asyncio.get_running_loop()
         answer: asyncio.Future[Ended | BaseException] = waiting.create_future()
         key = f"{request_id}#{next(self._serial)}"
         arrived = time.monotonic()
         self._keys.setdefault(request_id, set()).add(key)
         try:
-            self._loop.submit(key, request, params, _deliver_to(waiting, answer))
+            self._loop.submit(key, prompt, params, _deliver_to(waiting, answer))
             output = await answer
         except asyncio.CancelledError:
             self._loop.abort(key)
@@ -96,7 +87,7 @@ class vLLMAsyncRollout(vLLMRollout):
         if isinstance(output, BaseException):
             raise output
         version = self.weights_version if output.started >= self._changed_at else None
-        return token_output(output.output, request, params, arrived, output.started, version)
+        return token_output(output.output, prompt, params, arrived, output.started, version)
 
     async def abort(self, request_id: str) -> bool:
         """End the requests of this id: their callers get the tokens so far."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from verl.workers.rollout.vllm_rollout.media import Request
 
 
-class ServedEngine:
-    """vLLM's engine in processes of its own; see ``verl.workers.rollout.engine_server.ServedEngine``."""
+class VLLMEngine:
+    """vLLM's engine in processes of its own; see ``ServedEngine``."""
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._llm: Any = llm
@@ -75,7 +75,7 @@ class ServedEngine:
         await self._llm.update_weight_version(str(version))
 
     async def connect(self, meeting: dict[str, Any]) -> None:
-        """Join the group of ``Rendezvous`` fields in which weights come."""
+        """Join the process group that broadcasts weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(meeting))

@@ -1,12 +1,12 @@
 """Single requests to a vLLM engine and their results, the same for the engine of a worker and for a server."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import WrongInput
 from verl.workers.rollout.base import eos_token_ids
-from verl.workers.rollout.server import ABORTED, SamplingParams, TokenOutput
+from verl.workers.rollout.server import ABORTED, GenerationRequest, TokenOutput, room_for_response
 from verl.workers.rollout.vllm_rollout.media import Request, media_of
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 
-class RequestForm:
-    """Turns what a caller sends into what vLLM takes.
+class VLLMRequestForm:
+    """Turns a request into what vLLM takes; see ``RequestForm``.
 
     Args: ``max_model_len`` and ``vocab_size`` are those of the engine; ``draw_seed`` gives a seed to a request that
         has none.
@@ -37,34 +37,16 @@ class RequestForm:
         self._draw_seed = draw_seed
         self._end_token_ids = [] if config.ignore_eos else eos_token_ids(model_config.eos_token_id)
 
-    def request(
-        self,
-        prompt_ids: Sequence[int],
-        request_id: str,
-        image_data: Sequence[Any] | None = None,
-        multi_modal_data: Mapping[str, Any] | None = None,
-    ) -> Request:
-        """Return vLLM's request; ``image_data`` is the established form of ``multi_modal_data={"image": ...}``.
+    def prompt(self, request: GenerationRequest) -> Request:
+        """Return vLLM's prompt.
 
         Raises: WrongInput for an empty prompt, and for a token that the model does not have.
         """
-        request: Request = {"prompt_token_ids": self._checked_prompt(prompt_ids, request_id)}
-        media = dict(multi_modal_data or {}) | ({"image": list(image_data)} if image_data else {})
-        return request | media_of(media) if media else request
+        prompt: Request = {"prompt_token_ids": request.token_ids(self._vocab_size)}
+        media = request.media
+        return prompt | media_of(media) if media else prompt
 
-    def _checked_prompt(self, prompt_ids: Sequence[int], request_id: str) -> list[int]:
-        """Return the prompt as a list; vLLM takes unknown tokens for zeros."""
-        ids = list(prompt_ids)
-        if not ids:
-            raise WrongInput(f"request {request_id}: the prompt is empty: send at least one token")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < self._vocab_size)
-            raise WrongInput(
-                f"request {request_id}: the prompt has token {wrong}; the model's are 0 to {self._vocab_size - 1}"
-            )
-        return ids
-
-    def params(self, given: SamplingParams, prompt_length: int) -> "EngineParams":
+    def params(self, request: GenerationRequest) -> "EngineParams":
         """Return vLLM's parameters of a request.
 
         Raises: WrongInput for an option that the engine does not have or cannot serve.
@@ -72,12 +54,8 @@ class RequestForm:
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
-        room = self._max_model_len - prompt_length
-        if room < 1:
-            raise WrongInput(
-                f"the prompt has {prompt_length} tokens and the engine's context {prompt_length + room}: lower the "
-                "length of the prompt, or raise actor_rollout_ref.rollout.max_model_len"
-            )
+        room = room_for_response(len(request.prompt_ids), self._max_model_len)
+        given = dict(request.sampling_params)
         values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, **given}
         if values.get("stop") and self._config.skip_tokenizer_init:
             raise WrongInput(
@@ -104,11 +82,11 @@ class RequestForm:
         taken = sorted(name for name in fixed.keys() & values.keys() if values[name] != fixed[name])
         if taken:
             expected = "a request has one response, whose form the server decides: leave it out"
-            raise WrongInput(f"sampling parameters {dict(given)}: {', '.join(taken)}: {expected}")
+            raise WrongInput(f"sampling parameters {given}: {', '.join(taken)}: {expected}")
         try:
             return EngineParams(**values | fixed)
         except refusals() as error:
-            raise WrongInput(f"sampling parameters {dict(given)}: {error}") from error
+            raise WrongInput(f"sampling parameters {given}: {error}") from error
 
     def not_started(self, params: "EngineParams") -> TokenOutput:
         """Return the result of a request that was aborted before it reached the engine."""

@@ -1,6 +1,6 @@
 """vLLM on resources of its own: the actor that serves, and the replicas of both placements."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.utils import envs
 from verl.utils.engine_versions import STANDALONE, check_vllm
@@ -9,24 +9,23 @@ from verl.workers.rollout.engine_server import EngineServer, OpenRequest
 from verl.workers.rollout.engine_settings import is_batch_invariant
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.server import TokenOutput
-from verl.workers.rollout.vllm_rollout.engine import ServedEngine
+from verl.workers.rollout.vllm_rollout.engine import VLLMEngine
 from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, build_engine_args
 from verl.workers.rollout.vllm_rollout.media import Request
-from verl.workers.rollout.vllm_rollout.requests import RequestForm, refusals, token_output
+from verl.workers.rollout.vllm_rollout.requests import VLLMRequestForm, refusals, token_output
 from verl.workers.rollout.vllm_rollout.sockets import collect_sockets
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput
     from vllm import SamplingParams as EngineParams
 
     from verl.workers.config import HFModelConfig
 
 
-class vLLMServer(EngineServer):
+class vLLMServer(EngineServer[VLLMEngine, Request, "EngineParams"]):
     """A vLLM engine in processes of its own; see ``EngineServer``."""
 
-    _engine: ServedEngine
-
-    def _start_engine(self, model_config: "HFModelConfig") -> tuple[ServedEngine, RequestForm]:
+    def _start_engine(self, model_config: "HFModelConfig") -> tuple[VLLMEngine, VLLMRequestForm]:
         check_vllm(STANDALONE)
         invariant = is_batch_invariant(self.config)
         import_vllm(batch_invariant=invariant)
@@ -36,9 +35,9 @@ class vLLMServer(EngineServer):
         envs.write({INVARIANT_VARIABLE: str(int(invariant))})
         args = build_engine_args(self.config, model_config, standalone=True)
         collect_sockets()
-        engine = ServedEngine(AsyncLLM.from_engine_args(AsyncEngineArgs(**args)))
+        engine = VLLMEngine(AsyncLLM.from_engine_args(AsyncEngineArgs(**args)))
         seeds = self.seeds
-        form = RequestForm(
+        form = VLLMRequestForm(
             self.config, model_config, engine.context_length, engine.vocab_size, lambda: int(seeds.draw(1))
         )
         return engine, form
@@ -51,12 +50,12 @@ class vLLMServer(EngineServer):
 
         return (exceptions.EngineDeadError,)
 
-    async def _answer(self, entry: OpenRequest, request: Request, params: "EngineParams") -> TokenOutput:
-        last: Any = None
-        async for output in self._engine.generate(request, params, entry.key):
+    async def _ask_engine(self, entry: OpenRequest, prompt: Request, params: "EngineParams") -> TokenOutput:
+        last: RequestOutput | None = None
+        async for output in self._engine.generate(prompt, params, entry.key):
             last = output
         assert last is not None
-        return token_output(last, request, params, entry.arrived, entry.started_at)
+        return token_output(last, prompt, params, entry.arrived, entry.started_at)
 
 
 class vLLMReplica(RolloutReplica):
