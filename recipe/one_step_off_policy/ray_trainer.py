@@ -62,7 +62,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         if not self.state.is_last_step:
             with suppress(EndOfDataError):  # the next step raises it
                 self._next = self._launch(rows, self.state.step + 1, timing)
-        elif self._may_save:
+        elif self.checkpoints.may_be_written:
             self._undrawn = self.checkpoints.position()
         now.random_state.restore()  # that of the next step is there after its draw
         return self._checked("score", batch, self.score, metrics, timing)

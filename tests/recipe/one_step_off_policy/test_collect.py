@@ -91,6 +91,8 @@ class Loops:
 class Checkpoints:
     """Checkpoints of the driver's part alone."""
 
+    may_be_written = False
+
     def __init__(self, trainer: RayPPOTrainer, root: Path) -> None:
         self.trainer, self.root, self.saved, self.extra_files = trainer, root, {}, []
 

@@ -84,6 +84,7 @@ def make_trainer(*fails: int, spares_drawn: int = 0) -> RayPPOTrainer:
     trainer.run_config = RunConfig.parse(trainer.config)
     trainer.actor_rollout_wg = Rollout(*fails)
     trainer.single_turn = True
+    trainer.use_rm = False
     trainer.state = RunState(seed=SEED, step=STEP, spares_drawn=spares_drawn)
     trainer.train_dataset = Prompts()
     trainer.train_dataloader = type("Loader", (), {"collate_fn": staticmethod(collate_fn)})()

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +22,9 @@ from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import loaders, ray_trainer
+from verl.trainer.ppo import course, loaders
 from verl.trainer.ppo.checkpoint import Checkpoints
+from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.ending import EndRequested
@@ -205,7 +206,21 @@ def trainer_of(
         trainer.run_config, trainer.state, groups, trainer.train_dataloader, controller, learners
     )
     trainer.checkpoints.root = folder
+    trainer.course = course_of(trainer)
     return trainer
+
+
+def course_of(trainer: Any) -> Course:
+    """Return the course of the run, as ``fit`` makes it; it validates and publishes nothing."""
+    return Course(
+        trainer.run_config,
+        trainer.state,
+        trainer.checkpoints,
+        dict,
+        trainer._save_checkpoint,
+        lambda *arguments: None,
+        trainer._may_end_before,
+    )
 
 
 class Batch(list):
@@ -221,7 +236,7 @@ def steps(trainer: Any, until: int) -> dict[int, list[int]]:
     rows = trainer._training_rows()
     seen = {}
     while trainer.global_steps < until:
-        trainer._begin_step()
+        trainer.course.begin_step()
         seen[trainer.global_steps] = next(rows)["x"].tolist()
         trainer._learn(Batch(seen[trainer.global_steps]))
     return seen
@@ -330,13 +345,19 @@ def test_sampler_and_data_set_learn_before_the_checkpoint_also_in_the_last_step(
     sampler = SimpleNamespace(update=note("sampler"))
     trainer.train_dataloader = SimpleNamespace(sampler=sampler)
     trainer.train_dataset = SimpleNamespace(on_batch_end=note("data set"))
-    names = {"_dump": "dump", "_validate_after_step": "validate", "_save_after_step": "save", "_finish_step": "record"}
+    names = {"_dump": "dump", "_finish_step": "record"}
     for method, name in names.items():
         monkeypatch.setattr(trainer, method, note(name), raising=False)
     for method in ("_profile_from_here", "_profile_to_here", "_sync_before_generation"):
         monkeypatch.setattr(trainer, method, lambda *arguments: None, raising=False)
-    trainer._run = nullcontext
-    trainer._validate_before_training = lambda: False
+    course = SimpleNamespace(
+        begin_step=trainer.state.begin_step,
+        ends_after_first_validation=lambda: False,
+        validate=note("validate"),
+        save=note("save"),
+        step_is_recorded=lambda: None,
+    )
+    trainer._run = lambda: nullcontext(course)
     trainer._training_rows = lambda: iter(())
     trainer.collect = lambda *arguments: DataProto()
     trainer._checked = lambda name, batch, *arguments: batch
@@ -369,7 +390,7 @@ def test_a_batch_ahead_is_drawn_again_by_what_the_sampler_knew_then(
         rows = trainer._training_rows()
         seen = {}
         while trainer.global_steps < until:
-            trainer._begin_step()
+            trainer.course.begin_step()
             batch = trainer.collect(rows, {}, {})
             seen[trainer.global_steps] = tensors_of(batch)["x"].tolist()
             trainer._learn(Batch(seen[trainer.global_steps]))
@@ -383,7 +404,6 @@ def test_a_batch_ahead_is_drawn_again_by_what_the_sampler_knew_then(
     first._save_checkpoint()
     second = make()
     second.checkpoints.load(tmp_path / f"global_step_{stop}")
-    second._catches_up = True
     assert seen | run(second, 9) == whole
 
 
@@ -393,8 +413,7 @@ def test_a_longer_run_draws_again_what_a_step_that_was_not_full_had_drawn(tmp_pa
     def make(epochs: int) -> Any:
         trainer = trainer_of(tmp_path, "shuffled")
         trainer.run_config = trainer.checkpoints.run = run_of(None, epochs)
-        trainer._validate_after_step = lambda *arguments: None
-        trainer.records = SimpleNamespace(output=SimpleNamespace(log=lambda *arguments: None))
+        trainer.course = course_of(trainer)
         return trainer
 
     def run(trainer: Any) -> dict[int, list[list[int]]]:
@@ -402,10 +421,10 @@ def test_a_longer_run_draws_again_what_a_step_that_was_not_full_had_drawn(tmp_pa
         seen = {}
         try:
             while True:
-                trainer._begin_step()
+                trainer.course.begin_step()
                 seen[trainer.global_steps] = [next(rows)["x"].tolist(), next(rows)["x"].tolist()]
         except loaders.EndOfDataError as end:
-            trainer._end_early(end)
+            trainer.course.end_early(end)
         return seen
 
     whole = run(make(3))
@@ -434,12 +453,13 @@ class Scorer:
 def test_a_step_that_sigterm_leaves_is_made_again(tmp_path: Path, monkeypatch: Any, asked_before: str) -> None:
     """With the rows, the spare prompts and the scorer that it had when it began."""
     asked: list[str] = []
-    monkeypatch.setattr(ray_trainer, "is_end_requested", lambda: bool(asked))
+    monkeypatch.setattr(course, "is_end_requested", lambda: bool(asked))
 
     def make() -> Any:
         trainer = trainer_of(tmp_path, "shuffled")
         trainer.run_config = trainer.checkpoints.run = run_of(99, save_freq=-1, save_on_sigterm_s=60)
         trainer.reward_fn = trainer.checkpoints.learners["reward_fn"] = Scorer()
+        trainer.course = course_of(trainer)
         return trainer
 
     def ask(at: str) -> None:
@@ -453,8 +473,8 @@ def test_a_step_that_sigterm_leaves_is_made_again(tmp_path: Path, monkeypatch: A
         while state.step < until:
             if state.step + 1 == asked_in:
                 ask("the step")
-            try:
-                trainer._begin_step()
+            with suppress(EndRequested), trainer.course.to_the_end():
+                trainer.course.begin_step()
                 drawn = next(rows)["x"].tolist(), state.spares_drawn, scorer.calls
                 for name in ("generate", "score", "infer", "shape", "update"):
                     if state.step == asked_in:
@@ -462,12 +482,10 @@ def test_a_step_that_sigterm_leaves_is_made_again(tmp_path: Path, monkeypatch: A
                     trainer._checked(name, None, DataProto)
                     state.spares_drawn += name == "generate"
                     scorer.calls += name == "score"
-            except EndRequested:
-                state.step -= 1
-                trainer._save_last_full_step({})
+                seen[state.step] = drawn
+                trainer._learn(Batch(drawn[0]))
+            if asked:
                 break
-            seen[state.step] = drawn
-            trainer._learn(Batch(drawn[0]))
         return seen
 
     whole = run(make(), 6)

@@ -31,6 +31,7 @@ from verl.trainer.ppo.checkpoint import (
     remove_emptied_folders,
     save_driver_state,
 )
+from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run import resume
@@ -338,7 +339,8 @@ def start_and_die(root, monkeypatch, cuts, **trainer):
     run = RayPPOTrainer.__new__(RayPPOTrainer)
     run.run_config, run.config, run.tokenizer = config_for(root, **trainer), OmegaConf.create({}), None
     run.state = RunState(seed=1, total_steps=20)
-    run.checkpoints = SimpleNamespace(load=lambda folder, delete_after_load: setattr(run.state, "step", 2))
+    run.checkpoints = Checkpoints(run.run_config, run.state, {}, LOADER, KL_CONTROLLER)
+    run.checkpoints.load = lambda folder, delete_after_load: setattr(run.state, "step", 2)
     monkeypatch.setattr(run, "_take_over_changes", lambda: None)
     monkeypatch.setattr(run_records, "RunOutput", open_outputs)
     with pytest.raises(Killed), run._run():
@@ -471,7 +473,8 @@ def test_a_state_with_a_wrong_value_anywhere_is_refused_by_the_name_of_its_file(
             torch.save(content, folder / "data.pt")
             trainer = trainer_at_start(3)
             try:
-                checkpoints(trainer, {}).load(folder)
+                trainer.checkpoints = checkpoints(trainer, {})
+                trainer.checkpoints.load(folder)
                 seen = list(draw(trainer))
             except WrongInput as error:
                 assert f"{folder / 'data.pt'} cannot be restored" in str(error), (place, wrong)
@@ -821,9 +824,18 @@ def test_the_tracker_names_a_step_only_when_the_record_has_it(tmp_path, monkeypa
 
         for name in ("_profile_from_here", "_profile_to_here", "_sync_before_generation", "_dump", "_learn"):
             monkeypatch.setattr(trainer, name, lambda *arguments: None, raising=False)
-        monkeypatch.setattr(trainer, "_validate_after_step", lambda *arguments: None)
         monkeypatch.setattr(trainer, "_finish_step", finish_step)
-        trainer._run, trainer._validate_before_training = nullcontext, lambda: False
+        course = Course(
+            trainer.run_config,
+            state,
+            trainer.checkpoints,
+            dict,
+            trainer._save_checkpoint,
+            lambda *arguments: None,
+            (),
+        )
+        course.ends_after_first_validation = lambda: False
+        trainer._run = lambda: nullcontext(course)
         trainer._training_rows = lambda: iter(())
         trainer.collect, trainer._checked = lambda *arguments: DataProto(), lambda name, batch, *arguments: batch
         trainer.fit()

@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.protocol.lazy import by_reference
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import ray_trainer, sampling
+from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import RunState
@@ -66,6 +67,12 @@ def trainer_with(tmp_path, **overrides):
     return trainer
 
 
+def course_of(trainer):
+    """Return the course of the run, as ``fit`` makes it."""
+    methods = trainer._validate, trainer._save_checkpoint
+    return Course(trainer.run_config, trainer.state, trainer.checkpoints, *methods, lambda *arguments: None, ())
+
+
 def scored_with_uid():
     batch = scored()
     batch.non_tensor_batch["uid"] = np.array(["a", "b"], dtype=object)
@@ -78,8 +85,8 @@ PHASES = {
     "_log_rollout_data": lambda trainer: trainer._dump(scored(), {}),
     "_dump_generations": lambda trainer: trainer._dump(scored(), {}),
     "_maybe_log_val_generations": lambda trainer: trainer._validate(),
-    "_validate": lambda trainer: trainer._validate_before_training(),
-    "_save_checkpoint": lambda trainer: trainer._save_after_step({}),
+    "_validate": lambda trainer: course_of(trainer).ends_after_first_validation(),
+    "_save_checkpoint": lambda trainer: course_of(trainer).save({"step": 1.0}),
     "_load_checkpoint": lambda trainer: trainer._run().__enter__(),
     "_start_profiling": lambda trainer: trainer._profile_from_here({}),
     "compute_rollout_importance_weights_and_add_to_batch": lambda trainer: trainer.shape(scored(), {}, {}),

@@ -2,10 +2,10 @@
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -21,6 +21,8 @@ from verl.trainer.run.resume import (
     DATA_NAME,
     MISSING_DATA,
     damaged_checkpoint,
+    find_resume_folder,
+    name_start,
     restoring,
     run_folder,
     step_of,
@@ -44,11 +46,14 @@ from verl.utils.dataset.factory import (
     digest_of,
     has_state,
     order_of,
+    warn_of_lost_state,
     warn_of_other_batch_size,
     warn_of_other_data,
 )
 from verl.utils.loading import load_state
 from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +124,7 @@ class Checkpoints:
         write while training continues. ``extra_files`` are those that a recipe has written to the
         loaded checkpoint. ``learners`` are further objects by name; those with a state are saved with the driver.
         ``reference`` holds what the forward of a reference with a model of its own reads of ``config.json``.
-        ``goes_on_at`` is the place in the data for the next checkpoint, if it is not the present one. ``newest_step``
-        is that of the last checkpoint that this run has written or resumed from.
+        ``newest_step`` is that of the last checkpoint that this run has written or resumed from.
     """
 
     run: RunConfig
@@ -132,8 +136,9 @@ class Checkpoints:
     reference: Mapping[str, Any] = field(default_factory=dict)
     extra_files: Sequence[Path] = field(init=False, default=())
     _extra_records: Sequence[FileRecord] = field(init=False, default=())
-    goes_on_at: DataPosition | None = field(init=False, default=None)
     newest_step: int | None = field(init=False, default=None)
+    _start_of_step: DataPosition | None = field(init=False, default=None)
+    _goes_on_at: DataPosition | None = field(init=False, default=None)
     _later: dict[str, Any] = field(init=False, default_factory=dict)
     _mark: SaveMark | None = field(init=False, default=None)
 
@@ -164,12 +169,22 @@ class Checkpoints:
         # A sampler may return a list that goes on changing.
         return DataPosition(copy.deepcopy(self.loader.state_dict()), self.state.epoch)
 
-    def start_of_step(self) -> DataPosition:
-        """Return where a step begins, with what the driver knows then."""
+    @property
+    def may_be_written(self) -> bool:
+        """Whether this run may write a checkpoint."""
+        options = self.run.trainer
+        return options.save_freq > 0 or options.save_on_sigterm_s is not None
+
+    def keep_start_of_step(self) -> None:
+        """Keep where a step begins, with what the driver knows then: the step may end before it is full."""
         position = self.position()
         position.learners = copy.deepcopy(self._learned())
         position.spares_drawn = self.state.spares_drawn
-        return position
+        self._start_of_step = position
+
+    def go_back_to_start_of_step(self) -> None:
+        """Let the next checkpoint go on where the current step began, and not at the present place in the data."""
+        self._goes_on_at = self._start_of_step
 
     def _learned(self) -> dict[str, Any]:
         return {name: each.state_dict() for name, each in self.learners.items() if has_state(each)}
@@ -193,7 +208,7 @@ class Checkpoints:
         Args: ``position`` is where a resumed run goes on in the data, by default the present place. ``extra_files`` are
             names of files that a recipe has written to the folder.
         """
-        position = position or self.goes_on_at or self.position()
+        position = position or self._goes_on_at or self.position()
         state = self.state
         folder = self.begin()
         remote = self.run.trainer.default_hdfs_dir
@@ -246,6 +261,18 @@ class Checkpoints:
                 group.keep_latest_checkpoints(f"{self.folder(step)}/{role}", keep)
         tell_removed(remove_leftovers(self.root))
         remove_emptied_folders(self.root)
+
+    def resume(self) -> int | None:
+        """Restore the run that the configuration resumes; return its step, None for a fresh start."""
+        options = self.run.trainer
+        folder = find_resume_folder(self.run)
+        if folder is not None:
+            self.load(folder, delete_after_load=options.del_local_ckpt_after_load)
+        if not options.val_only:
+            name_start(self.root, folder)
+        if self.may_be_written:
+            warn_of_lost_state(self.loader.sampler, self.learners.get("train_dataset"))
+        return None if folder is None else self.state.step
 
     def load(self, folder: Path, delete_after_load: bool = False) -> None:
         """Restore workers and driver from the folder of a checkpoint."""
@@ -310,11 +337,16 @@ class Checkpoints:
         if problems := list(file_problems(path.parent, Manifest(1, 0, 0, records), checksums=True)):
             raise damaged_checkpoint(path.parent, problems, ANOTHER)
 
-    def after_draw(self) -> None:
-        """Restore what had been learned between the place in the data and the checkpoint, once the batch is drawn."""
-        later = self._later
+    def caught_up(self, rows: Iterator[T]) -> Iterator[T]:
+        """Yield the batches after a resume.
+
+        Once the first one is drawn, restore what had been learned between the place in the data and the checkpoint.
+        """
+        first = next(rows)
+        _restore(self._later, {**self.learners, "sampler": self.loader.sampler})
         self._later = {}
-        _restore(later, {**self.learners, "sampler": self.loader.sampler})
+        yield first
+        yield from rows
 
 
 def reference_fields(shared: ActorRolloutRefConfig) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The training loop: a driver that holds metadata and small tensors, and worker groups that hold the weights."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,13 @@ from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.algos.kl import get_kl_controller
-from verl.algos.names import AdvantageEstimator
-from verl.errors import WrongInput
-from verl.experimental.agent_loop.rewards import scores_one_by_one
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
 from verl.protocol.lazy import is_lazy
-from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import loaders, loops, profiling, sampling, validation
-from verl.trainer.ppo.checkpoint import Checkpoints, DataPosition, reference_fields
+from verl.trainer.ppo import loaders, profiling, sampling, validation
+from verl.trainer.ppo.checkpoint import Checkpoints, reference_fields
+from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.grouping import balanced_order
 from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.metric_utils import (  # noqa: F401 (forks import these from here)
@@ -34,19 +30,17 @@ from verl.trainer.ppo.metric_utils import (  # noqa: F401 (forks import these fr
 )
 from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
 from verl.trainer.ppo.records import dump_generations, dumped_rows, scored_columns
-from verl.trainer.ppo.resources import ResourcePoolManager, WorkerClasses, create_worker_groups, set_schedule_steps
-from verl.trainer.ppo.reward import (
-    ExtraColumns,
-    NothingScoredError,
-    PendingReward,
-    RewardFn,
-    leave_unscored_out,
-    new_reward,
-    refuse_nothing_scored,
+from verl.trainer.ppo.resources import (
+    ResourcePoolManager,
+    WorkerClasses,
+    build_models,
+    create_worker_groups,
+    planned_steps,
 )
-from verl.trainer.ppo.rollout_skip import RolloutSkip
+from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn, add_scores, new_reward
+from verl.trainer.ppo.rollouts import Rollouts, start_agent_loops
 from verl.trainer.ppo.run_records import RunRecords
-from verl.trainer.ppo.sampling import for_model, without_metrics
+from verl.trainer.ppo.sampling import Sampled, for_model, without_metrics
 from verl.trainer.ppo.segments import has_segments, per_trajectory, rows_for_ranks, without_segments
 from verl.trainer.ppo.shaping import (
     add_rollout_weights,
@@ -55,29 +49,17 @@ from verl.trainer.ppo.shaping import (
     compute_response_mask,  # noqa: F401 (forks import it from here)
     with_rollout_log_probs,
 )
-from verl.trainer.ppo.spares import Sampled, SparePrompts, replace_failed
-from verl.trainer.ppo.state import Metrics, OfState, RunState, Timing
+from verl.trainer.ppo.spares import SparePrompts, replace_failed
+from verl.trainer.ppo.state import Metrics, OfState, RunState, Timing, timed
 from verl.trainer.ppo.utils import Role, need_reference_policy, need_reward_model  # noqa: F401 (forks import Role)
-from verl.trainer.ppo.validation import choose_samples, collect_samples, repeat_prompts, summarise
 from verl.trainer.run.clock import CLOCK
-from verl.trainer.run.display import is_end_requested
-from verl.trainer.run.ending import EndRequested
-from verl.trainer.run.output import log_generations
-from verl.trainer.run.resume import find_resume_folder, name_start, run_folder
-from verl.utils.dataset.factory import warn_of_lost_state
-from verl.utils.flops_counter import image_lengths
 from verl.utils.numerics.seeding import derive_seed, prompt_uids
-from verl.utils.observe.timeline import RECORDED, Part, is_recording
+from verl.utils.observe.timeline import Part
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
-from verl.workers.rewards.model_scores import SCORED_BY_MODEL
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop import AgentLoopManager
-
-logger = logging.getLogger(__name__)
-
-_PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validate"}
 
 
 class RayPPOTrainer:
@@ -139,10 +121,8 @@ class RayPPOTrainer:
 
     records: RunRecords | None = None
     """What ``fit`` publishes and keeps of each step; None in the loop of a fork."""
-    _step_position: DataPosition | None = None
-    """Where the data of the current step begin, if they may end before it is full."""
-    _catches_up: bool = False
-    """Whether a checkpoint was loaded and nothing was drawn since: ``Checkpoints.after_draw`` is still to come."""
+    course: Course | None = None
+    """When the run of ``fit`` validates, saves and ends; None in the loop of a fork."""
     _may_end_before: tuple[str, ...] = ("score", "infer", "shape")
     """Phases before which a step may end: it has not yet changed what a checkpoint of the last step holds."""
     async_rollout_mode = False
@@ -157,7 +137,7 @@ class RayPPOTrainer:
     """Seed of the run, from which a recipe derives its own (``derive_seed``)."""
     is_last_step = OfState[bool]("is_last_step")
 
-    # ---- data
+    # ---- the parts of a run
 
     def _create_dataloader(
         self,
@@ -179,18 +159,8 @@ class RayPPOTrainer:
         self.val_dataset = data.val_dataset
         self.train_dataloader = data.train_loader
         self.val_dataloader = data.val_loader
-        steps = self.run_config.trainer.total_training_steps
-        if steps is None:
-            steps = len(self.train_dataloader) * self.run_config.trainer.total_epochs
-        self.state.total_steps = steps
-        set_schedule_steps(self.config, steps)
-        self.run_config.set_total_training_steps(steps)
-        warm_up = self.run_config.trainer.critic_warmup
-        if steps <= warm_up:
-            logger.warning("trainer.critic_warmup=%d: covers all %d steps, the actor is not trained", warm_up, steps)
-        profiling.check_steps(self.run_config.global_profiler.steps, steps)
-
-    # ---- workers
+        self.state.total_steps = planned_steps(self.config, self.run_config, len(self.train_dataloader))
+        profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps)
 
     def init_workers(self, groups: Mapping[str, RayWorkerGroup] | None = None) -> None:
         """Build the models on the given worker groups, or on groups that it starts."""
@@ -210,14 +180,9 @@ class RayPPOTrainer:
         self.ref_policy_wg = groups.get("ref")
         self.actor_rollout_wg = groups["actor_rollout"]
         self._start_agent_loops()
-        # The rollout comes last, because it takes the memory that is left.
-        for name in ("critic", "ref", "rm", "actor_rollout"):
-            if name in groups and not (name == "ref" and self.ref_in_actor):
-                with phase(f"init_model of {name}", step=0):
-                    groups[name].init_model()
-                CLOCK.mark(f"init_{name}")
-        with phase("init_agent_loops", step=0):
-            loops.wait_until_ready(self.async_rollout_manager)
+        trained = {name: group for name, group in groups.items() if not (name == "ref" and self.ref_in_actor)}
+        build_models(trained)
+        self.rollouts.wait_until_ready()
 
     def _take_over_changes(self) -> None:
         """Read the configuration again, because a fork may have written to ``config`` since."""
@@ -227,10 +192,8 @@ class RayPPOTrainer:
         """Start the actors that run agent loops, if the rollout serves; they import while the models are built."""
         if not self.run_config.actor_rollout_ref.rollout.serves:
             return
-        from verl.experimental.agent_loop import AgentLoopManager
-
         self.async_rollout_mode = True
-        self.async_rollout_manager = AgentLoopManager(self.config, self.actor_rollout_wg, self.rm_wg)
+        self.async_rollout_manager = start_agent_loops(self.config, self.actor_rollout_wg, self.rm_wg)
 
     def worker_groups(self) -> dict[str, RayWorkerGroup]:
         """Return the worker groups of the run by name."""
@@ -242,53 +205,52 @@ class RayPPOTrainer:
         }
         return {name: group for name, group in groups.items() if group is not None}
 
-    def rollout_wg_generate(self, requests: DataProto) -> DataProto:
-        """Generate by agent loops or on the worker group; both sync the weights first if the engine is behind."""
-        generator = self.async_rollout_manager or self.actor_rollout_wg
-        if self.async_rollout_manager is not None and is_recording():
-            requests.meta_info[RECORDED] = True
-        try:
-            output: DataProto = generator.generate_sequences(requests)
-        finally:  # what failed is in the account too
-            if self.records is not None:
-                self.records.log_attempts(loops.take_attempts(self.async_rollout_manager))
-        self.state.engine_version = self.state.weights_version
-        return output
+    def trained_groups(self) -> dict[str, RayWorkerGroup]:
+        """Return the worker groups that train, by the folder that each has in a checkpoint."""
+        groups = {name: group for name, group in self.worker_groups().items() if name in ("actor_rollout", "critic")}
+        return {name.removesuffix("_rollout"): group for name, group in groups.items()}
 
-    def sync_weights(self) -> None:
-        """Bring the weights of the rollout engine up to date; do nothing when the versions agree.
+    @property
+    def rollouts(self) -> Rollouts:
+        """The rollout of the run."""
+        return Rollouts(self.run_config, self.state, self.actor_rollout_wg, self.async_rollout_manager)
 
-        The engine then stays awake until it has generated. So ``fit`` calls this only before it generates, and after
-        validation and checkpoint, which need the memory. A loop without this call is right too: the workers sync by
-        themselves when they generate with an engine that is behind.
-        """
-        state = self.state
-        if state.engine_version == state.weights_version or self.run_config.actor_rollout_ref.rollout.skip_rollout:
-            return
-        if not self.hybrid_engine and self.async_rollout_manager is not None:
-            with phase("weight_sync", step=state.step):
-                self.async_rollout_manager.sync_weights(state.step)
-            state.engine_version = state.weights_version
-        elif hasattr(self.actor_rollout_wg, "sync_weights"):  # a fork's worker class need not have it
-            with phase("weight_sync", step=state.step):
-                self.actor_rollout_wg.sync_weights(state.step)
-            state.engine_version = state.weights_version
+    @cached_property
+    def spare_prompts(self) -> SparePrompts:
+        """The prompts that replace those whose trajectories failed."""
+        return SparePrompts(self.train_dataset, self.train_dataloader.collate_fn, self.state)
 
-    def _sync_before_generation(self, timing: Timing) -> None:
-        """Bring the rollout engine up to date before ``collect``; a recipe may do it at another time."""
-        with self._timed("gen", timing):
-            self.sync_weights()
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints of the worker groups that train."""
+        return Checkpoints(
+            self.run_config,
+            self.state,
+            self.trained_groups(),
+            self.train_dataloader,
+            self.kl_ctrl_in_reward,
+            {"train_dataset": getattr(self, "train_dataset", None), "reward_fn": self.reward_fn},
+            reference_fields(self.run_config.actor_rollout_ref),
+        )
+
+    def _load_checkpoint(self) -> int | None:
+        """Restore the run that the configuration resumes; return its step, None for a fresh start."""
+        return self.checkpoints.resume()
+
+    def _save_checkpoint(self) -> None:
+        """Write all parts of a checkpoint, and last the file that names it."""
+        self.checkpoints.save()
 
     # ---- the loop
 
     def fit(self) -> None:
         """Train until the last step."""
-        with self._run():
-            if self._validate_before_training():
+        with self._run() as course:
+            if course.ends_after_first_validation():
                 return
             rows = self._training_rows()
             while not self.state.is_last_step:
-                self._begin_step()
+                course.begin_step()
                 metrics: Metrics = {}
                 timing: Timing = {}
                 self._profile_from_here(timing)
@@ -301,91 +263,71 @@ class RayPPOTrainer:
                     batch = self._checked("shape", batch, self.shape, metrics, timing)
                     batch = self._checked("update", batch, self.update, metrics, timing)
                     self._dump(batch, timing)
-                self.state.max_step_s = max(self.state.max_step_s, timing["step"])
                 self._learn(batch)
-                self._validate_after_step(metrics, timing)
-                self.state.unrecorded_step = self.state.step
-                self._save_after_step(timing)
+                course.validate(metrics, timing)
+                course.save(timing)
                 self._profile_to_here(timing)
                 self._finish_step(batch, metrics, timing)
-                self._name_checkpoint()
+                course.step_is_recorded()
 
     @contextmanager
-    def _run(self) -> Iterator[None]:
+    def _run(self) -> Iterator[Course]:
         """Resume, keep the records of the run, and close them in every case."""
         self._take_over_changes()
-        options = self.run_config.trainer
         resumed = self._load_checkpoint()
         profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps, resumed or 0)
-        self.records = RunRecords(self.run_config, self.config, self.state, resumed, self.tokenizer)
-        self._trackers = self.records.output.tracking.logger
-        if self.run_config.actor_rollout_ref.rollout.skip_rollout:
-            RolloutSkip(self.config, self.async_rollout_manager or self.actor_rollout_wg).wrap_generate_sequences()
-        CLOCK.mark("resume")
-        if self._may_save:
-            warn_of_lost_state(self.train_dataloader.sampler, getattr(self, "train_dataset", None))
-        finished = is_asked = False
-        try:
-            yield
-            finished = True
-        except loaders.EndOfDataError as end:
-            self._end_early(end)
-            finished = True
-        except Exception as error:  # whatever ends the run, its message names the step
-            error.add_note(f"in training step {self.state.step} of {self.state.total_steps}")
-            is_asked = isinstance(error, EndRequested)
-            if is_asked or isinstance(error, NothingScoredError):
-                self.state.step -= 1
-                if is_asked or options.save_freq > 0:
-                    self._save_last_full_step({})
-            raise
-        finally:
-            profiling.end_profiling(self.state)
-            loops.flush_traces(self.async_rollout_manager)
-            self.records.close(finished, report=not is_asked)  # else the launching process writes it
+        with RunRecords(self.run_config, self.config, self.state, resumed, self.tokenizer) as self.records:
+            self._trackers = self.records.output.tracking.logger
+            self.rollouts.skip(self.config)
+            CLOCK.mark("resume")
+            self.course = Course(
+                self.run_config,
+                self.state,
+                self.checkpoints,
+                self._validate,
+                self._save_checkpoint,
+                self.records.output.log,
+                self._may_end_before,
+            )
+            try:
+                with self.course.to_the_end():
+                    yield self.course
+            finally:
+                profiling.end_profiling(self.state)
+                self.rollouts.flush_traces()
 
     def _training_rows(self) -> Iterator[Rows]:
         options = self.run_config.trainer
         total_epochs = options.total_epochs if options.total_training_steps is None else None
-        return loaders.training_rows(self.train_dataloader, self.state, total_epochs)
+        rows = loaders.training_rows(self.train_dataloader, self.state, total_epochs)
+        return rows if self.state.restored_from is None else self.checkpoints.caught_up(rows)
 
-    def _begin_step(self) -> None:
-        """Move to the next step; keep where its data begin, for a checkpoint of the last full step."""
-        if self._may_save:
-            self._step_position = self.checkpoints.start_of_step()
-        self.state.begin_step()
-        self._end_if_requested()
+    def _sync_before_generation(self, timing: Timing) -> None:
+        """Bring the rollout engine up to date before ``collect``; a recipe may do it at another time."""
+        with self._timed("gen", timing):
+            self.sync_weights()
 
-    @property
-    def _may_save(self) -> bool:
-        options = self.run_config.trainer
-        return options.save_freq > 0 or options.save_on_sigterm_s is not None
+    def sync_weights(self) -> None:
+        """Bring the weights of the rollout engine up to date; do nothing when the versions agree.
 
-    def _end_if_requested(self) -> None:
-        """End the run after the last full step if SIGTERM has asked for that.
-
-        Raises: EndRequested.
+        The engine then stays awake until it has generated. So ``fit`` calls this only before it generates, and after
+        validation and checkpoint, which need the memory. A loop without this call is right too: the workers sync by
+        themselves when they generate with an engine that is behind.
         """
-        if self._is_end_requested():
-            raise EndRequested(f"SIGTERM: the run ends after step {self.state.step - 1} of {self.state.total_steps}")
-
-    def _is_end_requested(self) -> bool:
-        return self.run_config.trainer.save_on_sigterm_s is not None and is_end_requested()
+        self.rollouts.sync_weights()
 
     def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
-        if name in self._may_end_before:
-            self._end_if_requested()
+        if self.course is not None:
+            self.course.before(name)
         with checked_phase(name, batch) as result:
             result.append(method(*args) if batch is None else method(batch, *args))
         if self.records is not None:
             self.records.phase(name, result[0])
         return result[0]
 
-    @contextmanager
-    def _timed(self, timer: str, timing: Timing) -> Iterator[None]:
+    def _timed(self, timer: str, timing: Timing) -> AbstractContextManager[None]:
         """Time a part of a step, and name it in the error if a worker dies in it."""
-        with phase(_PHASE_OF_TIMER.get(timer, timer), step=self.state.step), marked_timer(timer, timing):
-            yield
+        return timed(timer, timing, self.state.step)
 
     # ---- phases
 
@@ -398,9 +340,6 @@ class RayPPOTrainer:
     def prepare(self, rows: Rows) -> DataProto:
         """Turn the rows of the loader into a batch, one ``uid`` per prompt."""
         state = self.state
-        if self._catches_up:
-            self._catches_up = False
-            self.checkpoints.after_draw()
         batch = DataProto.from_single_dict(rows)
         uids = prompt_uids(state.seed, state.step, len(batch), first_prompt=state.prompts_drawn)
         batch.non_tensor_batch["uid"] = uids
@@ -417,7 +356,7 @@ class RayPPOTrainer:
             batch, sampled = replace_failed(batch, sampled, self.spare_prompts, sample, num_samples, self.state.step)
         prompts, output, seeds = sampled
         sampling.refuse_all_dropped(output, self.state.step)
-        if self.run_config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
+        if sampling.needs_greedy_baseline(self.run_config):
             tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
         return self._arrange(sampling.with_responses(batch, output, num_samples, seeds), metrics)
 
@@ -438,24 +377,14 @@ class RayPPOTrainer:
         The columns that the rollout reads move from ``batch`` to the prompts.
         """
         prompts = self._get_gen_batch(batch)
-        asked = {
-            "score_trajectories": self._loops_score(self.reward_fn),
-            SCORED_BY_MODEL: self._reward_model_need_not_wait(prompts),
-        }
-        by_reference = self.run_config.trainer.lazy_columns
-        prompts = sampling.complete_prompts(prompts, batch, self.state, by_reference, asked, metrics)
-        requests, seeds = sampling.repeated(prompts, self.run_config.actor_rollout_ref.rollout.n, self.state)
-        return prompts, requests, seeds
+        loops_score = self._loops_score(self.reward_fn)
+        early_scores = self._reward_model_need_not_wait(prompts)
+        return sampling.requests_for(prompts, batch, self.run_config, self.state, loops_score, early_scores, metrics)
 
     def _receive(self, requests: DataProto, output: DataProto, metrics: Metrics, timing: Timing) -> None:
         """Check the responses of a rollout, and move their times and metrics to those of the step."""
         self._check_rollout(requests, output)
         sampling.take_metrics(output, metrics, timing)
-
-    @cached_property
-    def spare_prompts(self) -> SparePrompts:
-        """The prompts that replace those whose trajectories failed."""
-        return SparePrompts(self.train_dataset, self.train_dataloader.collate_fn, self.state)
 
     def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Start to score the responses; ``shape`` takes the scores, so that scorers may run during ``infer``."""
@@ -481,7 +410,7 @@ class RayPPOTrainer:
             batch, run, self.state.step, self.actor_rollout_wg.world_size, workers
         )
         metrics.update(found)
-        return self._describe(batch)
+        return sampling.described(batch, self.state.step)
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Compute only the log-probabilities and values that the rest of the step reads."""
@@ -566,18 +495,19 @@ class RayPPOTrainer:
         self.state.row_order = list(range(len(batch)))
         if self.run_config.trainer.balance_batch:
             self._balance_batch(batch, metrics)
-        return self._describe(batch)
-
-    def _describe(self, batch: DataProto) -> DataProto:
-        """Say in ``meta_info`` what workers count."""
-        batch.meta_info["global_steps"] = self.state.step
-        batch.meta_info["global_token_num"] = tensors_of(batch)["attention_mask"].sum(-1).tolist()
-        batch.meta_info["images_seqlens"] = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
-        return batch
+        return sampling.described(batch, self.state.step)
 
     def _check_rollout(self, requests: DataProto, output: DataProto) -> None:
         """Check a rollout where its columns are."""
         check_rollout(requests, output, self.state.step, self.single_turn, self.actor_rollout_wg)
+
+    def rollout_wg_generate(self, requests: DataProto) -> DataProto:
+        """Generate by agent loops or on the worker group; both sync the weights first if the engine is behind."""
+        try:
+            return self.rollouts.generate(requests)
+        finally:  # what failed is in the account too
+            if self.records is not None:
+                self.records.log_attempts(self.rollouts.take_attempts())
 
     def _generate_padded(self, requests: DataProto) -> DataProto:
         """Generate for any number of requests, and drop the timers and metrics of the rollout."""
@@ -595,23 +525,11 @@ class RayPPOTrainer:
 
     def _loops_score(self, reward_fn: RewardFn | None) -> bool:
         """Whether agent loops score their trajectories: with a rule that judges each by itself."""
-        if not self.async_rollout_mode or self.use_rm or self.run_config.actor_rollout_ref.rollout.skip_rollout:
-            return False  # a rollout that was kept may be scored by another rule
-        return scores_one_by_one(reward_fn)
+        return self.rollouts.loops_score(reward_fn, has_reward_model=self.use_rm)
 
     def _reward_model_need_not_wait(self, prompts: DataProto) -> bool:
-        """Whether a reward model with its own devices scores responses while agent loops generate the others.
-
-        Images of later turns are not known before the whole batch is there.
-        """
-        return (
-            self.async_rollout_mode
-            and self.use_rm
-            and self.run_config.reward_model.enable_resource_pool
-            and hasattr(self.rm_wg, "start_rm_score")  # the reward model of a recipe may be another kind of worker
-            and not self.run_config.actor_rollout_ref.rollout.skip_rollout
-            and "multi_modal_inputs" not in prompts.non_tensor_batch
-        )
+        """Whether a reward model scores responses while agent loops generate the others."""
+        return self.use_rm and self.rollouts.reward_model_need_not_wait(prompts, self.rm_wg)
 
     def _new_reward(self) -> PendingReward:
         assert self.reward_fn is not None, "training needs reward_fn"
@@ -647,13 +565,8 @@ class RayPPOTrainer:
         self.state.pending_reward = None
         if pending is None:
             return
-        scores, extras = pending.take(batch, metrics)
-        tensors_of(batch)["token_level_scores"] = scores
-        self.state.extra_columns = list(extras)
-        for name, values in extras.items():  # one axis: lists among the values stay lists
-            batch.non_tensor_batch[name] = np.fromiter(values, dtype=object, count=len(values))
-        refuse_nothing_scored(batch, self.state.step, self.reward_fn)
-        leave_unscored_out(batch, self.actor_rollout_wg, self.state.step)
+        group = self.actor_rollout_wg
+        self.state.extra_columns = add_scores(pending, batch, metrics, self.reward_fn, group, self.state.step)
 
     # ---- after the phases of a step
 
@@ -713,73 +626,13 @@ class RayPPOTrainer:
 
     def _recorded(self) -> list[Part]:
         """Return what agent loops have recorded for the timeline of the step."""
-        return loops.take_timeline(self.async_rollout_manager)
-
-    def _end_early(self, reason: loaders.EndOfDataError) -> None:
-        """Validate and save the last full step, if the data end before the planned number of steps.
-
-        Raises: ``reason`` if there is no full step.
-        """
-        state = self.state
-        options = self.run_config.trainer
-        state.step -= 1  # the step that could not be filled
-        if not state.step:
-            raise reason
-        planned = state.total_steps
-        state.total_steps = state.step
-        logger.warning("the run ends after step %d of at most %d: %s", state.step, planned, reason)
-        metrics: Metrics = {}
-        timing: Timing = {}
-        if options.test_freq > 0 and state.step % options.test_freq:
-            self._validate_after_step(metrics, timing)
-        if options.save_freq > 0:
-            self._save_last_full_step(timing)
-        metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()}
-        assert self.records is not None
-        self.records.output.log(metrics, state.step)
-
-    def _save_last_full_step(self, timing: Timing) -> None:
-        """Save the step before one that has not become full, which a resumed run draws again."""
-        state = self.state
-        if not state.step:
-            return
-        if self.checkpoints.newest_step != state.step:
-            self.checkpoints.goes_on_at = self._step_position
-            with self._timed("save_checkpoint", timing):
-                self._save_checkpoint()
-        self.checkpoints.finish()
+        return self.rollouts.take_timeline()
 
     # ---- validation
 
-    def _validate_before_training(self) -> bool:
-        """Validate the starting weights if the configuration asks for it; return whether the run ends there."""
-        options = self.run_config.trainer
-        if not (options.val_before_train or options.val_only):
-            return False
-        with phase("validate", step=self.state.step):
-            metrics = self._validate()
-        CLOCK.mark("validation")
-        if metrics:  # empty if a reward model judges the rows: they have no ground truth
-            assert self.records is not None
-            self.records.output.log(metrics, self.state.step)
-        return bool(options.val_only)
-
-    def _validate_after_step(self, metrics: Metrics, timing: Timing) -> None:
-        """Validate every ``trainer.test_freq`` steps and after the last one."""
-        frequency = self.run_config.trainer.test_freq
-        if frequency > 0 and (self.state.is_last_step or self.state.step % frequency == 0):
-            if self._is_end_requested():
-                logger.warning("step %d is not validated: the run saves it and ends", self.state.step)
-                return
-            with self._timed("testing", timing):
-                metrics.update(self._validate())
-
     def _validate(self) -> Metrics:
         """Return the metrics of the current weights on the validation set."""
-        options = self.run_config.trainer
-        if self.val_dataloader is None:
-            raise WrongInput("data.val_files=null: name a file, or set trainer.val_before_train=false and test_freq=-1")
-        samples = collect_samples(
+        samples = validation.collect_samples(
             self.val_dataloader,
             self._generate_for_validation,
             self.val_reward_fn,
@@ -791,88 +644,32 @@ class RayPPOTrainer:
         if samples is None:
             return {}
         self._maybe_log_val_generations(inputs=samples.inputs, outputs=samples.shown, scores=samples.scores)
-        if options.validation_data_dir:
-            self._dump_generations(**samples.dumped, dump_path=options.validation_data_dir)
-        return summarise(samples)
+        folder = self.run_config.trainer.validation_data_dir
+        if folder:
+            self._dump_generations(**samples.dumped, dump_path=folder)
+        return validation.summarise(samples)
 
     def _maybe_log_val_generations(
         self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]
     ) -> None:
         """Show ``trainer.log_val_generations`` of the samples in the trackers that can."""
-        options = self.run_config.trainer
-        if options.log_val_generations > 0:
-            self.log_val_generations(choose_samples(inputs, outputs, scores, options.log_val_generations))
-
-    def log_val_generations(self, rows: list[tuple[str, str, float]]) -> None:
-        """Show validation samples in the trackers that can."""
-        log_generations(self.validation_generations_logger, self._trackers, rows, self.state.step)
+        samples = inputs, outputs, scores
+        count = self.run_config.trainer.log_val_generations
+        validation.show_samples(self.validation_generations_logger, self._trackers, samples, count, self.state.step)
 
     def _generate_for_validation(self, prompts: DataProto, first_prompt: int) -> DataProto:
         """Return ``val_kwargs.n`` responses to each prompt."""
-        sampling = self.run_config.actor_rollout_ref.rollout.val_kwargs
-        batch, seeds = repeat_prompts(prompts, sampling.n, self.state.seed, self.state.step, first_prompt)
+        options = self.run_config.actor_rollout_ref.rollout.val_kwargs
+        state = self.state
+        batch, seeds = validation.repeat_prompts(prompts, options.n, state.seed, state.step, first_prompt)
         requests = self._get_gen_batch(batch)
-        validation.complete_requests(
-            requests, prompts, seeds, sampling.do_sample, self.state.step, self._loops_score(self.val_reward_fn)
-        )
+        loops_score = self._loops_score(self.val_reward_fn)
+        validation.complete_requests(requests, prompts, seeds, options.do_sample, state.step, loops_score)
         batch = batch.union(self._generate_padded(requests))
         batch.meta_info["validate"] = True
         return batch
 
-    # ---- checkpoints and profiling
-
-    @cached_property
-    def checkpoints(self) -> Checkpoints:
-        """The checkpoints of the worker groups that train."""
-        groups = self.trained_groups()
-        learners = {"train_dataset": getattr(self, "train_dataset", None), "reward_fn": self.reward_fn}
-        return Checkpoints(
-            self.run_config,
-            self.state,
-            groups,
-            self.train_dataloader,
-            self.kl_ctrl_in_reward,
-            learners,
-            reference_fields(self.run_config.actor_rollout_ref),
-        )
-
-    def trained_groups(self) -> dict[str, RayWorkerGroup]:
-        """Return the worker groups that train, by the folder that each has in a checkpoint."""
-        groups = {name: group for name, group in self.worker_groups().items() if name in ("actor_rollout", "critic")}
-        return {name.removesuffix("_rollout"): group for name, group in groups.items()}
-
-    def _save_after_step(self, timing: Timing) -> None:
-        """Write a checkpoint every ``trainer.save_freq`` steps, after the last one, and before capacity expires."""
-        if self.run_config.trainer.save_freq <= 0:
-            return
-        self.checkpoints.finish(wait=self.state.is_last_step)
-        if self.checkpoints.is_due():
-            with self._timed("save_checkpoint", timing):
-                self._save_checkpoint()
-
-    def _name_checkpoint(self) -> None:
-        """Let the tracker name the checkpoint of the step, which now stands in the record.
-
-        A run that dies before this continues from an earlier checkpoint, and records the step then.
-        """
-        self.state.unrecorded_step = None
-        if self.state.unfinished_checkpoint is not None:
-            self.checkpoints.finish(wait=self.state.is_last_step)
-
-    def _save_checkpoint(self) -> None:
-        """Write all parts of a checkpoint, and last the file that names it."""
-        self.checkpoints.save()
-
-    def _load_checkpoint(self) -> int | None:
-        """Restore the run that the configuration resumes; return its step, None for a fresh start."""
-        options = self.run_config.trainer
-        folder = find_resume_folder(self.run_config)
-        if folder is not None:
-            self.checkpoints.load(folder, delete_after_load=options.del_local_ckpt_after_load)
-            self._catches_up = True
-        if not options.val_only:
-            name_start(run_folder(self.run_config), folder)
-        return None if folder is None else self.state.step
+    # ---- profiling
 
     def _profile_from_here(self, timing: Timing) -> None:
         """Start the profilers of the roles, if this step is listed and they do not run on from the one before."""

@@ -20,6 +20,7 @@ from verl.single_controller.ray.worker_group import kill_all
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.profiling import nsys_group_options
 from verl.trainer.ppo.utils import Role
+from verl.trainer.run.clock import CLOCK
 from verl.utils.device import get_device_name
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,29 @@ def create_worker_groups(
     return groups
 
 
+def build_models(groups: Mapping[str, RayWorkerGroup]) -> None:
+    """Build the models of all roles; the rollout comes last, because it takes the memory that is left."""
+    for name in ("critic", "ref", "rm", "actor_rollout"):
+        if name in groups:
+            with phase(f"init_model of {name}", step=0):
+                groups[name].init_model()
+            CLOCK.mark(f"init_{name}")
+
+
 # ---- starting them before the data are loaded
+
+
+def planned_steps(config: DictConfig, run: RunConfig, batches_per_epoch: int) -> int:
+    """Return the number of training steps, and write it to both forms of the configuration."""
+    steps = run.trainer.total_training_steps
+    if steps is None:
+        steps = batches_per_epoch * run.trainer.total_epochs
+    set_schedule_steps(config, steps)
+    run.set_total_training_steps(steps)
+    if steps <= run.trainer.critic_warmup:
+        words = "trainer.critic_warmup=%d: covers all %d steps, the actor is not trained"
+        logger.warning(words, run.trainer.critic_warmup, steps)
+    return steps
 
 
 def set_schedule_steps(config: DictConfig, steps: int) -> None:

@@ -417,3 +417,24 @@ def new_reward(
         num_cpus=0 if device_name == "cpu" else 1,
         timeout_s=run.trainer.worker_call_timeout_s,
     )
+
+
+def add_scores(
+    pending: PendingReward,
+    batch: DataProto,
+    metrics: dict[str, float],
+    reward_fn: RewardFn | None,
+    group: RayWorkerGroup,
+    step: int,
+) -> list[str]:
+    """Wait for a reward, and add scores and extras to the batch; return the names of the extras.
+
+    Raises: RewardError if no response could be scored.
+    """
+    scores, extras = pending.take(batch, metrics)
+    tensors_of(batch)["token_level_scores"] = scores
+    for name, values in extras.items():  # one axis: lists among the values stay lists
+        batch.non_tensor_batch[name] = np.fromiter(values, dtype=object, count=len(values))
+    refuse_nothing_scored(batch, step, reward_fn)
+    leave_unscored_out(batch, group, step)
+    return list(extras)

@@ -1,6 +1,8 @@
 """All that watches a run: its outputs, the details of each step, its timelines and its traces."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
 
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +17,7 @@ from verl.trainer.ppo.segments import per_trajectory
 from verl.trainer.ppo.state import Metrics, RunState, Timing
 from verl.trainer.ppo.timelines import Timelines
 from verl.trainer.run.clock import CLOCK
+from verl.trainer.run.ending import EndRequested
 from verl.trainer.run.output import RunOutput
 from verl.utils.observe.attempts import AttemptLine
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
@@ -108,6 +111,15 @@ class RunRecords:
         """Add attempts of agent loops to the account of a step, by default the current one."""
         self.output.attempts.log(self._state.step if step is None else step, attempts)
 
-    def close(self, finished: bool, report: bool) -> None:
-        """Close the outputs; draw the curves of a run that has ``finished``, and write the ``report``."""
-        self.output.close(finished, report=report)
+    def __enter__(self) -> Self:
+        """Return the open records."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the outputs; draw the curves if the run has finished.
+
+        The launching process writes the report of a run that SIGTERM has ended.
+        """
+        self.output.close(kind is None, report=not isinstance(error, EndRequested))

@@ -1,15 +1,16 @@
 """Requests for responses, and what the trainer does with the answer of a rollout."""
 
-from collections.abc import Mapping
-
 import torch
 
+from verl.algos.names import AdvantageEstimator
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import BY_REFERENCE, by_reference, is_lazy
+from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.metric_utils import failure_metrics
 from verl.trainer.ppo.reward import PendingReward
 from verl.trainer.ppo.shaping import compute_response_mask
 from verl.trainer.ppo.state import Metrics, RunState, Timing
+from verl.utils.flops_counter import image_lengths
 from verl.utils.memory_utils import keep_freed_host_memory
 from verl.utils.metric import reduce_metrics
 from verl.utils.numerics.seeding import sampling_seeds
@@ -21,6 +22,9 @@ from verl.workers.rollout.base import DROPPED_COLUMN
 LARGE_BATCH_BYTES = 1 << 26
 """From this size of a rollout's answer on, the trainer keeps the memory that it frees."""
 _SCORING_COLUMNS = frozenset({"data_source", "reward_model", "extra_info", "uid"})
+
+Sampled = tuple[DataProto, DataProto, torch.Tensor]
+"""Prompts, their requests or responses, and the seeds of these."""
 
 
 def take_prompts(batch: DataProto, with_scoring_columns: bool) -> DataProto:
@@ -40,27 +44,32 @@ def take_prompts(batch: DataProto, with_scoring_columns: bool) -> DataProto:
     return prompts
 
 
-def complete_prompts(
+def requests_for(
     prompts: DataProto,
     batch: DataProto,
+    run: RunConfig,
     state: RunState,
-    by_references: bool,
-    asked: Mapping[str, bool],
+    loops_score: bool,
+    early_scores: bool,
     metrics: Metrics,
-) -> DataProto:
-    """Return the prompts with the meta information of a training step.
+) -> Sampled:
+    """Return the prompts, a request for each of their responses in a training step, and the seeds of these.
 
-    Args: ``by_references`` keeps columns in the object store; ``asked`` are further keys, of which only those that are
-        true are written.
+    Args: ``loops_score`` says whether agent loops score their trajectories, and ``early_scores`` whether a reward model
+        scores responses while others are generated.
     """
     count_shared_bytes(prompts.non_tensor_batch, metrics)
-    if by_references:
+    if run.trainer.lazy_columns:
         prompts = by_reference(prompts)
         prompts.meta_info[BY_REFERENCE] = batch.meta_info[BY_REFERENCE] = True
     prompts.meta_info["first_prompt"] = batch.meta_info.get("first_prompt", 0)
     prompts.meta_info["global_steps"] = state.step
-    prompts.meta_info |= {name: True for name, is_asked in asked.items() if is_asked}
-    return prompts
+    if loops_score:
+        prompts.meta_info["score_trajectories"] = True
+    if early_scores:
+        prompts.meta_info[SCORED_BY_MODEL] = True
+    requests, seeds = repeated(prompts, run.actor_rollout_ref.rollout.n, state)
+    return prompts, requests, seeds
 
 
 def repeated(prompts: DataProto, num_samples: int, state: RunState) -> tuple[DataProto, torch.Tensor]:
@@ -115,6 +124,19 @@ def with_responses(batch: DataProto, output: DataProto, num_samples: int, seeds:
     if "response_mask" not in tensors.keys():
         tensors["response_mask"] = compute_response_mask(batch)
     return batch
+
+
+def described(batch: DataProto, step: int) -> DataProto:
+    """Say in ``meta_info`` what workers count, and return the batch."""
+    batch.meta_info["global_steps"] = step
+    batch.meta_info["global_token_num"] = tensors_of(batch)["attention_mask"].sum(-1).tolist()
+    batch.meta_info["images_seqlens"] = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
+    return batch
+
+
+def needs_greedy_baseline(run: RunConfig) -> bool:
+    """Whether the advantages subtract the score of a greedy response."""
+    return run.algorithm.adv_estimator == AdvantageEstimator.REMAX
 
 
 def greedy_requests(prompts: DataProto, state: RunState) -> DataProto:

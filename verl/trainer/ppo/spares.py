@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from verl.experimental.agent_loop.rows import joined
 from verl.protocol import DataProto
 from verl.trainer.ppo.loaders import CollateFn, Rows
+from verl.trainer.ppo.sampling import Sampled
 from verl.trainer.ppo.state import RunState
 from verl.utils.numerics.seeding import derive_seed, prompt_uids
 
@@ -65,10 +66,6 @@ def with_rows(rows: DataProto, others: DataProto, places: Sequence[int]) -> Data
 def rows_of_prompts(prompts: Sequence[int], num_samples: int) -> list[int]:
     """Return the rows of the samples of prompts, when each prompt has ``num_samples`` rows in turn."""
     return [prompt * num_samples + sample for prompt in prompts for sample in range(num_samples)]
-
-
-Sampled = tuple[DataProto, DataProto, torch.Tensor]
-"""Prompts, their responses, and the seeds of these."""
 
 
 def replace_failed(

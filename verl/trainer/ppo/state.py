@@ -1,12 +1,15 @@
 """The state of a training run: the progress that a checkpoint restores, and values that phases leave for later ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from verl.single_controller.base.errors import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.reward import PendingReward
+from verl.utils.profiler import marked_timer
 
 Metrics = dict[str, float]
 """The metrics of a step by name."""
@@ -64,6 +67,16 @@ class RunState:
         """Move to the next step, which has not drawn any prompt yet."""
         self.step += 1
         self.prompts_drawn = 0
+
+
+_PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validate"}
+
+
+@contextmanager
+def timed(timer: str, timing: Timing, step: int) -> Iterator[None]:
+    """Time a part of a step, and name it in the error if a worker dies in it."""
+    with phase(_PHASE_OF_TIMER.get(timer, timer), step=step), marked_timer(timer, timing):
+        yield
 
 
 T = TypeVar("T")

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics, without_dropped
 from verl.trainer.ppo.records import dump_extras, earlier_texts, ground_truths, trace_batch
 from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
+from verl.trainer.run.output import log_generations
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
+from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.workers.rewards.scoring import FAILURE_COLUMN, failure_score_of, sampled_mask
 from verl.workers.rollout.base import DROPPED_COLUMN, STAYS_AWAKE
 
@@ -140,8 +143,20 @@ def choose_samples(
     return rows[:count]
 
 
+def show_samples(
+    generations: ValidationGenerationsLogger,
+    trackers: Trackers,
+    samples: tuple[Sequence[str], Sequence[str], Sequence[float]],
+    count: int,
+    step: int,
+) -> None:
+    """Show ``count`` of the samples (inputs, outputs, scores) in the trackers that can."""
+    if count > 0:
+        log_generations(generations, trackers, choose_samples(*samples, count), step)
+
+
 def collect_samples(
-    loader: Iterable[Rows],
+    loader: Iterable[Rows] | None,
     generate: Callable[[DataProto, int], DataProto],
     reward_fn: RewardFn | None,
     tokenizer: PreTrainedTokenizerBase,
@@ -157,8 +172,10 @@ def collect_samples(
             have no ground truth, and are left out.
         reward_fn_key: column of the data source.
     Returns: None if no row is left.
-    Raises: ValueError when there is no validation reward function.
+    Raises: ValueError when there is no validation set, or no validation reward function.
     """
+    if loader is None:
+        raise WrongInput("data.val_files=null: name a file, or set trainer.val_before_train=false and test_freq=-1")
     samples = ValidationSamples()
     counts: Counter[bytes] = Counter()
     num_prompts = 0
