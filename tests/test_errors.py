@@ -53,6 +53,7 @@ def test_an_error_is_the_same_in_another_process(error: Exception):
         (errors.PromptTooLongError, NotImplementedError),
         (errors.MissingFile, FileNotFoundError),
         (errors.MissingName, AttributeError),
+        (errors.MissingColumn, KeyError),
         (errors.MissingPackage, ImportError),
         (errors.WrongType, TypeError),
         (errors.UserImportError, RuntimeError),

@@ -40,6 +40,12 @@ class WrongType(WrongInput, TypeError):
     """A class, a function or a value of the user has the wrong type or signature."""
 
 
+class MissingColumn(WrongInput, KeyError):
+    """A batch lacks a column that its reader needs."""
+
+    __str__ = ValueError.__str__  # that of KeyError quotes the message
+
+
 class DataError(WrongInput):
     """A data file or one of its rows cannot be used."""
 

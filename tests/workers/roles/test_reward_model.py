@@ -213,6 +213,11 @@ def test_what_cannot_be_rendered_is_named() -> None:
     with pytest.raises(TypeError, match="raw_prompt of row 3 must be a list or array of messages, got str"):
         switch()(data)
     data.non_tensor_batch["raw_prompt"][3] = [{"role": "user"}]
+    without = cases.batch()
+    del without.non_tensor_batch["raw_prompt"]
+    for kind in (ValueError, KeyError):
+        with pytest.raises(kind, match="^the batch holds no raw_prompt"):
+            switch()(without)
     refusing = switch()
     refusing.target.chat_template = "{{ raise_exception('no such turn') if messages | length > 2 else '' }}"
     data.non_tensor_batch["raw_prompt"][4] = cases.messages(0) * 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl.errors import ChatFormatError, SequenceTooLongError, WrongInput, WrongType
+from verl.errors import ChatFormatError, MissingColumn, SequenceTooLongError, WrongInput, WrongType
 from verl.protocol import DataProto, tensors_of
 from verl.utils.chat import CUT, ChatFormat, ControlTexts, pieces, text_tokens
 from verl.utils.chat.messages import TURNS_COLUMN
@@ -47,7 +47,7 @@ class ChatRenderer:
     def __call__(self, data: DataProto) -> tuple[dict[str, Tensor], int]:
         """Return ``input_ids``, ``attention_mask``, ``position_ids`` (B, L), right-padded, and the number of cut rows.
 
-        Raises: WrongInput without ``raw_prompt``, WrongType for a row of another type, ValueError
+        Raises: MissingColumn without ``raw_prompt``, WrongType for a row of another type, ValueError
             if the template rejects a chat, SequenceTooLongError for ``truncation=error``; each names the row.
         """
         prompts = raw_prompts(data)
@@ -227,10 +227,10 @@ def right_padded(rows: Sequence[list[int]], pad_token_id: int) -> dict[str, Tens
 def raw_prompts(data: DataProto) -> Iterable[list[Message]]:
     """Yield the messages of each row as text, with markers in place of images and videos.
 
-    Raises: WrongInput, or WrongType naming the row.
+    Raises: MissingColumn, or WrongType naming the row.
     """
     if "raw_prompt" not in data.non_tensor_batch:
-        raise WrongInput(
+        raise MissingColumn(
             "the batch holds no raw_prompt, from which a reward model with reward_model.model.input_tokenizer renders "
             "the chat: set data.return_raw_chat=true, or input_tokenizer=null where policy and reward model share "
             "tokenizer and template"
