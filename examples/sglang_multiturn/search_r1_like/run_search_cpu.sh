@@ -20,7 +20,7 @@ python3 -m verl.trainer.sft_trainer \
     "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
     "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
     data.train_batch_size=64 \
-    data.max_length=64 \
+    data.max_length=96 \
     "model.path='$OUT_DIR/model'" \
     model.use_remove_padding=true \
     model.enable_gradient_checkpointing=false \
@@ -47,7 +47,7 @@ COMMON=(
     "data.val_files='$OUT_DIR/data/test.parquet'"
     data.train_batch_size=16
     data.max_prompt_length=16
-    data.max_response_length=64
+    data.max_response_length=128
     data.dataloader_num_workers=0
     actor_rollout_ref.model.use_remove_padding=true
     actor_rollout_ref.model.use_prefix_sharing=true
