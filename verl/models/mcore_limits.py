@@ -7,7 +7,16 @@ file, so nothing here imports torch or Megatron-Core.
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from verl.utils.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from transformers import PretrainedConfig
+
+    Fields = PretrainedConfig | SimpleNamespace
 
 NOT_SUPPORTED = "is not supported with strategy=megatron"
 
@@ -30,11 +39,11 @@ class Limit(NamedTuple):
         return f"{what} {self.fault}"
 
 
-Rule = Callable[[Any], Iterator[Limit]]
+Rule = Callable[["Fields"], Iterator[Limit]]
 """Yields the violated limits of a configuration; absent attributes violate none."""
 
 
-def dense_limits(hf: Any) -> Iterator[Limit]:
+def dense_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of every layer."""
     if window := getattr(hf, "use_sliding_window", False):
         yield Limit("use_sliding_window", window, NOT_SUPPORTED)
@@ -45,13 +54,13 @@ def dense_limits(hf: Any) -> Iterator[Limit]:
         yield Limit("hidden_act", hf.hidden_act, f"{NOT_SUPPORTED}: it knows silu")
 
 
-def bias_limits(hf: Any) -> Iterator[Limit]:
+def bias_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield MLP biases in a model without attention biases."""
     if getattr(hf, "mlp_bias", False) and not getattr(hf, "attention_bias", False):
         yield Limit("mlp_bias", True, f"without attention_bias {NOT_SUPPORTED}")
 
 
-def expert_limits(hf: Any) -> Iterator[Limit]:
+def expert_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of expert layers whose router normalises if ``norm_topk_prob`` says so."""
     if window := getattr(hf, "sliding_window", None):
         yield Limit("sliding_window", window, NOT_SUPPORTED)
@@ -60,7 +69,7 @@ def expert_limits(hf: Any) -> Iterator[Limit]:
         yield from _lone_expert_limits(hf)
 
 
-def mixtral_limits(hf: Any) -> Iterator[Limit]:
+def mixtral_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of expert layers whose router always normalises, and whose window has no switch."""
     window = getattr(hf, "sliding_window", None)
     if window is not None:
@@ -69,19 +78,19 @@ def mixtral_limits(hf: Any) -> Iterator[Limit]:
     yield from _lone_expert_limits(hf)
 
 
-def _noise_limits(hf: Any) -> Iterator[Limit]:
+def _noise_limits(hf: "Fields") -> Iterator[Limit]:
     if noise := getattr(hf, "router_jitter_noise", 0.0):
         yield Limit("router_jitter_noise", noise, f"{NOT_SUPPORTED}: set it to 0.0 in model.override_config")
 
 
-def _lone_expert_limits(hf: Any) -> Iterator[Limit]:
+def _lone_expert_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield one expert per token in a router that normalises: it has weight 1, Megatron-Core gives it its score."""
     if getattr(hf, "num_experts_per_tok", None) == 1:
         fault = f"with a normalised weight (norm_topk_prob) {NOT_SUPPORTED}, which normalises those of several experts"
         yield Limit("num_experts_per_tok", 1, fault)
 
 
-def rope_of(hf: Any) -> dict[str, Any]:
+def rope_of(hf: "Fields") -> JsonObject:
     """Return the rotary position parameters."""
     rope = getattr(hf, "rope_parameters", None)
     return dict(rope) if isinstance(rope, Mapping) else {}
@@ -91,7 +100,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """Constants of this scaling in Megatron-Core."""
 
 
-def rope_limits(hf: Any) -> Iterator[Limit]:
+def rope_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of rotary positions."""
     part = rope_of(hf).get("partial_rotary_factor")
     if part not in (None, 1):  # transformers ignores it for unscaled positions
@@ -99,7 +108,7 @@ def rope_limits(hf: Any) -> Iterator[Limit]:
     yield from scaling_limits(hf)
 
 
-def scaling_limits(hf: Any) -> Iterator[Limit]:
+def scaling_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of rotary positions that may cover a part of each head."""
     rope = rope_of(hf)
     kind = rope.get("rope_type", "default")
@@ -110,7 +119,7 @@ def scaling_limits(hf: Any) -> Iterator[Limit]:
         yield Limit("rope_scaling", rope, f"of type {kind} {NOT_SUPPORTED}: it knows default, linear and llama3")
 
 
-def vision_rope_limits(hf: Any) -> Iterator[Limit]:
+def vision_rope_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of rotary positions with the three axes of a vision-language model."""
     rope = rope_of(hf)
     kind = rope.get("rope_type", "default")
@@ -118,7 +127,7 @@ def vision_rope_limits(hf: Any) -> Iterator[Limit]:
         yield Limit("rope_scaling", rope, f"of type {kind} {NOT_SUPPORTED} for this model, which knows default")
 
 
-def latent_limits(hf: Any) -> Iterator[Limit]:
+def latent_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of latent attention and of its rotary positions."""
     if getattr(hf, "attention_bias", False):
         yield Limit("attention_bias", True, f"{NOT_SUPPORTED} for this model")
@@ -136,14 +145,14 @@ def latent_limits(hf: Any) -> Iterator[Limit]:
         yield Limit("rope_scaling", rope, f"of type yarn with mscale_all_dim={scale_all} and no mscale {NOT_SUPPORTED}")
 
 
-def expert_groups(hf: Any) -> tuple[int, int] | None:
+def expert_groups(hf: "Fields") -> tuple[int, int] | None:
     """Return the number of expert groups and how many of them a token chooses; None if it may choose all."""
     groups = getattr(hf, "n_group", None) or 1
     chosen = getattr(hf, "topk_group", groups) or 1
     return (groups, chosen) if groups > 1 and chosen < groups else None
 
 
-def router_limits(hf: Any) -> Iterator[Limit]:
+def router_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of the router."""
     groups = expert_groups(hf)
     each = getattr(hf, "num_experts_per_tok", None)
@@ -163,7 +172,7 @@ def router_limits(hf: Any) -> Iterator[Limit]:
         yield Limit("n_shared_experts", 0, NOT_SUPPORTED)
 
 
-def stack_limits(hf: Any) -> Iterator[Limit]:
+def stack_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of stacked experts: sizes whose two layouts in checkpoints have the same shape, and a router
     that does not normalise, which transformers ignores and vLLM does not.
     """
@@ -206,7 +215,7 @@ def causal_name(architecture: str) -> str:
     return seeing if seeing in LIMITS else _CLASSIFIERS.sub("ForCausalLM", architecture)
 
 
-def model_limits(architecture: str, hf: Any) -> Iterator[Limit]:
+def model_limits(architecture: str, hf: "Fields") -> Iterator[Limit]:
     """Yield the violated limits of a model; unknown architectures have none.
 
     Args: ``hf`` has the fields of the language model.

@@ -111,7 +111,7 @@ class SearchTool(BaseTool):
 
         Raises: RetrievalError.
         """
-        request = {"queries": queries, "topk": self.options.topk, "return_scores": True}
+        request: JsonObject = {"queries": queries, "topk": self.options.topk, "return_scores": True}
         key = self.options.api_key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         failure: RetrievalError | None = None

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from verl.utils.http_client import post_json
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.masking import MaskedError, masked_text
 from verl.utils.parsing import parse_json
 
@@ -59,7 +59,7 @@ class ChatEndpoint:
     base_url: str
     model: str
     api_key: str = ""
-    sampling: Mapping[str, Any] | None = None
+    sampling: Mapping[str, Json] | None = None
     timeout_s: float = 300.0
     max_attempts: int = 3
     retry_delay_s: float = 1.0
@@ -163,7 +163,7 @@ class ChatEndpoint:
             raise _Retry(f"the answer has no text: {text[:_SHOWN_CHARS]!r}")
         return content
 
-    def _request(self, messages: Messages) -> dict[str, Any]:
+    def _request(self, messages: Messages) -> JsonObject:
         return {"model": self.model, "messages": list(messages), **(self.sampling or {})}
 
     def _headers(self) -> dict[str, str]:

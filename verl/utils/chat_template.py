@@ -17,6 +17,7 @@ import jinja2
 from verl.base_config import as_yaml
 from verl.errors import WrongInput
 from verl.utils import template_trial
+from verl.utils.json_types import Json
 from verl.utils.process_pool import START_TIMEOUT_S
 from verl.utils.processes import start_process
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
@@ -44,7 +45,7 @@ class HasChatTemplate(Protocol):
         """Return a conversation as text or tokens."""
 
 
-def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Mapping[str, Any]) -> str:
+def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Mapping[str, Json]) -> str:
     """Return the text of a chat; ``options`` are those of ``apply_chat_template``.
 
     Raises: ChatTemplateTimeout after ``RENDER_TIMEOUT_S``; ChatTemplateOutput for a text that is far longer than the
@@ -139,7 +140,7 @@ def used_templates(options: Mapping[str, Any], template: Templates) -> dict[str,
         template: that of the tokenizer, or several by their names.
     """
     several: Mapping[str, str | None] = template if isinstance(template, Mapping) else {DEFAULT: template}
-    given = options.get("chat_template")
+    given: str | None = options.get("chat_template")
     if given is None:
         found = {name: several[name] for name in USED_NAMES if name in several}
     else:
@@ -147,7 +148,7 @@ def used_templates(options: Mapping[str, Any], template: Templates) -> dict[str,
     return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
-def check_template(options: Mapping[str, Any], template: Templates) -> None:
+def check_template(options: Mapping[str, Json], template: Templates) -> None:
     """Try the templates that chats are rendered by; the arguments are those of ``used_templates``.
 
     Raises: WrongInput with the fault of the template.
@@ -167,7 +168,7 @@ _OF_TRANSFORMERS = ("chat_template", "add_generation_prompt", "continue_final_me
 """Options of a chat that transformers reads itself."""
 
 
-def tell_unread_options(options: Mapping[str, Any], template: Templates) -> None:
+def tell_unread_options(options: Mapping[str, Json], template: Templates) -> None:
     """Name the options of ``data.apply_chat_template_kwargs`` that no chat template reads: they have no effect.
 
     The arguments are those of ``used_templates``; of a tokenizer without a template nothing is told.

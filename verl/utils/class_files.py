@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.base_config import BaseConfig, config_error, nearest, one_line, parse_node
 from verl.errors import WrongInput
 from verl.utils.import_utils import absolute_name, is_own
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.parsing import parse_yaml
 from verl.utils.time_limit import TimeLimitExceeded, error_text, import_within_limit, time_limit
 
@@ -33,7 +34,7 @@ class ClassItem:
 
     where: str
     class_name: str
-    config: dict[str, Any]
+    config: JsonObject
     rest: dict[str, Any]
 
 
@@ -123,7 +124,7 @@ def build(item: ClassItem, make: Callable[[], T]) -> T:
         raise WrongInput(f"{item.where}: {item.class_name} cannot be made ({cause}): correct config") from error
 
 
-def read_options(owner: object, config: Mapping[str, Any], options: type[Options]) -> Options:
+def read_options(owner: object, config: Mapping[str, Json], options: type[Options]) -> Options:
     """Return the ``config`` of a class, typed and checked. A class of the user may have further keys.
 
     Raises: ConfigError naming each key.

@@ -6,9 +6,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.base_config import omega_conf_to_dataclass as omega_conf_to_dataclass
+from verl.utils.json_types import Json
 
 
-def update_dict_with_config(dictionary: MutableMapping[str, Any], config: Any) -> None:
+def update_dict_with_config(dictionary: MutableMapping[str, Json], config: Any) -> None:
     """Replace each value of ``dictionary`` by the attribute of ``config`` with the same name, if there is one."""
     for key in dictionary:
         if hasattr(config, key):

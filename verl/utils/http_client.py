@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
+from verl.utils.json_types import Json
 from verl.utils.masking import MaskedError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def url_problem(url: Any) -> str | None:
 
 
 async def post_json(
-    url: str, content: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
+    url: str, content: Mapping[str, Json], timeout_s: float, headers: Mapping[str, str] | None = None
 ) -> Reply:
     """Post JSON and return the whole reply, whatever its status.
 

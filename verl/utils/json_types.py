@@ -1,11 +1,14 @@
 """Types of what JSON and YAML hold."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 """A value of JSON or YAML. Its sequences and mappings are read only, so that ``list[int]`` is one too."""
 JsonObject = dict[str, Json]
 """An object of JSON, a mapping of YAML: options, arguments of a call, a row."""
+ConfigJson = Mapping[str, Any]
+"""The content of a model's ``config.json``: its family says which fields there are and what they hold."""
 
 
 def mapping_at(values: Mapping[str, Json], name: str) -> Mapping[str, Json]:

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, TokenClassifie
 from verl.utils.fs import copy_to_local
 from verl.utils.hub import model_folder
 from verl.utils.import_utils import lazy_exports
+from verl.utils.json_types import Json
 from verl.utils.value_heads import HEAD_NAME, stored_head
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
 # ---- configurations
 
 
-def update_model_config(module_config: PretrainedConfig, override_config_kwargs: Mapping[str, Any]) -> None:
+def update_model_config(module_config: PretrainedConfig, override_config_kwargs: Mapping[str, Json]) -> None:
     """Set attributes of a configuration in place; mappings update nested configurations and are merged into others.
 
     What a vision-language model has in its language model only is set there.
@@ -133,7 +134,7 @@ def update_model_config(module_config: PretrainedConfig, override_config_kwargs:
 
 
 def get_huggingface_actor_config(
-    model_name: str, override_config_kwargs: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    model_name: str, override_config_kwargs: Mapping[str, Json] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
     """Load a configuration and override some of its attributes."""
     config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code)
@@ -257,7 +258,7 @@ def _with_score(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def create_huggingface_actor(
     model_name: str,
-    override_config_kwargs: Mapping[str, Any] | None = None,
+    override_config_kwargs: Mapping[str, Json] | None = None,
     automodel_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Build a policy with new weights from the configuration of a checkpoint."""
@@ -268,7 +269,7 @@ def create_huggingface_actor(
 
 def create_huggingface_critic(
     model_name: str,
-    override_config_kwargs: Mapping[str, Any] | None = None,
+    override_config_kwargs: Mapping[str, Json] | None = None,
     automodel_kwargs: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Build a value model, one number per token, with new weights from the configuration of a checkpoint.

@@ -9,13 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.utils import envs
+from verl.utils.json_types import Json
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _NOSET = "RAY_EXPERIMENTAL_NOSET_"
@@ -209,7 +211,7 @@ _LOG_POLL_S = 0.1
 _LOG_STOP_S = 1.0
 
 
-def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[ObjectRef[Any]]":
+def parallel_put(data_list: list[T], max_workers: int | None = None) -> "list[ObjectRef[T]]":
     """Put every element into the object store, in several threads, and return the references in order."""
     import ray
 
@@ -220,7 +222,7 @@ def parallel_put(data_list: list[Any], max_workers: int | None = None) -> "list[
         return list(pool.map(ray.put, data_list))
 
 
-def without_nsight() -> dict[str, Any]:
+def without_nsight() -> dict[str, Mapping[str, Json]]:
     """Return options that keep an actor or task from running under nsys; empty if this process does not run under it.
 
     Ray passes the runtime environment of a process to its children, key by key, and the value None stops that. Ray

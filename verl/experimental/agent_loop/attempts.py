@@ -1,7 +1,7 @@
 """The account of attempts at trajectories."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ REPLACED = "replaced"
 DROPPED = "dropped"
 _FAILURES = (ERROR, TIMEOUT, REPLACED, DROPPED)
 _LONGEST_REASON = 500
+Sampling = dict[str, Any]
+"""How to sample a request, see ``SamplingParams`` of ``verl.workers.rollout.server``; each request gets its copy."""
 
 
 class TrajectoryError(RuntimeError):
@@ -72,7 +74,7 @@ class Attempt:
     is_cancelled: bool = False
     is_left: bool = False
 
-    def next_turn(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def next_turn(self, params: Sampling) -> Sampling:
         """Return the sampling parameters of the next request: the seed of the row becomes that of the turn.
 
         A loop that sends other seeds keeps them.

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from verl.base_config import nearest
 from verl.errors import WrongInput
+from verl.experimental.agent_loop.attempts import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -154,7 +155,7 @@ class AgentLoopBase(ABC):
         cls._class_initialized = True
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: Sampling, **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Produce the trajectory of a row; in several segments, in their order, if it rewrote its history.
 
         Args:

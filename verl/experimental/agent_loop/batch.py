@@ -251,7 +251,9 @@ class BatchOfAttempts:
 _OUTCOMES = {"drop": DROPPED, "replace": REPLACED}
 
 
-async def _result(run: Callable[[Attempt], Awaitable[AgentLoopOutput]], attempt: Attempt) -> Any:
+async def _result(
+    run: Callable[[Attempt], Awaitable[AgentLoopOutput]], attempt: Attempt
+) -> AgentLoopOutput | BaseException:
     """Return the trajectory, or the error that its loop has raised; loops and tools may raise anything."""
     try:
         return await run(attempt)
@@ -259,10 +261,10 @@ async def _result(run: Callable[[Attempt], Awaitable[AgentLoopOutput]], attempt:
         return error
 
 
-_LEFT: "set[asyncio.Task[Any]]" = set()  # the event loop holds weak references only
+_LEFT: "set[asyncio.Task[AgentLoopOutput | BaseException]]" = set()  # the event loop holds weak references only
 
 
-async def _end(work: "asyncio.Task[Any]", attempt: Attempt) -> None:
+async def _end(work: "asyncio.Task[AgentLoopOutput | BaseException]", attempt: Attempt) -> None:
     """Cancel an agent loop, and wait for its end; one that swallows CancelledError is left behind."""
     attempt.is_cancelled = True
     work.cancel()

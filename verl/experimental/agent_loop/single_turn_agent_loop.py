@@ -4,6 +4,7 @@ import time
 import uuid
 from typing import Any
 
+from verl.experimental.agent_loop.attempts import Sampling
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
 from verl.experimental.agent_loop.trajectory import Trajectory
@@ -14,7 +15,7 @@ from verl.utils.chat_template import check_awaits_turn
 class SingleTurnAgentLoop(AgentLoopBase):
     """Asks for one response to the prompt of the row."""
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: Sampling, **kwargs: Any) -> AgentLoopOutput:
         """Return the response to ``raw_prompt_ids`` of the row, or to its ``raw_prompt``."""
         prompt_ids: Any = kwargs.get("raw_prompt_ids")
         if prompt_ids is None:

@@ -16,10 +16,11 @@ from omegaconf import DictConfig
 
 from verl.base_config import one_line
 from verl.errors import WrongInput, WrongSetting
+from verl.experimental.agent_loop.attempts import Sampling
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.registry import register
 from verl.experimental.agent_loop.spans import activity
-from verl.experimental.agent_loop.tool_media import MediaRules, Shown
+from verl.experimental.agent_loop.tool_media import Media, MediaRules, Shown
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser, get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, ToolCall, Trajectory, turn_columns, turn_seed
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
@@ -29,6 +30,7 @@ from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import tools_of
 from verl.utils.chat import ChatFormat, ControlTexts, Difference, Restarted, uncut, whole_differences
 from verl.utils.dataset.vision_utils import MediaError
+from verl.utils.json_types import Json, JsonObject
 from verl.workers.rollout.server import FULL
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class Parts:
 
     config: DictConfig
     tools: Mapping[str, "BaseTool"]
-    schemas: Sequence[Mapping[str, Any]]
+    schemas: Sequence[JsonObject]
     parser: ToolParser
     chat: ChatFormat
     interactions: Mapping[str, "BaseInteraction"]
@@ -116,10 +118,10 @@ class Conversation:
 
     messages: list[Message]
     trajectory: Trajectory
-    sampling_params: dict[str, Any]
-    tools_kwargs: Mapping[str, Any]
+    sampling_params: Sampling
+    tools_kwargs: Mapping[str, Mapping[str, Mapping[str, Json]]]
     interaction: "BaseInteraction | None" = None
-    interaction_kwargs: dict[str, Any] = field(default_factory=dict)
+    interaction_kwargs: JsonObject = field(default_factory=dict)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     earlier: list[Trajectory] = field(default_factory=list)
     instances: dict[str, "asyncio.Task[tuple[str, ToolResponse]]"] = field(default_factory=dict)
@@ -129,7 +131,7 @@ class Conversation:
     turn_scores: list[float] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
 
-    def tool_kwargs(self, tool: str, method: str) -> dict[str, Any]:
+    def tool_kwargs(self, tool: str, method: str) -> JsonObject:
         """Return the arguments that the row gives for a method of a tool."""
         return dict((self.tools_kwargs.get(tool) or {}).get(f"{method}_kwargs") or {})
 
@@ -143,11 +145,11 @@ class AgentData:
 
     messages: list[Message]
     image_data: Any
-    metrics: dict[str, Any]
+    metrics: dict[str, float]
     request_id: str
-    tools_kwargs: dict[str, Any]
+    tools_kwargs: JsonObject
     interaction: "BaseInteraction | None" = None
-    interaction_kwargs: dict[str, Any] | None = None
+    interaction_kwargs: JsonObject | None = None
     prompt_ids: list[int] = field(init=False, default_factory=list)
     response_ids: list[int] = field(init=False, default_factory=list)
     response_mask: list[int] = field(init=False, default_factory=list)
@@ -196,7 +198,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.tool_timeout_s: float | None = rollout.agent.get("tool_timeout_s")
         self._is_sglang = rollout.get("name") == "sglang"
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: Sampling, **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Return the trajectory of a row; several if the chat template has rewritten earlier turns.
 
         Args: ``kwargs`` has ``raw_prompt``, ``multi_modal_data``, ``tools_kwargs`` and ``interaction_kwargs``.
@@ -218,7 +220,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     # ---- the states
 
-    def _begin(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> Conversation:
+    def _begin(self, sampling_params: Sampling, row: Mapping[str, Any]) -> Conversation:
         if row.get("raw_prompt") is None:
             raise WrongSetting(
                 "the row has no raw_prompt, the messages of its prompt: set data.return_raw_chat=True, or let the data "
@@ -245,9 +247,9 @@ class ToolAgentLoop(AgentLoopBase):
         is_known = self._is_sglang and _USUAL_INTERACTION in self.parts.interactions
         return _USUAL_INTERACTION if is_known else None
 
-    def _interaction(self, name: Any) -> "BaseInteraction":
+    def _interaction(self, name: Json) -> "BaseInteraction":
         known = self.parts.interactions
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise WrongInput(
                 f"extra_info.interaction_kwargs.name={name}: {_KEY}.interaction_config_path has "
                 f"{', '.join(sorted(known))}: each row must name one of them"
@@ -469,7 +471,7 @@ class ToolAgentLoop(AgentLoopBase):
         messages: list[Message],
         prompt_ids: list[int],
         seen_size: int,
-        media: Mapping[str, list[Any]],
+        media: Media,
         seconds: float,
         calls: Sequence[ToolCall],
         text: str | None,
@@ -524,7 +526,7 @@ class ToolAgentLoop(AgentLoopBase):
         self._compare(talk)
         return outputs if len(outputs) > 1 else outputs[0]
 
-    async def _reward_of(self, tool: str, instance_id: str, kwargs: Mapping[str, Any]) -> float:
+    async def _reward_of(self, tool: str, instance_id: str, kwargs: Mapping[str, Json]) -> float:
         """Return the reward of an instance of a tool.
 
         Raises: ValueError naming the tool.

@@ -17,19 +17,25 @@ from verl.workers.config.engines import media_engine
 from verl.workers.rollout.engine_settings import media_settings
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from verl.utils.chat.messages import Video
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _OF_ONE_VIDEO = frozenset({"Glm4vProcessor"})
 """Processors of models of which vLLM takes one video in a prompt."""
+
+Media = Mapping[str, Sequence[Any]]
+"""Images and videos of a conversation, as ``multi_modal_data``."""
 
 
 @dataclass
 class Shown:
     """The loaded images of answers, and their videos as (frames (T, 3, H, W), metadata)."""
 
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
+    images: list["Image"] = field(default_factory=list)
+    videos: list["Video"] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.images or self.videos)
@@ -39,7 +45,7 @@ class Shown:
         self.images += other.images
         self.videos += other.videos
 
-    def parts(self, text: str) -> list[dict[str, Any]]:
+    def parts(self, text: str) -> list[dict[str, str]]:
         """Return the content of a message with them: images, videos, text."""
         media = [{"type": "image"} for _ in self.images] + [{"type": "video"} for _ in self.videos]
         return [*media, {"type": "text", "text": text}] if text else media
@@ -86,13 +92,13 @@ class MediaRules:
             text = text.replace(token, "")
         return text.encode(errors="replace").decode()  # halves of surrogate pairs
 
-    def joined(self, so_far: Mapping[str, Sequence[Any]], new: Shown | None) -> dict[str, list[Any]]:
+    def joined(self, so_far: Media, new: Shown | None) -> dict[str, list[Any]]:
         """Return the images and videos of a conversation with new ones, as ``multi_modal_data``."""
-        more = {"image": new.images, "video": new.videos} if new else {}
+        more: Media = {"image": new.images, "video": new.videos} if new else {}
         media = {kind: [*so_far.get(kind, ()), *more.get(kind, ())] for kind in ("image", "video")}
         return {kind: items for kind, items in media.items() if items}
 
-    def check_shown(self, prompt_ids: Sequence[int], media: Mapping[str, Sequence[Any]], key: str) -> None:
+    def check_shown(self, prompt_ids: Sequence[int], media: Media, key: str) -> None:
         """Check that a prompt which a chat template has written anew has a place for each image and video.
 
         Raises: WrongInput naming ``key``.
@@ -108,7 +114,7 @@ class MediaRules:
                     "conversation: write false"
                 )
 
-    def loaded(self, tool: str, answer: ToolResponse, so_far: Mapping[str, Sequence[Any]], others: Shown) -> Shown:
+    def loaded(self, tool: str, answer: ToolResponse, so_far: Media, others: Shown) -> Shown:
         """Load the images and videos of an answer, in the sizes that the model takes.
 
         Args: ``so_far`` are those of the conversation, and ``others`` those of other answers to the same turn.
@@ -116,7 +122,7 @@ class MediaRules:
             reads text only.
         """
         given = {"image": answer.image or [], "video": answer.video or []}
-        earlier = {"image": others.images, "video": others.videos}
+        earlier: Media = {"image": others.images, "video": others.videos}
         for kind, items in given.items():
             if items and self.processor is None:
                 raise WrongInput(
@@ -139,7 +145,7 @@ class MediaRules:
             check_no_address(self.media, given["image"], given["video"])
             images = [process_image(image, patch_size, self.media) for image in given["image"]]
             loaded = [load_video(each, image_patch_size=patch_size, media=self.media) for each in given["video"]]
-            videos = [(frames.numpy(), metadata) for frames, metadata in loaded]
+            videos: list[Video] = [(frames.numpy(), metadata) for frames, metadata in loaded]
         except MissingVideoSupportError as error:
             raise WrongInput(f"the tool {tool} answered with a video: {error}") from error
         except MediaError as error:
@@ -152,7 +158,7 @@ def _a(kind: str) -> str:
     return f"a{'n' if kind == 'image' else ''} {kind}"
 
 
-def _count(limit: Any) -> int | None:
+def _count(limit: int | Mapping[str, int] | None) -> int | None:
     """Return a limit of the engine, which may be a number or options with one."""
     found = limit.get("count") if isinstance(limit, Mapping) else limit
     return None if found is None else int(found)

@@ -17,6 +17,7 @@ from verl.base_config import nearest
 from verl.errors import WrongInput
 from verl.experimental.agent_loop.tool_markup import THINK, ElementCall, Elements, find_calls, split_thought
 from verl.experimental.agent_loop.tool_values import decode_at, skip_blanks, typed
+from verl.utils.json_types import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -226,7 +227,7 @@ class Llama3JsonToolParser(ToolParser):
 class PythonicToolParser(ToolParser):
     """Reads ``[name(key=value, ...), ...]`` as the whole response, with values as Python or JSON writes them."""
 
-    _CONSTANTS: ClassVar[dict[str, Any]] = {"true": True, "false": False, "null": None}
+    _CONSTANTS: ClassVar[dict[str, bool | None]] = {"true": True, "false": False, "null": None}
     _START: ClassVar[re.Pattern[str]] = re.compile(r"\s*(?:<\|python_start\|>\s*)?\[\s*([A-Za-z_][\w.]*)\s*\(")
 
     def parse(self, text: str, tools: Schemas = ()) -> Found:
@@ -259,7 +260,7 @@ class PythonicToolParser(ToolParser):
         # As JSON with escapes, whose surrogate pairs are one character, unlike those of Python.
         return FunctionCall(name, json.dumps(json.loads(written), ensure_ascii=False))
 
-    def _value(self, node: ast.expr) -> Any:
+    def _value(self, node: ast.expr) -> Json:
         for inner in ast.walk(node):
             for field, child in ast.iter_fields(inner):
                 if isinstance(child, list):
@@ -268,7 +269,7 @@ class PythonicToolParser(ToolParser):
                     setattr(inner, field, self._constant(child))
         return ast.literal_eval(self._constant(node))
 
-    def _constant(self, node: Any) -> Any:
+    def _constant(self, node: ast.expr) -> ast.expr:
         if isinstance(node, ast.Name) and node.id in self._CONSTANTS:
             return ast.copy_location(ast.Constant(self._CONSTANTS[node.id]), node)
         return node
@@ -310,7 +311,7 @@ class GptOssToolParser(ToolParser):
         return "\n".join(said), calls
 
 
-def _json_at(text: str, start: int, end: re.Pattern[str]) -> tuple[Any, str, int] | None:
+def _json_at(text: str, start: int, end: re.Pattern[str]) -> tuple[Json, str, int] | None:
     """Return the JSON value that begins at a place, its text, and where the ``end`` after it stops.
 
     None if there is no such value, or something else follows it.
@@ -336,7 +337,7 @@ def _encodable(call: FunctionCall) -> FunctionCall:
     return call
 
 
-def _call_of_value(value: Any, body: str, arguments_key: str) -> FunctionCall:
+def _call_of_value(value: Json, body: str, arguments_key: str) -> FunctionCall:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return FunctionCall("", body, f'the call needs the keys "name" and "{arguments_key}"')
     arguments = value.get(arguments_key, {})
@@ -363,13 +364,13 @@ def _name_in(broken: str) -> str:
     return match[1] if match else ""
 
 
-def _parameters(name: str, tools: Schemas) -> Any:
+def _parameters(name: str, tools: Schemas) -> Json:
     """Return the schema of the parameters of a tool; None if there is none."""
     functions = (tool.get("function", {}) for tool in tools)
     return next((each.get("parameters") for each in functions if each.get("name") == name), None)
 
 
-def _lacks_end(call: ElementCall, parameters: Any) -> bool:
+def _lacks_end(call: ElementCall, parameters: Json) -> bool:
     """Whether the text of an argument goes on with another one of the tool: the model has left out ``</parameter>``."""
     declared = parameters.get("properties") if isinstance(parameters, Mapping) else None
     missing = set(declared) - set(call.arguments) if isinstance(declared, Mapping) else set()

@@ -6,7 +6,14 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.json_types import Json
+
+if TYPE_CHECKING:
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.protocols import Validator
+    from referencing import Registry
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 """Constants of JSON and Python: chat templates write some of each."""
@@ -27,7 +34,7 @@ _LONGEST_TOKEN = 16
 """Characters of a constant or an escape of JSON, with room to spare."""
 
 
-def _refused(name: str) -> Any:
+def _refused(name: str) -> Json:
     raise ValueError(f"{name} is no JSON value")
 
 
@@ -49,7 +56,7 @@ def skip_blanks(text: str, start: int) -> int:
     return start if match is None else match.end()
 
 
-def decode_at(text: str, start: int) -> tuple[Any, int, int]:
+def decode_at(text: str, start: int) -> tuple[Json, int, int]:
     """Return the JSON value at a place, after blanks, and where it starts and stops; the text may go on after it.
 
     It reads windows of the text, since an error of ``json`` counts all lines before it: in a text of thousands of
@@ -72,7 +79,7 @@ def decode_at(text: str, start: int) -> tuple[Any, int, int]:
             return value, first, first + length
 
 
-def typed(text: str, key: str, parameters: Any) -> Any:
+def typed(text: str, key: str, parameters: Json) -> Json:
     """Return the value that the text of an argument stands for; the text itself if the schema accepts no other value.
 
     A text that the schema accepts stays text, except ``null`` where the schema accepts null. Any other text is read
@@ -90,7 +97,7 @@ def typed(text: str, key: str, parameters: Any) -> Any:
     return text if isinstance(value, str) or not _accepts(parameters, key, value) else value
 
 
-def _read(text: str) -> Any:
+def _read(text: str) -> Json:
     """Return the value of a text that is JSON or a constant of Python; else the text."""
     word = text.strip().lower()
     if word in _WORDS:
@@ -101,7 +108,7 @@ def _read(text: str) -> Any:
         return text
 
 
-def _accepts(parameters: Mapping[str, Any], key: str, value: Any) -> bool:
+def _accepts(parameters: Mapping[str, Json], key: str, value: Json) -> bool:
     """Whether a schema accepts a value of one argument; its rules for other arguments do not count.
 
     A schema with a mistake accepts texts and nothing else.
@@ -114,7 +121,7 @@ def _accepts(parameters: Mapping[str, Any], key: str, value: Any) -> bool:
         return isinstance(value, str)
 
 
-def _concerns(error: Any, key: str) -> bool:
+def _concerns(error: "ValidationError", key: str) -> bool:
     """Whether an error of validation is about an argument: not about a missing one, for instance."""
     if error.path:
         return bool(error.path[0] == key)
@@ -125,7 +132,7 @@ def _concerns(error: Any, key: str) -> bool:
 
 
 @functools.cache
-def _validator() -> tuple[Any, Any]:
+def _validator() -> "tuple[type[Validator], Registry[Any]]":
     """Return the class that validates, and a registry that reads no schema from files or the network.
 
     One branch of ``oneOf`` is enough, since branches such as integer and number overlap. ``nullable`` of OpenAPI and
@@ -140,7 +147,9 @@ def _validator() -> tuple[Any, Any]:
     )
     has_type = Draft202012Validator.VALIDATORS["type"]
 
-    def has_type_or_is_null(validator: Any, wanted: Any, value: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+    def has_type_or_is_null(
+        validator: "Validator", wanted: Json, value: Json, schema: Mapping[str, Json]
+    ) -> "Iterator[ValidationError]":
         if value is not None or schema.get("nullable") is not True:
             yield from has_type(validator, wanted, value, schema)
 

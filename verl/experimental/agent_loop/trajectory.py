@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.experimental.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.base import ToolCall as ToolCall
@@ -10,6 +10,11 @@ from verl.experimental.agent_loop.base import Turn as Turn
 from verl.utils.chat.messages import TURNS_COLUMN as TURNS_COLUMN
 from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import TokenOutput
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from verl.utils.chat.messages import Video
 
 MODEL = "assistant"
 
@@ -87,9 +92,9 @@ class Trajectory:
         seconds: float = 0.0,
         calls: Sequence[ToolCall] = (),
         text: str | None = None,
-        images: Sequence[Any] = (),
+        images: Sequence["Image"] = (),
         expanded_ids: Sequence[int] | None = None,
-        videos: Sequence[Any] = (),
+        videos: Sequence["Video"] = (),
     ) -> bool:
         """Append a message of a tool or user, with the tokens that the chat template puts around it.
 

@@ -16,7 +16,7 @@ from ray import cloudpickle
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.errors import WrongInput
-from verl.experimental.agent_loop.attempts import OK, Attempt
+from verl.experimental.agent_loop.attempts import OK, Attempt, Sampling
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.blocking import blocking_is_named
@@ -196,7 +196,7 @@ class AgentLoopWorkerBase:
         self.server_manager.set_servers(server_handles)
 
     def _runner(
-        self, batch: DataProto, index: int, name: str, sampling_params: dict[str, Any], place: Place
+        self, batch: DataProto, index: int, name: str, sampling_params: Sampling, place: Place
     ) -> Callable[[Attempt], Awaitable[AgentLoopOutput]]:
         """Return the function that makes one attempt at the trajectory of a row."""
         meta = batch.meta_info
@@ -247,9 +247,9 @@ class AgentLoopWorkerBase:
             row["multi_modal_data"] = resolve([row["multi_modal_data"]])[0] or None
         return row
 
-    def _sampling_params(self, batch: DataProto) -> list[dict[str, Any]]:
+    def _sampling_params(self, batch: DataProto) -> list[Sampling]:
         """Return how to sample each row; the seed of a row is that of its first turn."""
-        shared: dict[str, Any] = {
+        shared: Sampling = {
             **sampling_values(batch, self.rollout_config),
             "logprobs": self.rollout_config.calculate_log_probs,
         }

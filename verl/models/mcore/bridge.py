@@ -5,13 +5,14 @@ mbridge needs CUDA and Transformer Engine. It takes the parallel layout from Meg
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from verl.errors import UnsupportedInput, WrongInput
 from verl.models.mcore.families import find_family
+from verl.utils.json_types import JsonObject
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -35,7 +36,7 @@ class Bridge:
     Raises: ValueError when the package is not installed, or does not know the architecture.
     """
 
-    def __init__(self, hf_config: "PretrainedConfig", dtype: torch.dtype, overrides: dict[str, Any]) -> None:
+    def __init__(self, hf_config: "PretrainedConfig", dtype: torch.dtype, overrides: JsonObject) -> None:
         name = ", ".join(hf_config.architectures or ["none"])
         if importlib.util.find_spec("mbridge") is None:
             raise WrongInput(

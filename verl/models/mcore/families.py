@@ -52,6 +52,10 @@ def refuse(limits: Iterable[mcore_limits.Limit]) -> None:
         raise UnsupportedInput(str(limit))
 
 
+Arguments = dict[str, Any]
+"""Arguments of ``TransformerConfig`` or ``GPTModel``: numbers, names, functions and types of torch."""
+
+
 @dataclass(frozen=True)
 class VisionParts:
     """The parts of a vision-language family besides its language model.
@@ -80,9 +84,9 @@ class Family:
     The functions of a family with ``vision`` take the configuration of the whole model.
     """
 
-    config: Callable[["PretrainedConfig"], dict[str, Any]]
+    config: Callable[["PretrainedConfig"], Arguments]
     layer: Callable[["PretrainedConfig"], dict[str, Rule]]
-    rope: Callable[["PretrainedConfig"], dict[str, Any]] = field(default_factory=lambda: rope_arguments)
+    rope: Callable[["PretrainedConfig"], Arguments] = field(default_factory=lambda: rope_arguments)
     vision: VisionParts | None = None
 
     def rules_of(self, hf: "PretrainedConfig", layer: int) -> dict[str, Rule]:
@@ -157,7 +161,7 @@ def _is_of(name: str, with_experts: bool) -> bool:
     return not name.startswith("mlp.") or name.startswith("mlp.linear_fc") != with_experts
 
 
-def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
+def rope_arguments(hf: "PretrainedConfig") -> Arguments:
     """Return the arguments of ``GPTModel`` for rotary positions.
 
     Raises: UnsupportedInput if Megatron-Core computes this scaling differently.
@@ -166,7 +170,7 @@ def rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     return _scaled_rope(mcore_limits.rope_of(hf))
 
 
-def partial_rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
+def partial_rope_arguments(hf: "PretrainedConfig") -> Arguments:
     """Return the same for a model that rotates only the first ``partial_rotary_factor`` of each head.
 
     Raises: as ``rope_arguments``.
@@ -176,8 +180,8 @@ def partial_rope_arguments(hf: "PretrainedConfig") -> dict[str, Any]:
     return _scaled_rope(rope) | {"rotary_percent": rope.get("partial_rotary_factor", 1.0)}
 
 
-def _scaled_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": rope.get("rope_theta", 10000.0)}
+def _scaled_rope(rope: Arguments) -> Arguments:
+    arguments: Arguments = {"position_embedding_type": "rope", "rotary_base": rope.get("rope_theta", 10000.0)}
     kind = rope.get("rope_type", "default")
     if kind == "linear":
         arguments["seq_len_interpolation_factor"] = rope["factor"]
@@ -186,7 +190,7 @@ def _scaled_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def dense_config(hf: "PretrainedConfig", **changes: Any) -> dict[str, Any]:
+def dense_config(hf: "PretrainedConfig", **changes: Any) -> Arguments:
     """Return the arguments of ``TransformerConfig`` that Llama-like models share.
 
     Raises: UnsupportedInput for options that Megatron-Core does not support.
@@ -288,7 +292,7 @@ class _Dense:
     qk_norm: bool = False
     takes_biases: tuple[str, ...] = ()
 
-    def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
+    def config(self, hf: "PretrainedConfig") -> Arguments:
         bias = self._has("attention_bias", hf)
         mlp_bias = self._has("mlp_bias", hf)
         if mlp_bias:
@@ -320,7 +324,7 @@ register_family("Qwen2ForCausalLM", _QWEN2)
 register_family("Qwen3ForCausalLM", _QWEN3)
 
 
-def expert_config(hf: "PretrainedConfig", width: int) -> dict[str, Any]:
+def expert_config(hf: "PretrainedConfig", width: int) -> Arguments:
     """Return the arguments of ``TransformerConfig`` that models with experts share.
 
     Raises: UnsupportedInput for a model of such a family that has no experts.
@@ -387,7 +391,7 @@ class _Experts:
     at: str = "model.layers.{layer}.mlp."
     parts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
 
-    def config(self, hf: "PretrainedConfig") -> dict[str, Any]:
+    def config(self, hf: "PretrainedConfig") -> Arguments:
         refuse(self.limits(hf))
         experts = expert_config(hf, getattr(hf, self.width)) | {
             "moe_router_pre_softmax": not (self.normalises or hf.norm_topk_prob)
@@ -450,7 +454,7 @@ register_family(
 # DeepSeek-V3, Moonlight and GLM-4-MoE: a sigmoid router with a bias and groups, shared experts, dense first layers
 
 
-def _sigmoid_router_config(hf: "PretrainedConfig") -> dict[str, Any]:
+def _sigmoid_router_config(hf: "PretrainedConfig") -> Arguments:
     """Return the arguments of ``TransformerConfig`` for the experts.
 
     Raises: UnsupportedInput if Megatron-Core's router would choose or weight experts differently.
@@ -478,14 +482,14 @@ def _sigmoid_router_rules(hf: "PretrainedConfig") -> dict[str, Rule]:
     return rules | (dense_mlp_rules(hf) if hf.first_k_dense_replace else {})
 
 
-def _latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
+def _latent_attention_config(hf: "PretrainedConfig") -> Arguments:
     """Return the arguments of ``MLATransformerConfig``.
 
     Raises: UnsupportedInput if Megatron-Core computes this attention differently.
     """
     refuse(mcore_limits.latent_limits(hf))
     rope = mcore_limits.rope_of(hf)
-    values: dict[str, Any] = {
+    values: Arguments = {
         "multi_latent_attention": True,
         "q_lora_rank": hf.q_lora_rank,
         "kv_lora_rank": hf.kv_lora_rank,
@@ -513,7 +517,7 @@ def _latent_attention_config(hf: "PretrainedConfig") -> dict[str, Any]:
     return values
 
 
-def _deepseek_config(hf: "PretrainedConfig") -> dict[str, Any]:
+def _deepseek_config(hf: "PretrainedConfig") -> Arguments:
     return dense_config(hf) | _sigmoid_router_config(hf) | _latent_attention_config(hf)
 
 
@@ -541,11 +545,11 @@ def _deepseek_layer(hf: "PretrainedConfig") -> dict[str, Rule]:
     return rules | _sigmoid_router_rules(hf)
 
 
-def _deepseek_rope(hf: "PretrainedConfig") -> dict[str, Any]:
+def _deepseek_rope(hf: "PretrainedConfig") -> Arguments:
     return {"position_embedding_type": "rope"}  # latent attention computes its own positions
 
 
-def _glm4_moe_config(hf: "PretrainedConfig") -> dict[str, Any]:
+def _glm4_moe_config(hf: "PretrainedConfig") -> Arguments:
     attention = {"add_qkv_bias": _attention_bias(hf), "qk_layernorm": hf.use_qk_norm}
     return dense_config(hf, **attention) | _sigmoid_router_config(hf)
 
@@ -561,7 +565,7 @@ register_family("Glm4MoeForCausalLM", Family(_glm4_moe_config, _glm4_moe_layer, 
 # Vision-language models: the language model of a text family, with three axes of positions, and a vision tower
 
 
-def _vision_rope(hf: "PretrainedConfig") -> dict[str, Any]:
+def _vision_rope(hf: "PretrainedConfig") -> Arguments:
     """Return the arguments of ``GPTModel`` for positions along three axes.
 
     Raises: UnsupportedInput if Megatron-Core computes this scaling differently.
@@ -577,10 +581,10 @@ def _vision_rope(hf: "PretrainedConfig") -> dict[str, Any]:
 def vision_family(text: Family, vision: VisionParts) -> Family:
     """Return the family of a model whose language model is of the family ``text``."""
 
-    def config(hf: "PretrainedConfig") -> dict[str, Any]:
+    def config(hf: "PretrainedConfig") -> Arguments:
         own = text_of(hf)
-        sections = mcore_limits.rope_of(own).get("mrope_section", vision.sections)
-        return text.config(own) | {"mrope_section": list(sections)}
+        sections = mcore_limits.rope_of(own).get("mrope_section", list(vision.sections))
+        return text.config(own) | {"mrope_section": sections}
 
     def rename(name: str) -> str:
         return f"{vision.language}{name.removeprefix(LANGUAGE)}"

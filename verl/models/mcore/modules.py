@@ -16,6 +16,7 @@ from verl.models.mcore.families import WeightConverter, head_dim
 from verl.models.mcore.weights import QueryKeyValue, Stacked
 from verl.models.weight_loader_registry import get_weight_loader
 from verl.utils.fs import copy_to_local
+from verl.utils.json_types import JsonObject
 from verl.utils.megatron.ranks import AXES
 from verl.utils.megatron_utils import get_model, unwrap_model
 
@@ -41,7 +42,7 @@ def make_megatron_module(
     hf_config: "PretrainedConfig",
     bridge: None = None,
     override_model_config: Mapping[str, Any] | None = None,
-    override_ddp_config: dict[str, Any] | None = None,
+    override_ddp_config: JsonObject | None = None,
 ) -> list[nn.Module]:
     """Build the chunks of a model on this rank, without loading weights.
 

@@ -4,8 +4,7 @@ Layers that carry a state along the sequence are not told, and would go on from 
 imports no torch: the launching process asks too.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from verl.utils.json_types import ConfigJson
 
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 _LAYERS = ("linear", "conv", "mamba", "ssm", "recurrent", "hybrid", "rwkv", "lstm", "delta")
@@ -26,14 +25,14 @@ _CHOOSES_KEYS = ("axk2", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "
 """Values of ``model_type`` of models that choose what a token sees among all tokens before it."""
 
 
-def attention_cap(config: Mapping[str, Any]) -> str | None:
+def attention_cap(config: ConfigJson) -> str | None:
     """Return the cap of the attention's logits in a config.json, as a field and its value; None without one."""
     text = {**config, **(config.get("text_config") or {})}
     cap = text.get("attn_logit_softcapping")
     return None if cap is None else f"attn_logit_softcapping={cap}"
 
 
-def state_along_rows(config: Mapping[str, Any]) -> str | None:
+def state_along_rows(config: ConfigJson) -> str | None:
     """Return the field of a config.json that shows that layers carry a state along the row, else None."""
     text = {**config, **(config.get("text_config") or {})}
     kinds = {str(kind) for name in _LAYER_LISTS for kind in text.get(name) or ()}
@@ -46,7 +45,7 @@ def state_along_rows(config: Mapping[str, Any]) -> str | None:
     return f"model_type={text['model_type']}" if text.get("model_type") in _FAMILIES else None
 
 
-def packing_problem(config: Mapping[str, Any]) -> str | None:
+def packing_problem(config: ConfigJson) -> str | None:
     """Return why rows of a model cannot be packed, as the end of a sentence about the key; None if they can."""
     kind = (config.get("text_config") or config).get("model_type")
     if kind in _IGNORANT:

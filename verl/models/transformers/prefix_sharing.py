@@ -5,11 +5,11 @@ This imports no torch: the launching process asks too.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from verl.models.transformers.names import REMOTE_FAMILIES
 from verl.models.transformers.own_loss import balancing_coefficient
 from verl.models.transformers.packing import state_along_rows
+from verl.utils.json_types import ConfigJson
 
 _FULL = ("full_attention", "full")
 _PARTS = ("text_config", "attn_config", "ffn_config")
@@ -18,7 +18,7 @@ _DRAWS_EXPERTS = ("phimoe",)
 """Families that choose experts at random while they train."""
 
 
-def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator[str]:
+def sharing_problems(config: ConfigJson, trains: bool = True) -> Iterator[str]:
     """Yield why rows of a model cannot share tokens, as the end of a sentence about the key.
 
     Args: config is that of ``config.json``, ``trains`` whether dropout is on.
@@ -52,13 +52,13 @@ def sharing_problems(config: Mapping[str, Any], trains: bool = True) -> Iterator
         )
 
 
-def drawn_in_training(config: Mapping[str, Any]) -> list[str]:
+def drawn_in_training(config: ConfigJson) -> list[str]:
     """Return the random draws per token that a config.json asks for in training but not in inference."""
     experts = [f"experts (model_type={kind})" for kind in _DRAWS_EXPERTS if config.get("model_type") == kind]
     return experts + [f"{name}={rate}" for name, rate in sorted(_drawn(config))]
 
 
-def _drawn(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _drawn(config: ConfigJson) -> Iterator[tuple[str, float]]:
     """Yield the rates above 0 of random draws per token: dropout, and noise of routers."""
     for name, value in config.items():
         if name in _PARTS and isinstance(value, Mapping):
@@ -73,11 +73,11 @@ def _is_random(name: str) -> bool:
 
 
 def mcore_sharing_problems(
-    config: Mapping[str, Any],
+    config: ConfigJson,
     context_parallel_size: int,
     use_mbridge: bool,
     implementation: str = "local",
-    overrides: Mapping[str, Any] | None = None,
+    overrides: ConfigJson | None = None,
     trains: bool = True,
 ) -> Iterator[str]:
     """Yield why rows of a model on Megatron-Core cannot share tokens, apart from ``sharing_problems``.

@@ -4,17 +4,23 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.errors import ChatFormatError
 from verl.utils.chat.boundary import Boundary, SpecialTokens, first_difference
-from verl.utils.chat.messages import THOUGHTS, Message, marked, plain, with_text_arguments, with_tool_calls
+from verl.utils.chat.messages import THOUGHTS, Message, Turn, marked, plain, with_text_arguments, with_tool_calls
 from verl.utils.chat.others import ControlTexts, media_parts, text_tokens
 from verl.utils.chat.proof import prove_pieces
 from verl.utils.chat_template import check_awaits_turn, render_chat
+from verl.utils.json_types import Json
 from verl.utils.tokenizer import one_thread
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from verl.utils.chat.messages import Video
 
 _MARK = "sampledturn"
 _SHOWN_CHARS = 80
@@ -54,9 +60,9 @@ class ChatFormat:
         self,
         tokenizer: PreTrainedTokenizerBase,
         processor: ProcessorMixin | None = None,
-        options: Mapping[str, Any] = {},
-        tools: Sequence[Mapping[str, Any]] = (),
-        media_options: Mapping[str, Any] = {},
+        options: Mapping[str, Json] = {},
+        tools: Sequence[Message] = (),
+        media_options: Mapping[str, Json] = {},
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
@@ -70,7 +76,7 @@ class ChatFormat:
         self.special = SpecialTokens([*added, *tokenizer.all_special_tokens], tokenizer.eos_token)
         self.control = ControlTexts(tokenizer)
 
-    def with_options(self, options: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> "ChatFormat":
+    def with_options(self, options: Mapping[str, Json], tools: Sequence[Message]) -> "ChatFormat":
         """Return the format with other options and tools."""
         other = copy.copy(self)
         other.options = {**options, "tokenize": False}
@@ -79,7 +85,9 @@ class ChatFormat:
 
     # ---- what callers use
 
-    def prompt(self, messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Message], images: Sequence["Image"] = (), videos: Sequence["Video"] = ()
+    ) -> list[int]:
         """Return the tokens of messages with the generation prompt.
 
         Placeholders stand for images and videos, one token each, as engines take them. With ``images`` or ``videos``
@@ -99,8 +107,8 @@ class ChatFormat:
         stopped: bool,
         keep_history: bool = True,
         generation_prompt: bool = True,
-        images: Sequence[Any] = (),
-        videos: Sequence[Any] = (),
+        images: Sequence["Image"] = (),
+        videos: Sequence["Video"] = (),
         last_token: int | None = None,
     ) -> Appended | Restarted:
         """Return the tokens after a sampled turn: the rest of its end, the added messages, the generation prompt.
@@ -130,10 +138,8 @@ class ChatFormat:
             if reason is not None:
                 return Restarted(self.prompt([*history, *new], images, videos), reason)
         boundary = self.boundary(history, new, generation_prompt=generation_prompt)
-        shown = [_media_count(new, kind) for kind in ("image", "video")]
-        last_images, last_videos = (
-            list(media)[len(media) - count :] for media, count in zip((images, videos), shown, strict=True)
-        )
+        last_images = images[len(images) - _media_count(new, "image") :]
+        last_videos = videos[len(videos) - _media_count(new, "video") :]
         ids = self.encode(boundary.end + boundary.after, last_images, last_videos)
         is_header = self.special.start_length(boundary.last) == 0  # of the next turn: this one has no end of its own
         is_sampled = stopped and not (is_header and last_token is not None and last_token != ids[0])
@@ -209,7 +215,7 @@ class ChatFormat:
                 return last.rpartition(mark)[2], followed.rpartition(mark)[2]
         return None
 
-    def _rewritten(self, history: list[Any], new: list[Any]) -> str | None:
+    def _rewritten(self, history: list[Turn], new: list[Turn]) -> str | None:
         """Return how the template changes the prompt or hides part of the turn once messages are added; else None."""
         *before, turn = history
         shown = self.render(before, generation_prompt=True)
@@ -250,7 +256,7 @@ class ChatFormat:
                     return text
             raise ChatFormatError(f"the chat template rejects the conversation: {error}") from error
 
-    def encode(self, text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[int]:
+    def encode(self, text: str, images: Sequence["Image"] = (), videos: Sequence["Video"] = ()) -> list[int]:
         """Return the tokens of a text, in which ``control`` may have made cuts."""
         if not images and not videos:
             return text_tokens(self.tokenizer, text)
@@ -258,7 +264,7 @@ class ChatFormat:
             raise ChatFormatError("images and videos need the processor of a vision-language model")
         return [token for part in media_parts(text, self.processor, images, videos) for token in self._shown(*part)]
 
-    def _shown(self, text: str, images: Sequence[Any], videos: Sequence[Any]) -> list[int]:
+    def _shown(self, text: str, images: Sequence["Image"], videos: Sequence["Video"]) -> list[int]:
         """Return the tokens of a text without cuts, with those of its images and videos."""
         assert self.processor is not None
         media: dict[str, Any] = {**self.media_options, **({"images": list(images)} if images else {})}

@@ -2,11 +2,20 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.utils.parsing import parse_json
 
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
 Message = Mapping[str, Any]
+"""A message of a conversation, with ``role``, ``content`` and what else its template reads; or a part of one."""
+Turn = dict[str, Any]
+"""A message that is made here."""
+Video = tuple["Tensor | np.ndarray", dict[str, Any]]
+"""The frames of a video, (T, 3, H, W) uint8, and their times as transformers' processors take them."""
 TURNS_COLUMN = "__turns__"
 """Column of a batch that holds the turns of each row: of ``role`` at the tokens ``start`` to ``end`` of the response,
 with the ``text`` and the ``calls`` that tools and users answered."""
@@ -14,12 +23,12 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields in which templates expect what an assistant thought."""
 
 
-def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def plain(messages: Sequence[Message]) -> list[Turn]:
     """Return messages without null fields and with the arguments of tool calls as objects, which templates expect."""
     return [_plain(message) for message in messages]
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message) -> Turn:
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     if not kept.get("tool_calls"):
         kept.pop("tool_calls", None)
@@ -28,7 +37,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return kept
 
 
-def _with_arguments(call: Message) -> dict[str, Any]:
+def _with_arguments(call: Message) -> Turn:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         try:
@@ -40,7 +49,7 @@ def _with_arguments(call: Message) -> dict[str, Any]:
     return {**call, "type": "function", "function": function}
 
 
-def with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def with_text_arguments(messages: Sequence[Message]) -> list[Turn]:
     """Return messages with the arguments of tool calls as JSON text."""
     return [
         {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
@@ -50,16 +59,16 @@ def with_text_arguments(messages: Sequence[Message]) -> list[dict[str, Any]]:
     ]
 
 
-def _with_text(call: Message) -> dict[str, Any]:
+def _with_text(call: Message) -> Turn:
     function = dict(call["function"])
     if not isinstance(function.get("arguments"), str):
         function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return {**call, "function": function}
 
 
-def marked(message: Message, mark: str) -> dict[str, Any]:
+def marked(message: Message, mark: str) -> Turn:
     """Return an assistant's message that ends with a mark: in the arguments of its last tool call, or its content."""
-    turn: dict[str, Any] = {"role": message["role"], "content": mark}
+    turn: Turn = {"role": message["role"], "content": mark}
     if message.get("tool_calls"):
         *calls, last = message["tool_calls"]
         function = {**last["function"], "arguments": {"x": mark}}
@@ -68,14 +77,14 @@ def marked(message: Message, mark: str) -> dict[str, Any]:
     return turn
 
 
-def with_tool_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def with_tool_calls(messages: Sequence[Message]) -> list[Turn]:
     """Return the messages with a tool call before each tool message, and with identifiers that every template takes.
 
     A loop may keep tool calls in the text that the model wrote; some templates want them as objects, and some reject
     text that looks like them. What the assistant said does not matter, because it stands before the boundary.
     """
-    result: list[dict[str, Any]] = []
-    callers: list[dict[str, Any]] = []  # calls of the last assistant turn that wait for a result
+    result: list[Turn] = []
+    callers: list[Turn] = []  # calls of the last assistant turn that wait for a result
     number = 0
     for at, message in enumerate(messages):
         copied = dict(message)
@@ -102,7 +111,7 @@ def _tool_messages_after(messages: Sequence[Message], at: int) -> list[Message]:
     return replies
 
 
-def _call(number: int, given: Message, reply: Message) -> dict[str, Any]:
+def _call(number: int, given: Message, reply: Message) -> Turn:
     function = given.get("function") or {}
     arguments = function.get("arguments")
     return {

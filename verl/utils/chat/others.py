@@ -9,12 +9,15 @@ without such texts has no cut, and its tokens are those of the whole.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from verl.utils.chat.messages import Message, Turn
 from verl.utils.tokenizer import one_thread
 
+ImageT = TypeVar("ImageT")
+VideoT = TypeVar("VideoT")
 CUT = "\ufdd0\ufdd1"
 """Two characters that Unicode gives to no text."""
 _BEFORE = "\n"
@@ -55,15 +58,15 @@ class ControlTexts:
                 text = usual
         return self._starts.sub(rf"\1{CUT}", self._lone.sub("?", text))
 
-    def of_others(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def of_others(self, message: Message) -> Turn:
         """Return a message of somebody else with cuts in its content and name."""
         return {
             key: _with_texts(value, self.cut) if key in ("content", "name") else value for key, value in message.items()
         }
 
-    def described(self, schemas: Sequence[Any]) -> list[Any]:
+    def described(self, schemas: Sequence[Message]) -> list[Turn]:
         """Return descriptions of tools, which a server may have sent, with cuts in their texts."""
-        shown: list[Any] = _with_texts(list(schemas), lambda text: text if text.isidentifier() else self.cut(text))
+        shown: list[Turn] = _with_texts(list(schemas), lambda text: text if text.isidentifier() else self.cut(text))
         return shown
 
     def text_of(self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
@@ -121,10 +124,10 @@ def _tokens_inside(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def media_parts(
-    text: str, processor: ProcessorMixin, images: Sequence[Any], videos: Sequence[Any]
-) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    text: str, processor: ProcessorMixin, images: Sequence[ImageT], videos: Sequence[VideoT]
+) -> Iterator[tuple[str, list[ImageT], list[VideoT]]]:
     """Yield the parts of a text between cuts, each with the images and videos that it has placeholders for."""
-    left = {"image": list(images), "video": list(videos)}
+    left: dict[str, list[Any]] = {"image": list(images), "video": list(videos)}
     *parts, last = text.split(CUT)
     for part in parts:
         shown = {}

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl.errors import ChatFormatError
 from verl.utils.chat.boundary import Boundary, first_difference
-from verl.utils.chat.messages import Message
+from verl.utils.chat.messages import Message, Turn
 from verl.utils.chat.others import ControlTexts
 
 _SYSTEM = {"role": "system", "content": "Answer shortly."}
@@ -20,7 +20,7 @@ _TALKS = (
 class Writes(Protocol):
     """The properties proven of a ``ChatFormat``."""
 
-    tools: list[dict[str, Any]]
+    tools: list[Turn]
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """Return the text of messages."""
@@ -62,7 +62,7 @@ def _prove_others(chat: Writes) -> None:
         )
 
 
-def _with_tools(tools: Sequence[Message], results: Sequence[str]) -> list[dict[str, Any]]:
+def _with_tools(tools: Sequence[Message], results: Sequence[str]) -> list[Turn]:
     name = str(tools[0].get("function", tools[0]).get("name"))
     calls = [
         {"id": f"call{at:05d}", "type": "function", "function": {"name": name, "arguments": {"a": at}}}

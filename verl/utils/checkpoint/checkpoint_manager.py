@@ -31,6 +31,7 @@ from verl.utils.checkpoint.optimizer_settings import Settings
 from verl.utils.checkpoint.removal import remove_checkpoint
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.fs import copy_to_local
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.loading import State
 
 if TYPE_CHECKING:
@@ -56,15 +57,15 @@ class BaseCheckpointManager(ABC):
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: Stateful | None = None
     processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None" = None
-    checkpoint_config: InitVar[Mapping[str, Any] | None] = None
+    checkpoint_config: InitVar[Mapping[str, Json] | None] = None
     source_dtype: torch.dtype | None = None
     source_folder: str | None = None
     keeps_settings: bool = False
     source_files: SourceFiles | None = None
     schedule: Settings | None = None
-    more_layout_fields: Mapping[str, Any] = field(default_factory=dict)
+    more_layout_fields: Mapping[str, Json] = field(default_factory=dict)
 
-    def __post_init__(self, checkpoint_config: Mapping[str, Any] | None) -> None:
+    def __post_init__(self, checkpoint_config: Mapping[str, Json] | None) -> None:
         self.save_contents = _contents(checkpoint_config, "save_contents", files.DEFAULT_CONTENTS)
         self.load_contents = _contents(checkpoint_config, "load_contents", self.save_contents)
         self.should_save_model = "model" in self.save_contents
@@ -169,7 +170,7 @@ class BaseCheckpointManager(ABC):
         return fields | ({FIELDS_KEY: own} if own else {})
 
     @abstractmethod
-    def model_fields(self) -> dict[str, Any]:
+    def model_fields(self) -> JsonObject:
         """Return the values of the model's configuration that its forward reads, by dotted name."""
 
     def other_model(self, folder: Path) -> str | None:

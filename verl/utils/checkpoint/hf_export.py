@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import TokenizerNotFoundError
+from verl.utils.json_types import Json, JsonObject
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -23,7 +24,7 @@ REMOTE_MODULES = "transformers_modules."
 """Package into which transformers loads the code of repositories."""
 
 
-Fields = dict[str, Any]
+Fields = JsonObject
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
@@ -94,7 +95,7 @@ class SourceFiles:
         return read if read.get_vocab() == tokenizer.get_vocab() else None
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any], kept: frozenset[str]) -> Fields:
+def _changes(before: Mapping[str, Json], after: Mapping[str, Json], kept: frozenset[str]) -> Fields:
     """Return the fields that differ, but for those to keep; nodes are compared within."""
     changes: Fields = {}
     for name, value in after.items():
@@ -107,7 +108,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], kept: frozense
     return changes
 
 
-def _merged(fields: Mapping[str, Any], changes: Mapping[str, Any], whole: Mapping[str, Any]) -> Fields:
+def _merged(fields: Mapping[str, Json], changes: Mapping[str, Json], whole: Mapping[str, Json]) -> Fields:
     """Return the fields of a file with changes; nodes that the file lacks come from ``whole``."""
     result = dict(fields)
     for name, value in changes.items():
@@ -119,7 +120,7 @@ def _merged(fields: Mapping[str, Any], changes: Mapping[str, Any], whole: Mappin
     return result
 
 
-def with_dtype(fields: Mapping[str, Any], dtype: torch.dtype) -> Fields:
+def with_dtype(fields: Mapping[str, Json], dtype: torch.dtype) -> Fields:
     """Return the fields of a ``config.json`` that name another dtype, in each node that names one.
 
     They stay as they are if they name it already: their parts may have others.
@@ -134,7 +135,7 @@ def with_dtype(fields: Mapping[str, Any], dtype: torch.dtype) -> Fields:
     return result | {name: written for name in _DTYPE_FIELDS if fields.get(name) is not None}
 
 
-def write_fields(folder: Path, fields: Mapping[str, Any]) -> None:
+def write_fields(folder: Path, fields: Mapping[str, Json]) -> None:
     """Write a ``config.json`` in the place of the one before, if there is one, with its permissions."""
     path = folder / CONFIG_FILE
     unfinished = folder / f".{CONFIG_FILE}"

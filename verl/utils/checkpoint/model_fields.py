@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.checkpoint.files import layout_file
+from verl.utils.json_types import Json, JsonObject
 
 FIELDS_KEY = "model_fields"
 """Entry of a layout file: the values that the model was trained with."""
@@ -55,7 +56,7 @@ _ALIASES = {"swish": "silu", "mrope": "default"}
 """Other names of an activation and of a kind of RoPE."""
 
 
-def forward_fields(model: Any, config: Any) -> dict[str, Any]:
+def forward_fields(model: Any, config: Any) -> JsonObject:
     """Return the values that the forward of a transformers model reads, by dotted name; empty for other models.
 
     Args: ``model`` may hold adapters, whose scale belongs to the values.
@@ -68,7 +69,7 @@ def forward_fields(model: Any, config: Any) -> dict[str, Any]:
     return content
 
 
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(node: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Any]]:
     unread = _UNREAD | _unread_in(node)
     for name, value in node.items():
         if name in unread or name.startswith("_"):
@@ -79,7 +80,7 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, _ALIASES.get(value, value) if isinstance(value, str) else value
 
 
-def _unread_in(node: Mapping[str, Any]) -> set[str]:
+def _unread_in(node: Mapping[str, Json]) -> set[str]:
     """Return the fields of a node that are not read because of others in it."""
     unread = {name for name in _OF_SHAPES if node.get(name) is None}
     if set(_rope_types([node.get(name) for name in _ROPES])) <= set(_UNLIMITED_ROPES):
@@ -99,7 +100,7 @@ def _rope_types(value: Any) -> Iterator[str | None]:
         yield from _rope_types([part for part in value.values() if isinstance(part, Mapping)])
 
 
-def fields_problem(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+def fields_problem(saved: Mapping[str, Json], own: Mapping[str, Json]) -> str | None:
     """Return how a configuration differs from the one that a checkpoint was trained with; None if it does not.
 
     A field that only one of them has may be of another version of transformers, so it forbids nothing.
@@ -114,7 +115,7 @@ def fields_problem(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | No
     )
 
 
-def start_problem(folder: Path, content: Mapping[str, Any], lora_alpha: float | None = None) -> str | None:
+def start_problem(folder: Path, content: Mapping[str, Json], lora_alpha: float | None = None) -> str | None:
     """Return, before a model is built, how it differs from that of a checkpoint; None if its files do not tell.
 
     transformers may change a field that it reads, so one counts only if it took the value in the file of the checkpoint
@@ -138,7 +139,7 @@ def start_problem(folder: Path, content: Mapping[str, Any], lora_alpha: float | 
     return fields_problem(saved, own)
 
 
-def _of_file(content: Mapping[str, Any]) -> dict[str, Any]:
+def _of_file(content: Mapping[str, Json]) -> JsonObject:
     """Return the values of a ``config.json`` under the names that transformers gives them."""
     found = {}
     for name, value in _leaves(content):

@@ -410,5 +410,6 @@ def _count_media_tokens(dataset: RLHFDataset, row: Row) -> tuple[str, int]:
     media = dataset.take_media(row)
     if media and dataset.media:
         parts = media_parts(text, dataset.media.processor, media.images, media.videos)
-        return text, sum(len(dataset.media.encode(part, Media(*shown))["input_ids"][0]) for part, *shown in parts)
+        encoded = (dataset.media.encode(part, Media(images, videos)) for part, images, videos in parts)
+        return text, sum(len(each["input_ids"][0]) for each in encoded)
     return text, len(text_tokens(dataset.tokenizer, text)) if CUT in text else 0

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from verl.errors import MissingPackage, UnsupportedInput
+from verl.utils.json_types import Json, JsonObject
 
 _MODULES = {
     "gsm8k": ("openai/gsm8k",),
@@ -48,7 +49,7 @@ LOWEST_SCORES = {
 }
 """Module -> the lowest score that it gives, which a response gets that cannot be scored."""
 
-GroundTruth = str | int | float | Sequence[str] | Mapping[str, Any]
+GroundTruth = str | int | float | Sequence[str] | Mapping[str, Json]
 """The correct answer, the accepted answers, or test cases."""
 
 
@@ -127,13 +128,13 @@ def default_compute_score(
     data_source: str,
     solution_str: str,
     ground_truth: GroundTruth,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: JsonObject | None = None,
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: AbstractContextManager[Any] | None = None,
     memory_limit_mb: int | None = None,
     sandbox_timeout_s: float | None = None,
     allow_unisolated: bool = False,
-) -> float | dict[str, Any]:
+) -> float | JsonObject:
     """Score a response with the scorer of its data source.
 
     Args:

@@ -5,8 +5,8 @@ Source: DAPO (arXiv:2503.14476) section 4.1 (rule-based reward of +1 and -1).
 """
 
 import re
-from typing import Any
 
+from verl.utils.json_types import JsonObject
 from verl.utils.reward_score.answers import same
 from verl.utils.reward_score.latex_tokens import normal_form, tokenize
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
@@ -24,7 +24,7 @@ _SUM = re.compile(r"\S\s*[+-]")
 
 def compute_score(
     solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return ``score`` (1 or -1), ``acc`` (whether the answer is correct) and ``pred`` (the answer).
 
     Args:

@@ -5,9 +5,10 @@ import re
 import string
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
-Accepted = str | int | float | Sequence[str] | Mapping[str, Any]
+from verl.utils.json_types import Json
+
+Accepted = str | int | float | Sequence[str] | Mapping[str, Json]
 """The accepted answer or answers, or a mapping with them as ``target``."""
 
 MOST_TAGS = 10  # a response with more tags is guessing

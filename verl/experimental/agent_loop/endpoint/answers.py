@@ -1,7 +1,7 @@
 """Answers of the OpenAI API: an answer of the model, or an error, as JSON; token ids under the names that vLLM uses."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from verl.experimental.agent_loop.endpoint.history import Answer
@@ -75,7 +75,7 @@ def usage(answer: Answer) -> Body:
     }
 
 
-def chunks(body: Mapping[str, Any], options: Options) -> Iterator[bytes]:
+def chunks(body: Body, options: Options) -> Iterator[bytes]:
     """Yield an answer as a stream of server-sent events: one with all of it, one with the usage if asked for, the end.
 
     The tokens of a trajectory are whole before they are sent.

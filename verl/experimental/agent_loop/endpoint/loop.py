@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from omegaconf import DictConfig, OmegaConf
 
 from verl.errors import NoTurnError, WrongInput
+from verl.experimental.agent_loop.attempts import Sampling
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.endpoint.requests import MOST_MESSAGES, MOST_STOPS, MOST_TOOLS
 from verl.experimental.agent_loop.endpoint.server import MOST_BODY_BYTES, Endpoint, Limits
@@ -24,6 +25,7 @@ from verl.experimental.agent_loop.endpoint.templates import ENCODE_TIMEOUT_S, MO
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_columns
 from verl.utils.concurrency import in_thread
+from verl.utils.json_types import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +97,7 @@ class EndpointAgentLoop(AgentLoopBase):
         )
 
     @abstractmethod
-    async def act(self, base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
+    async def act(self, base_url: str, api_key: str, row: JsonObject) -> float | None:
         """Let the agent work on a row; what it asks the endpoint becomes the trajectory.
 
         A plain ``def act`` is called in a thread. An ``async def`` must not block: the endpoint answers on its event
@@ -107,7 +109,7 @@ class EndpointAgentLoop(AgentLoopBase):
         Returns: the score; None leaves it to the reward function of the run.
         """
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: Sampling, **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Serve a trajectory while the agent works, and return it; a list of its segments if it has several.
 
         Raises: NoTurnError if the model has said nothing; ServerError if the servers failed the agent.
@@ -130,7 +132,7 @@ class EndpointAgentLoop(AgentLoopBase):
         outputs[-1].reward_score = reward  # that of the whole trajectory
         return outputs if len(outputs) > 1 else outputs[0]
 
-    async def _acted(self, session: Session, base_url: str, api_key: str, row: dict[str, Any]) -> float | None:
+    async def _acted(self, session: Session, base_url: str, api_key: str, row: JsonObject) -> float | None:
         try:
             act: Callable[..., Any] = self.act
             if inspect.iscoroutinefunction(act):

@@ -4,9 +4,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from verl.base_config import one_line
+from verl.utils.json_types import Json, JsonObject
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 10_000
@@ -108,7 +109,7 @@ class ChatRequest:
     """The body of ``/v1/chat/completions``; ``tools`` are those that the model may call."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     options: Options
 
 
@@ -120,7 +121,7 @@ class CompletionRequest:
     options: Options
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> JsonObject:
     """Return the object of a body.
 
     Raises: RequestError for a body that is no JSON object, or has too many values.
@@ -137,7 +138,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def parse_chat(
-    body: Mapping[str, Any],
+    body: Mapping[str, Json],
     most_messages: int = MOST_MESSAGES,
     most_tools: int = MOST_TOOLS,
     most_stops: int = MOST_STOPS,
@@ -164,7 +165,7 @@ def parse_chat(
     return ChatRequest(messages, [] if choice == "none" else tools, _options(body, log_probs, most_stops))
 
 
-def parse_completion(body: Mapping[str, Any], most_stops: int = MOST_STOPS) -> CompletionRequest:
+def parse_completion(body: Mapping[str, Json], most_stops: int = MOST_STOPS) -> CompletionRequest:
     """Return a completion request with at most so many stop texts.
 
     Raises: RequestError naming the field.
@@ -185,21 +186,25 @@ def parse_completion(body: Mapping[str, Any], most_stops: int = MOST_STOPS) -> C
     return CompletionRequest(prompt, _options(body, wanted, most_stops))
 
 
-def _options(body: Mapping[str, Any], wants_log_probs: bool, most_stops: int) -> Options:
+def _options(body: Mapping[str, Json], wants_log_probs: bool, most_stops: int) -> Options:
     for name, allowed in _NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in allowed:
             expected = f"leave it out, or write {json.dumps(allowed[0])}" if allowed else "leave it out"
             raise _wrong(name, value, f"is not supported: {expected}")
-    limits = [(name, body[name]) for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-    for name, value in limits:
+    limits: list[int] = []
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = body.get(name)
+        if value is None:
+            continue
         if not _is_integer(value) or value < 1:
             raise _wrong(name, value, "must be an integer of at least 1")
-    streaming: Any = body.get("stream_options") or {}
+        limits.append(value)
+    streaming = body.get("stream_options") or {}
     if not isinstance(streaming, dict):
         raise _wrong("stream_options", streaming, "must be an object")
     return Options(
-        max_tokens=min((value for _, value in limits), default=None),
+        max_tokens=min(limits, default=None),
         stop=_stops(body.get("stop"), most_stops),
         sampling=dict(_sampling(body)),
         wants_log_probs=wants_log_probs,
@@ -209,20 +214,19 @@ def _options(body: Mapping[str, Any], wants_log_probs: bool, most_stops: int) ->
     )
 
 
-def _sampling(body: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+def _sampling(body: Mapping[str, Json]) -> Iterable[tuple[str, float]]:
     for name, (least, most) in _SAMPLING.items():
         value = body.get(name)
         if value is None:
             continue
         whole = name in _WHOLE
-        fits = _is_integer(value) if whole else _is_number(value)
-        if not fits or not least <= value <= most:
+        if not _is_number(value) or (whole and not _is_integer(value)) or not least <= value <= most:
             kind = "an integer" if whole else "a number"
             raise _wrong(name, value, f"must be {kind} from {least:g} to {most:g}")
         yield name, value
 
 
-def _stops(value: Any, most: int) -> tuple[str, ...]:
+def _stops(value: Json, most: int) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if isinstance(texts, list):
         _check_count("stop", texts, most)
@@ -235,7 +239,7 @@ def _stops(value: Any, most: int) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Json, where: str) -> Message:
     if not isinstance(value, dict):
         raise _wrong(where, value, "must be an object with role and content")
     role = value.get("role")
@@ -259,7 +263,7 @@ def _message(value: Any, where: str) -> Message:
     return message
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: Json, where: str) -> str:
     """Return the text of a message; a list of parts becomes one text."""
     if value is None:
         return ""
@@ -271,14 +275,14 @@ def _content(value: Any, where: str) -> str:
                 raise _wrong(f"{where}[{number}].type", kind, "must be text: the endpoint takes no images or sounds")
             if not isinstance(part.get("text"), str):
                 raise _wrong(f"{where}[{number}].text", part.get("text"), "must be a text")
-        value = "".join(part["text"] for part in parts)
+        value = "".join(str(part["text"]) for part in parts)
     if not isinstance(value, str):
         raise _wrong(where, value, "must be a text, or a list of parts of type text")
     _check_text(value, where)
     return value
 
 
-def _call(value: dict[str, Any], where: str) -> dict[str, Any]:
+def _call(value: JsonObject, where: str) -> JsonObject:
     function = value.get("function")
     if not isinstance(function, dict) or not _is_name(function.get("name")):
         raise _wrong(where, value, 'must be {"type": "function", "function": {"name": ..., "arguments": ...}}')
@@ -288,14 +292,14 @@ def _call(value: dict[str, Any], where: str) -> dict[str, Any]:
     elif not isinstance(arguments, dict):
         raise _wrong(f"{where}.function.arguments", arguments, "must be a text that holds a JSON object")
     _check_text(json.dumps([arguments, function["name"]], ensure_ascii=False), where)
-    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    call: JsonObject = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     name = value.get("id")
     if name is not None and not isinstance(name, str):
         raise _wrong(f"{where}.id", name, "must be a text")
     return call if name is None else {"id": name, **call}
 
 
-def parse_arguments(text: str) -> Any:
+def parse_arguments(text: str) -> Json:
     """Return the arguments of a call as chat templates take them: the value of the JSON text, or the text itself.
 
     A model writes what it likes, and clients send it back as it was.
@@ -306,13 +310,13 @@ def parse_arguments(text: str) -> Any:
         return text
 
 
-def _check_count(where: str, values: Sequence[Any], most: int) -> None:
+def _check_count(where: str, values: Sequence[Json], most: int) -> None:
     """Refuse a list before its parts are looked at, if there are too many."""
     if len(values) > most:
         raise RequestError(f"{where} has {len(values)} entries: it must have at most {most}", where)
 
 
-def _objects(value: Any, where: str, most: int = _MOST_PARTS) -> list[dict[str, Any]]:
+def _objects(value: Json, where: str, most: int = _MOST_PARTS) -> list[JsonObject]:
     if value is None:
         return []
     if isinstance(value, list):
@@ -322,7 +326,7 @@ def _objects(value: Any, where: str, most: int = _MOST_PARTS) -> list[dict[str, 
     return value
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
+def _flag(body: Mapping[str, Json], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise _wrong(name, value, "must be true or false")
@@ -337,23 +341,23 @@ def _check_text(text: str, where: str) -> None:
         raise RequestError(f"{where}: holds half a surrogate pair at character {error.start}", where) from error
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: Json) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: Json) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Json) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> Json:
     raise ValueError(f"{name} is no JSON value")
 
 
-def _kind(value: Any) -> str:
+def _kind(value: Json) -> str:
     names: Sequence[tuple[type, str]] = (
         (bool, "true or false"),
         (str, "a text"),
@@ -364,6 +368,6 @@ def _kind(value: Any) -> str:
     return next((name for kind, name in names if isinstance(value, kind)), "null")
 
 
-def _wrong(where: str, value: Any, expected: str) -> RequestError:
+def _wrong(where: str, value: Json, expected: str) -> RequestError:
     shown = one_line(json.dumps(value, default=str), 100)
     return RequestError(f"{where}={shown}: {expected}", where)

@@ -14,6 +14,7 @@ from aiohttp import web
 from verl.base_config import one_line
 from verl.errors import ServerError, WrongInput
 from verl.experimental.agent_loop.endpoint.answers import (
+    Body,
     chat_body,
     chunks,
     completion_body,
@@ -34,6 +35,7 @@ from verl.experimental.agent_loop.endpoint.requests import (
 )
 from verl.experimental.agent_loop.endpoint.session import Policy, Session
 from verl.utils.concurrency import in_thread
+from verl.utils.json_types import JsonObject
 from verl.utils.net_utils import LOCAL_HOSTS
 
 logger = logging.getLogger(__name__)
@@ -215,7 +217,7 @@ class Endpoint:
                 code="invalid_api_key",
             )
 
-    async def _parsed(self, session: Session, request: web.Request, parse: Callable[[dict[str, Any]], Asked]) -> Asked:
+    async def _parsed(self, session: Session, request: web.Request, parse: Callable[[JsonObject], Asked]) -> Asked:
         """Return the request that a body holds; a thread parses a long one, while later requests wait their turn."""
         body = await self._body(request)
         async with session.order:
@@ -267,9 +269,7 @@ def _noted(session: Session) -> Iterator[None]:
         raise
 
 
-async def _send(
-    request: web.Request, asked: ChatRequest | CompletionRequest, body: dict[str, object]
-) -> web.StreamResponse:
+async def _send(request: web.Request, asked: ChatRequest | CompletionRequest, body: Body) -> web.StreamResponse:
     if not asked.options.stream:
         return web.json_response(body)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

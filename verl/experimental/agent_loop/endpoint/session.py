@@ -3,12 +3,13 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from verl.base_config import one_line
 from verl.errors import ChatFormatError, RequestAbortedError, ServerError
+from verl.experimental.agent_loop.attempts import Sampling
 from verl.experimental.agent_loop.endpoint.history import Answer, ChatHistory, TextHistory, refused_templates
 from verl.experimental.agent_loop.endpoint.requests import (
     ChatRequest,
@@ -21,6 +22,7 @@ from verl.experimental.agent_loop.endpoint.stops import cut_at_stop
 from verl.experimental.agent_loop.endpoint.templates import Templates, texts_in
 from verl.experimental.agent_loop.trajectory import ToolCall, Trajectory, turn_seed
 from verl.utils.chat import ChatFormat
+from verl.utils.json_types import JsonObject
 from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import TokenOutput
 
@@ -101,6 +103,9 @@ class Segment(Generic[Said]):
         return Added(token_ids, role, text, _calls(messages, self.answers[-1], seconds), seconds)
 
 
+AnySegment = Segment[ChatHistory] | Segment[TextHistory]
+
+
 def _calls(messages: Sequence[Message], answer: Answer, seconds: float) -> list[ToolCall]:
     """Return the calls of an answer that messages of tools answer; how they ended, only the agent knows."""
     replies = [message for message in messages if message["role"] == "tool"]
@@ -142,7 +147,7 @@ class Session:
     Args: ``sampling_params`` are those of the run for this sample.
     """
 
-    def __init__(self, policy: Policy, sampling_params: Mapping[str, Any]) -> None:
+    def __init__(self, policy: Policy, sampling_params: Sampling) -> None:
         self.policy = policy
         self.name = uuid.uuid4().hex
         self._chats: list[Segment[ChatHistory]] = []
@@ -159,9 +164,9 @@ class Session:
         self._started = 0
 
     @property
-    def segments(self) -> list[Segment[Any]]:
+    def segments(self) -> list[AnySegment]:
         """The segments in which the model has said something, in the order of their start."""
-        every: list[Segment[Any]] = [*self._chats]
+        every: list[AnySegment] = [*self._chats]
         every += self._texts
         return sorted((each for each in every if each.answers), key=lambda segment: segment.number)
 
@@ -298,9 +303,7 @@ class Session:
         self._started += 1
         return segment
 
-    async def _ask(
-        self, segment: Segment[Any], options: Options, added: Added, tools: Sequence[dict[str, Any]]
-    ) -> Answer:
+    async def _ask(self, segment: AnySegment, options: Options, added: Added, tools: Sequence[JsonObject]) -> Answer:
         """Let the model continue a segment; only an answer changes the segment."""
         segment.busy = True
         try:
@@ -314,7 +317,7 @@ class Session:
                 self._started = max(numbers, default=-1) + 1
 
     async def _answered(
-        self, segment: Segment[Any], options: Options, added: Added, tools: Sequence[dict[str, Any]]
+        self, segment: AnySegment, options: Options, added: Added, tools: Sequence[JsonObject]
     ) -> Answer:
         trajectory = segment.trajectory
         room = trajectory.room - len(added.token_ids)
@@ -353,7 +356,7 @@ class Session:
         self.fault = None
         return answer
 
-    async def _generate(self, segment: Segment[Any], prompt_ids: list[int], params: dict[str, Any]) -> TokenOutput:
+    async def _generate(self, segment: AnySegment, prompt_ids: list[int], params: Sampling) -> TokenOutput:
         try:
             return await self.policy.server_manager.generate(
                 f"{self.name}-{segment.number}", prompt_ids=prompt_ids, sampling_params=params
@@ -370,7 +373,7 @@ class Session:
         except ValueError as error:  # the engine refuses the request
             raise RequestError(one_line(str(error), 500)) from error
 
-    def _params(self, segment: Segment[Any], options: Options) -> dict[str, Any]:
+    def _params(self, segment: AnySegment, options: Options) -> Sampling:
         """Return how to sample the next turn of a segment.
 
         Raises: RequestError for a value that differs from that of the run, if such requests are refused.

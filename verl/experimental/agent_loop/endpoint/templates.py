@@ -16,6 +16,7 @@ from verl.experimental.agent_loop.endpoint.requests import RequestError
 from verl.utils.chat import ChatFormat
 from verl.utils.concurrency import in_thread
 from verl.utils.dataset.token_bounds import fewest_tokens
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.utils.tokenizer import one_thread
 
@@ -41,7 +42,7 @@ class Templates:
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerBase",
-        options: Mapping[str, Any],
+        options: Mapping[str, Json],
         cache_bytes: int = MOST_CACHE_BYTES,
         encode_s: float = ENCODE_TIMEOUT_S,
     ) -> None:
@@ -52,7 +53,7 @@ class Templates:
         self._formats: LRUCache[bytes, ChatFormat] = LRUCache(cache_bytes, lambda form: size_in_memory(form.tools))
         self._copying = threading.Lock()
 
-    def of(self, tools: Sequence[dict[str, Any]]) -> ChatFormat:
+    def of(self, tools: Sequence[JsonObject]) -> ChatFormat:
         """Return the format with these tools; it is proven once.
 
         Raises: ChatFormatError if a conversation cannot be written in pieces.
