@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl.errors import WrongInput
+
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 """A value of JSON or YAML. Its sequences and mappings are read only, so that ``list[int]`` is one too."""
 JsonObject = dict[str, Json]
@@ -12,6 +14,13 @@ ConfigJson = Mapping[str, Any]
 
 
 def mapping_at(values: Mapping[str, Json], name: str) -> Mapping[str, Json]:
-    """Return the mapping under a name; empty if there is none."""
+    """Return the mapping under a name; empty if there is none.
+
+    Raises: WrongInput if there is another value.
+    """
     value = values.get(name)
-    return value if isinstance(value, Mapping) else {}
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise WrongInput(f"{name}={value!r}: must be a mapping")
+    return value

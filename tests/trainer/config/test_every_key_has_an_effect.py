@@ -120,7 +120,7 @@ def test_the_trees_without_a_training_loop(name, composed):
 
 @cache
 def reads(file):
-    """Return what a file reads: name -> expressions of which it is an attribute, an item or a ``get``."""
+    """Return what a file reads: name -> expressions of which it is an attribute, an item, a ``get`` or a ``mapping_at``."""
     found = defaultdict(set)
     path = ROOT / file if file.startswith("recipe/") else ROOT / "verl" / file
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -131,7 +131,7 @@ def reads(file):
                 found[name].add(ast.unparse(owner))
             case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[ast.Constant(value=str(name)), *_]):
                 found[name].add(ast.unparse(owner))
-            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
+            case ast.Call(func=ast.Name(id="getattr" | "mapping_at"), args=[owner, ast.Constant(value=str(name)), *_]):
                 found[name].add(ast.unparse(owner))
             case ast.Tuple(elts=items) | ast.Call(args=items) | ast.Dict(keys=items):
                 for item in items:
