@@ -66,7 +66,7 @@ def train(out: Path, tree: Path, overrides: list[str]) -> None:
     """Run three steps with a recorder in each process."""
     recorder = out / "recorder"
     recorder.mkdir()
-    (recorder / "sitecustomize.py").write_text(RECORDER)
+    (recorder / "sitecustomize.py").write_text(RECORDER, encoding="utf-8")
     records = out / "records"
     records.mkdir()
     environment = {
@@ -90,7 +90,7 @@ def train(out: Path, tree: Path, overrides: list[str]) -> None:
 def calls(records: Path) -> Iterator[tuple[float, str]]:
     """Yield time and file of the recorded calls of all processes."""
     for path in records.glob("*.txt"):
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             time, _, name = line.partition(" ")
             yield float(time), name
 
@@ -122,7 +122,7 @@ def main() -> None:
         make_inputs(out, tree)
         train(out, tree, options.overrides)
         files = files_of_step(out / "records")
-    lines = {file: len(file.read_text().splitlines()) for file in files}
+    lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     for file, count in lines.items():
         print(f"{count:6d} {file.relative_to(tree)}" if options.lines else file.relative_to(tree))
     print(f"{len(files)} files, {sum(lines.values())} lines")
