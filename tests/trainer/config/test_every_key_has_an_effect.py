@@ -120,7 +120,7 @@ def test_the_trees_without_a_training_loop(name, composed):
 
 @cache
 def reads(file):
-    """Return what a file reads: name -> expressions of which it is an attribute, an item, a ``get`` or a ``mapping_at``."""
+    """Return what a file reads: name -> expressions of which it is an attribute, item, ``get`` or ``mapping_at``."""
     found = defaultdict(set)
     path = ROOT / file if file.startswith("recipe/") else ROOT / "verl" / file
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
