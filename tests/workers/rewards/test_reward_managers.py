@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import signal
 import sys
 import time
@@ -512,17 +513,19 @@ def test_dapo_punishes_long_responses(tokenizer, batch):
         manager("dapo", tokenizer, None, max_resp_len=3, overlong_buffer_cfg=config)
 
 
-UNRULY = """
+CHILD = f"unruly-child-of-{os.getpid()}"
+"""No other run of these tests starts one of this name."""
+UNRULY = f"""
 import os, subprocess, sys, time
 def f(data_source, completion, ground_truth, extra_info):
     if ground_truth == "4":
         raise KeyError("k")
     if ground_truth == "13":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "unruly-child", str(os.getppid())])
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", "{CHILD}", str(os.getppid())])
         time.sleep(3600)
     if ground_truth == "die":
         os._exit(3)
-    return {"score": 1.0, "pred": "x"}
+    return {{"score": 1.0, "pred": "x"}}
 """
 
 
@@ -539,7 +542,7 @@ def test_prime(tokenizer, batch, scorer_file, caplog):
     assert result["reward_extra_info"] == {"reward_failure": ["raised", "timed out", None]}
     assert batch.batch["acc"].tolist() == [0.0, 0.0, 1.0]
     assert "the scorer raised KeyError: 'k'" in caplog.text and 'raise KeyError("k")' in caplog.text
-    wait_until(lambda: not children("unruly-child"))  # what a scorer has started is killed with it
+    wait_until(lambda: not children(CHILD))  # what a scorer has started is killed with it
 
     batch.non_tensor_batch["reward_model"][0] = {"ground_truth": "die"}
     assert rewards.verify(batch) == [0.0, 0.0, 1.0]

@@ -187,6 +187,7 @@ class RayPPOTrainer:
     def _take_over_changes(self) -> None:
         """Read the configuration again, because a fork may have written to ``config`` since."""
         self.run_config = RunConfig.parse(self.config)
+        self.__dict__.pop("checkpoints", None)  # they hold the configuration of before
 
     def _start_agent_loops(self) -> None:
         """Start the actors that run agent loops, if the rollout serves; they import while the models are built."""
