@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A tiny model learns to use a search, on CPU: supervised rows teach what a search looks like, GRPO with tool_agent when to make it.
+# A tiny model with a search, on CPU: supervised rows teach what a search looks like, GRPO with tool_agent when to make it.
 # It serves the corpus itself, on SEARCH_PORT. Validates three times: before GRPO, after it, and after it without the tool. Arguments: overrides of GRPO.
 set -euxo pipefail
 
