@@ -38,7 +38,7 @@ _PROVEN: "WeakKeyDictionary[Any, set[str]]" = WeakKeyDictionary()
 
 
 class AsyncRolloutRequestStateEnum(StrEnum):
-    """What a request waits for; whoever drives it sets this, and ``finalize`` completes it."""
+    """States of a request: its driver sets them, and ``finalize`` sets the last one."""
 
     PENDING = "pending"
     RUNNING = "running"

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from verl.errors import WrongInput
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.json_types import Json, JsonObject
+from verl.utils.json_types import Json, JsonObject, mapping_at
 
 Executed = tuple[ToolResponse, float, JsonObject]
 """The answer of a call, its reward, and its metrics."""
@@ -70,5 +70,4 @@ class BaseTool(ABC):
 def created_with(name: str, kwargs: Mapping[str, Json]) -> Any:
     """Return an argument of ``create``, given as a keyword or in ``create_kwargs``; None if it is in neither."""
     value = kwargs.get(name)
-    created = kwargs.get("create_kwargs")
-    return created.get(name) if value is None and isinstance(created, Mapping) else value
+    return mapping_at(kwargs, "create_kwargs").get(name) if value is None else value
