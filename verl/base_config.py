@@ -524,7 +524,7 @@ class NodeReader:
         return node
 
     def _target_class(self, target: Any, path: str) -> Any:
-        from verl.utils.time_limit import import_within_limit
+        from verl.utils.process.time_limit import import_within_limit
 
         try:
             found = import_within_limit(lambda: pkgutil.resolve_name(str(target)))

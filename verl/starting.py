@@ -16,7 +16,7 @@ def leave_at_once_while_importing() -> None:
     """Let Ctrl-C and SIGTERM end a command at once, since it has nothing to clean up yet.
 
     Does nothing in a process that ``python -m`` has not started with a command of this package, or where the caller
-    has handlers. ``verl.utils.interrupts`` replaces these when the work of the command begins.
+    has handlers. ``verl.utils.process.interrupts`` replaces these when the work of the command begins.
     """
     words = sys.orig_argv
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []

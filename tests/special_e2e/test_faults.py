@@ -105,7 +105,7 @@ def test_ctrl_c_ends_a_run_whose_ray_is_stopped(workspace, tmp_path):
 
 CHILD = """
 import os, signal
-from verl.utils.processes import die_with_parent
+from verl.utils.process.lifetime import die_with_parent
 if os.fork() == 0:
     die_with_parent()
     os.write(1, f"{os.getpid()}\\n".encode())

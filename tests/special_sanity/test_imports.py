@@ -38,7 +38,7 @@ def step(modules: str, *forbidden: set[str]) -> str:
                 MODELS, ENGINES, DATA, PLOTS_AND_TRACKERS, {"numpy"},
             ),
         ],
-        [step("verl.utils.process_pool", MODELS, ENGINES, DATA, PLOTS_AND_TRACKERS, {"ray", "hydra", "numpy"})],
+        [step("verl.utils.process.pool", MODELS, ENGINES, DATA, PLOTS_AND_TRACKERS, {"ray", "hydra", "numpy"})],
         [
             step("verl.workers.fsdp_workers", ENGINES, DATA, PLOTS_AND_TRACKERS),
             step("verl.trainer.main_ppo,verl.trainer.ppo.ray_trainer", ENGINES, PLOTS_AND_TRACKERS),
@@ -51,7 +51,7 @@ def test_a_process_imports_nothing_heavy_that_it_does_not_need(steps: list[str])
     assert done.returncode == 0, done.stderr[-1000:]
 
 
-@pytest.mark.parametrize("file", ["verl/utils/guard.py", "verl/utils/fork_server/client.py"])
+@pytest.mark.parametrize("file", ["verl/utils/process/guard.py", "verl/utils/fork_server/client.py"])
 def test_a_process_without_site_packages_needs_the_standard_library_only(file: str) -> None:
     """They start at once and stay small."""
     code = f"import sys; exec(open({file!r}).read(), {{'__name__': 'it'}}); sys.exit('typing' in sys.modules)"

@@ -45,7 +45,7 @@ EXCEPTIONS = {
     ("verl/utils/megatron/dist_checkpointing.py", "torch.distributed.checkpoint.load_state_dict"): "it gets a reader "
     "that takes all parts from verl.utils.checkpoint.torch_dist",
     ("verl/utils/vision/images.py", "PIL.Image.open"): "it says which formats may be opened",
-    ("verl/utils/process_pool.py", "cloudpickle.loads"): "between a process and the processes that it starts",
+    ("verl/utils/process/pool.py", "cloudpickle.loads"): "between a process and the processes that it starts",
 }
 """Uses that are right, and why. Ray and torch.distributed unpickle inside themselves what processes of a run send."""
 

@@ -17,7 +17,7 @@ from tests.workers.rollout.test_standalone import Mortal
 from verl.errors import ServerError
 from verl.trainer import generation_server, main_generation_server
 from verl.trainer.config.cli import CONFIG_DIR
-from verl.trainer.run.owner import Ownership
+from verl.utils.process.owner import Ownership
 from verl.workers.rollout import standalone
 
 __all__ = ["folder", "handlers", "vision_folder"]  # fixtures

@@ -225,11 +225,11 @@ def test_what_is_absent_is_there_when_a_process_starts(folder):
 
 def test_the_servers_end_with_the_raylet_and_take_those_along_that_ask_for_it(folder):
     (folder / "default_worker.py").write_text(
-        "import os, time\nfrom verl.utils.processes import die_with_parent\n"
+        "import os, time\nfrom verl.utils.process.lifetime import die_with_parent\n"
         "die_with_parent()\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(600)\n"
     )
     raylet = "import subprocess, sys, time\nsubprocess.Popen(sys.argv[1:])\ntime.sleep(600)\n"
-    with ForkServer(os.environ, ["verl.utils.processes"], ["ray"]) as started:
+    with ForkServer(os.environ, ["verl.utils.process.lifetime"], ["ray"]) as started:
         words = [sys.executable, "-c", raylet, *command(started, folder)]
         environment = {**os.environ, "RAY_JOB_ID": "1"}
         with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, cwd=folder) as fake:
@@ -259,7 +259,7 @@ def test_what_the_client_reads_of_a_runtime_environment():
 def test_the_folder_goes_when_the_launching_process_is_killed(folder):
     code = (
         "import os, psutil, sys, time\nfrom verl.utils.fork_server.starter import ForkServer\n"
-        "from verl.utils.processes import end_with_this_process\n"
+        "from verl.utils.process.lifetime import end_with_this_process\n"
         "started = ForkServer(os.environ, [])\n"
         "end_with_this_process(psutil.Process().children(recursive=True))\n"  # as a launch ends its Ray
         "print(started._folder.path, started._process.pid, flush=True)\ntime.sleep(600)\n"

@@ -42,7 +42,7 @@ from verl.utils.checkpoint.torch_dist import _checked_places
 from verl.utils.dataset.vision_utils import check_video, load_video, process_image
 from verl.utils.masking import masked, masked_text
 from verl.utils.parsing import parse_yaml
-from verl.utils.time_limit import time_limit
+from verl.utils.process.time_limit import time_limit
 from verl.utils.vision.fetching import fetch
 from verl.utils.vision.images import MediaError
 from verl.utils.vision.limits import USUAL_FORMATS, MediaConfig

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl.utils.process_pool import DeadlineExceeded, DeadlinePool, Outcome, ScorerFailed
+from verl.utils.process.pool import DeadlineExceeded, DeadlinePool, Outcome, ScorerFailed
 
 TIMEOUT_S = 300.0
 

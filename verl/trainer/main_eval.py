@@ -182,7 +182,7 @@ def score_rows(path: str, rows: Sequence[Row], scorer: Scorer, timeout_s: float)
 
     Raises: DataError naming file and row when the scorer raises or does not return a score.
     """
-    from verl.utils.time_limit import TimeLimitExceeded
+    from verl.utils.process.time_limit import TimeLimitExceeded
     from verl.workers.rewards.scoring import Sample, call_scorer
 
     takes_extra = _takes_extra_info(scorer)

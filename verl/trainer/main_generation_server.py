@@ -15,16 +15,17 @@ from verl.trainer.config.cli import hydra_main
 
 if TYPE_CHECKING:
     from verl.trainer.generation_server import ServerGeneration
-    from verl.trainer.run.owner import Ownership
+    from verl.utils.process.owner import Ownership
 
 
 def run_generation_server(config: DictConfig) -> None:
     """Check the configuration, start Ray and the servers, generate and write ``data.output_path``."""
+    from verl.trainer.config.invocation import only_checks
     from verl.trainer.run.launch import run_offline
-    from verl.trainer.run.owner import Ownership
     from verl.trainer.run.refusal import checked, end_of_checks
+    from verl.utils.process.owner import Ownership
 
-    with Ownership() as owner:
+    with Ownership(takes=not only_checks()) as owner:
         generation = checked(lambda: prepare(config, owner))
         end_of_checks()
         run_offline(generation.config.cluster, generation.config.trainer.device, generation.run)

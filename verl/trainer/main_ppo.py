@@ -60,12 +60,13 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     Raises: SystemExit after a short message on standard error: with 2 for a wrong input, otherwise with 1. If the run
         had started, the whole trace is in ``error.log`` of ``trainer.default_local_dir``.
     """
+    from verl.trainer.config.invocation import only_checks
     from verl.trainer.config.rules.megatron import megatron_engines
     from verl.trainer.preflight import check_inputs
     from verl.trainer.run.ending import Ending
-    from verl.trainer.run.owner import Ownership
     from verl.trainer.run.refusal import checked, end_of_checks
     from verl.trainer.run.resume import run_folder
+    from verl.utils.process.owner import Ownership
 
     CLOCK.moments = []
     CLOCK.mark("launch", at=float(psutil.Process().create_time()))
@@ -91,7 +92,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         return run_config, LocalDisplay(run_config.trainer.live_view, run_folder(config)), ending
 
     forks = prestart.fork_server_of(config, has_own_runner=task_runner_class is not None)
-    with Ownership() as owner, forks or nullcontext() as fork_server:
+    with Ownership(takes=not only_checks()) as owner, forks or nullcontext() as fork_server:
         run_config, display, ending = checked(check)
         end_of_checks()
         CLOCK.mark("checks")

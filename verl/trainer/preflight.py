@@ -48,7 +48,7 @@ from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
 from verl.utils.hub import cached_folder
 from verl.utils.observe.tracking import check_backends, wandb_obstacle
-from verl.utils.processes import passes_in_fork
+from verl.utils.process.lifetime import passes_in_fork
 from verl.utils.value_heads import HEAD_NAME
 from verl.workers.config import RewardModelConfig
 from verl.workers.rewards.signature import ONE_BY_ONE

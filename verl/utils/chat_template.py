@@ -18,9 +18,9 @@ from verl.base_config import as_yaml
 from verl.errors import WrongInput
 from verl.utils import template_trial
 from verl.utils.json_types import Json
-from verl.utils.process_pool import START_TIMEOUT_S
-from verl.utils.processes import start_process
-from verl.utils.time_limit import TimeLimitExceeded, time_limit
+from verl.utils.process.lifetime import start_process
+from verl.utils.process.pool import START_TIMEOUT_S
+from verl.utils.process.time_limit import TimeLimitExceeded, time_limit
 
 RENDER_TIMEOUT_S = 60.0
 TRIAL_TIMEOUT_S = 10.0

@@ -16,7 +16,7 @@ from verl.errors import WrongInput
 from verl.utils.import_utils import absolute_name, is_own
 from verl.utils.json_types import Json, JsonObject
 from verl.utils.parsing import parse_yaml
-from verl.utils.time_limit import TimeLimitExceeded, error_text, import_within_limit, time_limit
+from verl.utils.process.time_limit import TimeLimitExceeded, error_text, import_within_limit, time_limit
 
 T = TypeVar("T")
 Options = TypeVar("Options", bound=BaseConfig)

@@ -75,6 +75,13 @@ def readable_file(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return path
 
 
+def existing_part(path: str) -> str:
+    """Return the longest part of an absolute path that exists on this machine."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def md5_encode(path: str) -> str:
     """Return the hexadecimal digest that names a remote path in the cache."""
     return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from verl.errors import ExternalModuleError, MissingFile, MissingName, UserImportError, WrongInput
-from verl.utils.time_limit import import_within_limit
+from verl.utils.process.time_limit import import_within_limit
 
 _HOW_TO_IMPORT = "correct it, or install what it imports"
 _EXTERNAL = "verl_external_"

@@ -13,7 +13,7 @@ from verl.trainer.config.validation import validate_config
 from verl.trainer.main_generation import prepare
 from verl.trainer.preflight import check_run_machine
 from verl.trainer.run import inputs
-from verl.trainer.run.owner import Ownership
+from verl.utils.process.owner import Ownership
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 

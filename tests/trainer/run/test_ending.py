@@ -12,8 +12,8 @@ from verl.trainer.run import ending as module
 from verl.trainer.run.ending import Ending, Grace
 from verl.utils.checkpoint import write_tracker_atomically
 from verl.utils.checkpoint.files import remove_tracker
-from verl.utils.interrupts import command_line
 from verl.utils.observe.record import RECORD_NAME
+from verl.utils.process.interrupts import command_line
 
 COMMAND = ["python", "-m", "verl.trainer.main_ppo", "a='b c'", "trainer.resume_mode=disable"]
 
@@ -101,7 +101,7 @@ ENDING = """
 import subprocess, sys, time
 from pathlib import Path
 from verl.trainer.run import ending
-from verl.utils.interrupts import catch_signals, going_on
+from verl.utils.process.interrupts import catch_signals, going_on
 folder, seconds, ending.OUTPUTS_S = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 of_run = ending.Ending(folder, "auto", None, report=True, save_s=seconds)
 (folder / "metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 1.0}}\\n')

@@ -34,10 +34,10 @@ from verl.trainer.run import inputs, launch, refusal
 from verl.trainer.run.clock import StartupClock
 from verl.trainer.run.display import LocalDisplay, Progress, RemoteDisplay, Terminal, _Warnings
 from verl.trainer.run.variables import MEGATRON_ENV_VARS
-from verl.utils import processes
 from verl.utils.device import get_device_name
 from verl.utils.engine_arguments import ray_arguments
 from verl.utils.observe.activity import Activity, ActivityFile
+from verl.utils.process import lifetime
 from verl.workers.config.model import path_problems
 
 
@@ -226,10 +226,10 @@ def test_an_interrupted_start_leaves_no_process(is_started):
     code = """
 import subprocess, sys, psutil
 from verl.trainer.run import launch
-from verl.utils import processes
+from verl.utils.process import lifetime
 own = subprocess.Popen(["sleep", "600"])
-earlier = processes.descendants()
-processes.end_with_this_process([])
+earlier = lifetime.descendants()
+lifetime.end_with_this_process([])
 raylet = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-I", "-S", "-c", raylet], stdout=subprocess.PIPE)
 child.stdout.readline()
@@ -240,7 +240,7 @@ launch.ray.shutdown = lambda: None
 assert launch.stop_ray(earlier)
 child.wait(60)
 psutil.wait_procs(below, 60)
-guards = [guard.poll() for guard in processes._guards]
+guards = [guard.poll() for guard in lifetime._guards]
 print([each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below], guards, own.poll())
 own.kill()
 """
@@ -311,7 +311,7 @@ def test_a_worker_that_the_system_killed_for_lack_of_memory_has_died(monkeypatch
     monitor = launch.ray.exceptions.OutOfMemoryError("Memory on the node was 14.9GB / 15.6GB (0.955)")
     assert launch.describe(explain(site, seats, [None], 0, monitor)).startswith("WorkerDiedError: worker rank 0")
     death = launch.ray.exceptions.ActorDiedError()
-    monkeypatch.setattr(processes, "oom_kills", lambda: 7)
+    monkeypatch.setattr(lifetime, "oom_kills", lambda: 7)
     told = launch.describe(explain(site, seats, [None], 0, death, killed_before=6))
     assert told.endswith("; the kernel has killed a process on this machine meanwhile because memory ran out")
     assert "memory" not in launch.describe(explain(site, seats, [None], 0, death, killed_before=7))

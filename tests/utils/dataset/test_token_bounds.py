@@ -13,7 +13,7 @@ from examples.tiny_model import byte_tokenizer
 from verl.utils import chat_template
 from verl.utils.dataset import rl_dataset
 from verl.utils.dataset.token_bounds import count_tokens, fewest_tokens, most_tokens
-from verl.utils.time_limit import TimeLimitExceeded
+from verl.utils.process.time_limit import TimeLimitExceeded
 
 
 def _with(pre_tokenizer: Any = None, normalizer: Any = None) -> PreTrainedTokenizerFast:

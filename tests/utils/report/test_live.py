@@ -119,7 +119,7 @@ def test_without_rich_there_is_a_line(tmp_path, monkeypatch):
 
 RUN = """
 import os, signal, sys
-from verl.trainer.run.owner import Ownership
+from verl.utils.process.owner import Ownership
 from verl.utils.observe.record import RunRecord
 
 folder, end = sys.argv[1:]

@@ -24,9 +24,9 @@ from verl.experimental.agent_loop import rewards
 from verl.protocol import DataProto
 from verl.trainer.ppo import reward
 from verl.trainer.ppo.reward import compute_reward
-from verl.utils.process_pool import IsolatedFunction
+from verl.utils.process.pool import IsolatedFunction
+from verl.utils.process.time_limit import TimeLimitExceeded, time_limit
 from verl.utils.reward_score import LOWEST_SCORES, PREFIXES, SCORERS
-from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.prime import parallel_compute_score_async, run_reward_scoring
 from verl.workers.rewards import loading

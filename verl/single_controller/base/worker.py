@@ -11,7 +11,7 @@ from verl.utils import envs
 from verl.utils.device import get_visible_devices_keyword
 from verl.utils.import_utils import deprecated
 from verl.utils.net_utils import get_free_port
-from verl.utils.processes import die_with_parent
+from verl.utils.process.lifetime import die_with_parent
 from verl.utils.profiler.results import files_of_this_process, run_command
 from verl.utils.ray_utils import ray_noset_visible_devices
 

@@ -43,7 +43,7 @@ from verl.single_controller.ray.resource_pool import (
     sort_placement_group_by_node_ip,
 )
 from verl.utils.net_utils import LOOPBACK
-from verl.utils.processes import is_stopped, oom_kills, out_of_memory_since
+from verl.utils.process.lifetime import is_stopped, oom_kills, out_of_memory_since
 from verl.utils.profiler.captures import nsight_options
 from verl.utils.ray_utils import without_nsight
 

@@ -25,8 +25,8 @@ from verl.trainer.config.overrides import prepare_arguments
 from verl.trainer.config.problems import leave_refused
 from verl.trainer.config.unread_keys import HAS_CHECKED
 from verl.trainer.config.written import CONFIG_DIR as CONFIG_DIR
-from verl.utils.interrupts import caught_signals, leave_before_the_run
 from verl.utils.masking import MASK, masked, secrets_in
+from verl.utils.process.interrupts import caught_signals, leave_before_the_run
 from verl.utils.terminal_text import as_typed, escape_in_terminal, locale_problem
 
 _LEAST_SECRET = 6

@@ -9,9 +9,10 @@ from typing import Any, Self
 from omegaconf import DictConfig, OmegaConf
 
 from verl.base_config import ConfigError, Violation, as_yaml, matches, parse_node, read_fields
-from verl.trainer.config.rules.files import data_file_rules, existing_part
+from verl.trainer.config.rules.files import data_file_rules
 from verl.trainer.config.run_config import RayConfig
 from verl.utils.dataset.config import DataConfig
+from verl.utils.fs import existing_part
 from verl.utils.vision.limits import MediaConfig
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.config.engine import DEVICES, NCCL_TIMEOUT_S

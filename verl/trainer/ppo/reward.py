@@ -32,10 +32,10 @@ from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.metric_utils import without_dropped
 from verl.utils.metric import reduce_metrics
 from verl.utils.observe.activity import noted_scorer
-from verl.utils.process_pool import START_TIMEOUT_S
+from verl.utils.process.pool import START_TIMEOUT_S
+from verl.utils.process.time_limit import TimeLimitExceeded, time_limit
 from verl.utils.py_functional import object_array
 from verl.utils.ray_utils import without_nsight
-from verl.utils.time_limit import TimeLimitExceeded, time_limit
 from verl.utils.torch_functional import at_last_sampled, moved_to_sampled
 from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
 from verl.workers.rewards.loading import load_reward_manager as load_reward_manager

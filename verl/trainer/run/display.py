@@ -24,7 +24,7 @@ from verl.trainer.run.clock import CLOCK
 from verl.utils import envs
 from verl.utils.observe.activity import report_activity_to
 from verl.utils.observe.console import let_no_stream_fail, place_of, send_console_to, write_line
-from verl.utils.processes import die_with_parent
+from verl.utils.process.lifetime import die_with_parent
 
 if TYPE_CHECKING:
     import ray

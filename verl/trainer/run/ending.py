@@ -14,10 +14,17 @@ from pathlib import Path
 from verl.errors import CheckpointError
 from verl.trainer.run.resume import step_of
 from verl.utils.checkpoint import find_latest_ckpt_path, get_checkpoint_tracker_filename
-from verl.utils.interrupts import CODES, command_line, count_of_signals, ignore_signals, name_of, signal_of_the_end
 from verl.utils.observe.console import write_line
 from verl.utils.observe.record import RECORD_NAME, last_step
-from verl.utils.processes import start_process
+from verl.utils.process.interrupts import (
+    CODES,
+    command_line,
+    count_of_signals,
+    ignore_signals,
+    name_of,
+    signal_of_the_end,
+)
+from verl.utils.process.lifetime import start_process
 
 OUTPUTS_S = 5.0
 """Seconds for report and curves."""

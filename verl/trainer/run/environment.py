@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl.errors import WrongInput
-from verl.trainer.config.rules.files import existing_part
 from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import check_progress
 from verl.trainer.run.refusal import Findings
 from verl.utils import envs
+from verl.utils.fs import existing_part
 from verl.utils.hub import modelscope_problem
 from verl.utils.net_utils import rendezvous_ports
 

@@ -24,18 +24,18 @@ from verl.trainer.config.run_config import RayConfig
 from verl.trainer.run.display import LocalDisplay
 from verl.trainer.run.ending import Ending, EndRequested, Grace, tell_end, written_outputs
 from verl.trainer.run.environment import make_private, private_ray_folder
-from verl.trainer.run.owner import free_folders
 from verl.trainer.run.refusal import checked
 from verl.trainer.run.variables import LOOPBACK_ENV_VARS, unset_variables
 from verl.trainer.run.watch import Watch, ended_within
 from verl.utils import envs
 from verl.utils.fork_server.starter import ForkServer
-from verl.utils.interrupts import catch_signals, count_of_signals, going_on, ignore_signals
 from verl.utils.json_types import Json, mapping_at
 from verl.utils.masking import ENVIRONMENT, masked, masked_text
 from verl.utils.net_utils import PORT_RANGE
 from verl.utils.observe.console import write_line
-from verl.utils.processes import descendants, end_all, end_with_this_process, guarded_group
+from verl.utils.process.interrupts import catch_signals, count_of_signals, going_on, ignore_signals
+from verl.utils.process.lifetime import descendants, end_all, end_with_this_process, guarded_group
+from verl.utils.process.owner import free_folders
 from verl.utils.ray_utils import (
     LogForwarder,
     handlers_kept,
@@ -45,7 +45,7 @@ from verl.utils.ray_utils import (
     started_in_group,
 )
 
-SETUP_HOOK = "verl.utils.processes.collect_garbage_rarely"
+SETUP_HOOK = "verl.utils.process.lifetime.collect_garbage_rarely"
 """The function that each Ray process calls before it imports anything large."""
 LOCAL_SYSTEM_CONFIG = {
     "prestart_worker_first_driver": False,  # prestarted processes lack the environment of a worker

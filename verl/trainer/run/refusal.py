@@ -12,9 +12,9 @@ from verl.base_config import ConfigError, problem_list
 from verl.errors import WrongInput
 from verl.trainer.config.invocation import only_checks, refused_keys
 from verl.trainer.config.problems import USAGE_ERROR, brief, problems_shown
-from verl.utils.interrupts import leave_before_the_run
 from verl.utils.masking import masked_text
 from verl.utils.observe.console import write_line
+from verl.utils.process.interrupts import leave_before_the_run
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -30,8 +30,8 @@ from verl.trainer.config.run_config import RayConfig, RunConfig
 from verl.trainer.config.validation import REGISTRIES
 from verl.utils import envs
 from verl.utils.json_types import mapping_at
-from verl.utils.processes import die_with_parent, start_process
-from verl.utils.time_limit import error_text
+from verl.utils.process.lifetime import die_with_parent, start_process
+from verl.utils.process.time_limit import error_text
 from verl.workers.config import PolicyLossConfig
 from verl.workers.config.engines import Demand, class_outside
 from verl.workers.rewards.signature import class_in_file

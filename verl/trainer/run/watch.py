@@ -15,7 +15,7 @@ import ray
 from verl.errors import LostProcessError
 from verl.trainer.run.ending import Grace
 from verl.utils.observe.activity import ActivityFile
-from verl.utils.processes import WatchedProcess
+from verl.utils.process.lifetime import WatchedProcess
 from verl.utils.temporary import RUN, TemporaryFolder, remove_folders_of_the_dead
 
 T = TypeVar("T")

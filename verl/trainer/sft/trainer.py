@@ -26,7 +26,6 @@ from verl.trainer.config.keys import tree_of
 from verl.trainer.config.sft import EACH_EPOCH, TrainerOptions, as_engine_tree, parse_sft_config
 from verl.trainer.run.ending import Ending, EndRequested, Grace, end_interrupted, exit_code
 from verl.trainer.run.output import RankReport, RunOutput, take_digests
-from verl.trainer.run.owner import Ownership
 from verl.trainer.run.resume import batches_after
 from verl.trainer.run.variables import MEGATRON_ENV_VARS
 from verl.trainer.sft.checkpoint import TOKENS_KEY, CheckpointHandler
@@ -40,13 +39,14 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter, image_lengths
 from verl.utils.import_utils import import_external_libs
-from verl.utils.interrupts import going_on, is_of_torchrun
 from verl.utils.memory_utils import keep_freed_host_memory
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe.console import get_console
 from verl.utils.observe.digest import random_state_digest, tensor_digest, weights_digest
 from verl.utils.observe.record import Details
 from verl.utils.observe.tracking import check_backends
+from verl.utils.process.interrupts import going_on, is_of_torchrun
+from verl.utils.process.owner import Ownership
 from verl.utils.profiler.ranges import marked_timer
 from verl.utils.py_functional import object_array
 from verl.utils.temporary import remove_folders_of_the_dead

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Self
 
 from verl.utils.fork_server import client, server
-from verl.utils.processes import end_with_this_process, start_process
+from verl.utils.process.lifetime import end_with_this_process, start_process
 from verl.utils.temporary import FORK, TemporaryFolder
 
 _BACKLOG = 128

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from verl.utils.observe.console import get_console
 from verl.utils.observe.record import record_of
+from verl.utils.process.owner import has_owner
 from verl.utils.report.compare import compare_runs
 from verl.utils.report.page import REPORT_NAME, write_report
-from verl.utils.run_owner import has_owner
 
 
 def main(arguments: list[str] | None = None) -> int:

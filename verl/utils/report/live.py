@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from verl.utils.observe.console import get_console
 from verl.utils.observe.record import RECORD_NAME, Entry, merge_entry, parse_line, shaped
+from verl.utils.process.owner import has_owner
 from verl.utils.report.flags import find_flags, keys_of, points_of
-from verl.utils.run_owner import has_owner
 
 if TYPE_CHECKING:
     from rich.console import Group

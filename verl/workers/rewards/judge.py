@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.utils.chat_template import check_awaits_turn, render_chat
 from verl.utils.import_utils import load_extern_type
 from verl.utils.numerics.seeding import derive_seed
-from verl.utils.time_limit import TimeLimitExceeded, call_within, error_text
+from verl.utils.process.time_limit import TimeLimitExceeded, call_within, error_text
 from verl.workers.rewards.chat_rendering import Message, raw_prompts, response_texts
 from verl.workers.rewards.scoring import RawScore, describe_failure_score
 

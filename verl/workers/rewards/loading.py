@@ -15,10 +15,10 @@ from verl.base_config import omega_conf_to_dataclass
 from verl.errors import MissingFile, MissingName, RewardFunctionImportError, WrongType
 from verl.utils.import_utils import external_module_of, load_extern_type, python_file
 from verl.utils.json_types import Json
-from verl.utils.process_pool import START_TIMEOUT_S, IsolatedFunction, ProcessStartError
+from verl.utils.process.pool import START_TIMEOUT_S, IsolatedFunction, ProcessStartError
+from verl.utils.process.time_limit import UserCodeFailed
 from verl.utils.reward_score import default_compute_score
 from verl.utils.sandbox.permits import FilePermits
-from verl.utils.time_limit import UserCodeFailed
 from verl.workers.config.reward_model import DEFAULT_SCORER, RewardModelConfig, ScoringConfig
 from verl.workers.rewards.managers import ISOLATING, AbstractRewardManager, get_reward_manager_cls
 from verl.workers.rewards.scoring import RawScorer

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.errors import RewardError, WrongInput, WrongSetting
 from verl.utils.import_utils import load_extern_type
-from verl.utils.process_pool import DeadlinePool, IsolatedFunction, ProcessStartError
+from verl.utils.process.pool import DeadlinePool, IsolatedFunction, ProcessStartError
+from verl.utils.process.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 from verl.utils.reward_score import default_compute_score
-from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within
 from verl.utils.torch_functional import at_last_sampled
 from verl.workers.rewards import scoring
 from verl.workers.rewards.scoring import RawScore, RawScorer, RewardOutput, Sample, Score, ScoringLimits

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from verl.base_config import one_line
 from verl.errors import RewardError
 from verl.utils.json_types import Json
-from verl.utils.process_pool import DeadlineExceeded, IsolatedFunction, Outcome, ScorerFailed
+from verl.utils.process.pool import DeadlineExceeded, IsolatedFunction, Outcome, ScorerFailed
+from verl.utils.process.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, error_text
 from verl.utils.reward_score import default_compute_score, lowest_score
-from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, error_text
 from verl.utils.unavailable import is_unavailable
 from verl.workers.config.reward_model import ScoringConfig
 

@@ -17,7 +17,7 @@ from verl.utils.chat import ChatFormat
 from verl.utils.concurrency import in_thread
 from verl.utils.dataset.token_bounds import fewest_tokens
 from verl.utils.json_types import Json, JsonObject
-from verl.utils.time_limit import TimeLimitExceeded, time_limit
+from verl.utils.process.time_limit import TimeLimitExceeded, time_limit
 from verl.utils.tokenizer import one_thread
 
 if TYPE_CHECKING:

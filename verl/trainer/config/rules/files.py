@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from verl.base_config import Violation, one_line
 from verl.trainer.config.run_config import RunConfig
 from verl.utils.checkpoint.files import step_in_name
-from verl.utils.fs import unreadable_kind
+from verl.utils.fs import existing_part, unreadable_kind
 from verl.utils.import_utils import installed_file, python_file
 from verl.utils.json_types import Json
 from verl.workers.rewards.signature import ASYNCHRONOUS, SCORER_CALLS, call_problem, class_in_file
@@ -70,13 +70,6 @@ def folder_rules(folders: Mapping[str, Json]) -> Iterator[Violation]:
             yield Violation(key, path, f"must be a folder: {existing} is a file")
         elif existing in (folder, os.path.dirname(folder)) and not os.access(existing, os.W_OK | os.X_OK):
             yield Violation(key, path, f"{existing} cannot be written: write another folder")
-
-
-def existing_part(path: str) -> str:
-    """Return the longest part of an absolute path that exists on this machine."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path
 
 
 def resume_rules(mode: str, path: str | None) -> Iterator[Violation]:

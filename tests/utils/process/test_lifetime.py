@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from tests.waiting import wait_until
-from verl.utils import processes
-from verl.utils.process_pool import DeadlinePool
-from verl.utils.processes import WatchedProcess, start_process
+from verl.utils.process import lifetime
+from verl.utils.process.lifetime import WatchedProcess, start_process
+from verl.utils.process.pool import DeadlinePool
 
 UNKNOWN = "has died: SIGKILL, os._exit, or a crash (the system does not tell which)"
 
@@ -47,7 +47,7 @@ def test_a_stopped_process_is_told():
 @pytest.mark.parametrize("kills, is_told", [([3, 3], False), ([3, 4], True), ([None, 4], False)])
 def test_a_lack_of_memory_is_told(monkeypatch, kills, is_told):
     """The kernel counts the processes that it has killed for lack of memory; it does not tell which."""
-    monkeypatch.setattr(processes, "oom_kills", lambda: kills.pop(0) if len(kills) > 1 else kills[0])
+    monkeypatch.setattr(lifetime, "oom_kills", lambda: kills.pop(0) if len(kills) > 1 else kills[0])
     child = subprocess.Popen(["sleep", "3600"])
     watched = WatchedProcess("child", child.pid)
     child.kill()
@@ -56,12 +56,12 @@ def test_a_lack_of_memory_is_told(monkeypatch, kills, is_told):
 
 
 def test_the_kernel_counts_what_it_kills_for_lack_of_memory():
-    assert processes.oom_kills() is not None and processes.oom_kills() >= 0
+    assert lifetime.oom_kills() is not None and lifetime.oom_kills() >= 0
 
 
 # ---- processes that must not outlive another
 
-MORTAL = "from verl.utils.processes import die_with_parent; die_with_parent(); print(flush=True); input()"
+MORTAL = "from verl.utils.process.lifetime import die_with_parent; die_with_parent(); print(flush=True); input()"
 
 
 def test_a_process_outlives_the_thread_that_asked_for_it():
@@ -113,7 +113,7 @@ def test_an_interrupted_start_leaves_no_process(monkeypatch):
         is_interrupted.set()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(processes, "_popen", slow_start)
+    monkeypatch.setattr(lifetime, "_popen", slow_start)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -126,7 +126,7 @@ def test_an_interrupted_start_leaves_no_process(monkeypatch):
 GUARDED = """
 import os, signal, subprocess, sys
 import psutil
-from verl.utils.processes import end_with_this_process
+from verl.utils.process.lifetime import end_with_this_process
 children = [subprocess.Popen(["sleep", "3600"], start_new_session=True) for _ in range(2)]
 children[1].send_signal(signal.SIGSTOP)
 end_with_this_process(psutil.Process().children())
@@ -153,7 +153,7 @@ def test_processes_end_with_one_that_is_killed(number):
 
 GROUP = """
 import os, subprocess, sys
-from verl.utils.processes import guarded_group
+from verl.utils.process.lifetime import guarded_group
 hands_over = "import subprocess, sys; print(subprocess.Popen(['sleep', '100000']).pid, flush=True); sys.stdin.read()"
 def start(group):
     command = [sys.executable, "-I", "-S", "-c", hands_over]
@@ -198,7 +198,7 @@ def test_a_group_ends_with_a_block_that_fails(how, ends):
 
 CHECKS = """
 import os, sys, threading, time
-from verl.utils.processes import passes_in_fork, start_process
+from verl.utils.process.lifetime import passes_in_fork, start_process
 
 def imports():
     sys.modules["of the check"] = None

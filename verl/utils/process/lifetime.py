@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from verl.utils import guard, time_limit
+from verl.utils.process import guard, time_limit
 
 _PR_SET_PDEATHSIG = 1
 _STARTER = "start-processes"

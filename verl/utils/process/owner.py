@@ -13,27 +13,121 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from verl.base_config import ConfigError, Violation
-from verl.trainer.config.invocation import only_checks
-from verl.trainer.config.rules.files import existing_part
-from verl.utils.run_owner import LOCK_NAME, Process, read_owner
+from verl.base_config import ConfigError, Violation, matches, type_hints
+from verl.utils.fs import existing_part
 
 logger = logging.getLogger(__name__)
 
+LOCK_NAME = ".owner"
+"""Name of the file in an owned folder."""
+_MOST_BYTES = 65_536
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 """What ``flock`` answers on a file system that has no locks."""
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process without running any of its code, unless they have a handler."""
 _owners: list["Ownership"] = []
 """Those whose ``with`` block has not ended."""
+
+
+def _line_of(path: str) -> str:
+    """Return the text of a small file of the system; empty if there is none."""
+    with suppress(OSError):
+        return Path(path).read_text(encoding="utf-8").strip()
+    return ""
+
+
+@dataclass(frozen=True)
+class Process:
+    """The launching process of a run, by names that no later process has.
+
+    Attributes:
+        host, machine: name of the machine, and its id from the installation.
+        boot: id of the running system; all containers of a machine share it.
+        namespace: id of the container's table of processes, in which ``pid`` counts.
+        start: start time in ticks since the boot, which no change of the clock moves.
+    """
+
+    host: str
+    machine: str
+    boot: str
+    namespace: str
+    pid: int
+    start: int
+
+    @classmethod
+    def this(cls) -> Self:
+        """Return the calling process."""
+        namespace = os.readlink("/proc/self/ns/pid") if os.path.lexists("/proc/self/ns/pid") else ""
+        boot = _line_of("/proc/sys/kernel/random/boot_id")
+        pid = os.getpid()
+        known = _state_and_start(pid)
+        return cls(socket.gethostname(), _line_of("/etc/machine-id"), boot, namespace, pid, known[1] if known else 0)
+
+    def is_seen_by(self, other: "Process") -> bool:
+        """Whether ``other`` can look this process up by its id."""
+        return (self.host, self.boot, self.namespace) == (other.host, other.boot, other.namespace)
+
+    def shares_machine_with(self, other: "Process") -> bool:
+        """Whether both run on one machine, perhaps in two containers or before and after a restart."""
+        if self.boot and self.boot == other.boot:
+            return True
+        return (self.host, self.machine) == (other.host, other.machine)
+
+    def is_alive(self) -> bool:
+        """Whether a process that this one can look up runs or is stopped."""
+        known = _state_and_start(self.pid)
+        return known is not None and known[0] not in "ZX" and known[1] == self.start
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """Return the state of a process, Z or X if it has ended, and its start time; None if there is none."""
+    words = _line_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return (words[0], int(words[19])) if words else None
+
+
+def read_owner(file: Path) -> Process | None:
+    """Return the process that a file names; None if it has just been made or its owner died while writing.
+
+    Raises: ValueError if the file holds anything else.
+    """
+    try:
+        if not file.is_file() or file.stat().st_size > _MOST_BYTES:
+            raise ValueError
+        text = file.read_text(encoding="utf-8")
+        if not text:
+            return None
+        fields = json.loads(text)
+        hints = type_hints(Process)
+        if fields.keys() != hints.keys() or not all(matches(fields[name], hint) for name, hint in hints.items()):
+            raise ValueError
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError, RecursionError):
+        raise ValueError(f"{file} names no owner: if no run uses it, remove it: rm {shlex.quote(str(file))}") from None
+    return Process(**fields)
+
+
+def has_owner(folder: Path) -> bool:
+    """Whether a run uses a folder; true as well if that cannot be told from this machine."""
+    file = folder / LOCK_NAME
+    if not file.exists():
+        return False
+    try:
+        owner = read_owner(file)
+    except ValueError:  # whoever wrote it
+        return True
+    if owner is None:  # it is being written
+        return True
+    return not owner.is_seen_by(Process.this()) or owner.is_alive()
 
 
 def free_folders() -> None:
@@ -52,9 +146,12 @@ class Ownership:
     """The folders of one run, from ``take`` to the end of the ``with`` block or of the process.
 
     A signal that would end the process at once frees them first: another machine cannot see that their owner has gone.
+
+    Args: with ``takes=False`` the run only checks its inputs, and takes nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, takes: bool = True) -> None:
+        self._takes = takes
         self._here = Process.this()
         self._files: dict[Path, int] = {}
         os.register_at_fork(after_in_child=self._leave_to_parent)
@@ -79,11 +176,9 @@ class Ownership:
     def take(self, key: str, value: str, file: Path) -> None:
         """Take the output that the user named by ``key=value``; ``file`` guards it.
 
-        A command that only checks takes nothing.
-
         Raises: ConfigError if another run owns it, or may own it, or if the file cannot be written.
         """
-        if only_checks():
+        if not self._takes:
             return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

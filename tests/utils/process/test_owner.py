@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from verl.base_config import ConfigError
-from verl.trainer.run.owner import LOCK_NAME, Ownership, Process
+from verl.utils.process.owner import LOCK_NAME, Ownership, Process
 
 KEY = "trainer.default_local_dir"
 CONTENDER = f"""
 import sys
 from verl.base_config import ConfigError
-from verl.trainer.run.owner import Ownership
+from verl.utils.process.owner import Ownership
 
 for folder in sys.stdin:
     with Ownership() as owner:
@@ -69,7 +69,7 @@ def refusal(folder: Path) -> str | None:
 @pytest.fixture(scope="module")
 def ended() -> Process:
     """A process of this machine that has ended."""
-    code = "from verl.trainer.run.owner import *; import json; print(json.dumps(asdict(Process.this())))"
+    code = "from verl.utils.process.owner import *; import json; print(json.dumps(asdict(Process.this())))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return Process(**json.loads(done.stdout))
 
@@ -151,7 +151,7 @@ ENDING = f"""
 import os, signal, sys, time
 from pathlib import Path
 from verl.trainer.run import launch
-from verl.trainer.run.owner import Ownership, free_folders
+from verl.utils.process.owner import Ownership, free_folders
 if sys.argv[2] == "Ctrl-C":
     launch.catch_signals()
 with Ownership() as owner:
@@ -183,8 +183,8 @@ def test_a_folder_is_free_after_a_signal(tmp_path, how):
 
 FORKING = f"""
 import os, sys, time
-from verl.trainer.run.owner import Ownership
-from verl.utils.interrupts import catch_signals
+from verl.utils.process.owner import Ownership
+from verl.utils.process.interrupts import catch_signals
 if sys.argv[2] == "command":
     catch_signals()
 with Ownership() as owner:

@@ -1,4 +1,4 @@
-"""``verl.utils.interrupts``: a Ctrl-C that comes in a hook is not lost, and leaves no lock taken."""
+"""``verl.utils.process.interrupts``: a Ctrl-C that comes in a hook is not lost, and leaves no lock taken."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ import logging, subprocess, threading, time, weakref
 if moment == "before the fork":
     os.register_at_fork(before=interrupt_main)
 if is_kept:
-    from verl.utils.interrupts import keep_interrupts
+    from verl.utils.process.interrupts import keep_interrupts
     keep_interrupts()
     keep_interrupts()
 try:
@@ -65,8 +65,8 @@ def test_python_itself_loses_them() -> None:
 
 SEVERAL = """
 import os, signal, time
-from verl.utils import interrupts
-from verl.utils.interrupts import catch_signals, count_of_signals, signal_of_the_end
+from verl.utils.process import interrupts
+from verl.utils.process.interrupts import catch_signals, count_of_signals, signal_of_the_end
 interrupts._QUICK_S = 1e9  # as on a machine that is not busy
 catch_signals()
 seen = 0

@@ -3,7 +3,7 @@
 ``python -I -S guard.py HANDLE... FOLDER...``: inherited handles (``os.pidfd_open``) of the process whose end counts and
 of those to kill, and the paths of folders that hold only files. With ``group`` in place of folders it kills all
 processes of its own group, itself too. It imports little, so that it starts at once and stays small. See
-``processes.end_with_this_process`` and ``processes.guarded_group``.
+``lifetime.end_with_this_process`` and ``lifetime.guarded_group``.
 """
 
 import os

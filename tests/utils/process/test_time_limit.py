@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, time_limit
+from verl.utils.process.time_limit import TimeLimitExceeded, UserCodeFailed, call_within, time_limit
 
 
 def test_the_inner_limit_ends_first_and_the_outer_one_still_holds():

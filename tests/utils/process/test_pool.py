@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from verl.utils.import_utils import load_extern_type
-from verl.utils.process_pool import (
+from verl.utils.process.pool import (
     START_TIMEOUT_S,
     DeadlineExceeded,
     DeadlinePool,
@@ -17,7 +17,7 @@ from verl.utils.process_pool import (
     ProcessStartError,
     ScorerFailed,
 )
-from verl.utils.time_limit import TimeLimitExceeded, UserCodeFailed, time_limit
+from verl.utils.process.time_limit import TimeLimitExceeded, UserCodeFailed, time_limit
 
 
 def test_a_process_that_died_while_it_was_idle_is_replaced():

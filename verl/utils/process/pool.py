@@ -24,8 +24,8 @@ import cloudpickle
 
 from verl.utils import envs
 from verl.utils.import_utils import external_module_of
-from verl.utils.processes import die_with_parent, start_process
-from verl.utils.time_limit import UserCodeFailed, error_text
+from verl.utils.process.lifetime import die_with_parent, start_process
+from verl.utils.process.time_limit import UserCodeFailed, error_text
 from verl.utils.unavailable import is_unavailable
 
 Function = Callable[..., Any]
@@ -42,7 +42,7 @@ _LONGEST_WAIT_S = 1.0  # an exception for a thread that is not the main one arri
 _ENDING_GRACE_S = 1.0
 _READ_BYTES = 1 << 18
 _LENGTH = struct.Struct("<Q")
-_SERVE = "import sys; sys.path[:] = {path!r}; from verl.utils.process_pool import serve; serve({descriptor})"
+_SERVE = "import sys; sys.path[:] = {path!r}; from verl.utils.process.pool import serve; serve({descriptor})"
 
 
 @dataclass
