@@ -18,7 +18,6 @@ from pathlib import Path
 from queue import Queue
 from textwrap import shorten as shorten_text
 
-from verl import errors
 from verl.trainer.config.invocation import NOT_LOOKED_AT
 
 from .conftest import REPOSITORY, Workspace
@@ -88,26 +87,24 @@ SHOWN = (
 """What people meet most."""
 EXCEPTIONS = """## Exceptions
 
-`verl.errors` has the exceptions that code of yours may catch. The second base is the type that established code raises.
-For a configuration `verl.base_config` has `ConfigError`, a `WrongSetting` with the list `violations`, and
-`UnsupportedConfigError`, which is an `UnsupportedInput` too.
-
-| class | meaning |
-|---|---|
+`verl.errors` has the exceptions that code of yours may catch ([API: exceptions](api/errors.md)). `WrongInput` is the root
+of what a user can correct, `WorkerError` of what fails in workers. For a configuration `verl.base_config` has
+`ConfigError`, a `WrongSetting` with the list `violations`, and `UnsupportedConfigError`, which is an `UnsupportedInput`
+too.
 """
 HEAD = """# Messages
 
-The messages that people meet most. Each names the key, file or row, its value, and what to write instead; `…` stands
-for a folder. Search the page for a part of your message.
+The messages that people meet most: search the page for a part of yours. Each names the key, file or row, its value, and
+what to write instead; `…` stands for a folder.
 
-- Nearly all are found before Ray is imported, within seconds. `--check` finds the same and starts nothing.
-- Unknown keys and values of the wrong type end the command at once; all other problems come in one message.
+- The command finds nearly all before it imports Ray, within seconds. `--check` finds the same and starts nothing.
+- Unknown keys and values of the wrong type end the command at once; one message lists all other problems.
 - Only your code or the workers can find those marked with ◦; `error.log` in `trainer.default_local_dir` then holds the
   whole trace.
 - The exit code is 2 for a wrong input, and 1 for any other failure.
 
-`tests/special_e2e/wrong_input_cases.py` lists {count} wrong inputs, and `tests/special_e2e/wrong_input_answers.json`
-has the message of each. All are answered with exit code 2, in at most five lines or one line for each problem.
+`tests/special_e2e/wrong_input_cases.py` lists {count} wrong inputs. Each ends with exit code 2 and a message of at most
+five lines, or of one line for each problem (`tests/special_e2e/wrong_input_answers.json`).
 `python -m tests.special_e2e.errors_page` tries them and writes this page; `scripts/test.sh` tries a selection.
 """
 
@@ -177,21 +174,7 @@ def page(messages: dict[str, str]) -> str:
         ]
         if rows:
             parts.append(f"## {title}\n\n| input | message |\n|---|---|\n{''.join(rows)}")
-    rows = [f"| {family} | {first_line(kind)} |\n" for kind, family in exceptions()]
-    parts.append(f"{EXCEPTIONS}{''.join(rows)}")
-    return "\n".join(parts)
-
-
-def exceptions() -> Iterator[tuple[type[Exception], str]]:
-    """Yield each class of ``verl.errors`` with its name and bases."""
-    for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            yield kind, f"`{kind.__name__}({', '.join(base.__name__ for base in kind.__bases__)})`"
-
-
-def first_line(kind: type[Exception]) -> str:
-    """Return the summary line of a class."""
-    return (kind.__doc__ or "").splitlines()[0].replace("``", "`")
+    return "\n".join([*parts, EXCEPTIONS])
 
 
 def known_answers() -> dict[str, dict[str, str]]:
