@@ -87,8 +87,8 @@ SHOWN = (
 """What people meet most."""
 EXCEPTIONS = """## Exceptions
 
-`verl.errors` has the exceptions that code of yours may catch ([API: exceptions](api/errors.md)). `WrongInput` is the root
-of what a user can correct, `WorkerError` of what fails in workers. For a configuration `verl.base_config` has
+`verl.errors` has the exceptions that code of yours may catch ([API: exceptions](api/errors.md)). `WrongInput` is the
+root of what a user can correct, `WorkerError` of what fails in workers. For a configuration `verl.base_config` has
 `ConfigError`, a `WrongSetting` with the list `violations`, and `UnsupportedConfigError`, which is an `UnsupportedInput`
 too.
 """
