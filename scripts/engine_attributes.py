@@ -48,12 +48,12 @@ _USES = {
     "engine_loop.py": ASYNC,
     "requests.py": ASYNC,
     "packed_layers.py": CPU,
-    "partial_blocks.py": CPU,
+    "cpu_partial_blocks.py": CPU,
     "tracing.py": CPU,
 }
 """The use of vLLM by the modules that are not for every mode."""
 _CPU_FUNCTIONS = {"verl/workers/rollout/vllm_rollout/engine_args.py": {"cpu_kv_cache_bytes"}}
-"""Functions of other modules that only a CPU calls, besides those of ``verl/utils/vllm/patch.py``."""
+"""Functions of other modules that only a CPU calls, besides those of ``verl/workers/rollout/vllm_rollout/patch.py``."""
 
 
 class Use(NamedTuple):
@@ -177,7 +177,7 @@ class _Uses(ast.NodeVisitor):
         self._names: list[dict[str, tuple[str, str]]] = [{}]
 
     def visit_Module(self, node: ast.Module) -> None:
-        if self._place == "verl/utils/vllm/patch.py":
+        if self._place == "verl/workers/rollout/vllm_rollout/patch.py":
             apply = next(each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "apply")
             (on_cpu,) = (each for each in apply.body if isinstance(each, ast.If))
             self._cpu = {call.func.id for call in ast.walk(on_cpu) if isinstance(call, ast.Call)}  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ def tracked_text_files() -> list[Path]:
                 "verl/utils/checkpoint/files.py",  # compared with an expiry that the platform announces
                 "verl/utils/observe/timeline.py",  # moments of several hosts
                 "verl/utils/faults.py",  # read by a test in another process
-                "verl/utils/vllm/patch.py",  # compared with times of files
+                "verl/workers/rollout/vllm_rollout/patch.py",  # compared with times of files
                 "verl/workers/rollout/sglang_rollout/leftovers.py",  # likewise
             },
         ),

@@ -68,7 +68,7 @@ def test_what_cannot_be_compared_gets_a_notice(
 def test_patches_for_a_cpu_are_not_for_older_versions(
     version: str | None, older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verl.utils.vllm import patch
+    from verl.workers.rollout.vllm_rollout import patch
 
     monkeypatch.setattr(engine_versions, "installed_version", lambda: version)
     called = {name: False for name, value in vars(patch).items() if isinstance(value, FunctionType)}

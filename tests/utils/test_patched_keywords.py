@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from verl.utils.vllm import patch as vllm_patch
+from verl.workers.rollout.vllm_rollout import patch as vllm_patch
 from verl.workers.rollout.vllm_rollout.media import use_training_positions
 
 NEW = {"keyword_of_a_later_version": 1}
@@ -143,7 +143,7 @@ def test_patches_of_vllm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def vllm_patch_import() -> None:
-    from verl.utils.vllm import import_vllm
+    from verl.workers.rollout.vllm_rollout.importing import import_vllm
 
     import_vllm()
 
@@ -187,7 +187,7 @@ def test_positions_of_images_in_vllm() -> None:
 
 
 def sglang_patches() -> dict[str, tuple[Callable[[], None], str, tuple[Any, ...]]]:
-    from verl.utils.sglang import patch
+    from verl.workers.rollout.sglang_rollout import patch
 
     draws, srt = patch.draw_by_seeds, "sglang.srt"
     updater = f"{srt}.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
@@ -248,10 +248,10 @@ SGLANG_ALONE = {
 @pytest.fixture
 def sglang_patch() -> ModuleType:
     pytest.importorskip("sglang")
-    from verl.utils.sglang.importing import import_sglang
+    from verl.workers.rollout.sglang_rollout.importing import import_sglang
 
     import_sglang()
-    return importlib.import_module("verl.utils.sglang.patch")
+    return importlib.import_module("verl.workers.rollout.sglang_rollout.patch")
 
 
 @pytest.mark.parametrize("name", SGLANG_NAMES)
@@ -287,7 +287,7 @@ def test_towers_in_sglang(sglang_patch: Any, monkeypatch: pytest.MonkeyPatch) ->
         original(self, **more)
 
     monkeypatch.setattr(config_class, "standardize_rope_params", _safe_standardize)
-    monkeypatch.setattr(sglang_patch, "installed_version", lambda: "0.5.21")
+    monkeypatch.setattr(sglang_patch, "installed_version", lambda package: "0.5.21")
     sglang_patch.standardize_towers()
     assert config_class.standardize_rope_params is not _safe_standardize
     check_handed_on(config_class.standardize_rope_params, ONE)
@@ -308,7 +308,7 @@ def test_sockets_of_sglang(sglang_patch: Any, monkeypatch: pytest.MonkeyPatch, t
 def test_threads_of_sglang(sglang_patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     places = resolve_name("sglang.srt.utils.numa_utils")
     monkeypatch.setattr(places, "init_threads_binding", library)
-    monkeypatch.setattr(sglang_patch, "has_kernels", lambda: False)
+    monkeypatch.setattr(sglang_patch, "has_sglang_kernels", lambda: False)
     sglang_patch.bind_no_threads()
     assert places.init_threads_binding(numa_index=0, world_size=2) is None
     with pytest.raises(Reached):

@@ -11,9 +11,9 @@ from verl.utils import activation_offload
 from verl.utils import logger as lines
 from verl.utils.activation_offload import enable_activation_offloading, offloaded_activations
 from verl.utils.attention_utils import index_first_axis, pad_input, rearrange, unpad_input
+from verl.utils.engine_versions import is_version_ge
 from verl.utils.torch_dtypes import PrecisionType
 from verl.utils.transformers_compat import is_transformers_version_in_range
-from verl.utils.vllm import is_version_ge
 from verl.workers.roles.padding import left_right_2_no_padding, no_padding_2_padding
 
 

@@ -58,6 +58,11 @@ FACADES = {
         "workers of forks with a model of rewards", {"BasePPORewardModel": _WORKERLESS}
     ),
     "verl.workers.reward_model.megatron": Facade("as verl.workers.reward_model", {"MegatronRewardModel": _WORKERLESS}),
+    "verl.utils.vllm.patch": Facade(
+        "forks that load weights into vLLM by themselves",
+        {"patch_vllm_moe_model_weight_loader": "verl.compat.expert_loaders"},
+        until="vLLM's load_weights takes the loader of an expert from its layer",
+    ),
     # Versions since October 2025. These paths load the names when they are asked for.
     "verl.workers.engine_workers": Facade(
         "scripts since 0.7, which start a worker of both strategies",

@@ -1,9 +1,12 @@
-"""Compare the installed vLLM with the versions that each rollout mode needs; nothing is imported."""
+"""The installed vLLM and SGLang: versions against those that are needed, and SGLang's kernels; nothing is imported."""
 
 import contextlib
+import importlib.machinery
 import importlib.metadata
 import logging
+import sys
 from functools import cache
+from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
@@ -18,6 +21,13 @@ LOWEST_VLLM = {"sync": "0.25", "async": "0.28", STANDALONE: "0.32"}
 LOWEST_ON_CPU = "0.32"
 """The version of vLLM from which on the patches hold that are for a CPU only: that of the extra ``cpu``."""
 
+FIRST_SGLANG = Version("0.5.21")
+LAST_SGLANG = Version("0.5.23")
+"""The versions of SGLang that verl has run with; it patches most of SGLang only between them."""
+
+SGLANG_STAND_IN = "cpu_standin"
+"""The folder with our stand-in for ``sgl_kernel``, by which a CPU without SGLang's kernels imports SGLang."""
+
 _ABSENT_TAG = (0, 1)
 """The release that vLLM gives itself if it is built from a clone without tags."""
 
@@ -30,6 +40,18 @@ def installed_version(pkg: str = "vllm") -> str | None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
+
+
+def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:
+    """Whether an installed package has at least a version; False if it is not installed."""
+    version = installed_version(pkg)
+    return version is not None and Version(version) >= Version(minver)
+
+
+def has_sglang_kernels() -> bool:
+    """Whether SGLang's kernel package is installed; the stand-in does not count."""
+    path = [entry for entry in sys.path if Path(entry).name != SGLANG_STAND_IN]
+    return importlib.machinery.PathFinder.find_spec("sgl_kernel", path) is not None
 
 
 def check_vllm(mode: str, key: str = "actor_rollout_ref.rollout.name") -> None:

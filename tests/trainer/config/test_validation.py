@@ -18,11 +18,11 @@ from verl.trainer.config.keys import OPTIONAL, select
 from verl.trainer.config.rules.no_effect import FOLLOWS, IDLE, UNSUPPORTED
 from verl.trainer.config.run_config import ABSENT, RunConfig, default_of
 from verl.trainer.config.validation import validate_config
-from verl.utils.sglang.installed import STAND_IN
 from verl.workers.config.engines import ROLLOUTS
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.signature import SCORER_CALLS
 from verl.workers.rollout.registry import ROLLOUT_CLASSES
+from verl.workers.rollout.sglang_rollout.importing import STAND_IN
 
 ROOT = Path(__file__).resolve().parents[3]
 

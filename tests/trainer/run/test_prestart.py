@@ -65,7 +65,7 @@ def test_the_server_has_the_environment_of_the_workers_and_their_modules(started
     prestart.fork_server_of(config("trainer.n_gpus_per_node=2"))
     (server,) = started
     assert server.environment["OMP_NUM_THREADS"] and server.environment["NCCL_DEBUG"] == "INFO"
-    assert server.last == (1, None) and "verl.utils.vllm:import_vllm" in server.workers
+    assert server.last == (1, None) and "verl.workers.rollout.vllm_rollout.importing:import_vllm" in server.workers
     assert "verl.workers.megatron_workers" not in server.general
     prestart.fork_server_of(config("critic.strategy=megatron"))
     assert "verl.workers.megatron_workers" in started[1].general

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests.workers.rollout import tiny
-from verl.utils.vllm import import_vllm, patch
 from verl.workers.config import HFModelConfig
+from verl.workers.rollout.vllm_rollout import patch
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
+from verl.workers.rollout.vllm_rollout.importing import import_vllm
 
 import_vllm()
 patch.inspect_models_in_process()

@@ -97,7 +97,8 @@ def write_families(folder: Path) -> None:
 
     vLLM keeps what it finds in ``VLLM_CACHE_ROOT``. For a CUDA machine the import of the class needs the CUDA kernels.
     """
-    from verl.utils.vllm import import_vllm, patch
+    from verl.workers.rollout.vllm_rollout import patch
+    from verl.workers.rollout.vllm_rollout.importing import import_vllm
 
     import_vllm()
     patch.inspect_models_in_process()

@@ -35,7 +35,7 @@ class Engine:
 
 def vllm(level: int, knows_halves: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
     version = {True: "0.31.0", False: "0.30.0"}[knows_halves]
-    monkeypatch.setattr("verl.utils.vllm.installed_version", lambda pkg="vllm": version)
+    monkeypatch.setattr("verl.utils.engine_versions.installed_version", lambda pkg="vllm": version)
     rollout: Any = vLLMRollout.__new__(vLLMRollout)
     rollout.config = SimpleNamespace(free_cache_engine=True)
     rollout._llm, rollout._asleep, rollout._caches = Engine(knows_halves), set(), []

@@ -20,7 +20,7 @@ def test_another_version(version: str, tmp_path: Path) -> None:
     if done.returncode:
         pytest.skip(f"no index has sglang {version}: {done.stderr[-200:]}")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    asked = "from verl.utils.sglang.installed import installed_version; print(installed_version())"
+    asked = "from verl.utils.engine_versions import installed_version; print(installed_version('sglang'))"
     told = [sys.executable, "-c", asked]
     assert subprocess.run(told, cwd=ROOT, env=env, capture_output=True, text=True).stdout.strip() == version
     suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -109,7 +109,8 @@ class VLLM:
     """Builds vLLM's models, and updates them as its worker does."""
 
     def __init__(self, folder: Path) -> None:
-        from verl.utils.vllm import import_vllm, patch
+        from verl.workers.rollout.vllm_rollout import patch
+        from verl.workers.rollout.vllm_rollout.importing import import_vllm
 
         import_vllm()
         patch.inspect_models_in_process()
@@ -149,8 +150,8 @@ class SGLang:
     """Builds SGLang's models, and updates them as its scheduler does."""
 
     def __init__(self, folder: Path) -> None:
-        from verl.utils.sglang import patch
-        from verl.utils.sglang.importing import import_sglang
+        from verl.workers.rollout.sglang_rollout import patch
+        from verl.workers.rollout.sglang_rollout.importing import import_sglang
 
         import_sglang()
         patch.apply(False)

@@ -15,13 +15,13 @@ from verl.errors import WrongInput
 from verl.protocol import DataProto
 from verl.utils.dataset.vision_utils import encoded_media
 from verl.utils.py_functional import object_array
-from verl.utils.sglang.importing import import_sglang
 from verl.utils.vision.multi_modal import concat_multi_modal_inputs
 from verl.utils.vision.positions import config_rope
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.engine_settings import media_settings
 from verl.workers.rollout.expansion import check_expansion
 from verl.workers.rollout.server import TokenOutput
+from verl.workers.rollout.sglang_rollout.importing import import_sglang
 from verl.workers.rollout.sglang_rollout.media import MediaForm
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
 from verl.workers.rollout.vllm_rollout.media import requests_of

@@ -1,10 +1,10 @@
-"""Established path of vLLM's names; vLLM itself is imported by ``verl.utils.vllm``, at the first use of one."""
+"""Established path of vLLM's names; vLLM itself is imported by the vLLM rollout, at the first use of one."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.device import is_npu_available
-from verl.utils.vllm import import_vllm, installed_version, is_version_ge
+from verl.utils.engine_versions import installed_version, is_version_ge
 
 if TYPE_CHECKING:
     from vllm import LLM as LLM
@@ -21,5 +21,7 @@ def __getattr__(name: str) -> Any:
     """Import ``LLM`` or ``parallel_state`` when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from verl.workers.rollout.vllm_rollout.importing import import_vllm
+
     vllm = import_vllm()
     return vllm.LLM if name == "LLM" else importlib.import_module("vllm.distributed.parallel_state")

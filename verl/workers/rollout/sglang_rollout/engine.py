@@ -18,10 +18,9 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.sglang import patch
-from verl.utils.sglang.importing import import_sglang
 from verl.workers.config.model import read_config_json
-from verl.workers.rollout.sglang_rollout import engine_process
+from verl.workers.rollout.sglang_rollout import engine_process, patch
+from verl.workers.rollout.sglang_rollout.importing import import_sglang
 from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder, unlink_shared_memory
 from verl.workers.rollout.sglang_rollout.requests import GRAMMARS
 from verl.workers.rollout.weight_channel import Layout

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import WrongInput
 from verl.utils.device import get_device_name
 from verl.utils.engine_arguments import sglang_arguments
-from verl.utils.sglang.installed import has_kernels
+from verl.utils.engine_versions import has_sglang_kernels
 from verl.workers.config.model import sglang_problem
 from verl.workers.config.overrides import merged
 from verl.workers.rollout.engine_rope import engine_rope
@@ -93,6 +93,6 @@ def _check_model(model_config: "HFModelConfig") -> None:
             "folder of the weights: write null, and changes into override_config"
         )
     hf_config = model_config.hf_config
-    lacks_kernels = get_device_name() == "cpu" and not has_kernels()
+    lacks_kernels = get_device_name() == "cpu" and not has_sglang_kernels()
     if problem := sglang_problem(hf_config.model_type, hasattr(hf_config, "vision_config"), lacks_kernels):
         raise WrongInput(f"actor_rollout_ref.rollout.name=sglang: {problem}")

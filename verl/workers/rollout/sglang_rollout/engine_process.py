@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.utils.import_utils import hidden
-from verl.utils.sglang import patch
+from verl.workers.rollout.sglang_rollout import patch
 from verl.workers.rollout.sglang_rollout.weights import EngineWeights, UnknownTensorError, deserialized
 from verl.workers.rollout.weight_channel import Bucket, Layout, Rendezvous, WeightGroup, common_dtypes, read_shared
 

@@ -352,7 +352,7 @@ def _device_of_this_process() -> str | None:
 
 def _handles_of(bucket: Bucket) -> str:
     """Return a bucket on the device of this rank in a form that the engine's process opens."""
-    from verl.utils.sglang.importing import import_sglang
+    from verl.workers.rollout.sglang_rollout.importing import import_sglang
 
     import_sglang()
     from verl.workers.rollout.sglang_rollout.weights import serialized

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.utils import envs
-from verl.utils.vllm import import_vllm
 from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, WEIGHT_BACKEND
+from verl.workers.rollout.vllm_rollout.importing import import_vllm
 from verl.workers.rollout.vllm_rollout.media import use_training_positions
 from verl.workers.rollout.vllm_rollout.sockets import in_folder
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights

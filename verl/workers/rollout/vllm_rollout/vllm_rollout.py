@@ -14,9 +14,8 @@ from torch import Tensor
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
-from verl.utils.engine_versions import check_vllm
+from verl.utils.engine_versions import check_vllm, is_version_ge
 from verl.utils.faults import fault_point
-from verl.utils.vllm import import_vllm, is_version_ge, patch
 from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.base import (
     BaseRollout,
@@ -28,7 +27,9 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.engine_settings import is_batch_invariant
 from verl.workers.rollout.expansion import check_expansion
+from verl.workers.rollout.vllm_rollout import patch
 from verl.workers.rollout.vllm_rollout.engine_args import build_engine_args
+from verl.workers.rollout.vllm_rollout.importing import import_vllm
 from verl.workers.rollout.vllm_rollout.media import Request, requests_of, use_training_positions
 from verl.workers.rollout.vllm_rollout.requests import NO_SEED, flat_log_probs, greedy_seed
 from verl.workers.rollout.vllm_rollout.sockets import collect_sockets

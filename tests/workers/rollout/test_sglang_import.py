@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from verl.utils.sglang import importing, patch
-from verl.utils.sglang.importing import import_sglang
-from verl.utils.sglang.installed import STAND_IN, has_kernels, offer_stand_in
+from verl.utils.engine_versions import has_sglang_kernels
+from verl.workers.rollout.sglang_rollout import importing, patch
+from verl.workers.rollout.sglang_rollout.importing import STAND_IN, import_sglang, offer_stand_in
 
 KERNELS = [
     "assign_draft_cache_locs_contiguous_cpu",
@@ -64,18 +64,18 @@ def test_the_stand_in_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "sgl_kernel" / "__init__.py").touch()
 
     monkeypatch.setattr(sys, "path", [*plain, str(tmp_path)])
-    assert has_kernels()
+    assert has_sglang_kernels()
     offer_stand_in()
     assert str(STAND_IN) not in sys.path
 
     monkeypatch.setattr(sys, "path", list(plain))
-    assert not has_kernels()
+    assert not has_sglang_kernels()
     for _ in range(2):
         offer_stand_in()
     assert sys.path == [*plain, str(STAND_IN)]
-    assert not has_kernels()
+    assert not has_sglang_kernels()
     sys.path.insert(len(plain), str(tmp_path))  # as in the folder of all packages, before what is appended
-    assert has_kernels()
+    assert has_sglang_kernels()
     spec = importlib.machinery.PathFinder.find_spec("sgl_kernel", sys.path)
     assert spec is not None and spec.origin == str(tmp_path / "sgl_kernel" / "__init__.py")
 
@@ -111,6 +111,6 @@ def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_says_that_seeds_do_not_count(
     monkeypatch: pytest.MonkeyPatch, version: str, backend: str, told: str | None
 ) -> None:
-    monkeypatch.setattr(patch, "installed_version", lambda: version)
+    monkeypatch.setattr(patch, "installed_version", lambda package: version)
     found = patch.without_seeds(backend)
     assert found is None if told is None else told in str(found)

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from tests.workers.rollout import tiny
-from verl.utils import vllm
+from verl.workers.rollout.vllm_rollout import importing
 
 received = []
 
@@ -35,8 +35,8 @@ threading.Thread(target=collector.serve_forever, daemon=True).start()
 os.environ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
 endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
 if sys.argv[2] == "vllm":
-    vllm.import_traces_on_use = lambda: None
-vllm.import_vllm()
+    importing.import_traces_on_use = lambda: None
+importing.import_vllm()
 assert ("opentelemetry.trace" in sys.modules) == (sys.argv[2] == "vllm")
 model = tiny.build_model()
 traced = {"vllm": {"otlp_traces_endpoint": endpoint}}

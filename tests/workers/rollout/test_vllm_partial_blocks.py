@@ -24,7 +24,7 @@ class Cache:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-        from verl.utils.vllm.patch import _find_partial_blocks, _has_one_plain_group
+        from verl.workers.rollout.vllm_rollout.patch import _find_partial_blocks, _has_one_plain_group
 
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from verl.third_party import vllm as names
-from verl.utils.vllm import installed_version, is_version_ge
-from verl.utils.vllm.patch import _UntouchedZeros, free_cache_pages, patch_vllm_moe_model_weight_loader
+from verl.utils.engine_versions import installed_version, is_version_ge
+from verl.utils.vllm.patch import patch_vllm_moe_model_weight_loader
+from verl.workers.rollout.vllm_rollout.patch import _UntouchedZeros, free_cache_pages
 
 
 class Experts(nn.Module):
@@ -74,7 +75,7 @@ def test_memory_of_a_cache_goes_back():
 def test_vllm_imports_little_and_the_rest_when_it_is_used():
     code = """
 import sys
-from verl.utils.vllm import import_vllm
+from verl.workers.rollout.vllm_rollout.importing import import_vllm
 import_vllm()
 unused = "torch._inductor.lowering", "av", "cv2", "opentelemetry.trace"
 assert not {*unused} & {*sys.modules}, "the compiler, what decodes audio and video, and what traces"

@@ -2,13 +2,18 @@
 
 import asyncio
 import importlib
+import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 from verl.utils import envs
 from verl.utils.device import get_device_name
-from verl.utils.sglang import patch
-from verl.utils.sglang.installed import FIRST_VERSION, LAST_VERSION, offer_stand_in
+from verl.utils.engine_versions import FIRST_SGLANG, LAST_SGLANG, SGLANG_STAND_IN, has_sglang_kernels
+from verl.workers.rollout.sglang_rollout import patch
+
+STAND_IN = Path(__file__).parent / SGLANG_STAND_IN
+"""The folder of ``sgl_kernel``, which only makes imports succeed where SGLang has no kernels."""
 
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",  # else SGLang looks for a GPU, and asks vLLM for kernels
@@ -42,7 +47,13 @@ def import_sglang() -> ModuleType:
     return sglang
 
 
+def offer_stand_in() -> None:
+    """Append the stand-in to ``sys.path`` where no kernel package is installed."""
+    if str(STAND_IN) not in sys.path and not has_sglang_kernels():
+        sys.path.append(str(STAND_IN))
+
+
 def _remedy() -> str:
     if get_device_name() == "cpu":
         return "run scripts/setup_env.sh, which installs it for a CPU"
-    return f"pip install 'sglang>={FIRST_VERSION},<={LAST_VERSION}' (docs/install.md)"
+    return f"pip install 'sglang>={FIRST_SGLANG},<={LAST_SGLANG}' (docs/install.md)"

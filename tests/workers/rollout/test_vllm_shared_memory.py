@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from verl.utils.vllm import patch
+from verl.workers.rollout.vllm_rollout import patch
 
 
 def test_only_old_unmapped_segments_of_engines_are_removed(tmp_path, monkeypatch):

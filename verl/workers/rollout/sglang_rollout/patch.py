@@ -22,9 +22,9 @@ from packaging.version import Version
 from torch import Tensor
 
 from verl.utils.device import get_device_name
+from verl.utils.engine_versions import FIRST_SGLANG, LAST_SGLANG, has_sglang_kernels, installed_version
 from verl.utils.numerics.blocks import on_blocks, product_on_blocks
 from verl.utils.numerics.draws import draw_by_seed, keep_likely, log_probs_within
-from verl.utils.sglang.installed import FIRST_VERSION, LAST_VERSION, has_kernels, installed_version
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -53,15 +53,15 @@ def apply(batch_invariant: bool) -> None:
 
 def is_supported() -> bool:
     """Return whether SGLang has one of the versions that these patches were tested with."""
-    return FIRST_VERSION <= Version(installed_version() or "0") <= LAST_VERSION
+    return FIRST_SGLANG <= Version(installed_version("sglang") or "0") <= LAST_SGLANG
 
 
 def without_seeds(sampling_backend: str | None) -> str | None:
     """Return why the tokens of a request depend on more than its seed; None if they do not."""
     if not is_supported():
         return (
-            f"SGLang {installed_version()} is not one of the versions {FIRST_VERSION} to {LAST_VERSION} whose sampling "
-            "is patched: samples are reproducible by schedule only, and not by the seeds of requests"
+            f"SGLang {installed_version('sglang')} is not one of the versions {FIRST_SGLANG} to {LAST_SGLANG} whose "
+            "sampling is patched: samples are reproducible by schedule only, and not by the seeds of requests"
         )
     if sampling_backend != _SAMPLING_BACKEND:
         return (
@@ -191,7 +191,7 @@ def choose_products() -> None:
     ) -> Tensor:
         return on_blocks(lambda block: compute_lm_head(self, block, lm_head, embedding_bias, **more), hidden_states)
 
-    if not has_kernels():  # which pack the weights
+    if not has_sglang_kernels():  # which pack the weights
         UnquantizedLinearMethod.apply = apply_on_blocks
         LogitsProcessor._compute_lm_head = compute_on_blocks
         fused_moe_native.F = SimpleNamespace(linear=product_on_blocks, silu=F.silu, gelu=F.gelu)
@@ -235,7 +235,7 @@ def standardize_towers() -> None:
 
     config_class: Any = PretrainedConfig
     skipping: Any = getattr(config_class, "standardize_rope_params", None)
-    if getattr(skipping, "__name__", "") != "_safe_standardize" or installed_version() != "0.5.21":
+    if getattr(skipping, "__name__", "") != "_safe_standardize" or installed_version("sglang") != "0.5.21":
         return
     (original,) = (cell.cell_contents for cell in skipping.__closure__)
 
@@ -381,7 +381,7 @@ def bind_no_threads() -> None:
     """
     from sglang.srt.utils import numa_utils
 
-    if not has_kernels():
+    if not has_sglang_kernels():
         bind = numa_utils.init_threads_binding
 
         def bind_none(*, numa_index: int, world_size: int, **more: Any) -> None:

@@ -1,1 +1,0 @@
-"""SGLang: its installed parts, its import, and our patches."""
