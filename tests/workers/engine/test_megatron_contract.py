@@ -14,7 +14,7 @@ import torch
 from tests.ranks import JOIN_TIMEOUT_S, RankError, Ranks
 from tests.special_e2e.verification import record
 from tests.workers.engine import cases, megatron_cases, real_losses
-from tests.workers.engine.test_engine_contract import assert_output, assert_step, assert_weights
+from tests.workers.engine.test_engine_contract import assert_output, assert_real_loss, assert_step, assert_weights
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
@@ -98,16 +98,6 @@ def real_references(folder: Path) -> dict[str, Any]:
         found[name] = real_losses.reference(model, "language_model")
         found[name]["gradients"] = cases.under_checkpoint_names(model, found[name]["gradients"])
     return found
-
-
-def assert_real_loss(parts: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    for part in parts:
-        found = part["real loss"]
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-6)
-        assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-        assert found["gradients"].keys() == expected["gradients"].keys()
-        for name, gradient in found["gradients"].items():
-            torch.testing.assert_close(gradient, expected["gradients"][name], atol=1e-5, rtol=1e-5, msg=name)
 
 
 POLICIES = [name for name, case in megatron_cases.CASES.items() if "kind" not in case]

@@ -15,8 +15,7 @@ from torch import Tensor
 from tests.ranks import note, spawn_ranks
 from tests.workers.engine import cases, megatron_cases, real_losses
 from tests.workers.engine.megatron_cases import CP, EP, ETP1, PLAIN, PP, RECOMPUTE, TP, VPP
-from tests.workers.engine.test_engine_contract import assert_output, assert_step
-from tests.workers.engine.test_megatron_contract import assert_real_loss
+from tests.workers.engine.test_engine_contract import assert_output, assert_real_loss, assert_step
 
 pytest.importorskip("megatron.core", reason="the extra mcore is not installed")
 
