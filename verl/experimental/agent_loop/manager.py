@@ -28,6 +28,7 @@ from verl.experimental.agent_loop.batch import places_of, sample_numbers
 from verl.experimental.agent_loop.rows import joined
 from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
+from verl.single_controller.base.actor import Actor
 from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine
 from verl.utils.py_functional import object_array
@@ -37,10 +38,9 @@ from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.standalone import ServerWatch, StandaloneServers, replica_class_of
 
 if TYPE_CHECKING:
+    from verl.single_controller.base.actor import Ref
     from verl.single_controller.ray import RayWorkerGroup
     from verl.workers.config import RolloutConfig
-
-Actor = Any  # Ray's actor handles have no static type
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class PendingGeneration:
     prompts: DataProto
     parts: list[DataProto] = field(default_factory=list)
     callers: list[tuple[str, Actor]] = field(default_factory=list)
-    refs: list[Any] = field(default_factory=list)
+    refs: "list[Ref]" = field(default_factory=list)
     scores: ScoresOfParts | None = None
     started: float = field(default_factory=time.perf_counter)
     planned_version: int | None = None

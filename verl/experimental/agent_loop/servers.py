@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 
 from verl.errors import RequestAbortedError, RequestTimeoutError, ServerError, WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
+from verl.single_controller.base.actor import Actor, RemoteMethod
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
 from verl.workers.config.rollout import start_limit_s
@@ -24,8 +25,6 @@ from verl.workers.rollout.replica import cause_of_death
 from verl.workers.rollout.server import ABORTED, GenerationRequest, SamplingParams, TokenOutput, cause_of
 
 logger = logging.getLogger(__name__)
-
-Actor = Any  # Ray's actor handles have no static type
 
 OVERLOAD = 2.0
 """A conversation leaves its server when this has so many times the tokens in flight of the least loaded one, plus the
@@ -51,7 +50,7 @@ class _Server:
     is_over: bool = False
     waiting: "set[asyncio.Future[TokenOutput]]" = field(default_factory=set)
     watch: "asyncio.Task[None] | None" = None
-    generate: Actor = field(init=False)
+    generate: RemoteMethod = field(init=False)
 
     def __post_init__(self) -> None:
         self.generate = without_events(self.handle.generate)
@@ -320,7 +319,7 @@ async def _aborted(server: _Server, request_id: str) -> None:
 _ABORTS: "set[asyncio.Task[None]]" = set()  # the event loop holds weak references only
 
 
-def without_events(method: Any) -> Any:
+def without_events(method: RemoteMethod) -> RemoteMethod:
     """Return the method of an actor such that Ray keeps no records of its calls.
 
     Its state service keeps about 4 kB for each of the last 100,000 calls, and every process reports its part of them

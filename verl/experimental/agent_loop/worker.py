@@ -36,6 +36,7 @@ from verl.experimental.agent_loop.spans import trajectory_span
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import BY_REFERENCE, by_reference, fetched
+from verl.single_controller.base.actor import Actor
 from verl.utils import envs
 from verl.utils.import_utils import import_external_libs
 from verl.utils.observe import timeline
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Actor = Any  # Ray's actor handles have no static type
-
 _MOST_TRACES = 100_000
 """Entries of MLflow's queue in an agent loop worker."""
 
@@ -61,7 +60,7 @@ class AgentLoopWorkerBase:
     Args: ``config`` is that of the run; ``server_handles`` are the rollout servers.
     """
 
-    def __init__(self, config: DictConfig, server_handles: Sequence[Actor], rm_executor: Actor = None) -> None:
+    def __init__(self, config: DictConfig, server_handles: Sequence[Actor], rm_executor: Actor | None = None) -> None:
         self.config = config
         self.rm_executor = rm_executor
         shared = config.actor_rollout_ref

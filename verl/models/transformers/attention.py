@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,10 @@ from verl.models.transformers.forest_attention import forest_attention
 from verl.models.transformers.names import PACKED
 from verl.models.transformers.packed_sequences import PackedSequences, PaddedGroup
 from verl.utils import ulysses
+from verl.utils.autograd import AutogradContext
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 VARLEN_ATTENTION = PACKED
 
@@ -44,27 +48,31 @@ class _PadRows(torch.autograd.Function):
     """Scatter row i of (t, ...) to ``index[i]`` of a zero tensor (n, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, size: int) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, index: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(index)
         return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, index, rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         return grads[0].index_select(0, index), None, None
+
+
+class _UnpadContext(AutogradContext, Protocol):
+    size: int
 
 
 class _UnpadRows(torch.autograd.Function):
     """Take the rows at ``index``, which has no duplicates."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: _UnpadContext, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.size = rows.shape[0]
         return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _UnpadContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         return grads[0].new_zeros(ctx.size, *grads[0].shape[1:]).index_copy_(0, index, grads[0]), None
 
@@ -91,8 +99,8 @@ def _torch_varlen() -> Callable[..., Tensor]:
     """Return torch's varlen attention: torch 2.11 shares key and value heads unasked, later ones by ``enable_gqa``."""
     from torch.nn.attention.varlen import varlen_attn
 
-    asked: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return cast(Callable[..., Tensor], partial(varlen_attn, **asked))
+    kernel = cast(Callable[..., Tensor], varlen_attn)  # a pair only if one asks for more
+    return partial(kernel, enable_gqa=True) if "enable_gqa" in inspect.signature(kernel).parameters else kernel
 
 
 def packed_attention(
@@ -285,7 +293,10 @@ def _unpacked_attention(
 
 
 def _varlen_mask(
-    attention_mask: Tensor | None = None, local_size: int | None = None, config: Any = None, **kwargs: Any
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: "PretrainedConfig | None" = None,
+    **kwargs: Any,
 ) -> Tensor | LocalMask | None:
     """Return sdpa's mask for padded rows; else the window of a local layer, and None for a global layer.
 

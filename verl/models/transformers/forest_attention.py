@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.models.transformers.packed_sequences import Level, PackedSequences, PaddedGroup, Paths
+from verl.utils.autograd import AutogradContext
 
 
 def forest_attention(
@@ -131,12 +132,24 @@ class _Kernel(Protocol):
         """Return the part of the gradients of query, key and value, for the merged output and sums."""
 
 
+class _MergedContext(AutogradContext, Protocol):
+    packed: PackedSequences
+    scale: float
+    kernel: _Kernel
+
+
 class _Merged(torch.autograd.Function):
     """Attention by calls of a kernel for parts of the keys; keeps query, key, value, output and sums."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, kernel: _Kernel
+        ctx: _MergedContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedSequences,
+        scale: float,
+        kernel: _Kernel,
     ) -> Tensor:
         within, between = _by_kind(kernel.calls(packed))
 
@@ -155,7 +168,7 @@ class _Merged(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _MergedContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, sums = ctx.saved_tensors
         grad = grads[0].contiguous()
         within, between = _by_kind(ctx.kernel.calls(ctx.packed))
@@ -163,8 +176,10 @@ class _Merged(torch.autograd.Function):
         def differentiate(call: _Call) -> tuple[Tensor, ...]:
             below = call.queries
             above = call.keys
-            parts = [_take(*each) for each in ((grad, below), (query, below), (key, above), (value, above))]
-            return ctx.kernel.backward(call, *parts, _take(out, below), _take(sums, below), ctx.scale)
+            of_queries = (_take(grad, below), _take(query, below))
+            of_keys = (_take(key, above), _take(value, above))
+            of_output = (_take(out, below), _take(sums, below))
+            return ctx.kernel.backward(call, *of_queries, *of_keys, *of_output, ctx.scale)
 
         wholes = _joined([differentiate(call) for call in within])
         for call in between:

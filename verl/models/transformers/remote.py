@@ -11,11 +11,11 @@ Written against the interfaces of the published repositories (``modeling_kimi_vl
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from verl.models.transformers.vision import Media, as_shown
 from verl.utils.checkpoint.hf_export import REMOTE_MODULES
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import Cache, PretrainedConfig, PreTrainedModel
+    from transformers.utils.generic import ModelOutput
 
 _PACKED = "_verl_packed_sequences"
 """Attribute of an attention layer: the boundaries of the sequences of the last forward pass."""
@@ -63,7 +64,7 @@ def adapt(model: "PreTrainedModel", packed: bool) -> None:
         _check_parts(model)
         if packed and builds_own_attention(model.config):
             _pack_attention(model)
-        forward: Any = {"kimi_vl": _kimi_forward, "minicpmo": _minicpmo_forward}[model.config.model_type]
+        forward = _kimi_forward if model.config.model_type == "kimi_vl" else _minicpmo_forward
         model.forward = MethodType(forward, model)
         return
     known = inspect.signature(model.forward).parameters
@@ -78,9 +79,15 @@ def adapt(model: "PreTrainedModel", packed: bool) -> None:
         model.forward = MethodType(_forward_with_kept_logits, model)
 
 
-def _forward_with_kept_logits(self: Any, *args: Any, logits_to_keep: Tensor | None = None, **kwargs: Any) -> Any:
+def _forward_with_kept_logits(
+    self: "PreTrainedModel",
+    *args: Tensor | None,
+    logits_to_keep: Tensor | None = None,
+    **kwargs: Tensor | bool | None,
+) -> "ModelOutput":
     with _kept(self.get_output_embeddings(), logits_to_keep):
-        return self.__dict__[_PLAIN](*args, **kwargs)
+        output: ModelOutput = self.__dict__[_PLAIN](*args, **kwargs)
+        return output
 
 
 @contextmanager
@@ -96,7 +103,7 @@ def _kept(head: nn.Module, columns: Tensor | None) -> Iterator[None]:
         handle.remove()
 
 
-def _check_parts(model: Any) -> None:
+def _check_parts(model: "PreTrainedModel") -> None:
     """Raise WrongInput naming a part that the code of a model lacks, so that another version is not run by mistake."""
     needed = {
         "kimi_vl": ("language_model", "_extract_image_features", "get_input_embeddings", "get_output_embeddings"),
@@ -111,6 +118,34 @@ def _check_parts(model: Any) -> None:
 
 
 # ---- images
+
+
+class _KimiVL(nn.Module):
+    """What the forward pass reads of Kimi-VL."""
+
+    config: "PretrainedConfig"
+    language_model: nn.Module
+    get_input_embeddings: Callable[[], nn.Module]
+    get_output_embeddings: Callable[[], nn.Module]
+    _extract_image_features: Callable[[Tensor, Tensor], Tensor]
+
+
+class _Slices(TypedDict):
+    """The slices of images as MiniCPM-o takes them, for one row."""
+
+    input_ids: Tensor
+    pixel_values: list[list[Tensor]]
+    tgt_sizes: list[Tensor]
+    image_bound: list[Tensor]
+
+
+class _MiniCPMO(nn.Module):
+    """What the forward pass reads of MiniCPM-o."""
+
+    config: "PretrainedConfig"
+    llm: nn.Module
+    get_input_embeddings: Callable[[], nn.Module]
+    get_vllm_embedding: Callable[[_Slices], tuple[Tensor, list[Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -146,15 +181,15 @@ def _merge(embeddings: Tensor, positions: Tensor, places: Tensor, features: Tens
 
 
 def _kimi_forward(
-    self: Any,
+    self: _KimiVL,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor,
     media: Media,
     logits_to_keep: Tensor,
     packed_sequences: PackedSequences | None = None,
-    **others: Any,
-) -> Any:
+    **others: Tensor | int | None,
+) -> "ModelOutput":
     """Run Kimi-VL; ``others`` repeat the boundaries of packed sequences in other forms."""
     embeddings = self.get_input_embeddings()(input_ids)
     is_placeholder = (input_ids == self.config.media_placeholder_token_id) & ~media.sampled
@@ -176,18 +211,24 @@ def _kimi_forward(
     for attention in self.__dict__.get(_MLA_LAYERS, ()):
         attention.__dict__[_PACKED] = packed_sequences
     with _kept(self.get_output_embeddings(), logits_to_keep):
-        return self.language_model(
+        output: ModelOutput = self.language_model(
             inputs_embeds=merged.inputs_embeds,
             position_ids=merged.position_ids,
             attention_mask=attention_mask,
             use_cache=False,
             return_dict=True,
         )
+    return output
 
 
 def _minicpmo_forward(
-    self: Any, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, media: Media, **options: Any
-) -> Any:
+    self: _MiniCPMO,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor,
+    media: Media,
+    **options: Tensor | bool | None,
+) -> "ModelOutput":
     """Run MiniCPM-o, whose language model is transformers' own and takes the other ``options``."""
     options = {name: value for name, value in options.items() if value is not None}  # adapters add empty ones
     embeddings = self.get_input_embeddings()(input_ids)
@@ -206,17 +247,18 @@ def _minicpmo_forward(
         shown = [0]
     features = _features_of_slices(self, slices, torch.cat(sizes), embeddings)[shown]
     merged = _merge(embeddings, position_ids, _slice_places(input_ids, media), features.flatten(0, 1), media)
-    return self.llm(
+    output: ModelOutput = self.llm(
         inputs_embeds=merged.inputs_embeds, position_ids=merged.position_ids, attention_mask=attention_mask, **options
     )
+    return output
 
 
-def _features_of_slices(model: Any, slices: list[Tensor], sizes: Tensor, like: Tensor) -> Tensor:
+def _features_of_slices(model: _MiniCPMO, slices: list[Tensor], sizes: Tensor, like: Tensor) -> Tensor:
     """Return the features (n, queries, H) of slices, by the model's remote code, in one call of its tower.
 
     That code cuts many slices into several calls. Ranks that share the tower would then differ in their calls.
     """
-    data = {
+    data: _Slices = {
         "input_ids": torch.zeros(1, 1, dtype=torch.long, device=like.device),
         "pixel_values": [[part.to(like) for part in slices]],
         "tgt_sizes": [sizes.to(like.device)],
@@ -229,8 +271,7 @@ def _features_of_slices(model: Any, slices: list[Tensor], sizes: Tensor, like: T
         _, seen = model.get_vllm_embedding(data)
     finally:
         config.vision_batch_size = limit
-    features: Tensor = seen[0]
-    return features
+    return seen[0]
 
 
 def _slice_places(ids: Tensor, media: Media) -> Tensor:
@@ -258,12 +299,36 @@ def _slice_places(ids: Tensor, media: Media) -> Tensor:
 # ---- packed multi-head latent attention
 
 
-def _pack_attention(model: Any) -> None:
+class _LatentAttention(nn.Module):
+    """What the packed pass reads of the attention in DeepSeek-V3's published code."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    num_heads: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    attention_dropout: float
+    q_proj: nn.Module
+    q_a_proj: nn.Module
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Module
+    kv_a_proj_with_mqa: nn.Module
+    kv_a_layernorm: nn.Module
+    kv_b_proj: nn.Module
+    rotary_emb: nn.Module
+    o_proj: nn.Module
+
+
+def _pack_attention(model: "PreTrainedModel") -> None:
     """Let the attention of DeepSeek-V3's published code attend within packed sequences, which Ulysses may share out.
 
     Raises: WrongInput if the code has other parts than expected.
     """
-    layers = [module for module in model.language_model.modules() if hasattr(module, "kv_a_proj_with_mqa")]
+    layers = [
+        module for module in model.get_submodule("language_model").modules() if hasattr(module, "kv_a_proj_with_mqa")
+    ]
     for layer in layers:
         rotate = getattr(sys.modules[type(layer).__module__], "apply_rotary_pos_emb", None)
         missing = [name for name in _PARTS_OF_MLA if not hasattr(layer, name)]
@@ -275,26 +340,26 @@ def _pack_attention(model: Any) -> None:
         layer.__dict__ |= {_PLAIN: layer.forward, _ROTATE: rotate}
         layer.forward = MethodType(_packed_mla, layer)
     model.__dict__[_MLA_LAYERS] = layers
-    inner = model.language_model.model
+    inner = model.get_submodule("language_model.model")
     if hasattr(inner, "_use_flash_attention_2"):
-        inner._use_flash_attention_2 = True  # then it makes no mask (T, T) for the whole row
+        inner._use_flash_attention_2 = True  # type: ignore[assignment]  # then it makes no mask (T, T) for the whole row
 
 
 def _packed_mla(
-    self: Any,
+    self: _LatentAttention,
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_value: Any = None,
-    **options: Any,
-) -> tuple[Tensor, None, Any]:
+    past_key_value: "Cache | None" = None,
+    **options: Tensor | bool | None,
+) -> tuple[Tensor, None, "Cache | None"]:
     """Attend within the packed sequences of the pass; the boundaries hold until the backward pass, which repeats this.
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
     """
     packed: PackedSequences | None = self.__dict__.get(_PACKED)
     if packed is None:
-        plain: tuple[Tensor, None, Any] = self.__dict__[_PLAIN](
+        plain: tuple[Tensor, None, Cache | None] = self.__dict__[_PLAIN](
             hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -1,7 +1,7 @@
 """The worker whose rollout answers single requests."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -11,6 +11,7 @@ from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.rollout.server import GenerationRequest, RolloutServer, TokenOutput
 
 if TYPE_CHECKING:
+    from verl.single_controller.base.actor import Actor
     from verl.workers.rollout.sglang_rollout import SGLangRollout
     from verl.workers.rollout.vllm_rollout import vLLMAsyncRollout
 
@@ -41,7 +42,7 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker, RolloutServer):
         return True
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
-    async def rollout_server(self) -> Any:
+    async def rollout_server(self) -> "Actor | None":
         """Return the actor that answers requests, None if that is this one or on a worker that does not lead."""
         return getattr(self.rollout, "server", None)
 

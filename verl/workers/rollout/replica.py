@@ -14,6 +14,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import MissingName, ServerError, UnsupportedInput, WrongInput, WrongSetting
+from verl.single_controller.base.actor import Actor
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl.utils import envs
 from verl.utils.device import get_device_name
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 logger = logging.getLogger(__name__)
-
-Actor = Any  # Ray's actor handles have no static type
 
 
 def cause_of_death(error: ray.exceptions.RayActorError) -> str:
@@ -97,7 +96,7 @@ class RolloutReplica(ABC):
         self.workers: list[Actor] = []
         self.resource_pool: ServerPool | None = None
         self.waits_for_weights = False
-        self._server_handle: Actor = None
+        self._server_handle: Actor | None = None
         self._server_name = ""
         self._pid: int | None = None
         self._ended_pid: int | None = None
@@ -241,12 +240,13 @@ class RolloutReplica(ABC):
         Requests that it has fail. If it ``waits_for_weights``, it serves again after an update of them.
         """
         self._ended_pid, self._may_end_until = self._pid, time.monotonic() + _RESTART_S
-        ray.kill(self.server_handle, no_restart=False)  # which returns before the process has ended
+        # It returns before the process has ended.
+        ray.kill(self.server_handle, no_restart=False)  # type: ignore[arg-type]  # a handle, see `Actor`
 
     def shutdown(self) -> None:
         """End a standalone server, and give its devices back."""
         if self.rollout_mode is RolloutMode.STANDALONE and self._server_handle is not None:
-            ray.kill(self._server_handle, no_restart=True)
+            ray.kill(self._server_handle, no_restart=True)  # type: ignore[arg-type]  # a handle, see `Actor`
             assert self.resource_pool is not None
             self.resource_pool.release()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from verl.errors import ServerError, WrongInput
+from verl.single_controller.base.actor import Actor
 from verl.utils.import_utils import load_extern_type
 from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.replica import RolloutReplica, cause_of_death, get_rollout_replica_class
@@ -23,7 +24,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-Actor = Any  # Ray's actor handles have no static type
 Send = Callable[[dict[str, Actor]], dict[str, str]]
 """Sends the trainer's weights to the servers of these names that do not have them; returns why servers were lost."""
 

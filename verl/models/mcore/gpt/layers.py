@@ -9,7 +9,7 @@ import inspect
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -100,11 +100,13 @@ class PathRotary:
     def __init__(self) -> None:
         self.positions: Tensor | None = None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[int, ...], angles: Tensor | tuple[Tensor, float]
+    ) -> Tensor | tuple[Tensor, float]:
         if self.positions is None:
             return angles
         if isinstance(angles, tuple):  # with the scale of YaRN
-            return (angles[0][self.positions], *angles[1:])
+            return angles[0][self.positions], angles[1]
         return angles[self.positions]
 
 
@@ -123,7 +125,9 @@ def _parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:
 class RMSNorm(nn.Module):
     """Root-mean-square norm; with sequence parallelism Megatron-Core sums its weight gradient over the ranks."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: str | bool | None
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _parameter(config, hidden_size)
@@ -138,7 +142,9 @@ class RMSNorm(nn.Module):
 class LatentNorm(RMSNorm):
     """The norm of a latent in DeepSeek's attention, whose epsilon is fixed."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: str | bool | None
+    ) -> None:
         super().__init__(config, hidden_size, LATENT_EPSILON)
 
 
@@ -244,11 +250,15 @@ class PackedCoreAttention(MegatronModule):
         return torch.cat(outputs)
 
 
+class _ZigzagContext(Protocol):
+    group: ProcessGroup
+
+
 class _GatherZigzag(torch.autograd.Function):
     """Gather the chunks of one sequence from all ranks in order; the backward pass sums their gradients over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _ZigzagContext, mine: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         parts = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, mine.contiguous(), group=group)
@@ -256,7 +266,7 @@ class _GatherZigzag(torch.autograd.Function):
         return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ZigzagContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0].contiguous()
         dist.all_reduce(grad, group=ctx.group)
         chunks = grad.chunk(2 * ctx.group.size())
@@ -280,7 +290,7 @@ class PositionPicker:
         self._tp_group = tp_group
         head.register_forward_pre_hook(self)
 
-    def __call__(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Replace the (t, 1, h) hidden states by those at the kept positions (k, 1, h)."""
         assert self.keep is not None
         hidden = args[0]
@@ -319,7 +329,9 @@ class FusedHead:
         self._backend = backend
         head.forward = self
 
-    def __call__(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, hidden: Tensor, weight: Tensor | None = None, **kwargs: bool | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Map hidden states (k, 1, h) to ((k, 1, 1 or 2), None) in fp32: log-probability and, if requested, entropy."""
         request = self.request
         self.request = None
@@ -366,7 +378,7 @@ class ValueHead(nn.Module):
         self.weight = _parameter(config, 1, config.hidden_size)
         self.bias = _parameter(config, 1)
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **kwargs: bool | None) -> tuple[Tensor, None]:
         """Return ((k, 1, 1), None), like a language model's head."""
         return nn.functional.linear(hidden, self.weight, self.bias), None
 

@@ -11,7 +11,7 @@ tower also adds features of its earlier layers (Qwen3-VL) one after each of the 
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -70,17 +70,22 @@ def axial_positions(position_ids: Tensor, place: Tensor, total: int) -> Tensor:
     return shown.new_zeros(AXES, total).index_copy(1, place, shown).unsqueeze(1)
 
 
+class _DeepContext(Protocol):
+    deep: DeepFeatures
+    layer: int
+
+
 class _AddDeepFeatures(torch.autograd.Function):
     """Add the features of one layer to hidden states (t, 1, h)."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, deep: DeepFeatures, layer: int) -> Tensor:
+    def forward(ctx: _DeepContext, hidden: Tensor, deep: DeepFeatures, layer: int) -> Tensor:
         ctx.deep = deep
         ctx.layer = layer
         return hidden.index_add(0, deep.rows, deep.values[layer].detach().unsqueeze(1))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _DeepContext, *grads: Tensor) -> tuple[Tensor, None, None]:
         ctx.deep.gradients[ctx.layer] = grads[0].index_select(0, ctx.deep.rows).squeeze(1)
         return grads[0], None, None
 
@@ -89,12 +94,12 @@ class _DeepFeatureGradients(torch.autograd.Function):
     """Return the embeddings; in the backward pass give the tower the gradients that its earlier features have got."""
 
     @staticmethod
-    def forward(ctx: Any, embeddings: Tensor, deep: DeepFeatures, *values: Tensor) -> Tensor:
+    def forward(ctx: _DeepContext, embeddings: Tensor, deep: DeepFeatures, *values: Tensor) -> Tensor:
         ctx.deep = deep
         return embeddings.view_as(embeddings)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _DeepContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, *ctx.deep.gradients
 
 
@@ -127,7 +132,7 @@ class FeatureMerger:
         self._tp_group = tp_group if model.config.sequence_parallel else None
         model.embedding.register_forward_hook(self)
 
-    def __call__(self, embedding: nn.Module, args: tuple[Any, ...], embeddings: Tensor) -> Tensor:
+    def __call__(self, embedding: nn.Module, args: tuple[Tensor, ...], embeddings: Tensor) -> Tensor:
         """Merge the features into embeddings (t, 1, h), or (t / tp, 1, h) under sequence parallelism."""
         request = self.request
         assert request is not None, "a pass through the first stage of a vision-language model needs its media"
@@ -184,6 +189,10 @@ def attach_tower(model: GPTModel, hf_config: "PretrainedConfig", tp_group: Proce
         layer.register_forward_hook(_DeepHook(at), with_kwargs=True)
 
 
+class _LayerArguments(TypedDict):
+    packed_seq_params: PackedRowParams
+
+
 @dataclass(frozen=True)
 class _DeepHook:
     """A hook after a decoder layer that adds the features of the tower."""
@@ -191,11 +200,11 @@ class _DeepHook:
     layer: int
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Tensor, Any]
-    ) -> tuple[Tensor, Any]:
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: _LayerArguments, output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
         hidden, context = output
-        params: PackedRowParams = kwargs["packed_seq_params"]
-        return _AddDeepFeatures.apply(hidden, params.deep, self.layer), context  # type: ignore[no-untyped-call]
+        deep = kwargs["packed_seq_params"].deep
+        return _AddDeepFeatures.apply(hidden, deep, self.layer), context  # type: ignore[no-untyped-call]
 
 
 def _new_tower(hf_config: "PretrainedConfig", config: TransformerConfig) -> "PreTrainedModel":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.errors import ServerError
 from verl.protocol import DataProto, tensors_of
+from verl.single_controller.base.actor import Actor
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, get_visible_devices_keyword
 from verl.utils.faults import fault_point
@@ -42,11 +43,10 @@ from verl.workers.rollout.weight_channel import SharedMemory, known_dtypes, layo
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from verl.single_controller.base.actor import Ref
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 logger = logging.getLogger(__name__)
-
-Actor = Any  # Ray's actor handles have no static type
 
 _MEMORY = frozenset({"weights", "kv_cache"})
 _GRACE_S = 10.0
@@ -64,6 +64,10 @@ class SGLangRollout(BaseRollout, RolloutServer):
     """
 
     facts = ENGINES["sglang"]
+    server: Actor | None = None
+    """The actor that has the methods of ``RolloutServer``; None on ranks that do not lead."""
+    _server: Actor
+    _ready: "Ref"
 
     def __init__(
         self,
@@ -87,8 +91,6 @@ class SGLangRollout(BaseRollout, RolloutServer):
         # The worker's own thread may have an event loop, which Ray would block.
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="server-calls")
         self._group = EngineGroup(config.tensor_model_parallel_size)
-        self._server: Actor = None
-        self._ready: Any = None
         self.place: dict[str, Any] = {}
         self._began = time.perf_counter()
         devices = self._group.gathered(_device_of_this_process)
@@ -126,7 +128,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
             variables["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # else Ray hides all devices from this actor
         here = ray.get_runtime_context().get_node_id()
         actor_class: Any = ray.remote(HybridSGLangServer)
-        self._server = actor_class.options(
+        self.server = self._server = actor_class.options(
             num_cpus=0,
             num_gpus=0,
             max_concurrency=MOST_CALLS,
@@ -135,16 +137,11 @@ class SGLangRollout(BaseRollout, RolloutServer):
         ).remote(self.name, envs.integer("RANK", 0), self.config, self.model_config, self._is_paused)
         self._ready = self._server.ready.remote()
 
-    @property
-    def server(self) -> Actor:
-        """The actor that has the methods of ``RolloutServer``; None on ranks that do not lead."""
-        return self._server
-
     def shutdown(self) -> None:
         """End the actor with its engine."""
         self._close_memory()
-        if self._server is not None:
-            ray.kill(self._server)
+        if self.server is not None:
+            ray.kill(self.server)  # type: ignore[arg-type]  # a handle, see `Actor`
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the server, which has a deadline for its engine.
@@ -154,7 +151,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
         limit_s = self.config.server.heartbeat_timeout if timeout_s is None else timeout_s
         return self._wait(getattr(self._server, method).remote(*args), method, limit_s + _GRACE_S)
 
-    def _wait(self, ref: Any, what: str, limit_s: float) -> Any:
+    def _wait(self, ref: "Ref", what: str, limit_s: float) -> Any:
         try:
             return self._calls.submit(ray.get, ref, timeout=limit_s).result()
         except ray.exceptions.GetTimeoutError:
@@ -215,7 +212,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
             ray.cancel(answer)
             raise
 
-    def _answer_of_living(self, answer: Any) -> Any:
+    def _answer_of_living(self, answer: "Ref") -> Any:
         """Return an answer that may take any time, as long as the server lives."""
         pulse_s = self.config.server.heartbeat_timeout
         while not self._calls.submit(ray.wait, [answer], timeout=pulse_s).result()[0]:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from verl.workers.rollout.sglang_rollout.engine import SGLangEngine
     from verl.workers.rollout.sglang_rollout.requests import EngineParams, SGLangRequestForm, Unexpanded
 
-Actor = Any  # Ray's actor handles have no static type
-
 
 class SGLangServer(EngineServer["SGLangEngine", "Unexpanded", "EngineParams"]):
     """An SGLang engine in processes of its own; see ``EngineServer``."""
