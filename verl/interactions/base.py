@@ -22,7 +22,7 @@ class BaseInteraction(ABC):
 
     def __init__(self, config: JsonObject) -> None:
         self.config = config
-        self.name = str(config.get("name", "interaction_agent"))
+        self.name = str(config["name"]) if "name" in config else "interaction_agent"
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Json) -> str:
         """Begin the interaction of a trajectory and return its id, which is made if none is given.

@@ -218,7 +218,7 @@ def _text(environment: TextEnvironment, observation: Json) -> str:
     )
 
 
-def load_factory(name: str) -> Callable[..., TextEnvironment]:
+def load_factory(name: str) -> Callable[..., T]:
     """Import the object of a dotted name.
 
     Raises: WrongInput if that cannot be called.
@@ -232,5 +232,5 @@ def load_factory(name: str) -> Callable[..., TextEnvironment]:
         raise WrongInput(f"config.factory={name}: {error}: {WANTED}, or install its package") from error
     if not callable(found):
         raise WrongInput(f"config.factory={name}: cannot be called: {WANTED}")
-    factory: Callable[..., TextEnvironment] = found
+    factory: Callable[..., T] = found
     return factory

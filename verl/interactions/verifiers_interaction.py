@@ -8,10 +8,12 @@ rubrics that compare the samples of a prompt, are refused. From verifiers 0.4 on
 import asyncio
 import functools
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Required, TypedDict, TypeVar
+
+from pydantic import BaseModel
 
 from verl.base_config import BaseConfig, Violation, one_line, setting
 from verl.errors import WrongInput
@@ -20,6 +22,11 @@ from verl.interactions.environment_interaction import load_factory
 from verl.utils.class_files import read_options
 from verl.utils.import_utils import has_module
 from verl.utils.json_types import Json, JsonObject
+
+if TYPE_CHECKING:
+    from verifiers.clients import Client
+
+T = TypeVar("T")
 
 _CAN_BE_USED = "0.1."
 _INPUT = ("prompt", "answer", "info", "example_id")
@@ -43,6 +50,31 @@ class VerifiersConfig(BaseConfig):
             yield Violation("environment", self.environment, text, others=("factory",))
 
 
+VerifiersMessage = Mapping[str, Json] | BaseModel
+
+
+class _State(TypedDict, total=False):
+    """What the interaction reads of the state of a rollout, in which the environment may hold more."""
+
+    reward: Required[float]
+    metrics: Required[dict[str, Json] | None]
+    final_env_response: str | Sequence[VerifiersMessage] | None
+    error: BaseException | None
+
+
+class _Rubric(Protocol):
+    def score_rollout(self, state: _State) -> Awaitable[None]: ...
+
+
+class _Environment(Protocol):
+    @property
+    def rubric(self) -> _Rubric: ...
+
+    def rollout(
+        self, input: JsonObject, client: "Client", model: str, sampling_args: JsonObject
+    ) -> Coroutine[None, None, _State]: ...
+
+
 @dataclass
 class _Rollout:
     """A rollout of the environment that waits for messages of the policy.
@@ -52,7 +84,7 @@ class _Rollout:
 
     asked: "asyncio.Queue[list[JsonObject]]" = field(default_factory=asyncio.Queue)
     sampled: "asyncio.Queue[str]" = field(default_factory=asyncio.Queue)
-    task: "asyncio.Task[Any] | None" = None
+    task: "asyncio.Task[_State] | None" = None
     seen: int = 0
     score: float = 0.0
 
@@ -142,7 +174,7 @@ class VerifiersInteraction(BaseInteraction):
         return None
 
 
-def _load(options: VerifiersConfig) -> Any:
+def _load(options: VerifiersConfig) -> _Environment:
     """Return the environment.
 
     Raises: WrongInput if it cannot be made.
@@ -155,11 +187,13 @@ def _load(options: VerifiersConfig) -> Any:
     import verifiers
 
     if options.factory is not None:
-        return load_factory(options.factory)(**options.arguments)
-    return verifiers.load_environment(options.environment, **options.arguments)
+        factory: Callable[..., _Environment] = load_factory(options.factory)
+        return factory(**options.arguments)
+    made: _Environment = verifiers.load_environment(options.environment, **options.arguments)
+    return made
 
 
-def _client_class() -> Any:
+def _client_class() -> "Callable[[_Rollout], Client]":
     """Return the class of clients that take messages from the policy; verifiers is imported only here and above."""
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage
@@ -170,33 +204,37 @@ def _client_class() -> Any:
         def __init__(self, rollout: _Rollout) -> None:
             super().__init__(rollout)
 
-        async def get_response(self, prompt: Any, model: str, *args: Any, **kwargs: Json) -> Any:
+        async def get_response(
+            self, prompt: Sequence[VerifiersMessage], model: str, *args: Json, **kwargs: Json
+        ) -> Response:
             """Return the message that the policy samples."""
             self.client.asked.put_nowait([_plain(message) for message in prompt])
             text = await self.client.sampled.get()
             message = ResponseMessage(role="assistant", content=text, finish_reason="stop", is_truncated=False)
             return Response(id="policy", created=0, model=model, message=message)
 
-        def setup_client(self, config: Any) -> Any:
+        def setup_client(self, config: _Rollout) -> _Rollout:
             """Return the client."""
             return config
 
-        async def to_native_tool(self, tool: Any) -> Any:
+        async def to_native_tool(self, tool: T) -> T:
             """Return a tool as it is."""
             return tool
 
-        async def to_native_prompt(self, messages: Any) -> Any:
+        async def to_native_prompt(self, messages: T) -> tuple[T, JsonObject]:
             """Return messages as they are."""
             return messages, {}
 
-        async def get_native_response(self, prompt: Any, model: str, *args: Any, **kwargs: Json) -> Any:
+        async def get_native_response(
+            self, prompt: Sequence[VerifiersMessage], model: str, *args: Json, **kwargs: Json
+        ) -> Response:
             """Answer like ``get_response``."""
             return await self.get_response(prompt, model)
 
-        async def raise_from_native_response(self, response: Any) -> None:
+        async def raise_from_native_response(self, response: Response) -> None:
             """Accept every message."""
 
-        async def from_native_response(self, response: Any) -> Any:
+        async def from_native_response(self, response: T) -> T:
             """Return a response as it is."""
             return response
 
@@ -206,6 +244,6 @@ def _client_class() -> Any:
     return PolicyClient
 
 
-def _plain(message: Any) -> JsonObject:
+def _plain(message: VerifiersMessage) -> JsonObject:
     """Return a message of verifiers, a model of pydantic or a dict, as a dict."""
     return dict(message) if isinstance(message, Mapping) else message.model_dump()

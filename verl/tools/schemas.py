@@ -5,9 +5,13 @@ array, so that the model sees what the author of a tool has written.
 """
 
 import json
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from verl.utils.json_types import JsonObject
+
+T = TypeVar("T")
 
 
 class _Open(BaseModel):
@@ -86,7 +90,7 @@ class ToolResponse(BaseModel):
 
     @field_validator("image", "video", mode="before")
     @classmethod
-    def _is_list(cls, value: Any) -> Any:
+    def _is_list(cls, value: T) -> T:
         if value is not None and not isinstance(value, list):
             raise ValueError(f"must be a list, got {type(value).__name__}: write [value] for a single one")
         return value
@@ -99,10 +103,10 @@ class ToolResponse(BaseModel):
         """Whether there is text and nothing else in it."""
         return bool(self.text) and not self.image and not self.video
 
-    def as_content(self) -> str | list[dict[str, Any]]:
+    def as_content(self) -> str | list[dict[str, str]]:
         """Return the answer as the content of a message: images, videos, then text."""
         kinds = ["image"] * len(self.image or ()) + ["video"] * len(self.video or ())
-        parts: list[dict[str, Any]] = [{"type": kind} for kind in kinds]
+        parts = [{"type": kind} for kind in kinds]
         if not parts:
             return self.text or ""
         return [*parts, {"type": "text", "text": self.text}] if self.text else parts
@@ -127,7 +131,7 @@ class Message(BaseModel):
         return message
 
 
-def decode_arguments(text: str) -> dict[str, Any] | None:
+def decode_arguments(text: str) -> JsonObject | None:
     """Return the arguments that a model wrote as JSON; None if they are no JSON object."""
     try:
         arguments = json.loads(text)

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from verl.base_config import nearest
 from verl.errors import WrongInput
 from verl.experimental.agent_loop.attempts import Sampling
+from verl.utils.json_types import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -133,7 +134,7 @@ class AgentLoopBase(ABC):
         server_manager: "AsyncLLMServerManager",
         tokenizer: "PreTrainedTokenizerBase",
         processor: "ProcessorMixin | None" = None,
-        **kwargs: Any,
+        **kwargs: Json,
     ) -> None:
         _refuse_unread(type(self), kwargs)
         self.init_class(config=trainer_config.config, tokenizer=tokenizer, processor=processor, **kwargs)
@@ -149,7 +150,7 @@ class AgentLoopBase(ABC):
         config: DictConfig,
         tokenizer: "PreTrainedTokenizerBase",
         processor: "ProcessorMixin | None" = None,
-        **kwargs: Any,
+        **kwargs: Json,
     ) -> None:
         """Prepare what all instances of a process share; called for each, so a subclass does its work only once."""
         cls._class_initialized = True
@@ -165,10 +166,9 @@ class AgentLoopBase(ABC):
         """
 
 
-def _refuse_unread(loop: type[AgentLoopBase], kwargs: Mapping[str, Any]) -> None:
+def _refuse_unread(loop: type[AgentLoopBase], kwargs: Collection[str]) -> None:
     """Refuse arguments that nobody reads; a class of the user with a constructor of its own may read any."""
-    makers: list[Any] = [loop.__init__, loop.init_class]
-    if not kwargs or not all(maker.__module__.startswith("verl.") for maker in makers):
+    if not kwargs or not all(maker.__module__.startswith("verl.") for maker in (loop.__init__, loop.init_class)):
         return
     known = {
         name

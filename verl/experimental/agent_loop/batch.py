@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from verl.errors import WrongInput
 from verl.experimental.agent_loop.attempts import (
@@ -22,6 +22,7 @@ from verl.experimental.agent_loop.attempts import (
 )
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.protocol import DataProto, tensors_of
+from verl.utils.json_types import Json
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -82,7 +83,7 @@ class Policy:
     over_sample_rate: float = 0.0
 
     @classmethod
-    def of(cls, rollout: "RolloutConfig", meta: Mapping[str, Any], greedy: bool) -> Self:
+    def of(cls, rollout: "RolloutConfig", meta: Mapping[str, Json], greedy: bool) -> Self:
         """Read the keys of ``rollout`` for a batch.
 
         Validation gives no trajectory up, and drops what it cannot replace. A greedy batch of training holds the
@@ -104,7 +105,7 @@ class Policy:
         )
 
 
-def kind_of(meta: Mapping[str, Any], greedy: bool) -> str:
+def kind_of(meta: Mapping[str, Json], greedy: bool) -> str:
     """Return the purpose of a batch, which the ids of its attempts name: ``validate``, ``greedy`` or ``train``."""
     return "validate" if meta.get("validate", False) else "greedy" if greedy else "train"
 

@@ -1,12 +1,14 @@
 """Images and videos of later turns: their model inputs, and the position ids of whole trajectories."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.utils.dataset.files import Row
 from verl.utils.dataset.vision_utils import encoded_media, model_inputs
+from verl.utils.json_types import Json
 from verl.utils.vision.positions import position_ids, rope_of
 
 if TYPE_CHECKING:
@@ -22,13 +24,13 @@ class WholeTrajectories:
     Args: ``processor`` is that of the policy; ``kwargs`` are ``data.mm_processor_kwargs``.
     """
 
-    def __init__(self, processor: "ProcessorMixin", kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, processor: "ProcessorMixin", kwargs: Mapping[str, Json]) -> None:
         self._processor = processor
         self._kwargs = dict(kwargs)
 
     def complete(
         self, tensors: dict[str, Tensor], outputs: Sequence[AgentLoopOutput], changed: Collection[int]
-    ) -> list[dict[str, Any] | None]:
+    ) -> list[Row | None]:
         """Write ``position_ids`` (B, 4, L) of the rows with a changed prompt or later media; return their inputs.
 
         Raises: ValueError naming the row for a model family whose positions are not known, and for images or videos
@@ -45,7 +47,7 @@ class WholeTrajectories:
         """Return what leaves inputs and positions as they are, for rows that only a scorer reads."""
         return _NoInputs(self._processor, self._kwargs)
 
-    def _row(self, tensors: dict[str, Tensor], row: int, output: AgentLoopOutput) -> dict[str, Any]:
+    def _row(self, tensors: dict[str, Tensor], row: int, output: AgentLoopOutput) -> Row:
         ids = tensors["input_ids"][row].clone()
         width = tensors["response_mask"].shape[1]
         ids[-width:][tensors["response_mask"][row].bool()] = -1  # an image token that the model sampled is text
@@ -64,5 +66,5 @@ class WholeTrajectories:
 class _NoInputs(WholeTrajectories):
     def complete(
         self, tensors: dict[str, Tensor], outputs: Sequence[AgentLoopOutput], changed: Collection[int]
-    ) -> list[dict[str, Any] | None]:
+    ) -> list[Row | None]:
         return [None] * len(outputs)

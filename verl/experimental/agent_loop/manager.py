@@ -98,10 +98,11 @@ class AgentLoopManager:
         self.rm_wg = rm_wg
         self._attempts: list[AttemptLine] = []
         self._timeline: list[timeline.Part] = []
-        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        node = config.actor_rollout_ref
+        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(node.rollout)
+        self._is_hybrid: bool = "hybrid_engine" not in node or node.hybrid_engine
         if not hasattr(self, "rollout_replica_class"):
-            hybrid = config.actor_rollout_ref.get("hybrid_engine", True)
-            self.rollout_replica_class = replica_class_of(self.rollout_config, hybrid)
+            self.rollout_replica_class = replica_class_of(self.rollout_config, self._is_hybrid)
         if not hasattr(self, "agent_loop_workers_class"):
             self.agent_loop_workers_class = ray.remote(AgentLoopWorker)
         self._init_replicas()
@@ -112,7 +113,7 @@ class AgentLoopManager:
 
     def _init_replicas(self) -> None:
         node = self.config.actor_rollout_ref
-        if not node.get("hybrid_engine", True):
+        if not self._is_hybrid:
             device = self.config.trainer.device
             self.servers = StandaloneServers(self.rollout_replica_class, self.rollout_config, node.model, device)
             self.rollout_replicas = self.servers.replicas

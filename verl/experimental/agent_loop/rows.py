@@ -3,11 +3,12 @@
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.later_images import LATER_INPUTS, WholeTrajectories
@@ -107,7 +108,7 @@ def _warn_of_some(field: str, present: Sequence[bool]) -> None:
         )
 
 
-def _nothing(given: Any, row: int) -> AgentLoopOutput:
+def _nothing(given: Mapping[str, Tensor], row: int) -> AgentLoopOutput:
     prompt = given["input_ids"][row][given["attention_mask"][row].bool()].tolist()
     return AgentLoopOutput(prompt_ids=prompt, response_ids=[], response_mask=[], response_logprobs=[], reward_score=0.0)
 
@@ -190,7 +191,7 @@ def _check(row: int, output: AgentLoopOutput, vocab_size: int | None) -> None:
 
 
 def _prompts(
-    outputs: Sequence[AgentLoopOutput], given: Any, pad_token_id: int, with_images: bool
+    outputs: Sequence[AgentLoopOutput], given: Mapping[str, Tensor], pad_token_id: int, with_images: bool
 ) -> tuple[PaddedPrompts, set[int]]:
     """Return the prompts (B, P), those of the requests unless a loop changed them, and the rows where one did.
 

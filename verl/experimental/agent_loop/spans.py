@@ -7,6 +7,7 @@ from typing import Any
 from verl.experimental.agent_loop.attempts import Attempt
 from verl.experimental.agent_loop.base import AgentLoopOutput
 from verl.experimental.agent_loop.batch import Place
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import Keep, rollout_trace_attr, rollout_trace_span
 
@@ -45,13 +46,13 @@ def trajectory_span(
         yield ended
 
 
-def _traced(output: AgentLoopOutput) -> dict[str, Any]:
+def _traced(output: AgentLoopOutput) -> JsonObject:
     names = ("prompt_ids", "response_ids", "response_mask", "num_turns", "extra_fields")
     return {name: getattr(output, name) for name in names} | {"score": output.reward_score}
 
 
 @contextmanager
-def activity(name: str, category: str, inputs: Mapping[str, Any], on: str | None = None) -> Iterator[Keep]:
+def activity(name: str, category: str, inputs: Mapping[str, Json], on: str | None = None) -> Iterator[Keep]:
     """Record a part of a trajectory, such as a tool call; yields a function that takes its result.
 
     Args: ``category`` is ``tool``, ``user`` or ``reward``; ``on`` names who did it, for a track of its own.

@@ -180,7 +180,7 @@ class ToolAgentLoop(AgentLoopBase):
         config: DictConfig,
         tokenizer: "PreTrainedTokenizerBase",
         processor: "ProcessorMixin | None" = None,
-        **kwargs: Any,
+        **kwargs: Json,
     ) -> None:
         """Make tools, interactions and parser once per process."""
         if cls._parts is None or cls._parts.config is not config:
@@ -507,7 +507,7 @@ class ToolAgentLoop(AgentLoopBase):
     # ---- the end
 
     async def _outputs(self, talk: Conversation) -> AgentLoopOutput | list[AgentLoopOutput]:
-        rewards: dict[str, Any] = {}
+        rewards: JsonObject = {}
         for name, task in talk.instances.items():
             if not task.done() or task.cancelled() or task.exception() is not None:
                 continue

@@ -8,6 +8,7 @@ from verl.experimental.agent_loop.base import AgentLoopMetrics, AgentLoopOutput
 from verl.experimental.agent_loop.base import ToolCall as ToolCall
 from verl.experimental.agent_loop.base import Turn as Turn
 from verl.utils.chat.messages import TURNS_COLUMN as TURNS_COLUMN
+from verl.utils.json_types import JsonObject
 from verl.utils.numerics.seeding import derive_seed
 from verl.workers.rollout.server import TokenOutput
 
@@ -24,7 +25,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return seed if turn == 0 else derive_seed(seed, "turn", turn)
 
 
-def turn_columns(turns: Iterable[Turn]) -> list[dict[str, Any]]:
+def turn_columns(turns: Iterable[Turn]) -> list[JsonObject]:
     """Return turns for the column ``TURNS_COLUMN``, which dumps, metrics and reports read."""
     return [asdict(turn) for turn in turns]
 

@@ -6,14 +6,26 @@ import itertools
 import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from torch.utils.data import Sampler
 
 from verl.utils.dataset.factory import has_state
+from verl.utils.json_types import Json
 
 if TYPE_CHECKING:
+    from torchdata.stateful_dataloader.stateful import Stateful
+
     from verl.protocol import DataProto
+
+
+T = TypeVar("T")
+State = dict[str, Any]
+
+
+class PassState(TypedDict):
+    begin: State
+    drawn: int
 
 
 class AbstractSampler(Sampler[int]):
@@ -23,13 +35,13 @@ class AbstractSampler(Sampler[int]):
     the data may be part of that state; if it is not, checkpoints hold the place.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: Json) -> None:
         super().__init_subclass__(**options)
         if "__iter__" in cls.__dict__:
             cls.__iter__ = _keeping_place(cls.__iter__)  # type: ignore[method-assign]
 
     @abstractmethod
-    def __init__(self, data_source: Sized, data_config: Mapping[str, Any]) -> None:
+    def __init__(self, data_source: Sized, data_config: Mapping[str, Json]) -> None:
         """Take the data set and the ``data`` node."""
 
 
@@ -48,7 +60,9 @@ class Pass(Iterator[int]):
     state of that time, skips the rows that were drawn, and then restores what the sampler has learned since.
     """
 
-    def __init__(self, sampler: Any, begin: Any, rows: Iterator[int], again: Callable[[], Iterator[int]]) -> None:
+    def __init__(
+        self, sampler: "Stateful", begin: State, rows: Iterator[int], again: Callable[[], Iterator[int]]
+    ) -> None:
         """Take the state before the pass, the rows of the pass, and a function that starts the pass again."""
         self._sampler = sampler
         self._begin = begin
@@ -61,11 +75,11 @@ class Pass(Iterator[int]):
         self._drawn += 1
         return row
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> PassState:
         """Return the state of the sampler at the beginning of the pass, and the number of rows drawn since."""
         return {"begin": self._begin, "drawn": self._drawn}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: PassState) -> None:
         """Continue after the rows that were drawn. The sampler has had its latest state when this pass was made."""
         learned = self._begin
         self._begin = state["begin"]
@@ -81,7 +95,7 @@ class Pass(Iterator[int]):
             self._rows = self._again()
 
 
-def _keeping_place(method: Callable[[Any], Iterator[int]]) -> Callable[[Any], Iterator[int]]:
+def _keeping_place(method: Callable[[T], Iterator[int]]) -> Callable[[T], Iterator[int]]:
     """Let ``__iter__`` of a sampler with a state return a ``Pass``, unless its own iterator has a state."""
 
     @functools.wraps(method)

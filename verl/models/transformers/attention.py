@@ -24,7 +24,7 @@ from verl.models.transformers.forest_attention import forest_attention
 from verl.models.transformers.names import PACKED
 from verl.models.transformers.packed_sequences import PackedSequences, PaddedGroup
 from verl.utils import ulysses
-from verl.utils.autograd import AutogradContext
+from verl.utils.numerics.autograd import Kept
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,17 +48,17 @@ class _PadRows(torch.autograd.Function):
     """Scatter row i of (t, ...) to ``index[i]`` of a zero tensor (n, ...)."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, index: Tensor, size: int) -> Tensor:
+    def forward(ctx: Kept, rows: Tensor, index: Tensor, size: int) -> Tensor:
         ctx.save_for_backward(index)
         return rows.new_zeros(size, *rows.shape[1:]).index_copy_(0, index, rows)
 
     @staticmethod
-    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Kept, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         return grads[0].index_select(0, index), None, None
 
 
-class _UnpadContext(AutogradContext, Protocol):
+class _UnpadContext(Kept, Protocol):
     size: int
 
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.models.transformers.packed_sequences import Level, PackedSequences, PaddedGroup, Paths
-from verl.utils.autograd import AutogradContext
+from verl.utils.numerics.autograd import Kept
 
 
 def forest_attention(
@@ -132,7 +132,7 @@ class _Kernel(Protocol):
         """Return the part of the gradients of query, key and value, for the merged output and sums."""
 
 
-class _MergedContext(AutogradContext, Protocol):
+class _MergedContext(Kept, Protocol):
     packed: PackedSequences
     scale: float
     kernel: _Kernel

@@ -33,7 +33,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     tools: list[BaseTool] = []
     places: dict[str, str] = {}
     for item in read_tools_file(tools_config_file):
-        made = _mcp_tools(item) if item.config.get("type") == MCP else [_native_tool(item)]
+        made = _mcp_tools(item) if _kind_of(item) == MCP else [_native_tool(item)]
         for tool in made:
             if tool.name in places:
                 raise WrongInput(
@@ -66,16 +66,24 @@ def read_tools_file(path: str) -> list[ClassItem]:
     """
     items = read_class_items(path, "tools", EXAMPLE, ("tool_schema", "mcp"))
     for item in items:
-        kind = item.config.get("type", NATIVE)
-        if kind == NATIVE:
-            if item.rest.get("mcp") is not None:
-                raise WrongInput(f"{item.where}.config.type={kind!r}: write mcp, or remove the key mcp")
-            schema_of(item)
-        elif kind == MCP:
+        if _kind_of(item) == MCP:
             _servers_of(item)
+        elif item.rest.get("mcp") is not None:
+            raise WrongInput(f"{item.where}.config.type={NATIVE!r}: write mcp, or remove the key mcp")
         else:
-            raise WrongInput(f"{item.where}.config.type={kind!r}: write native or mcp")
+            schema_of(item)
     return items
+
+
+def _kind_of(item: ClassItem) -> str:
+    """Return whether an item makes a native tool or those of MCP servers.
+
+    Raises: WrongInput for another type.
+    """
+    kind = item.config["type"] if "type" in item.config else NATIVE
+    if kind not in (NATIVE, MCP):
+        raise WrongInput(f"{item.where}.config.type={kind!r}: write native or mcp")
+    return str(kind)
 
 
 def schema_of(item: ClassItem) -> OpenAIFunctionToolSchema | None:

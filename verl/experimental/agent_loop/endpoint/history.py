@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jinja2
 
@@ -19,6 +19,7 @@ from verl.experimental.agent_loop.endpoint.requests import (
 )
 from verl.experimental.agent_loop.endpoint.stops import Rest
 from verl.utils.chat import Appended, ChatFormat
+from verl.utils.json_types import JsonObject
 from verl.workers.rollout.server import TokenOutput
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Answer:
 class ChatHistory:
     """A conversation: all messages, the last being the assistant's; ``rests`` are those of answers, by their place."""
 
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     messages: list[Message] = field(default_factory=list)
     rests: dict[int, Rest] = field(default_factory=dict)
 
@@ -174,5 +175,5 @@ def _same(kept: Message, came: Message, rest: Rest) -> bool:
     return came["content"].strip() in forms and _functions(kept) == _functions(came)
 
 
-def _functions(message: Message) -> list[dict[str, Any]]:
+def _functions(message: Message) -> list[JsonObject]:
     return [call["function"] for call in message.get("tool_calls", [])]

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -124,8 +124,13 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/completions", self._complete)
         # A client that closes its connection cancels its request, and with it the work of the rollout server.
         # One that sends no whole request is shut out; a request may take as long as it likes.
-        options: Any = {"handler_cancellation": True, "keepalive_timeout": self._limits.body_s}
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, **options)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=1.0,
+            handler_cancellation=True,
+            keepalive_timeout=self._limits.body_s,
+        )
         await runner.setup()
         await web.TCPSite(runner, self._host, self._port).start()
         self._runner = runner

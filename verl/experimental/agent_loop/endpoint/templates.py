@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cachetools import LRUCache
 
@@ -117,17 +117,17 @@ class Templates:
             return Templates(copy.deepcopy(self.tokenizer), self._options, int(self._formats.maxsize), self._encode_s)
 
 
-def texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: Json) -> Iterator[str]:
     """Yield the texts in a value of JSON."""
     return (each for each in _parts(value) if isinstance(each, str))
 
 
-def size_in_memory(value: Any) -> int:
+def size_in_memory(value: Json) -> int:
     """Return about how many bytes a value of JSON takes."""
     return sum(map(sys.getsizeof, _parts(value)))
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: Json) -> Iterator[Json]:
     """Yield a value of JSON and all that it holds; a deep one needs no deep stack."""
     left = [value]
     while left:
