@@ -8,7 +8,7 @@ import torch
 
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import phase
+from verl.single_controller.base.driver_phase import phase
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.loaders import EndOfDataError, Rows
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing

@@ -21,7 +21,7 @@ from tests.single_controller.workers import BrokenWorker, FaultyWorker
 from tests.waiting import wait_until
 from verl import DataProto
 from verl.errors import WorkerDiedError, WorkerTimeoutError
-from verl.single_controller.base.errors import phase
+from verl.single_controller.base.driver_phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

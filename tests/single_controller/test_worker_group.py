@@ -18,7 +18,7 @@ from verl import DataProto
 from verl.errors import ContractError, PlacementError, WorkerTaskError
 from verl.protocol import DataProtoFuture
 from verl.protocol.lazy import BY_REFERENCE, LazyTensor, by_reference, fetched, take_touched
-from verl.single_controller.base.errors import phase
+from verl.single_controller.base.driver_phase import phase
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,

@@ -17,7 +17,7 @@ class Waiting(TaskRunner):
 
     def run(self, config: DictConfig) -> None:
         """Wait for the fault; a trainer that is not hit would wait for ever."""
-        from verl.single_controller.base.errors import phase
+        from verl.single_controller.base.driver_phase import phase
         from verl.utils.observe.activity import noted_scorer
 
         with phase("update_actor", step=1):

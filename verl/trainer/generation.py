@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from verl.errors import DataError
 from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
-from verl.single_controller.base.errors import phase
+from verl.single_controller.base.driver_phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config.generation import GenerationConfig
 from verl.utils.chat_template import check_template, render_chat, tell_unread_options

@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.endpoint.templates import Templates
 from verl.experimental.agent_loop.servers import AsyncLLMServerManager
 from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.single_controller.base.actor import Actor
-from verl.single_controller.base.errors import phase
+from verl.single_controller.base.driver_phase import phase
 from verl.trainer.generation import Generation
 from verl.utils.dataset.vision_utils import Media
 from verl.utils.json_types import JsonObject

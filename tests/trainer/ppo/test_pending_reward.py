@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.single_controller.base import errors
+from verl.single_controller.base.driver_phase import phase
 from verl.trainer.ppo.reward import PendingReward, compute_reward
 from verl.utils.import_utils import load_extern_type
 from verl.utils.observe import activity
@@ -123,7 +123,7 @@ def test_the_launching_process_learns_of_the_scorer_that_runs(tmp_path, monkeypa
             return torch.zeros(1, 2)
 
     activity.report_activity_to(tmp_path / "activity.json")
-    with errors.phase("reward", step=4):
+    with phase("reward", step=4):
         compute_reward(DataProto.from_dict({"responses": torch.zeros(1, 2)}), Manager())
     after = activity.ActivityFile(tmp_path / "activity.json").read()
     assert during[0]["phase"] == "in phase reward, step 4"

@@ -29,9 +29,9 @@ from verl.errors import (
     WrongInput,
 )
 from verl.protocol import DataProto, DataProtoFuture, _padding_size_key, delayed_copies
-from verl.single_controller.base import errors
 from verl.single_controller.base.actor import Actor
 from verl.single_controller.base.decorator import Args, CollectFn, DispatchFn, Kwargs, attach_future_values
+from verl.single_controller.base.driver_phase import current_phase
 from verl.single_controller.base.worker import WorkerHelper
 from verl.single_controller.base.worker_group import WorkerGroup, registered_methods, strip_padding
 from verl.single_controller.ray.resource_pool import (
@@ -402,7 +402,7 @@ class RayWorkerGroup(WorkerGroup):
     def _site(self, method_name: str) -> CallSite:
         pool = self._pools[0].name_prefix if self._pools else ""
         name = method_name.removeprefix(f"{self.role}_")
-        return CallSite(pool or self.name_prefix, self.role, name, *errors.current_phase())
+        return CallSite(pool or self.name_prefix, self.role, name, *current_phase())
 
     def kill(self) -> None:
         """End every actor of this group and of the groups in its resource pools, and wait until they are gone."""

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from verl.single_controller.base.errors import phase
+from verl.single_controller.base.driver_phase import phase
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.loaders import EndOfDataError

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.errors import PlacementError
-from verl.single_controller.base.errors import phase
+from verl.single_controller.base.driver_phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.colocated import create_colocated_worker_cls
 from verl.single_controller.ray.worker_group import kill_all

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from verl.experimental.agent_loop.rewards import scores_one_by_one
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import phase
+from verl.single_controller.base.driver_phase import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.reward import RewardFn

@@ -1,4 +1,4 @@
-"""The phase of the driver, which the errors of calls to a worker group name."""
+"""The phase of the driver: errors of calls to a worker group name it, and the activity file tells it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
