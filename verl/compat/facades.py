@@ -20,6 +20,12 @@ _COROUTINE = (
 )
 
 
+_OLD = "no fork builds on version 0.6 or an earlier one"
+_ROLES_TAKEN = "forks of versions up to 0.6 build their workers on verl.workers.roles"
+_DROPPED = "the established project drops the path"
+_SCRIPTS_MOVED = "launch scripts that name the path start the command of verl.trainer or of the recipe"
+
+
 class Facade(NamedTuple):
     """An import path: who needs it, its names with their module, why others are missing, and when the path can go.
 
@@ -27,15 +33,16 @@ class Facade(NamedTuple):
     """
 
     needed_by: str
+    until: str
     names: Mapping[str, str]
     absent: Mapping[str, str] = {}
-    until: str = "no supported version of the established project has the path"
 
 
 FACADES = {
     # Versions up to 0.6. These paths import the names themselves, so that type checkers see the classes.
     "verl.workers.rollout.schemas": Facade(
         "loops of forks that drive the conversations of SGLang by themselves",
+        "forks leave conversations to verl.experimental.agent_loop",
         {
             **dict.fromkeys(
                 ("AsyncRolloutRequest", "AsyncRolloutRequestStateEnum", "FinishReasonTypeEnum"),
@@ -46,31 +53,85 @@ FACADES = {
         },
     ),
     "verl.workers.actor.megatron_actor": Facade(
-        "trainers of forks that build their model and optimizer with Megatron-Core", {"MegatronPPOActor": _WORKERLESS}
+        "trainers of forks that build their model and optimizer with Megatron-Core",
+        _ROLES_TAKEN,
+        {"MegatronPPOActor": _WORKERLESS},
     ),
     "verl.workers.critic": Facade(
         "trainers of forks that build their model and optimizer",
+        _ROLES_TAKEN,
         dict.fromkeys(("BasePPOCritic", "DataParallelPPOCritic"), _WORKERLESS),
     ),
-    "verl.workers.critic.dp_critic": Facade("as verl.workers.critic", {"DataParallelPPOCritic": _WORKERLESS}),
-    "verl.workers.critic.megatron_critic": Facade("as verl.workers.critic", {"MegatronPPOCritic": _WORKERLESS}),
-    "verl.workers.reward_model": Facade(
-        "workers of forks with a model of rewards", {"BasePPORewardModel": _WORKERLESS}
+    "verl.workers.critic.dp_critic": Facade(
+        "as verl.workers.critic", _ROLES_TAKEN, {"DataParallelPPOCritic": _WORKERLESS}
     ),
-    "verl.workers.reward_model.megatron": Facade("as verl.workers.reward_model", {"MegatronRewardModel": _WORKERLESS}),
+    "verl.workers.critic.megatron_critic": Facade(
+        "as verl.workers.critic", _ROLES_TAKEN, {"MegatronPPOCritic": _WORKERLESS}
+    ),
+    "verl.workers.reward_model": Facade(
+        "workers of forks with a model of rewards", _ROLES_TAKEN, {"BasePPORewardModel": _WORKERLESS}
+    ),
+    "verl.workers.reward_model.megatron": Facade(
+        "as verl.workers.reward_model", _ROLES_TAKEN, {"MegatronRewardModel": _WORKERLESS}
+    ),
+    "verl.utils.logger": Facade(
+        "workers of forks that log by rank",
+        _OLD,
+        {
+            **dict.fromkeys(
+                (
+                    "DecoratorLoggerBase",
+                    "log_with_rank",
+                    "print_rank_0",
+                    "print_with_rank",
+                    "print_with_rank_and_timer",
+                ),
+                "verl.compat.logger",
+            ),
+            "LocalLogger": "verl.utils.observe.tracking",
+        },
+    ),
+    "verl.utils.experimental.torch_functional": Facade(
+        "models of forks with a fused head",
+        "forks take verl.utils.kernel.linear_cross_entropy",
+        {"FusedLinearForPPO": "verl.compat.fused_linear"},
+    ),
+    "verl.utils.megatron.pipeline_parallel": Facade(
+        "workers of forks that run pipeline schedules",
+        _ROLES_TAKEN,
+        dict.fromkeys(("compute_transformers_input_shapes", "make_batch_generator"), "verl.compat.megatron_parallel"),
+    ),
+    "verl.utils.megatron.sequence_parallel": Facade(
+        "models of forks on Megatron-Core",
+        _ROLES_TAKEN,
+        dict.fromkeys(
+            ("is_sequence_parallel_param", "mark_parameter_as_sequence_parallel", "pad_to_sequence_parallel"),
+            "verl.compat.megatron_parallel",
+        ),
+    ),
+    "verl.models.transformers.monkey_patch": Facade(
+        "workers of forks that build their model", _ROLES_TAKEN, {"apply_monkey_patch": "verl.compat.monkey_patch"}
+    ),
+    "verl.workers.sharding_manager.fsdp_ulysses": Facade(
+        "workers of forks that run attention with sequence parallelism",
+        _ROLES_TAKEN,
+        {"FSDPUlyssesShardingManager": "verl.compat.ulysses_context"},
+    ),
     "verl.utils.vllm.patch": Facade(
         "forks that load weights into vLLM by themselves",
+        "vLLM's load_weights takes the loader of an expert from its layer",
         {"patch_vllm_moe_model_weight_loader": "verl.compat.expert_loaders"},
-        until="vLLM's load_weights takes the loader of an expert from its layer",
     ),
     # Versions since October 2025. These paths load the names when they are asked for.
     "verl.workers.engine_workers": Facade(
         "scripts since 0.7, which start a worker of both strategies",
+        _DROPPED,
         {"ActorRolloutRefWorker": _ROLES},
         dict.fromkeys(("TrainingWorker", "TrainingWorkerConfig"), _WORKERS),
     ),
     "verl.checkpoint_engine": Facade(
         "forks since 0.7, which move the weights in a way of their own",
+        _DROPPED,
         {},
         dict.fromkeys(
             (
@@ -87,6 +148,7 @@ FACADES = {
     ),
     "verl.experimental.reward_loop": Facade(
         "reward managers of forks since 0.7",
+        _DROPPED,
         {
             **dict.fromkeys(("get_reward_manager_cls", "register"), _REWARDS),
             **dict.fromkeys(("NaiveRewardManager", "DAPORewardManager", "AbstractRewardManager"), _REWARDS),
@@ -99,6 +161,7 @@ FACADES = {
     ),
     "verl.trainer.ppo.rollout_corr_helper": Facade(
         "losses and trainers of forks since 0.7; those before import verl.trainer.ppo.mismatch_helper",
+        _DROPPED,
         {
             "compute_offpolicy_metrics": "verl.algos.mismatch:compute_mismatch_metrics",
             **dict.fromkeys(
@@ -129,6 +192,7 @@ FACADES = {
     ),
     "verl.workers.rollout.llm_server": Facade(
         "agent loops of forks since 0.8",
+        _DROPPED,
         {"LLMServerClient": "verl.experimental.agent_loop.servers:AsyncLLMServerManager"},
         dict.fromkeys(
             ("LLMServerManager", "GlobalRequestLoadBalancer"),
@@ -137,6 +201,7 @@ FACADES = {
     ),
     "verl.utils.skip": Facade(
         "trainers of forks since 0.8, which wrap their rollout workers",
+        _DROPPED,
         {"RolloutSkip": "verl.trainer.ppo.rollout_skip"},
         dict.fromkeys(
             ("SkipManager", "BaseSkip"),
@@ -145,16 +210,19 @@ FACADES = {
     ),
     "verl.trainer.main_ppo_sync": Facade(
         "launch scripts since 0.8",
+        _SCRIPTS_MOVED,
         dict.fromkeys(("main", "run_ppo", "TaskRunner"), "verl.trainer.main_ppo"),
         {"PPOTrainer": "the trainer is verl.trainer.ppo.ray_trainer.RayPPOTrainer"},
     ),
     "verl.trainer.sft_trainer_ray": Facade(
         "launch scripts since 0.7",
+        _SCRIPTS_MOVED,
         dict.fromkeys(("main", "run_checked"), "verl.trainer.sft_trainer"),
         {"SFTTrainer": "the trainer is verl.trainer.sft.trainer.SFTTrainer"},
     ),
     "verl.experimental.one_step_off_policy": Facade(
         "forks of the recipe since 0.7",
+        "forks import recipe.one_step_off_policy",
         {
             "OneStepOffRayTrainer": "recipe.one_step_off_policy.ray_trainer",
             "OneStepOffTaskRunner": "recipe.one_step_off_policy.main_ppo",
@@ -162,10 +230,13 @@ FACADES = {
     ),
     "verl.experimental.one_step_off_policy.main_ppo": Facade(
         "launch scripts since 0.7",
+        _SCRIPTS_MOVED,
         dict.fromkeys(("main", "OneStepOffTaskRunner"), "recipe.one_step_off_policy.main_ppo"),
     ),
     "verl.experimental.one_step_off_policy.ray_trainer": Facade(
-        "forks of the recipe since 0.7", {"OneStepOffRayTrainer": "recipe.one_step_off_policy.ray_trainer"}
+        "forks of the recipe since 0.7",
+        "forks import recipe.one_step_off_policy",
+        {"OneStepOffRayTrainer": "recipe.one_step_off_policy.ray_trainer"},
     ),
 }
 """Every path that imports this package, and no other module may: the checks of layers leave these out."""

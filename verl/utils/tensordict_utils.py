@@ -13,8 +13,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from verl.errors import ContractError
+from verl.utils.import_utils import lazy_exports
 from verl.utils.numerics import host_memory
 from verl.utils.py_functional import deep_equal, tensors_equal
+
+_FOR_FORKS = (
+    "assign_non_tensor",
+    "unwrap_non_tensor_data",
+    "get_non_tensor_data",
+    "assert_tensordict_eq",
+    "pad_to_divisor",
+)
+"""Helpers that only forks call."""
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_FOR_FORKS, "verl.compat.tensordict_utils"))
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +44,6 @@ def assign_non_tensor_dict(tensor_dict: TensorDict, non_tensor_dict: Mapping[str
     for key, value in non_tensor_dict.items():
         assign_non_tensor_data(tensor_dict, key, value)
     return tensor_dict
-
-
-def assign_non_tensor(tensordict: TensorDict, **kwargs: Any) -> TensorDict:
-    """Set every keyword as ``NonTensorData``, and return the TensorDict."""
-    return assign_non_tensor_dict(tensordict, kwargs)
-
-
-def unwrap_non_tensor_data(data: Any) -> Any:
-    """Return the value in a ``NonTensorData``; other values are returned unchanged."""
-    return data.data if isinstance(data, NonTensorData) else data
-
-
-def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
-    """Return the unwrapped value of a key, or ``default``."""
-    return unwrap_non_tensor_data(data.get(key, default))
 
 
 def get_tensordict(
@@ -160,10 +156,11 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: Indices) -> Tens
 
     Raises: IndexError when an index is out of range.
     """
-    return None if batch is None else _select_rows(batch, indices)
+    return None if batch is None else select_rows(batch, indices)
 
 
-def _select_rows(batch: TensorDict, indices: Indices) -> TensorDict:
+def select_rows(batch: TensorDict, indices: Indices) -> TensorDict:
+    """Return the rows of a TensorDict by their indices, in the order of the indices."""
     index = resolve_indices(indices, batch.batch_size[0])
     rows = {key: take_rows(value, index) for key, value in batch.items()}
     return TensorDict(rows, batch_size=[len(index)], device=batch.device)
@@ -269,18 +266,7 @@ def _rows_of(tensordict: TensorDict, rows: slice | Tensor) -> TensorDict:
         if not any(isinstance(value, Tensor) and value.is_nested for value in tensordict.values()):
             return tensordict[rows]
         rows = torch.arange(*rows.indices(tensordict.batch_size[0]))
-    return _select_rows(tensordict, rows)
-
-
-def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """Assert that two TensorDicts hold the same keys, types and values."""
-    different = set(tensordict1.keys()) ^ set(tensordict2.keys())
-    assert not different, f"keys differ: {sorted(different)}"
-    for key in sorted(tensordict1.keys()):
-        a = tensordict1.get(key)
-        b = tensordict2.get(key)
-        assert type(a) is type(b), f"types of {key!r} differ: {type(a).__name__} and {type(b).__name__}"
-        assert entries_equal(a, b), f"values of {key!r} differ"
+    return select_rows(tensordict, rows)
 
 
 def pop(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
@@ -311,19 +297,6 @@ def pad_indices(num_rows: int, size_divisor: int) -> list[int]:
     if num_rows == 0:
         return []
     return [i % num_rows for i in range(-num_rows % size_divisor)]
-
-
-def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Repeat rows from the head until the row count is divisible; return the result and the number of added rows."""
-    if not isinstance(data, TensorDict):
-        raise ContractError(f"data must be a TensorDict, got {type(data).__name__}")
-    num_rows = data.batch_size[0]
-    added = pad_indices(num_rows, size_divisor)
-    if num_rows == 0:
-        logger.warning("an empty TensorDict is not padded")
-    if not added:
-        return data, 0
-    return _select_rows(data, torch.tensor([*range(num_rows), *added])), len(added)
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
