@@ -12,22 +12,19 @@ HEAD = """# Coming from another version
 <!-- python -m tests.trainer.config.other_versions_page writes the tables of this page. -->
 
 Scripts of other versions of the established project name keys that this one has under another name, does not need, or
-does not have. The command knows them: on the command line, in files of yours, and in `--help KEY`. It translates what
-it can, says once which key of ours it has set, and answers the rest by name. The command line wins over a file in
-either spelling; the same setting in both spellings on one command line must have the same value. `--cfg job`
-shows the result.
-
-Every launch script of `examples/` and `recipe/` composes the same configuration in the spelling of later versions
-(`python -m pytest -m full tests/special_sanity/test_spellings.py`).
+does not have. The command knows them on the command line, in files of yours, and in `--help KEY`. It translates what it
+can, says once which key it has set, and answers the rest by name. The command line wins over a file in either spelling.
+`--cfg job` shows the result.
 
 A node that is switched off (`enable: false`, `enabled: false`) or null is accepted, whatever the table says about it.
-A command of yours keeps the keys that its own files have.
+Keys of later versions that are here under the same name, such as `data.train_max_samples`, have no row: `--help KEY`
+explains them.
 
 | decision | what becomes of the key |
 |---|---|
 | alias | it has another name here: the command translates it |
 | accepted | this version does what the value asks for; another value is refused |
-| built | it is here: under the same name, or under the one in its row |
+| built | it is here, under the name in its row |
 | feature | it is not here yet: the command stops and says what the key is |
 | refused | it will not be here: the command stops and says what to write instead |
 
@@ -52,12 +49,12 @@ _TITLES = (
 
 def page() -> str:
     """Return the page as the table says it."""
-    rows = [row for row in ROWS if row.roots]
+    rows = [row for row in ROWS if row.roots and not (row.decision == "built" and row.is_ours)]
     older = [row for row in ROWS if not row.roots]
     parts = [HEAD]
     for title, _ in _TITLES:
-        own = [row for row in rows if _title(row) == title]
-        parts.append(f"## {title}\n\n" + _table(own))
+        if own := [row for row in rows if _title(row) == title]:
+            parts.append(f"## {title}\n\n" + _table(own))
     parts.append(
         "## Older names\n\nThese are refused, with what replaces them.\n\n| key | |\n|---|---|\n"
         + "".join(f"| `{row.key}` | {_text(row.message)} |\n" for row in older)
