@@ -103,7 +103,7 @@ class TokenLoss:
         is_clipped: tokens whose ratio was clipped, for ``pg_clipfrac``.
         is_bounded: tokens bounded by the dual clip, for ``pg_clipfrac_lower``.
         kl: estimate of the KL to the old policy; by default the old log-probability minus the new one, bounded.
-        weights: what multiplies the loss in place of the rollout's importance weights, (B, T) or (B, 1).
+        weights: factors of the loss in place of the rollout's importance weights, (B, T) or (B, 1).
     """
 
     loss: Tensor

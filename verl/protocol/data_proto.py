@@ -74,7 +74,7 @@ union_numpy_dict = union_two_dict
 OLD_LOG_PROBS_VERSION = "old_log_probs_version"
 """``meta_info`` key: the version of the weights that computed ``old_log_probs``."""
 TEMPERATURE = "temperature"
-"""What ``meta_info`` says of the log-probabilities of a batch: by what their logits were divided."""
+"""``meta_info`` key: the temperature by which the logits of the log-probabilities were divided."""
 OF_ONE_CALL = frozenset({"metrics", "timing", OLD_LOG_PROBS_VERSION})
 """Keys of ``meta_info`` that describe a call of the workers and not its rows."""
 
@@ -613,8 +613,8 @@ class DataProto:
     def union(self, other: "DataProto") -> Self:
         """Merge another batch of the same rows into this one; change nothing when they conflict.
 
-        What ``meta_info`` says of a call of the workers (``OF_ONE_CALL``) never conflicts: the later call wins, and
-        its metrics and timers join those of earlier calls.
+        Entries of ``meta_info`` about one call of the workers (``OF_ONE_CALL``) never conflict: the later call wins,
+        and its metrics and timers join the metrics and timers of earlier calls.
 
         Raises: ValueError, which is also an AssertionError, when row counts or the values of a shared key differ.
         """

@@ -183,7 +183,7 @@ class LazyTensor(Tensor, PicklesItself):
     def fetched(self, blocks: Mapping[Hashable, Block] | None = None) -> Tensor:
         """Return the values as a plain tensor that the caller owns, without a log line.
 
-        ``blocks`` are those that the caller has read.
+        ``blocks`` are the blocks that the caller has read.
         """
         known = self._known()
         if known is not None:
@@ -247,7 +247,7 @@ class LazyTensor(Tensor, PicklesItself):
         first = args[0] if args else None
         return first if 0 in written and isinstance(first, cls) else result
 
-    # ---- what does not go through torch's dispatcher
+    # ---- operations that bypass torch's dispatcher
 
     def __setitem__(self, rows: Any, values: Any) -> None:
         """Write to the column."""

@@ -46,7 +46,7 @@ class HasChatTemplate(Protocol):
 
 
 def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Mapping[str, Json]) -> str:
-    """Return the text of a chat; ``options`` are those of ``apply_chat_template``.
+    """Return the text of a chat; ``options`` go to ``apply_chat_template``.
 
     Raises: ChatTemplateTimeout after ``RENDER_TIMEOUT_S``; ChatTemplateOutput for a text that is far longer than the
         chat; and the errors of the template.
@@ -136,8 +136,8 @@ def used_templates(options: Mapping[str, Any], template: Templates) -> dict[str,
     """Return the templates that chats can be rendered by, by their names in a tokenizer.
 
     Args:
-        options: those of a chat; ``chat_template`` among them is a template, or the name of one.
-        template: that of the tokenizer, or several by their names.
+        options: options of a chat; ``chat_template`` among them is a template, or the name of one.
+        template: the tokenizer's template, or several by their names.
     """
     several: Mapping[str, str | None] = template if isinstance(template, Mapping) else {DEFAULT: template}
     given: str | None = options.get("chat_template")

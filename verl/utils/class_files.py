@@ -1,4 +1,4 @@
-"""YAML files of the user that name classes and their configuration, such as those of tools and interactions."""
+"""YAML files of the user that name classes and their configuration: tools and interactions."""
 
 import importlib
 import os
@@ -45,7 +45,7 @@ def read_class_items(path: str, key: str, example: str, keys: Collection[str]) -
         example: an item that could stand there, for messages.
         keys: the other keys that an item may have besides ``class_name`` and ``config``.
 
-    Raises: WrongInput naming the file, the item and the key, and what to write.
+    Raises: WrongInput naming the file, the item, the key, and the correction.
     """
     wanted = f"write {key}: with one item for each, such as {{{example}}}"
     try:

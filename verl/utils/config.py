@@ -21,7 +21,7 @@ def validate_config(
 ) -> None:
     """Check the tree of a fork before anything starts, as its own main program does.
 
-    The fork may add keys, register names and draw prompts for itself; what only its code can know is not refused.
+    The fork may add keys, register names and draw prompts for itself; a setting that only its code can judge passes.
     ``recipe_nodes`` are further nodes that it reads.
 
     Raises: ConfigError listing everything that is wrong.

@@ -28,7 +28,7 @@ _DECIDED = {
     **dict.fromkeys(("base_gpu_id", "gpu_id_step"), _DEVICES),
     **dict.fromkeys(("enable_lora", "lora_paths"), _MERGED),
 }
-"""Arguments of SGLang that this code reads elsewhere too, or that would break what it relies on."""
+"""Arguments of SGLang that this code reads elsewhere too, or whose change would break its assumptions."""
 
 
 @cache

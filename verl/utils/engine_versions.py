@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from verl.errors import WrongInput
 
 STANDALONE = "standalone"
-"""The mode of engines with devices of their own (``hybrid_engine=false``); the others are those of ``rollout.mode``."""
+"""The mode of engines on devices that no trainer uses (``hybrid_engine=false``); ``rollout.mode`` has the others."""
 
 LOWEST_VLLM = {"sync": "0.25", "async": "0.28", STANDALONE: "0.32"}
 """By the mode, the first version of vLLM with everything that it calls; ``scripts/engine_attributes.py`` checks it."""
@@ -55,7 +55,7 @@ def has_sglang_kernels() -> bool:
 
 
 def check_vllm(mode: str, key: str = "actor_rollout_ref.rollout.name") -> None:
-    """Check that the installed vLLM is new enough for a mode; ``key`` is that of the engine's name.
+    """Check that the installed vLLM is new enough for a mode; ``key`` is the dotted key of the engine's name.
 
     A version that cannot be compared, as of a build from a clone without tags, gets a notice.
 

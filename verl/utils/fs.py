@@ -107,7 +107,7 @@ def verify_copy(src: str, dest: str) -> bool:
 def copy_to_shm(src: str) -> str:
     """Copy a local file, folder or hub id into shared memory, and return the copy, which is as the source is now.
 
-    A source has one copy. A record beside it tells of which files it was made. If they have changed, it is made anew;
+    A source has one copy. A record next to it lists the files that were copied. If they have changed, it is made anew;
     but if another process reads it, if it cannot be copied, or if its folder is not this user's alone, the result is
     ``src``, with a warning.
     """
@@ -153,7 +153,7 @@ def _not_private(folder: str) -> str | None:
 
 
 def _renewed(src: str, target: str, record: Path) -> str | None:
-    """Let a copy be that of the source as it is now; return why it cannot be. The caller holds the lock of the copy."""
+    """Update a copy to the state of its source; return the reason if that fails. The caller holds its lock."""
     state = _state_of(src)
     if not (record.is_file() and record.read_text(encoding="utf-8") == state and verify_copy(src, target)):
         with _replacing(target) as is_free:
@@ -181,7 +181,7 @@ def _read_from(copy: str) -> None:
 
 
 def _readers_of(copy: str) -> int:
-    """Return the file beside a copy that its readers lock."""
+    """Return the lock file of a copy, which its readers hold."""
     if copy not in _readers:
         _readers[copy] = os.open(f"{copy}.readers", os.O_CREAT | os.O_RDWR, 0o600)
     return _readers[copy]

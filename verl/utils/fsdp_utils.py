@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_MARK = ".lora_"
 ADAPTER_PREFIX = "base_model.model."
-"""What peft puts before the names of the model that it wraps."""
+"""Prefix of the names of a model that peft wraps."""
 ADAPTED = ".base_layer"
-"""What peft adds to the name of a layer with adapters, once for each parameter that has some."""
+"""Suffix of the name of a layer with adapters; peft adds it once for each parameter that has some."""
 
 
 # ---- construction

@@ -12,7 +12,7 @@ Device = torch.device | str | None
 
 
 def _pick_device(device: Device, default: torch.device | str = "cpu") -> torch.device:
-    """Return the given device, else that of ``VERL_FORCE_DEVICE``, else the default."""
+    """Return the given device, else the one of ``VERL_FORCE_DEVICE``, else the default."""
     return torch.device(device or envs.read("VERL_FORCE_DEVICE") or default)
 
 

@@ -1,6 +1,6 @@
 """Models of a hub: whether one can be loaded, answered before the client of the hub retries for a minute.
 
-The hub is that of Hugging Face, or with ``VERL_USE_MODELSCOPE=true`` that of ModelScope.
+The hub is Hugging Face, or with ``VERL_USE_MODELSCOPE=true`` ModelScope.
 """
 
 import importlib.util

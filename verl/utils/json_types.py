@@ -1,4 +1,4 @@
-"""Types of what JSON and YAML hold."""
+"""Types of the contents of JSON and YAML."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

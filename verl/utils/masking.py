@@ -57,7 +57,7 @@ class MaskedError(Exception):
 
 
 def masked(tree: Any, key: str = "", in_environment: bool = False) -> Any:
-    """Return a copy of plain mappings and lists without secrets; ``key`` is that of the tree.
+    """Return a copy of plain mappings and lists without secrets; ``key`` is the dotted key of the tree.
 
     ``***`` takes the place of secrets, and ``${oc.env:NAME}`` that of the value of a secret variable of this process.
     """

@@ -101,7 +101,7 @@ def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
 def update_model_config(module_config: PretrainedConfig, override_config_kwargs: Mapping[str, Json]) -> None:
     """Set attributes of a configuration in place; mappings update nested configurations and are merged into others.
 
-    What a vision-language model has in its language model only is set there.
+    A setting that a vision-language model has in its language model only is set there.
     """
     text = module_config.get_text_config()
     for key, value in override_config_kwargs.items():

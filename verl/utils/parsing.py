@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     import yaml
 
 MOST_YAML_VALUES = 100_000
-"""Values of the largest YAML file, with each alias counted as what it stands for."""
+"""Most values of a YAML file, with each alias counted as the values that it stands for."""
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Parse JSON; ``options`` are those of ``json.loads``.
+    """Parse JSON; ``options`` go to ``json.loads``.
 
     Raises: ValueError, also for text that is nested too deeply.
     """

@@ -21,7 +21,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _NOSET = "RAY_EXPERIMENTAL_NOSET_"
-"""Prefix of the variables, one per kind of device, that tell Ray not to change what its workers see."""
+"""Prefix of the variables, one per kind of device, that tell Ray not to change the visible devices of its workers."""
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] | None = None) -> bool:
@@ -100,7 +100,7 @@ def lean_cluster(keep_agent: bool, worker_command: Sequence[str] | None = None) 
     interpreter in the command that starts a worker. Without the agent, this process does not import its packages
     either.
 
-    Versions: Ray 2.60, which starts all of them without asking. Remove what ``ray.init`` can leave out by itself.
+    Versions: Ray 2.60, which starts all of them without asking. Remove an entry when ``ray.init`` has an option for it.
     """
     from ray._private import ray_constants, services, utils
     from ray._private.node import Node

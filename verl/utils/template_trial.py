@@ -92,7 +92,7 @@ def _render(environment: jinja2.Environment, template: str, chat: dict[str, Any]
 
 
 def _environment() -> jinja2.Environment:
-    """Return an environment like that of transformers."""
+    """Return an environment with the options of transformers' own."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )

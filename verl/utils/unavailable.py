@@ -28,7 +28,7 @@ _UNAVAILABLE = frozenset(
 )
 """Classes of Python, requests, urllib3, httpx, aiohttp, openai, Ray and verl; by name, since few are installed."""
 _OF_TEXT = frozenset({"APITimeoutError", "ReadTimeout", "ReadTimeoutError", "EndpointRefusalError"})
-"""Classes below those, of an answer that took too long or was refused: a text can cause that."""
+"""Subclasses of them that tell of an answer that took too long or was refused: a text can cause that."""
 _ERRNOS = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 _TOO_MANY_REQUESTS = 429
 _FIRST_SERVER_ERROR = 500

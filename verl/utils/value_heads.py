@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 HEAD_NAME = "score"
 """The head of the models for token and sequence classification of transformers, which the engines read and write."""
 OTHER_NAMES = ("v_head.summary", "v_head", "value_head.summary", "value_head", "reward_head", "classifier")
-"""Names of the same linear layer: those of TRL, DeepSpeed-Chat and LLaMA-Factory, OpenRLHF, and others."""
+"""Names of the same linear layer in TRL, DeepSpeed-Chat and LLaMA-Factory, OpenRLHF, and others."""
 HEAD_FILE = "value_head.safetensors"
-"""The file in which LLaMA-Factory saves a head beside the model."""
+"""The file in which LLaMA-Factory saves a head next to the model."""
 _PICKLED_HEAD_FILE = "value_head.bin"
 
 _ABOVE = r"(?:(?:model|module|base_model|pretrained_model)\.)*"

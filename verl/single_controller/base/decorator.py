@@ -489,7 +489,7 @@ def _taking_future_values(method: Callable[..., T]) -> inspect.Signature:
 
 
 def _offer_fault(method: str, args: Args) -> None:
-    """Let a test end or stop the worker before a method; the step is that of the batch, if there is one."""
+    """Let a test end or stop the worker before a method, at the step of the batch if it has one."""
     batches = [arg for arg in args if isinstance(arg, DataProto)]
     step = batches[0].meta_info.get("global_steps") if batches else None
     fault_point(f"before_{method}", rank=getattr(args[0], "rank", 0) if args else 0, step=step)

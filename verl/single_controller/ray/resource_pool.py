@@ -16,7 +16,7 @@ from verl.single_controller.base.worker_group import ClassWithInitArgs, Resource
 T = TypeVar("T")
 Bundle = dict[str, float]
 RuntimeEnv = dict[str, Any]
-"""Entries that the plugins of Ray read, each of a type of its own."""
+"""Entries that the plugins of Ray read; each plugin defines the type of its entry."""
 
 # Ray counts resources that others have just released as free only after a moment.
 _RELEASE_GRACE_S = 5.0

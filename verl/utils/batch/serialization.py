@@ -20,7 +20,7 @@ from verl.utils.numerics import host_memory
 
 TensorTriple = tuple[str, tuple[int, ...], np.ndarray]
 BatchState = tuple[tuple[int, ...], str | None, dict[str, Any]]
-"""What ``serialize_tensordict`` returns."""
+"""Result of ``serialize_tensordict``: batch size, device, and the columns by name."""
 
 _OTHER = "object"  # layout name of an entry that is not a tensor
 _NESTED_DICT = "tensordict"  # layout name of a nested TensorDict

@@ -14,7 +14,7 @@ class Boundary:
 
     Attributes:
         end: the token that ends the turn; in formats whose turns have no end, the token that starts the next turn.
-        after: what follows: the separator, the added messages and the generation prompt.
+        after: the text that follows: the separator, the added messages and the generation prompt.
         last: the text from the same place on, where no message follows.
     """
 

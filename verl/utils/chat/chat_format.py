@@ -44,9 +44,9 @@ class Restarted:
 class ChatFormat:
     """Writes conversations as tokens, in the form of a tokenizer's chat template.
 
-    What a model sampled is never encoded again. What follows a sampled turn is taken from the text of the whole
+    Sampled tokens are never decoded and encoded again. The tokens after a sampled turn come from the text of the whole
     conversation, from the end of that turn on: a mark stands for the sampled content, and shows where it ends.
-    ``control.of_others`` prepares what tools and users say, so that no text of theirs becomes a control token.
+    ``control.of_others`` prepares messages of tools and users, so that no text of theirs becomes a control token.
 
     Args:
         tokenizer: encodes; its chat template is used if the processor has none.
@@ -83,7 +83,7 @@ class ChatFormat:
         other.tools = [dict(tool) for tool in tools]
         return other
 
-    # ---- what callers use
+    # ---- for callers
 
     def prompt(
         self, messages: Sequence[Message], images: Sequence["Image"] = (), videos: Sequence["Video"] = ()
@@ -122,7 +122,7 @@ class ChatFormat:
             keep_history: keep earlier turns as they were sampled. Otherwise the result is ``Restarted`` where the
                 template now writes them differently, apart from blanks around what was sampled.
             generation_prompt: end the tokens with one; a ``Restarted`` prompt always does.
-            images: those of all messages; only needed where the processor is to expand placeholders.
+            images: the images of all messages; only needed where the processor expands placeholders.
             videos: likewise, each as (frames, metadata).
             last_token: the last sampled token. A model may end a turn with another token than the template; the one
                 that it sampled stays, and headers that the template needs are written after it.
@@ -203,7 +203,7 @@ class ChatFormat:
     def _after_mark(
         self, history: Sequence[Message], new: Sequence[Message], generation_prompt: bool
     ) -> tuple[str, str] | None:
-        """Return the texts after what the last turn says: where it is the last, and where ``new`` follows."""
+        """Return the texts after the content of the last turn: at the end of the conversation, and before ``new``."""
         mark = _unused_mark([*history, *new])
         turns = [marked(history[-1], mark)]
         if "tool_calls" in turns[0]:  # for templates that do not write arguments

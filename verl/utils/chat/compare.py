@@ -1,4 +1,4 @@
-"""The tokens of a finished trajectory beside those of its conversation rendered as a whole."""
+"""Compare the tokens of a finished trajectory with the tokens of its conversation rendered as a whole."""
 
 from collections import Counter
 from collections.abc import Sequence

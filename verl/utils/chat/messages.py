@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Message = Mapping[str, Any]
-"""A message of a conversation, with ``role``, ``content`` and what else its template reads; or a part of one."""
+"""A message of a conversation, with ``role``, ``content`` and further fields of its template; or a part of one."""
 Turn = dict[str, Any]
 """A message that is made here."""
 Video = tuple["Tensor | np.ndarray", dict[str, Any]]
@@ -20,7 +20,7 @@ TURNS_COLUMN = "__turns__"
 """Column of a batch that holds the turns of each row: of ``role`` at the tokens ``start`` to ``end`` of the response,
 with the ``text`` and the ``calls`` that tools and users answered."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields in which templates expect what an assistant thought."""
+"""Fields in which templates expect the reasoning of an assistant."""
 
 
 def plain(messages: Sequence[Message]) -> list[Turn]:

@@ -395,11 +395,10 @@ def _put(written: Path, path: Path) -> None:
 
 
 def _set_aside(path: Path, is_folder: bool) -> None:
-    """Rename a foreign entry at the path of a checkpoint part; do nothing if another process has already done it.
-
-    The new name is taken before. The system gives that of a file to no folder, such as one that another process has
-    made meanwhile, and that of a folder to no file.
-    """
+    """Rename a foreign entry at the path of a checkpoint part; do nothing if another process has already done it."""
+    # An empty file or folder takes the new name first, so that two processes never choose the same one. It also guards
+    # a part that another process has written meanwhile: the system renames no file over a folder, and no folder over a
+    # file.
     for number in itertools.count(1):
         free = path.with_name(f"{path.name}.aside.{number}")
         with suppress(FileExistsError):
@@ -420,7 +419,7 @@ def step_in_name(folder: StrPath) -> int | None:
 
 
 def as_step(text: str) -> int | None:
-    """Return the step that a text is the number of; None if it is none."""
+    """Parse the number of a step; None if the text is none."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _STEP_DIGITS else None
 
 
@@ -467,7 +466,7 @@ def step_folders(root: StrPath, directory_format: str = "global_step_{}") -> lis
 def find_complete_checkpoints(
     root: StrPath, directory_format: str = "global_step_{}", after_step: int = -1
 ) -> list[str]:
-    """List the folders under ``root`` that a run can resume from, by ascending step; only those of later steps.
+    """List the folders under ``root`` that a run can resume from, by ascending step; only folders of later steps.
 
     A folder is complete when every role in it is. With one sub-folder per role, the driver's ``data.pt``, which it
     writes after them, must be there too.
@@ -527,7 +526,7 @@ def remove_unfinished(folder: StrPath, name: str = "*") -> None:
 def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
     """Create a temporary folder in ``folder``, on the same disk as the final place of its files.
 
-    Those of the same ``name`` that killed processes have left are removed.
+    Temporary folders of the same ``name`` that killed processes have left are removed.
     """
     remove_unfinished(folder, glob.escape(name))
     with (

@@ -36,7 +36,7 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 _ROPE_FIELDS = ("rope_scaling", "rope_theta", "partial_rotary_factor")
-"""Older names of what ``rope_parameters`` holds."""
+"""Older names of the fields of ``rope_parameters``."""
 _OF_THE_RUN = frozenset(
     {
         *_DTYPE_FIELDS,
@@ -72,7 +72,7 @@ class SourceFiles:
     def config_fields(self, config: "PretrainedConfig", dtype: torch.dtype | None = None) -> Fields:
         """Return the ``config.json`` of a trained model: the fields of its source with the changes of the run.
 
-        Args: ``dtype`` is that of the weights beside it, if there are any.
+        Args: ``dtype`` is the dtype of the weights in the same folder, if there are any.
         """
         fields: Fields = json.loads((self.config / CONFIG_FILE).read_text(encoding="utf-8"))
         before, after = (json.loads(each.to_json_string(use_diff=False)) for each in (self.read, config))
@@ -155,11 +155,11 @@ def save_config_and_tokenizer(
 ) -> None:
     """Write config, generation config and tokenizer or processor, each if present, and the code of a remote model.
 
-    With a source its files are copied, except for what the run changed on purpose.
+    With a source its files are copied, except for the fields that the run changed on purpose.
 
     Args:
-        config: that of the model, if ``model`` is None.
-        dtype: that of the weights beside them, if there are any.
+        config: the model's configuration, if ``model`` is None.
+        dtype: dtype of the weights in the same folder, if there are any.
     """
     own = getattr(model, "config", None) if config is None else config
     if source is None:
@@ -260,7 +260,7 @@ def export_weights(folder: Path | None, weights: Iterator[tuple[str, Tensor]], m
 
     Making a tensor may be collective, so every rank drains the stream; a rank without a folder writes nothing.
 
-    Args: ``mode`` is that of the files, which safetensors would close to all but their owner; None: as the umask says.
+    Args: ``mode`` is the mode of the files, which safetensors would open for their owner only; None: by the umask.
     """
     from safetensors.torch import save_file
 

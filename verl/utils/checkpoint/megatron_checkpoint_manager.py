@@ -29,7 +29,7 @@ from verl.utils.faults import fault_point
 from verl.utils.loading import State, load_tensors, not_finite
 from verl.utils.megatron import dist_checkpointing
 
-from megatron.core import parallel_state  # isort: skip  # after what prepares it for the CPU
+from megatron.core import parallel_state  # isort: skip  # after the import that prepares Megatron-Core for the CPU
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: skip
 

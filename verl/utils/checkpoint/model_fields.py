@@ -43,7 +43,7 @@ _UNREAD = frozenset(
 """Fields that no forward of the engines reads, or that other keys decide."""
 _ROPE = "rope_parameters"
 _ROPE_FIELDS = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor", "type": "rope_type"}
-"""Older names of the parameters of RoPE, and those under ``rope_parameters``."""
+"""Older names of the parameters of RoPE, and the present names under ``rope_parameters``."""
 _POSITIONS = "max_position_embeddings"
 _ROPES = ("rope_parameters", "rope_scaling")
 _UNLIMITED_ROPES = ("default", "mrope", "axial", "linear", "llama3", None)
@@ -51,7 +51,7 @@ _UNLIMITED_ROPES = ("default", "mrope", "axial", "linear", "llama3", None)
 _LAYERS = "layer_types"
 _FOLDED_INTO_LAYERS = ("max_window_layers", "use_sliding_window")
 _OF_SHAPES = ("head_dim", "num_key_value_heads")
-"""Fields that may be null for what the shapes of the weights say."""
+"""Fields that may be null: the shapes of the weights then give the value."""
 _ALIASES = {"swish": "silu", "mrope": "default"}
 """Other names of an activation and of a kind of RoPE."""
 
@@ -121,7 +121,7 @@ def start_problem(folder: Path, content: Mapping[str, Json], lora_alpha: float |
     transformers may change a field that it reads, so one counts only if it took the value in the file of the checkpoint
     as it is. The engine compares all fields when it loads.
 
-    Args: ``content`` is that of ``config.json`` with the changes of the run; ``lora_alpha`` is None without adapters.
+    Args: ``content`` is ``config.json`` with the changes of the run; ``lora_alpha`` is None without adapters.
     """
     saved = json.loads(layout_file(folder).read_text(encoding="utf-8")).get(FIELDS_KEY, {})
     copied = Path(folder, "huggingface", "config.json")

@@ -23,7 +23,7 @@ _NUMBERS = ("weight_decay", "eps", "momentum")
 
 
 def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[Settings]:
-    """Return the settings of each parameter group: the base of the learning rate, and of the others those it has."""
+    """Return the settings of each parameter group: the base learning rate, and the group's other ones."""
     found: list[Settings] = []
     for group in groups:
         settings: Settings = {"lr": float(group["initial_lr"] if "initial_lr" in group else group["lr"])}

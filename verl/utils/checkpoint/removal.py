@@ -44,7 +44,7 @@ def _content_of(mark: Path) -> bytes:
 def remove_checkpoint(path: StrPath) -> None:
     """Remove a folder, manifests first, so that no half-removed folder looks complete, and its mark last.
 
-    Of a link to a folder, both are removed. What cannot be removed stays.
+    A link to a folder goes together with the folder. An entry that cannot be removed stays.
     """
     folder = Path(path).resolve()
     with suppress(OSError):  # ranks of one node may do this at once

@@ -129,7 +129,7 @@ def digest_of(dataset: Dataset[Any]) -> str | None:
 
 
 def warn_of_other_data(saved: str | None, dataset: Dataset[Any]) -> None:
-    """Warn when the rows are not those of the checkpoint, whose digest is ``saved``; None if it holds none."""
+    """Warn when the rows differ from the rows of the checkpoint, whose digest is ``saved``; None if it holds none."""
     if saved is not None and digest_of(dataset) not in (None, saved):
         logger.warning(
             "data.train_files: the rows, their order, or those that pass data.filter_overlong_prompts differ from the "
@@ -139,7 +139,7 @@ def warn_of_other_data(saved: str | None, dataset: Dataset[Any]) -> None:
 
 
 def warn_of_other_batch_size(saved: int | None, batch_size: int) -> None:
-    """Warn when the batches are not as large as those of the checkpoint, ``saved``; None if it does not tell."""
+    """Warn when the batch size differs from that of the checkpoint, ``saved``; None if it does not tell."""
     if saved not in (None, batch_size):
         logger.warning(
             "data.train_batch_size=%d, and was %d in the checkpoint: the loader continues at the next row, and the "

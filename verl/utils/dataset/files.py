@@ -163,7 +163,7 @@ def _holds_map(kind: pa.DataType) -> bool:
 def _read_json_lines(path: str) -> pa.Table:
     """Read JSON lines with Python's own reader.
 
-    That of pyarrow makes dates of texts that look like them, and texts of nulls in lists.
+    The reader of pyarrow turns texts that look like dates into dates, and nulls in lists into texts.
     """
     parts = []
     with open(path, encoding="utf-8-sig") as file:
@@ -456,7 +456,7 @@ def is_list(kind: pa.DataType) -> bool:
 def check_prompts(check: ColumnCheck, prompt_key: str, text_only: bool, options: Mapping[str, Any] = {}) -> None:
     """Reject rows without a prompt, and prompts after which a response would be no turn of the assistant.
 
-    Args: ``options`` are those of the chat template.
+    Args: ``options`` go to the chat template.
 
     Raises: DataError naming file, row and column.
     """
@@ -484,7 +484,7 @@ def check_prompt_rows(
 ) -> None:
     """Reject rows without a usable prompt or without the fields that scoring needs.
 
-    Args: ``options`` are those of the chat template.
+    Args: ``options`` go to the chat template.
 
     Raises: DataError naming file, row and column.
     """

@@ -19,7 +19,7 @@ _SAMPLER_KEYS = (
     "_IterableDataset_len_called",
     "_shared_seed",
 )
-"""What the state of a loader holds of its sampler, with processes and without."""
+"""Keys of the sampler's state in the state of a loader, with processes and without."""
 
 
 class ResumableLoader(StatefulDataLoader):
@@ -106,5 +106,5 @@ def stateful_loader(dataset: Dataset[Any], **options: Any) -> ResumableLoader:
 
 
 def loader_processes(wanted: int) -> int:
-    """Return the number of processes of a loader: those wanted, and at most the cores that this process may use."""
+    """Return the number of processes of a loader: as wanted, but at most one per core of this process."""
     return min(wanted, len(usable_cores()))

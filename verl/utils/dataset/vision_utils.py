@@ -145,7 +145,7 @@ def _ends_as_jpeg(source: str | io.BytesIO) -> bool:
 def _source(image: ImageLike, media: MediaConfig) -> Image.Image | io.BytesIO | str:
     """Return an image in memory, its encoded bytes, or a path.
 
-    Raises: MediaError for a file that is too large, and for what is no file.
+    Raises: MediaError for a file that is too large, and for a path that is no file.
     """
     if isinstance(image, Mapping):
         given = [name for name in ("bytes", "image", "image_url", "url") if image.get(name) is not None]
@@ -171,7 +171,7 @@ def _source(image: ImageLike, media: MediaConfig) -> Image.Image | io.BytesIO | 
 
 
 def _checked_path(source: str, media: MediaConfig) -> str:
-    """Return the path of a local file. Raises: OSError for what is no file; MediaError for one that is too large."""
+    """Return the path of a local file. Raises: OSError if it is no file; MediaError if it is too large."""
     path = str(readable_file(_local(source)))
     _check_bytes(os.path.getsize(path), media)
     return path
@@ -351,7 +351,7 @@ _LARGEST_WISH = 1e12
 def _described(video: Described) -> dict[str, Any]:
     """Return a video and the numbers that are given with it.
 
-    Raises: VideoFormError when it is no dict with ``video``; MediaError for what is no number.
+    Raises: VideoFormError when it is no dict with ``video``; MediaError when a value is no number.
     """
     source = video.get("video") if isinstance(video, Mapping) else None
     if not isinstance(source, str | list | tuple | np.ndarray):

@@ -63,8 +63,8 @@ def get_visible_devices_keyword() -> str:
 def set_expandable_segments(enable: bool) -> None:
     """Switch expandable segments of the device's allocator; engines with a sleep mode need them off.
 
-    torch resets the settings that a call does not name, so those of the user are named again: those of the environment,
-    and those in force.
+    torch resets every setting that a call does not name, so this one repeats the user's settings: the ones of the
+    environment, and the ones in force.
 
     ``MEGATRON_CI_DISABLE_EXPANDABLE_SEGMENTS=1`` in the environment keeps them off. If the allocator of torch_npu
     cannot change at run time, ``PYTORCH_NPU_ALLOC_CONF`` decides.

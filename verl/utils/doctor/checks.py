@@ -589,7 +589,7 @@ class Engine:
     code: str
     install: str
     slower: str = ""
-    """What a run does without it, on a GPU; such a part is not looked for elsewhere if it is ``only_on_gpu``."""
+    """Cost of its absence on a GPU; with ``only_on_gpu`` no other machine is checked for it."""
     only_on_gpu: bool = False
 
 

@@ -7,7 +7,7 @@ modules to import, of which ``module:function`` is called as well: ``first``, ``
 ``last_of_general`` and ``last_of_workers`` are the numbers of processes of each kind, or null. With ``only_first`` the
 server never forks: it becomes the process of the first request, unless that is a worker. ``assumed`` holds variables
 that Ray sets in this process before anything is imported there, unless they are set. Modules in ``absent`` cannot be
-imported until a process has started: what tries to, goes on without them.
+imported until a process has started: libraries that try to import them go on without them.
 
 A fork of a process with threads may hang, so one with threads refuses to fork: the request is then answered with no,
 and so is one whose environment could have changed what was imported.
@@ -289,7 +289,7 @@ class Server(MetaPathFinder):
         for name in self._absent:
             if sys.modules.get(name, self) is None:  # else an import has put something there in its place
                 del sys.modules[name]
-        for name, value in os.environ.items():  # what modules have set while they were imported
+        for name, value in os.environ.items():  # set by modules while they were imported
             if not name.startswith(_OF_RAY) and self._launch_environment.get(name) != value:
                 request.content["environment"].setdefault(name, value)
         become(request.content, handles, self._path, self._launch_path)
@@ -333,7 +333,7 @@ def become(
         code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 0 if left.code is None else 1
-    except BaseException:  # what a script raises is shown as the interpreter shows it
+    except BaseException:  # an exception of a script is shown as the interpreter shows it
         sys.excepthook(*sys.exc_info())
     finally:
         leave(code)

@@ -56,7 +56,7 @@ class ForkServer:
         settings |= {"only_first": only_first, "assumed": dict(assumed), "absent": absent}
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         command = [sys.executable, server.__file__, json.dumps(settings)]
-        # In a group of its own, its forks get no signal of the terminal, nor one that a scheduler sends to the launch.
+        # A separate process group keeps signals of the terminal, and of a scheduler to the launch, from its forks.
         self._process = start_process(command, env=dict(environment), pass_fds=handles, process_group=0, **quiet)
         for listener in listeners:
             listener.close()

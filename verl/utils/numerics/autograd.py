@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Kept(Protocol):
-    """What a forward pass keeps for the backward pass; a function names its own values in a class derived from this."""
+    """Values that a forward pass keeps for the backward pass; a function names its own in a class derived from this."""
 
     needs_input_grad: tuple[bool, ...]
 

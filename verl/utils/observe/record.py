@@ -206,7 +206,7 @@ def read_shaped(path: str | Path) -> dict[int, Entry]:
 
 
 def merge_entry(entries: dict[int, Entry], step: int, data: Metrics, details: Details) -> None:
-    """Add metrics and details to those of a step."""
+    """Add metrics and details to a step that may have some."""
     entry = entries.get(step, {"data": {}})
     entries[step] = {**entry, **details, "data": entry["data"] | dict(data)}
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 FOLDER = "timeline"
-"""Folder of the timelines in that of a run."""
+"""Name of the folder of the timelines, within the folder of a run."""
 RECORDED = "timeline"
-"""Meta of a batch: whether to record what is done with it; meta of the answer: the ``Part`` that was recorded."""
+"""Meta of a batch: whether to record the work on it; meta of the answer: the ``Part`` that was recorded."""
 MOST_SPANS = 200_000
 """Spans that a process keeps between two calls of ``take``; older ones are dropped."""
 QUEUE = "queue"
@@ -71,7 +71,7 @@ class Span:
     Attributes:
         group: spans with the same one belong together.
         on: who did the work, if not the process itself, such as a server or a tool; it gets a track with the span.
-        args: what Perfetto shows about the span.
+        args: details of the span, which Perfetto shows.
     """
 
     name: str
@@ -151,7 +151,7 @@ def span(name: str, category: str = "", on: str | None = None, **args: Any) -> I
     begin = time.monotonic()
     try:
         yield args
-    except BaseException as error:  # the span records what ended the call
+    except BaseException as error:  # the span records the error that ended the call
         args["outcome"] = type(error).__name__
         raise
     finally:

@@ -329,7 +329,7 @@ _BACKENDS: dict[str, tuple[str | None, Callable[[str, str, Config], Backend]]] =
     "trackio": ("trackio", _trackio),
     "file": (None, FileLogger),
 }
-"""Name in ``trainer.logger`` -> the package that it needs, and what starts it."""
+"""Name in ``trainer.logger`` -> the package that it needs, and the function that starts it."""
 
 
 # ---- the trackers of a run

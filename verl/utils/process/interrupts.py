@@ -172,7 +172,7 @@ def _send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-# ---- what a run tells at its end
+# ---- the last lines of a run
 
 
 def name_of(number: int) -> str:

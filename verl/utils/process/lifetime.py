@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_starter.cache_clear)  # a forked process has
 def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
     """Start a process that calls ``die_with_parent``, so that it lives until this process ends, not only this thread.
 
-    ``options`` are those of ``subprocess.Popen``. If the wait for the start is interrupted, the process is killed.
+    ``options`` go to ``subprocess.Popen``. If the wait for the start is interrupted, the process is killed.
     """
     started = _starter().submit(partial(_popen, command, options))
     with ExitStack() as interrupted:  # the wait; that must not leave the process behind
@@ -174,7 +174,7 @@ def collect_garbage_rarely() -> None:
 
 
 def descendants() -> set[psutil.Process]:
-    """Return the processes that this one and those have started, without the guards, which end by themselves."""
+    """Return the processes that this one has started, directly or not, without the guards, which end by themselves."""
     guards = {each.pid for each in _guards}
     return {process for process in psutil.Process().children(recursive=True) if process.pid not in guards}
 

@@ -31,11 +31,11 @@ LOCK_NAME = ".owner"
 """Name of the file in an owned folder."""
 _MOST_BYTES = 65_536
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
-"""What ``flock`` answers on a file system that has no locks."""
+"""Errors of ``flock`` on a file system without locks."""
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process without running any of its code, unless they have a handler."""
 _owners: list["Ownership"] = []
-"""Those whose ``with`` block has not ended."""
+"""Owners whose ``with`` block has not ended."""
 
 
 def _line_of(path: str) -> str:

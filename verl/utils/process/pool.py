@@ -80,12 +80,12 @@ class ProcessStartError(RuntimeError):
 class _Worker:
     """A process that loads a function, then answers calls in their order.
 
-    Nothing here waits for the process: what it does not read yet is kept, since it may never read again.
+    No method waits for the process to read, since it may never do so: messages that do not fit the socket are kept.
 
     Args:
         loader: a pickled function, which returns the function to call.
         start_timeout_s: seconds for the loader.
-        environment: variables for the process, besides those of this one.
+        environment: variables for the process, in addition to the variables of this one.
     """
 
     def __init__(self, loader: bytes, start_timeout_s: float, environment: Mapping[str, str]) -> None:
@@ -205,7 +205,7 @@ class _Worker:
 class DeadlinePool:
     """Runs one function on many arguments in processes that live until the pool is closed or collected.
 
-    A process that dies or is killed costs the call that it was working on; those that it held go to another process.
+    A process that dies or is killed costs the call that it was working on; the calls that it held go to another.
 
     Args:
         function: is sent to the processes, by value if a user's file defines it.
@@ -281,7 +281,7 @@ class DeadlinePool:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Kill the processes unless the block runs to its end: nobody waits for what they still answer."""
+        """Kill the processes unless the block runs to its end: nobody reads their late answers."""
         with self._lock, ExitStack() as interrupted:
             interrupted.callback(_end_all, self._workers)
             yield
@@ -329,7 +329,7 @@ class DeadlinePool:
             worker.end()
 
     def _feed(self, worker: _Worker, waiting: deque[int], calls: Sequence[Call], timeout_s: float) -> Outcomes:
-        """Send calls to a process that holds few; yield those whose arguments cannot be sent."""
+        """Send calls to a process that holds few; yield failures of calls whose arguments cannot be sent."""
         if len(worker.calls) > self._depth // 2:
             return
         if not worker.calls:
@@ -374,7 +374,7 @@ class IsolatedFunction:
         load: returns the function; it runs in the process.
         keywords: further arguments of each call.
         start_timeout_s: seconds for ``load``.
-        environment: variables for the process, besides those of this one.
+        environment: variables for the process, in addition to the variables of this one.
     """
 
     def __init__(

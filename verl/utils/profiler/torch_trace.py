@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 Schedule = Callable[[int], ProfilerAction]
-"""What the profiler does in a mini-batch, which is counted from 0."""
+"""Action of the profiler in a mini-batch, which is counted from 0."""
 
 
 class TorchTrace(Tool):

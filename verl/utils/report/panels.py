@@ -460,7 +460,7 @@ OF_BOTH = frozenset({"gradient", "times", "throughput", "computed", "mfu", "memo
 
 
 def is_supervised(entries: Entries) -> bool:
-    """Return whether the record is that of supervised training."""
+    """Return whether the record belongs to supervised training."""
     return any("train/loss" in entry["data"] for entry in entries.values())
 
 

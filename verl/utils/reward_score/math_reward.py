@@ -49,7 +49,7 @@ def is_equiv(str1: str | None, str2: str | None) -> bool:
 
 
 def _closing_braces(string: str) -> dict[int, int]:
-    """Return the position of each opening brace -> that of its closing one, in one pass over a long response."""
+    """Map the position of each opening brace to the position of its closing brace, in one pass over a long response."""
     open_braces: list[int] = []
     closing: dict[int, int] = {}
     for i, character in enumerate(string):

@@ -43,7 +43,7 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
 def equal(one: str, other: str) -> bool:
     """Return whether math-verify takes two LaTeX expressions for equal; False where it cannot tell in ``CPU_LIMIT_S``.
 
-    The limit holds in the main thread; in others that of the caller does.
+    The limit holds in the main thread; in other threads only the caller's limit does.
 
     Raises: MissingPackage without math-verify.
     """

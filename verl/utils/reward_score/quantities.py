@@ -10,7 +10,7 @@ from verl.utils.reward_score.latex_tokens import DEGREES, is_text, normal_form, 
 MOST_DIGITS = 1000
 
 _SIGNS = {r"\$": "dollar", "€": "euro", "£": "£", "%": "percent", DEGREES: "degree"}
-"""Signs of what a number measures. Some have names that are written as units."""
+"""Signs of units. Some have names that are written as units."""
 _MEASURES = (*_SIGNS.values(), "cent")
 _SHORT_UNITS = (
     "cm mm km nm dm kg mg lb lbs oz mi ft yd yds hr hrs min mins sec secs ms ml mL cc gal pt qt sq cu mph kph rpm Hz "

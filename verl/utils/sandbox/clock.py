@@ -105,7 +105,7 @@ class _Group:
         """
         pids = self.processes()
         before_s = self.cpu_s
-        self._own_cpu_s |= {pid: own_s for pid in pids if (own_s := _own_cpu_s(pid))}  # keeps those that have ended
+        self._own_cpu_s |= {pid: own_s for pid in pids if (own_s := _own_cpu_s(pid))}  # keeps children that have ended
         waited_s = sum(_waited_cpu_s(pid) + self._own_cpu_s.get(pid, 0.0) for pid in pids)
         self.cpu_s = max(before_s, sum(self._own_cpu_s.values()), waited_s)
         used_s = self.cpu_s - before_s

@@ -2,7 +2,7 @@
 
 The process gives up its rights irrevocably and without privileges, in this order:
 
-1. Landlock limits files to those that Python needs (to read) and one folder (to write).
+1. Landlock limits files to the files that Python reads and one folder that it may write.
 2. All capabilities are dropped.
 3. A seccomp filter refuses system calls that reach the network, start or touch another process, or change attributes
    that Landlock does not cover.
@@ -153,7 +153,7 @@ _JUMP_EQUAL = 0x15
 _JUMP_AT_LEAST = 0x35
 _JUMP_SET = 0x45
 _RETURN = 0x06
-# what a filter returns
+# results of a filter
 _ALLOW = 0x7FFF0000
 _KILL_PROCESS = 0x80000000
 _ERRNO = 0x00050000

@@ -40,7 +40,7 @@ _ENVIRONMENT = {
 
 
 Result = dict[str, Any]
-"""What the supervisor says about one test: the fields of ``Run`` and ``index``. A status may be one of ``clock``."""
+"""Report of the supervisor on one test: the fields of ``Run`` and ``index``. A status may be one of ``clock``."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _supervise(request: str, timeout_s: float, files: Sequence[int], cancelled: 
         reply, errors = _communicate(process, request.encode("utf-8", errors="surrogatepass"), timeout_s, cancelled)
     finally:
         if process.poll() is None:  # timed out or interrupted; the program dies with its supervisor
-            below = clock.descendants(process.pid)  # what a program has started that is not isolated does not
+            below = clock.descendants(process.pid)  # a process that a program without isolation has started does not
             os.killpg(process.pid, signal.SIGKILL)
             for pid in below:
                 with suppress(ProcessLookupError):

@@ -20,8 +20,8 @@ class FilePermits:
     """Context manager that at most ``count`` holders enter at once, over threads and processes.
 
     Args:
-        name: identifies the permits; one user's processes on a machine share those of equal name.
-        numbers: those of the permits, by default from 0; other processes may share only some.
+        name: identifies the permits; processes of one user on a machine share permits of equal name.
+        numbers: numbers of the permits, by default from 0; other processes may share only some.
         place: folder of the locks, by default that for temporary files.
     """
 

@@ -30,7 +30,7 @@ _FIELDS = {
     "return_code": _NUMBER,
     "execution_time": _NUMBER,
 }
-"""Types of what a result holds."""
+"""Types of the fields of a result."""
 
 
 class Part(TypedDict, total=False):

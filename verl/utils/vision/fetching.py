@@ -57,7 +57,7 @@ def fetch(url: str, media: MediaConfig) -> bytes:
     The addresses of its name are checked before each connection, also those of redirects.
 
     Raises: MediaError for another scheme, a private address without ``media.any_address``, more than
-        ``media.max_bytes``, and for what takes longer than ``media.max_s``.
+        ``media.max_bytes``, and for a transfer that takes longer than ``media.max_s``.
     """
     if scheme_of(url) not in ("http", "https"):
         raise MediaError(f"the address {url[:100]!r} must begin with https:// or http://")

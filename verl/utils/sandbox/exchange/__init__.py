@@ -14,7 +14,7 @@ from .peer import PROGRAM_NAME, UNFINISHED, keep_files
 from .program import run_program
 
 MODULES = ("values", "shared", "standins", "wire", "peer", "program", "trust", "test_code", "checker")
-"""The modules of this package, each after those that it imports."""
+"""The modules of this package, each after the modules that it imports."""
 
 __all__ = [
     "FAILED", "MODULES", "PASSED", "PROGRAM_NAME", "REFUSED", "UNFINISHED", "check", "keep_files", "run_program",

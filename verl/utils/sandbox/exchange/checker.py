@@ -75,7 +75,7 @@ class Checker(Peer):
         self._thread = get_ident()
         self._stdout = sys.stdout
 
-    # -- what ends the test
+    # -- ends of the test
 
     def fail(self, fault: str) -> NoReturn:
         self.fault = self.fault or fault
@@ -161,7 +161,7 @@ class Checker(Peer):
             or (action == "operate" and (given[0] in BINARY or given[0] == "__enter__"))
         )
         self._trusts_answer = makes or (trusted and action == "get")
-        captures = sys.stdout is not self._stdout  # the test reads what the program prints
+        captures = sys.stdout is not self._stdout  # the test reads the output of the program
         try:
             output, result = self.exchange(captures, action, given)
         except (StopIteration, StopAsyncIteration) as error:

@@ -38,7 +38,7 @@ ANSWERS: dict[str, Answer] = {
     "call": call,
     "operate": lambda name, *given: OPERATORS[name](*given),
 }
-"""What both ends can be asked."""
+"""Questions that both ends answer."""
 
 
 def keep_files(files: list[int]) -> None:

@@ -22,7 +22,7 @@ _STARTER = compile(
     "<starter>",
     "exec",
 )
-"""What the established judges run before a program, whose starter may say ``List[int]`` without importing it."""
+"""Imports that established judges run before a program, whose starter may say ``List[int]`` without importing it."""
 RECURSION_LIMIT = 600_000
 _lent: set[str] = set()
 """Names of the starter that the program does not bind: it can use them, and does not define them."""
@@ -51,7 +51,7 @@ class Program(Peer):
         return type(error), error.args, text_of(error), error, trace
 
 
-# ---- what only the checker may ask
+# ---- questions that only the checker may ask
 
 
 def _names(names: tuple[str, ...]) -> tuple[tuple[str, object], ...]:

@@ -17,7 +17,7 @@ UNARY: dict[str, Callable[..., object]] = {
     "__delitem__": operator.delitem, "__enter__": lambda value: value.__enter__(),
     "__exit__": lambda value: value.__exit__(None, None, None),
 }  # fmt: skip
-"""What is asked of one object, and, for some, of an index."""
+"""Operations on one object, some with an index."""
 ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor".split()
 ORDERINGS = ("__lt__", "__le__", "__gt__", "__ge__")
 BINARY: dict[str, Callable[[object, object], object]] = {

@@ -13,7 +13,7 @@ SAME = "__verl_same__"
 KIND = "__verl_kind__"
 """Names under which the rewritten code finds the two functions."""
 _SHARED = {"inspect", "__main__", "unittest.mock", "sys.stdin"}
-"""What a test looks into the interpreter of the program with."""
+"""Names by which a test looks into the interpreter of the program."""
 
 
 def global_names(code: str) -> set[str]:

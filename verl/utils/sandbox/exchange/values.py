@@ -26,7 +26,7 @@ MUTABLE: dict[str, type] = {
 }
 """Containers that cross with their contents, by name. An object of a subclass stays in its process."""
 FACTORIES = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-"""What a defaultdict may make where it crosses; with another factory it is one without."""
+"""Factories with which a defaultdict may cross; with another one it arrives without a factory."""
 REBUILT: dict[str, tuple[str, Callable[..., tuple[int | str, ...]]]] = {
     "decimal.Decimal": ("", lambda value: (str(value),)),
     "fractions.Fraction": ("", lambda value: (value.numerator, value.denominator)),

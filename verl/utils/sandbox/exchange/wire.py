@@ -16,7 +16,7 @@ its node: so a value may be as deep as it likes or contain itself, and one objec
 | ``["exception", number, name, *bases]`` | an exception class of the sender |
 | ``["own", number]`` | an object of the receiver |
 
-What arrives was written by a program that may lie. So the reader builds exact built-in types only, takes nothing for
+Messages come from a program that may lie. So the reader builds exact built-in types only, takes nothing for
 granted, and raises ``Unreadable`` for everything else.
 """
 
@@ -87,7 +87,7 @@ class Wire:
         return self._exports[number]
 
     def write(self, kind: str, *root: object) -> bytes:
-        """Return a message. What it shares counts as shared once ``sent`` is called.
+        """Return a message. The containers in it count as shared once ``sent`` is called.
 
         Raises: ValueError if it is too large.
         """
@@ -260,7 +260,7 @@ class _Reader:
     def finish(self) -> None:
         """Fill and share the new containers, and apply the sender's changes to known ones."""
         filled = 0
-        while filled < len(self._fresh):  # what fills one may bring others
+        while filled < len(self._fresh):  # the contents of one may bring others
             key, container, terms = self._fresh[filled]
             fill(container, self.values(terms))
             filled += 1
@@ -330,7 +330,7 @@ class _Reader:
         return self.wire.mirrors[number]
 
 
-# ---- terms: what a lying program may have put in their place is refused
+# ---- terms: anything else, which a lying program may have put in their place, is refused
 
 
 def _scalar(term: Term) -> Term:
