@@ -63,6 +63,8 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int, num_key_
 
 
 def _exchange(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
+    # An all-to-all sends entry i of the first dim to rank i. The chunks of the scattered dim become these entries, and
+    # arrive in rank order, which is the order of the slices of the gathered dim.
     sent = torch.stack(x.chunk(dist.get_world_size(group), dim=scatter_dim)).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -127,6 +129,7 @@ def gather_seq_scatter_heads(
 ) -> Tensor:
     """Turn a slice of the sequence with all heads into the whole sequence with a share of the heads."""
     x = all_to_all_tensor(x, head_dim, seq_dim, group)
+    # Padding stands at the end of the whole sequence, so it is in the last slices.
     return x.narrow(seq_dim, 0, unpadded_dim_size) if unpadded_dim_size else x
 
 

@@ -150,6 +150,7 @@ def _split_batches(
 
     def split(value: Batch) -> list[Batch]:
         if pad and isinstance(value, DataProto):
+            # Copies of real rows keep every shape and dtype valid for the workers; the caller drops their outputs.
             value = value.select_idxs([*range(len(value)), *(i % len(value) for i in range(pad))])
         return list(value.chunk(chunks))
 
@@ -211,6 +212,8 @@ def dispatch_nd_compute(
         if not isinstance(parts, list | tuple) or len(parts) != dp_size:
             raise ContractError(f"argument {name!r} must be a list or tuple of {dp_size} parts")
         if all(isinstance(part, DataProto) for part in parts):
+            # Workers of one data-parallel rank get the reference to one stored object: without it Ray would pickle the
+            # part once for each of them.
             parts = parallel_put(list(parts))
         return [parts[dp_rank] for dp_rank in dp_rank_mapping]
 
@@ -321,6 +324,7 @@ def layout_of(worker_group: DispatchGroup) -> tuple[list[DistRankInfo], DistGlob
 def data_parallel(worker_group: DispatchGroup) -> Split:
     """Give each worker the part of its data-parallel rank; one worker of each, in the last stage, answers."""
     ranks, sizes = layout_of(worker_group)
+    # Tensor- and context-parallel peers compute the same rows, and only the last stage has the output of the model.
     collected = [rank.tp_rank == 0 and rank.cp_rank == 0 and rank.pp_rank == sizes.pp_size - 1 for rank in ranks]
     return Split([rank.dp_rank for rank in ranks], sizes.dp_size, collected)
 

@@ -162,6 +162,7 @@ class RayWorkerGroup(WorkerGroup):
     def _create_workers(self, pool: RayResourcePool, cia: RayClassWithInitArgs, bin_pack: bool, detached: bool) -> None:
         strategy = "STRICT_PACK" if bin_pack else "PACK"
         groups = pool.get_placement_groups(strategy, device_name=self.device_name, timeout_s=self._start_timeout_s)
+        # A resumed run reads the shard of each rank from the disk of its node, so ranks must land on the same nodes.
         groups = sort_placement_group_by_node_ip(groups)
         local_world_size = pool.store[0]
         self.master_address, self.master_port = self._choose_rendezvous(groups)
@@ -183,6 +184,8 @@ class RayWorkerGroup(WorkerGroup):
                 self._workers.append(worker)
                 self._worker_names.append(name)
                 rank += 1
+        # An actor answers its first call when its constructor has returned. ``wait`` looks at these answers before it
+        # waits for any other call, so that a constructor has its own deadline and is named when it fails.
         self._starting = [worker.__ray_call__.remote(_place) for worker in self._workers]
 
     def _choose_rendezvous(self, groups: Sequence[PlacementGroup]) -> tuple[str, str]:
@@ -406,6 +409,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def kill(self) -> None:
         """End every actor of this group and of the groups in its resource pools, and wait until they are gone."""
+        # Groups of a pool share devices, and often processes and collectives: if only the actors that failed ended, the
+        # others would wait for them, and hold their memory.
         groups: set[WorkerGroup] = {self}
         for pool in self._pools:
             groups.update(pool.groups)

@@ -95,6 +95,7 @@ class BaseCheckpointManager(ABC):
         self.check_parts("load_contents")
         path = self.checkpath(local_path, hdfs_path)
         folder = Path(copy_to_local(path) if hdfs_io.is_hdfs(path) else path)
+        # No rank may remove the copy, or go on to train, while another one still reads.
         self._load(folder, local_path)
         self.barrier()
         if del_local_after_load and self.is_node_leader():
@@ -121,6 +122,7 @@ class BaseCheckpointManager(ABC):
         kind, keys, *position = np.random.get_state()
         state: State = {
             "cpu": torch.get_rng_state(),
+            # The reader of tensors refuses NumPy arrays, whose constructors it would have to call.
             "numpy": (kind, [int(key) for key in keys], *position),
             "random": random.getstate(),
         }
@@ -210,6 +212,7 @@ class BaseCheckpointManager(ABC):
             return []
         with files.temporary_folder(folder, name) as unfinished:
             write(unfinished)
+            # The folder is swapped whole: files of an earlier save that this one does not write must not stay in it.
             if self.source_folder is None or Path(self.source_folder).resolve() != (folder / name).resolve():
                 files.remove_folder(folder / name)  # else a resume would lack the model that training started from
             return files.move_files(unfinished, folder, name)

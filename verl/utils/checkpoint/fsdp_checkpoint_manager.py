@@ -86,6 +86,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         folder = Path(local_path)
         self.check_parts("save_contents")
         files.make_folder(folder)
+        # A manifest of an earlier save in this folder would make a half-written checkpoint look complete, so all
+        # manifests go before any rank writes.
         files.remove_stale_files(folder, self.world_size, self.rank)
         self.barrier()
         records = [self._write_part(folder, "model", self.model.state_dict)] if self.should_save_model else []
@@ -128,6 +130,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         """Gather the state dict one tensor at a time, tied tensors once."""
         seen: set[int] = set()
         for name, value in self.model.state_dict().items():
+            # Tied tensors share their memory. FSDP keeps one shard of both, so the address of the shard tells.
             first = _local(value).data_ptr()  # of the tensor: others may live in the same storage
             if first in seen and value.numel():
                 continue
@@ -158,6 +161,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             except CheckpointError as error:
                 problems.append(str(error))
         self.stop_on(local_path, problems)
+        # From here on every rank has checked all its files: nothing below is expected to fail on one rank only.
         with torch.no_grad():
             for value, saved in weights:
                 _local(value).copy_(saved)
@@ -280,6 +284,7 @@ def _matched_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: State
         raise CheckpointError(
             f"{name} belongs to another optimizer: groups of {sizes[0]} parameters there, {sizes[1]} here"
         )
+    # torch numbers parameters in the order of the groups, at the save as now, and keeps no names.
     order = [index for group in saved["param_groups"] for index in group["params"]]
     state = {}
     for index, param in zip(order, params, strict=True):

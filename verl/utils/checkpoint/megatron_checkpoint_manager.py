@@ -135,6 +135,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.should_save_extra and self.lr_scheduler is not None:
             state["lr_scheduler"] = self._schedule_state()
 
+        # Runs when this rank's files are written, for ``async_save`` in the writer's thread: sizes and checksums are of
+        # the files as they are then.
         def record() -> None:
             fault_point("save_checkpoint", rank=self.rank, step=global_step)
             records.extend(self._tensor_files(folder, f"__{self.rank}_"))
@@ -154,8 +156,11 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         save = self._running
         if save is None:
             return True
+        # All ranks must take the same branch, because the steps below are collective: one rank that still writes holds
+        # all.
         if not wait and self.agree([] if save.tensors.is_written else ["writing"]):
             return False
+        # Forgotten first: a save that failed must not fail the next one again.
         self._running = None
         problem = save.tensors.wait()
         found = self.agree([] if problem is None else [problem])
@@ -211,6 +216,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
     def _load(self, folder: Path, local_path: str) -> None:
         """Restore the parts of this rank, whatever layout wrote them."""
         self.finish_checkpoint()
+        # Each check is collective and comes before the first change to the model, so that all ranks go on or none does.
         self.stop_on(local_path, self._problems(folder) if self.rank == 0 else [])
         self.stop_on(local_path, self._changed_files(folder))
         wanted = self._sharded(self.load_contents, is_loading=True)
@@ -226,10 +232,12 @@ class MegatronCheckpointManager(BaseCheckpointManager):
             for key, chunk in zip(dist_checkpointing.chunk_names(self.model), self.model, strict=True):
                 chunk.load_state_dict(state[key])
         groups = [] if self.optimizer is None else self.optimizer.param_groups
+        # Loading replaces the groups' settings, so this run's are taken before.
         own = [{key: group[key] for key in ("max_lr", "min_lr", "betas", "eps") if key in group} for group in groups]
         if self.should_load_optimizer and self.optimizer is not None:
             self.optimizer.load_state_dict(_as_chained(state["optimizer"], self.optimizer))
         elif self.optimizer is not None and self.should_load_model:
+            # The optimizer steps its own fp32 copies, which still hold the values from before the load.
             self.optimizer.reload_model_params()
         self._warn_of_changes(local_path, own, state.get("lr_scheduler") if self.should_load_extra else None)
         if self.should_load_extra:
@@ -304,6 +312,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
                 vars(self.lr_scheduler).update({name: schedule[name] for name in _UNSAVED if name in schedule})
         file = folder / self._random_state_name()
         state: State = load_tensors(file) if file.is_file() else {"layout": None}
+        # The state of a rank has its meaning by the rank's place in the layout: tensor-parallel peers share one stream
+        # of numbers and draw apart in another.
         if state["layout"] != self._place():
             logger.warning("%s was written by another parallel layout: this process keeps its random state", folder)
             return

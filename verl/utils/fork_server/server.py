@@ -209,6 +209,8 @@ class Server(MetaPathFinder):
         keep_shared()
         parent = os.getpid()
         is_for_workers = os.fork() == 0
+        # Both processes have both sockets now. Each closes one, so that a request reaches the server that can answer
+        # it; so does the request that came first, which belongs to one of them.
         kept, other = reversed(self._listeners) if is_for_workers else self._listeners
         if self._first is not None and self._first.listener is other:
             self._first.close()
@@ -232,6 +234,8 @@ class Server(MetaPathFinder):
         request = self._first or self._next()
         started = 0
         while True:
+            # ``is_wanted`` comes last: once it has asked, the caller relies on this server and starts no process
+            # itself.
             is_possible = self._is_like(request.content) and not has_threads() and request.is_wanted()
             started += is_possible
             if is_possible and started == last:
@@ -284,6 +288,7 @@ class Server(MetaPathFinder):
             listener.close()
         for handle in self._ends:
             os.close(handle)
+        # ``close`` closes the request's own descriptors.
         handles = [os.dup(handle) for handle in request.handles]
         request.close()
         for name in self._absent:
@@ -318,6 +323,7 @@ def become(
             file.write(_WORKER_OOM_SCORE)
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))
+        # A fork has the random state of the server: without new seeds all workers would draw the same numbers.
         draw_seeds()
         script = request["words"][0]
         sys.argv[:] = request["words"]

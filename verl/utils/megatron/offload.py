@@ -54,8 +54,10 @@ class Offload:
         for storage in self._storages(part):
             host = None
             if part != "grad":
+                # Views of several dtypes may share a storage, so it moves as bytes.
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
                 host.untyped_storage().copy_(storage)
+            # The address of the storage object stays the same while its memory is gone, so it is the key.
             away[storage._cdata] = _Away(storage, storage.nbytes(), host)
             storage.resize_(0)
         if on_gpu:
@@ -76,6 +78,7 @@ class Offload:
         away = self._away["model"].get(parameter.untyped_storage()._cdata)
         if away is None or away.host is None:
             return parameter.detach()
+        # The parameter's own place in its storage, on the bytes of the host.
         empty = torch.empty(0, dtype=parameter.dtype)
         place = (parameter.storage_offset(), parameter.size(), parameter.stride())
         return empty.set_(away.host.untyped_storage(), *place)

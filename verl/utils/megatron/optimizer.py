@@ -166,6 +166,7 @@ def get_megatron_optimizer_param_scheduler(
             max_lr=config.lr,
             min_lr=config.min_lr,
             lr_warmup_steps=warmup,
+            # Megatron-Core asserts a length above the warm-up, also for a constant rate, which has no length.
             lr_decay_steps=max(length, warmup + 1),
             lr_decay_style=config.lr_decay_style.replace("inverse_square_root", "inverse-square-root"),
             start_wd=config.weight_decay if config.weight_decay_incr_style == "constant" else 0.0,

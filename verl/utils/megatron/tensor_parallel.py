@@ -72,8 +72,10 @@ class _VocabParallel(torch.autograd.Function):
         largest = logits.new_full((rows,), -torch.inf, dtype=dtype)
         if width and rows:
             largest = logits[:, :width].amax(-1).to(dtype).div_(temperature)
+        # All ranks shift by the same number: their sums of exponentials can be added, and no exponential exceeds 1.
         _reduce(largest, group, dist.ReduceOp.MAX)
         mine = (labels >= first) & (labels < last)
+        # A label in another rank's columns reads column 0 here and counts as zero, so the sum over ranks is its logit.
         column = torch.where(mine, labels - first, 0)
         # Rows: sum of exp(z), sum of z exp(z), z of the label; z is shifted by the largest logit of its row.
         sums = logits.new_zeros(3, rows, dtype=dtype)
@@ -87,6 +89,7 @@ class _VocabParallel(torch.autograd.Function):
                 continue
             exponential = shifted.exp()
             sums[0, chunk] = exponential.sum(-1)
+            # The clamp keeps masked logits from 0 * -inf, which is NaN.
             sums[1, chunk] = exponential.mul_(shifted.clamp_(min=-1e4)).sum(-1)
         _reduce(sums, group)
         log_sum = sums[0].log()
@@ -113,6 +116,8 @@ class _VocabParallel(torch.autograd.Function):
             chunk = slice(at, at + ctx.step)
             log_p = logits[chunk, :width].to(log_sum.dtype) / temperature - log_sum[chunk].unsqueeze(-1)
             probs = log_p.exp()
+            # d log p_y / dz = onehot(y) - p, and dH / dz = -p (log p + H): both have the factor p, and the one-hot part
+            # is added last, by the rank that holds the label.
             pull = grad_log_probs[chunk].unsqueeze(-1)
             if ctx.with_entropy:
                 surprise = log_p.clamp_(min=-1e4).add_(entropy[chunk].unsqueeze(-1))

@@ -89,6 +89,8 @@ class HybridShardingManager(BaseShardingManager):
 
     async def _sync(self, step: int | None) -> None:
         _empty_cache()
+        # The engine's sleep mode maps its memory itself and cannot use segments that grow. The trainer's freed blocks
+        # go first, because the engine takes its memory from the device and not from torch.
         set_expandable_segments(False)
         await self.rollout.resume(["weights"])
         self.last_sync = {}
@@ -115,6 +117,7 @@ class HybridShardingManager(BaseShardingManager):
 
         Raises: WeightSyncError on all ranks when the sync failed on any.
         """
+        # The cache is resumed last: until the buckets are gone, its memory is theirs.
         if self._prepared_for != self._trained_version():
             await self._sync(step)
         _empty_cache()

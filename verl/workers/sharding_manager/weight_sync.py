@@ -52,6 +52,7 @@ class Bucketer:
         """Flush the bucket if a tensor of ``nbytes`` does not fit into it; called before that tensor is allocated."""
         pending = self._pending()
         room = self._max_bytes if pending >= self._max_bytes else self._max_bytes - pending
+        # The tensor does not exist yet: the bucket goes first, so that its memory can hold the tensor.
         if self._size + nbytes > max(room, self._max_bytes // SMALLEST_SHARE):
             self.flush()
 
@@ -84,6 +85,8 @@ class Meter:
         self.total_bytes += tensor.nbytes
         self._alive += tensor.nbytes
         self.peak_bytes = max(self.peak_bytes, self._alive)
+        # The receiver may keep a tensor for a while, so only the end of its last reference tells when its bytes are
+        # free.
         weakref.finalize(tensor, self._gone, tensor.nbytes).atexit = False
 
     def _gone(self, size: int) -> None:
@@ -122,6 +125,7 @@ class WeightSync:
         version = self._engine.weights_version
         with self._failure_kept():
             self._rollout.begin_update()
+        # Even after a failed ``begin_update`` this rank makes all its tensors, which the other ranks need.
         self._stream()
         self._agree()
         with self._failure_kept():
@@ -155,6 +159,7 @@ class WeightSync:
         with self._failure_kept():
             dtypes = [{self._rollout.weight_dtype(name) for name in each} for each in names]
         codes = torch.tensor([_DTYPES.index(each.pop()) if len(each) == 1 else 0 for each in dtypes])
+        # One reduction gives maximum and minimum: a dtype holds where both agree, on all ranks.
         bounds = torch.stack([codes, -codes])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX)
@@ -186,7 +191,9 @@ class WeightSync:
             if due is None:
                 self._unverified += 1
             else:
+                # The sum is taken before the load, which may hand the memory of the tensor to the engine or change it.
                 self._expected[due[0]] = due[1]
+        # Else the last tensor would outlive the bucket that ``load`` frees.
         del pair
         self._rollout.load(bucket)
 
@@ -220,6 +227,8 @@ class WeightSync:
                 self._rollout.abort_update()
                 raise WeightSyncError(f"weight sync failed: {failure}") from failure
             return
+        # Every rank comes here, also those that succeeded. The usual case costs one number; messages are exchanged only
+        # when some rank has failed.
         failed = torch.tensor([int(failure is not None)])
         torch.distributed.all_reduce(failed)
         if not failed.item():

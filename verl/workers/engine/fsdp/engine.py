@@ -298,6 +298,8 @@ class FSDPEngine(BaseEngine):
                     # FSDP averages gradients over all ranks, but the shares of the ranks must add up.
                     loss = use(self.forward(micro_batch.rows, spec), micro_batch) * self.layout.world_size
                 else:
+                    # A forward and a backward gather weights and reduce gradients with all ranks. A rank without rows
+                    # takes part by a loss of zero; if it stayed out, the others would wait for it.
                     loss = self.forward.idle(spec)
                 if at == 0 and spec.after_first_forward is not None:
                     spec.after_first_forward()
@@ -328,6 +330,7 @@ class FSDPEngine(BaseEngine):
         costs a whole gradient and the whole weights per rank between micro-batches (``WHOLE_MODEL_BYTES``).
         """
         if isinstance(self.module, FSDPModule) and torch.is_grad_enabled() and self._accumulates_whole:
+            # The gradients of earlier micro-batches stay whole on this rank, and the last backward reduces their sum.
             self.module.set_requires_gradient_sync(last)
             self.module.set_reshard_after_backward(last)
 
@@ -339,6 +342,7 @@ class FSDPEngine(BaseEngine):
             parameter.grad = None
 
     def _reduce_gradients(self) -> tuple[list[Tensor], float]:
+        # FSDP has reduced the gradients over all ranks, replicas included, so the norm adds squares over shards only.
         gradients = local_gradients(self._parameters)
         return gradients, gradient_norm(gradients, self.layout.shard_group, self.layout.device)
 
@@ -365,6 +369,7 @@ class FSDPEngine(BaseEngine):
             self.layout = make_layout(self.engine_config, must_wrap=isinstance(module, FSDPModule))
         if module is not self.module:
             copies = None if self.module is None else ComputeCopies.of(self.module)
+            # The layout was made for a model that one GPU holds whole; a sharded one needs process groups.
             if copies is not None and is_sharded(module):
                 self.layout = make_layout(self.engine_config, must_wrap=True)
             elif copies is not None and ComputeCopies.of(module) is None:
@@ -401,6 +406,8 @@ class FSDPEngine(BaseEngine):
         names = {}
         for name, parameter in self.module.named_parameters():
             if (plain := adapters.base_name(name)) is not None and only_moves_values(model):
+                # A renaming that only moves values can be run on a tensor without memory, which gives the names under
+                # which the receiver knows the parameter.
                 like = torch.empty(parameter.shape, device="meta")
                 names[name] = [each for each, _ in checkpoint_names(model, iter([(plain, like)]))]
         dtypes = dict(zip(names, agree(list(names.values())), strict=True))

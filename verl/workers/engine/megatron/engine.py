@@ -226,16 +226,20 @@ class MegatronEngine(BaseEngine):
         if away := [part for part in needed if self.offload.is_away(part)]:
             raise RuntimeError(f"the engine's {' and '.join(away)} is offloaded: enter train_mode or eval_mode first")
         if self.layout.virtual_stages > 1:
+            # The rounds that this adds are empty on all ranks, and their loss is zero.
             rounds = -(-rounds // self.layout.pp_size) * self.layout.pp_size
 
         def batches(chunk: int = 0) -> Iterator[Round]:
             for at in range(rounds):
                 micro_batch = micro_batches[at] if at < len(micro_batches) else None
+                # Each virtual chunk reads all micro-batches again; segments and images count at the first only.
                 yield self.forward.prepare(at, micro_batch, counts=chunk == 0)
 
         def finish(found: Tensor, round_: Round) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             """Return the scalar to differentiate, and a token count and metrics that nothing reads."""
             if round_.micro_batch is None:
+                # Zero, but still a function of the output: the backward pass of an empty round must reach the stage
+                # before.
                 result = found.sum() * 0.0
             else:
                 result = use(self.forward.outputs(found, round_, spec), round_.micro_batch)
@@ -245,6 +249,7 @@ class MegatronEngine(BaseEngine):
             iterator: Iterator[Round], model: MegatronModule
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
             round_ = next(iterator)
+            # With gradient buffers Megatron-Core hands over the wrapper of a chunk.
             chunk = model if model in self.models else model.module
             output = self.forward.run(model, chunk, round_, spec)
             if round_.at == 0 and spec.after_first_forward is not None:
@@ -303,6 +308,7 @@ class MegatronEngine(BaseEngine):
         Here the norm is read between preparation and step, so that both engines clip alike.
         """
         assert self.optimizer is not None
+        # Copies the gradients to the main parameters; the schedule has reduced them over the ranks.
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         parameters = [p for each in self.optimizer.chained_optimizers for p in each.get_parameters()]
@@ -312,6 +318,7 @@ class MegatronEngine(BaseEngine):
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None
         self.optimizer.step_with_ready_grads()
+        # Each rank has updated the shard of its distributed optimizer; see ``_finish_updates``.
         self._weights_are_shards = True
 
     def lr_scheduler_step(self) -> float:
