@@ -151,6 +151,7 @@ class LazyTensor(Tensor, PicklesItself):
     def _rows(self, rows: slice) -> "LazyTensor":
         """Return rows that stay part of this column, as a view of a tensor does."""
         part = self._at(self.places.take(rows))
+        # A write through the part must reach the column, as through a view of torch.
         part._whole = (self, (rows,))
         return part
 
@@ -192,6 +193,7 @@ class LazyTensor(Tensor, PicklesItself):
         dtype = self.dtype
         width = int(np.prod(self.shape[2:], dtype=np.int64)) * dtype.itemsize
         out = np.empty((*self.shape[:2], width), dtype=np.uint8)
+        # Rows are copied as bytes: one copy serves all dtypes, also those that NumPy does not have.
         first, last = (0, self.shape[1]) if self.places.window is None else self.places.window
         for rows, block, start, stop in _runs(self.places):
             _, shape, data = found[_identity(self.places.blocks[block])][self.column]
@@ -232,6 +234,7 @@ class LazyTensor(Tensor, PicklesItself):
             answer = addressed(*args, **options)
             if answer is not NotImplemented:
                 return answer
+        # An operation that changes an argument must change the column itself, for which its schema tells the argument.
         schema = func._schema
         if not schema.is_mutable:
             return func(*tree_map(_plain, args), **tree_map(_plain, options))
@@ -285,6 +288,7 @@ def _runs(places: Places) -> Iterable[tuple[slice, int, int, int]]:
     count = len(places.row)
     if not count:
         return
+    # A stretch ends where the next row lies in another block or is not the one after.
     breaks = np.flatnonzero((np.diff(places.block) != 0) | (np.diff(places.row) != 1)) + 1
     bounds = [0, *breaks.tolist(), count]
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
@@ -315,6 +319,7 @@ def _caller() -> str:
 
 
 def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    # Values that were written are only here, so the addresses would answer with older ones.
     if dim % x.dim() > 1 or x.is_written:
         return NotImplemented
     first, last, step = slice(start, end, step).indices(x.shape[dim % x.dim()])

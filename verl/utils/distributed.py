@@ -50,6 +50,7 @@ def listening_store(host: str, port: int, size: int, timeout: datetime.timedelta
     Args: ``port`` 0 takes a free one; ``waits`` says whether to wait for the other members.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # Without it a port stays taken for a minute after a run that has used it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -58,6 +59,7 @@ def listening_store(host: str, port: int, size: int, timeout: datetime.timedelta
         listener.close()
         raise
     port = listener.getsockname()[1]
+    # The store takes the socket over and closes it.
     return TCPStore(
         host, port, size, is_master=True, timeout=timeout, wait_for_workers=waits, master_listen_fd=listener.detach()
     )

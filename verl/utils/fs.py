@@ -154,6 +154,7 @@ def _not_private(folder: str) -> str | None:
 
 def _renewed(src: str, target: str, record: Path) -> str | None:
     """Update a copy to the state of its source; return the reason if that fails. The caller holds its lock."""
+    # The record is written last and removed first, so a copy that was cut short never has one.
     state = _state_of(src)
     if not (record.is_file() and record.read_text(encoding="utf-8") == state and verify_copy(src, target)):
         with _replacing(target) as is_free:
@@ -161,6 +162,7 @@ def _renewed(src: str, target: str, record: Path) -> str | None:
                 return "it has changed, and another process reads the copy of what it was"
             record.unlink(missing_ok=True)
             _remove(target)
+            # Shared memory is taken from the memory of every process, so room is checked before.
             needed = sum(size for _, size in _listing(src))
             free = shutil.disk_usage("/dev/shm").free
             if needed > free:
@@ -176,6 +178,7 @@ def _renewed(src: str, target: str, record: Path) -> str | None:
 
 def _read_from(copy: str) -> None:
     """Keep others from replacing a copy until this process ends."""
+    # The system takes the lock back however this process ends.
     fcntl.flock(_readers_of(copy), fcntl.LOCK_SH)
     _read.add(copy)
 
@@ -190,6 +193,8 @@ def _readers_of(copy: str) -> int:
 @contextlib.contextmanager
 def _replacing(copy: str) -> Iterator[bool]:
     """Tell whether no other process reads a copy. The caller holds its lock, so that none begins to."""
+    # An exclusive lock succeeds only where no other process holds a shared one. It is not awaited: a reader keeps its
+    # lock for as long as it runs.
     readers = _readers_of(copy)
     try:
         fcntl.flock(readers, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -253,6 +258,7 @@ def _fetched(src: str, cache_dir: str | None, filelock: str, verbose: bool, alwa
         places = _numbered(os.path.join(home, os.path.basename(first)))
         for local in places:
             if always_recopy or not _is_current(local, state):
+                # A model that is being read must not change under its reader: the new copy gets another place.
                 with _replacing(local) as is_free:
                     if not is_free:
                         logger.warning("%s is copied again: another process reads %s, which is older", src, local)

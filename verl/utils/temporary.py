@@ -80,6 +80,8 @@ def remove_folders_of_the_dead() -> None:
         with suppress(OSError):  # such as of a process that is alive
             if mark.parent.is_symlink() or mark.parent.stat().st_uid != os.getuid():
                 continue
+            # A lock that can be taken belongs to nobody alive. Its owner has made the file with the lock on it, so
+            # there is no moment at which a living owner has none.
             handle = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

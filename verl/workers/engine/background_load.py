@@ -34,6 +34,7 @@ def load_in_background() -> Iterator[None]:
         finally:
             _running.reset(token)
             loads.wait()
+        # Not after an error in the block: nobody then uses the models whose memory this would fill.
         loads.finish()
 
 
@@ -92,6 +93,7 @@ class _Loads:
         self._thread = thread
         self._futures: list[Future[list[tuple[Tensor, Tensor]]]] = []
         workers = envs.integer("RAY_LOCAL_WORLD_SIZE", 1)
+        # Half of the free memory, shared by the workers of the machine, which load at the same time.
         self._room = psutil.virtual_memory().available // 2 // workers
 
     def has_room_for(self, memory: Iterable[Tensor]) -> bool:

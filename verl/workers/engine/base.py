@@ -198,6 +198,7 @@ class BaseEngine(ABC):
         """
         self.optimizer_zero_grad()
         metrics = self.forward_backward_batch(data, loss_fn, spec=spec)
+        # A hook of the user may call ``optimizer_step``, which counts, or step by itself, which must count too.
         version = self.weights_version
         metrics["grad_norm"] = float(self.optimizer_step() if self.step_hook is None else self.step_hook())
         if self.step_hook is not None and self.weights_version == version and math.isfinite(metrics["grad_norm"]):
@@ -248,6 +249,7 @@ class BaseEngine(ABC):
             return torch.zeros((), device=self.shares.device)
 
         def joined() -> ModelOutput:
+            # Micro-batches of similar length take rows out of their order; ``index`` is where each came from.
             order = torch.tensor(index).argsort()
             return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
@@ -304,6 +306,7 @@ class BaseEngine(ABC):
             self.skipped_steps += 1
             logger.warning("the gradient norm is not finite: optimizer step skipped, %d so far", self.skipped_steps)
         else:
+            # The norm is equal on all ranks, so all skip or all step.
             scale_to_norm(gradients, norm, self.optimizer_config.clip_grad)
             self._apply_gradients()
             self.weights_version += 1

@@ -77,6 +77,7 @@ class SharedMemory:
     """Memory without a name in the file system, which disappears with this process; others of its node can read it."""
 
     def __init__(self) -> None:
+        # A file without a name cannot be left behind: the system frees it with the last process that has it open.
         self._file = os.memfd_create("verl-weights")
         self._size = 0
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
@@ -85,6 +86,7 @@ class SharedMemory:
         """Replace what the memory holds by the tensors of a bucket."""
         places, size = _places(layout_of(bucket))
         if size > self._size:
+            # It only grows: readers map as much as their layout says.
             os.ftruncate(self._file, size)
             self._size = size
         with mmap.mmap(self._file, max(size, 1)) as memory:
@@ -119,6 +121,7 @@ def _places(layout: Layout) -> tuple[list[int], int]:
     for _, dtype, shape in layout:
         places.append(size)
         nbytes = _empty(dtype, shape, torch.device("meta")).nbytes
+        # A view as another dtype must start at a multiple of its size.
         size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return places, size
 

@@ -106,6 +106,7 @@ class ServerWeights:
             if found == version:
                 continue
             known = self._known.get(name)
+            # A server that has started again is another process, and its workers are in no group.
             if known is None or known.pid != place["pid"]:
                 shares = self._by_memory and place["node"] == here
                 self._known[name] = Target(name, handles[name], place["pid"], place["engine_workers"], shares)
@@ -129,6 +130,8 @@ class ServerWeights:
         path = None
         if any(target.shares_memory for target in self._targets.values()):
             self._memory = self._memory or SharedMemory()
+            # Filled once for all servers of the node; they copy out of it before their call returns, so the next bucket
+            # may replace it.
             self._memory.fill(bucket)
             path = self._memory.path
         layout = layout_of(bucket)
@@ -138,6 +141,7 @@ class ServerWeights:
             if target.group is not None:
                 try:
                     target.group.send(bucket)
+                # The answer of the call tells more than the broken connection, so its error goes first.
                 except RuntimeError as error:  # of torch.distributed: the other side is gone, or has refused
                     self._call(loaded)
                     raise ServerError(f"the connection to rollout server {target.name} broke: {error}") from error
@@ -198,6 +202,8 @@ class ServerWeights:
         backend = "nccl" if get_device_name() == "cuda" else "gloo"
         store, meeting = open_store(host, 1 + target.workers, backend, self._timeout_s)
         joined = target.handle.connect.remote(asdict(meeting))
+        # Forming the group blocks without a way out. So this waits until the members have come, or the call that brings
+        # them has failed.
         while not are_all_there(store, meeting.size):
             if ray.wait([joined], timeout=_POLL_S)[0]:
                 self._call(joined)
