@@ -84,6 +84,8 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     def spread(state: _State) -> int:
         return state[-1][0] - (state[0][0] if len(state) == k_partitions else 0)
 
+    # Each step joins the two states whose parts differ most: the fullest parts of one meet the emptiest of the other,
+    # so their differences cancel.
     heap = [(-spread(state), number, state) for number, state in enumerate(states)]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -124,6 +126,7 @@ def _best_exchange(high: np.ndarray, low: np.ndarray, gap: int, moves: bool) -> 
     move back (-1: none), or None if no exchange narrows the gap.
     """
     back = np.concatenate([[0], low]) if moves else low
+    # Moving a and getting b back changes the gap by 2 (a - b), so the best b lies next to a - gap / 2.
     at = np.searchsorted(back, high - gap / 2)
     best: tuple[float, int, int] | None = None
     for shift in (at - 1, at):

@@ -45,6 +45,8 @@ def cut_neighbours(found: Neighbours, max_tokens: int) -> list[tuple[int, int]]:
     lengths = found.lengths
     most = int(lengths.max())
     runs = _fill(own, lengths, max(max_tokens, most))
+    # The number of runs is the smallest one by now. Of all limits that give this number, the smallest evens out the
+    # runs.
     low = max(most, -(-int(own.sum()) // len(runs)))
     high = max(max_tokens, most)
     while low < high:  # the smallest limit that needs no further run
@@ -202,6 +204,7 @@ def _laid_out(root: _Node, found: Neighbours) -> Forest:
             paths[order[-1]] = path
         # Similar lengths are neighbours, so that they are padded together; the stack takes the last one first.
         todo += [(child, path) for child in sorted(node.below, key=lambda each: -each.size)]
+    # A token's place in the forest is the start of its node plus its position in it, for all rows at once.
     starts = torch.tensor([start for path in paths for start, _ in path], dtype=torch.long)
     sizes = torch.tensor([size for path in paths for _, size in path], dtype=torch.long)
     before = sizes.cumsum(0) - sizes

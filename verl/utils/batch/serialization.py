@@ -36,6 +36,7 @@ class PicklesItself:
 
 def serialize_single_tensor(obj: Tensor) -> TensorTriple:
     """Return (dtype name, shape, bytes); the bytes of a contiguous CPU tensor are a view."""
+    # Bytes rather than the array: NumPy lacks some dtypes, such as bfloat16.
     flat = obj.detach().cpu().contiguous().view(-1)
     return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), flat.view(torch.uint8).numpy()
 
@@ -59,6 +60,7 @@ def _narrowed(value: Tensor) -> Tensor | None:
         return None
     if value.device.type != "cpu" or value.nbytes < NARROW_BYTES:
         return None
+    # Token ids and masks are int64 by torch's custom and mostly fit two bytes or one.
     low, high = (int(bound) for bound in torch.aminmax(value))
     for dtype in _NARROW_DTYPES:
         if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:

@@ -59,6 +59,7 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if self._searching or not _is_megatron(name):
             return None
+        # ``find_spec`` asks all finders, this one too.
         self._searching = True
         try:
             spec = importlib.util.find_spec(name)
@@ -137,6 +138,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
+        # Pinned memory needs a driver of CUDA.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 

@@ -69,11 +69,14 @@ def _gives_same_bits(size: int, weight: Tensor, bias: Tensor | None, product: Pr
     found = _may_replace.get(key)
     if found is not None:
         return found
+    # A generator of its own, so that the run's random numbers do not depend on which sizes have been probed.
     draw = torch.Generator().manual_seed(size)
     x = torch.randn(size, weight.shape[1], generator=draw).to(weight.dtype)
     linear = torch.nn.functional.linear
     few = weight[:_PROBED_COLUMNS]
     block = x[:_BLOCK_ROWS]
+    # Summed in the reverse order, the products of a usual weight differ in some bit. Where they do not, this weight
+    # could not show another order of a larger kernel either.
     if linear(block, few).equal(linear(block.flip(1), few.flip(1))):
         tries = _failed_probes[key] = _failed_probes.get(key, 0) + 1
         if tries >= _PROBES_AT_MOST:

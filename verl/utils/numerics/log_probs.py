@@ -83,6 +83,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 grad = probs.mul_(pull).neg_()
             else:
                 grad = probs.mul_(-of_label)
+            # The one-hot part touches one column of a row, so it is added last and no (n, V) tensor is made for it.
             grad.scatter_add_(-1, labels[chunk].unsqueeze(-1), of_label)
             is_one = isinstance(temperature, float) and temperature == 1.0
             grad_logits[chunk] = grad if is_one else grad.div_(temperature)

@@ -50,6 +50,8 @@ def reverse_scan(x: Tensor, keep: Tensor, decay: float) -> Tensor:
     through = torch.where(whole, powers[-1], 1.0)
     y[cut, 0] = local[0]
     through[cut] = reach[0]
+    # Until here each chunk is solved as if nothing followed. The y after a chunk reaches its position i with the weight
+    # of the positions between them, decay ** (K - i) where the mask keeps all.
     starts, following = _join(y[:, 0], through, batch_size)
     y.addcmul_(following.unsqueeze(-1), powers[1:].flip(0))
     y[cut] = local.addcmul_(reach, following[cut]).t()

@@ -58,6 +58,7 @@ def sampling_seeds(
     sample. ``first_prompt`` is the position of the first prompt, for data that comes in several batches. ``places``
     (num_prompts,) uint64 are other numbers of the prompts than their positions.
     """
+    # Two rounds of mixing give unrelated seeds for neighbours, without a hash for each of thousands of requests.
     base = np.uint64(derive_seed(run_seed, "validate" if validate else "sample", step))
     prompts = np.arange(first_prompt, first_prompt + num_prompts, dtype=np.uint64) if places is None else places
     samples = np.arange(n, dtype=np.uint64)

@@ -219,6 +219,7 @@ class _Mlflow:
     @contextmanager
     def trace(self, name: str, attributes: Values) -> Iterator[None]:
         """Open a root span and tag its trace."""
+        # At the start of a trace: a flush inside of one would wait for spans that have not ended.
         if self._waiting > self._room // 2:
             self.flush()
         self._waiting += self.TASKS_OF_SPAN

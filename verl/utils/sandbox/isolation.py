@@ -78,6 +78,8 @@ def _restrict_files(writable: str) -> None:
     if version <= 0:
         raise OSError("the kernel has no Landlock (it needs Linux 5.13 with the security module enabled)")
     every = (1 << _ACCESS_BITS.get(version, 16)) - 1
+    # Each version of the interface knows more rights and a longer structure; an older kernel refuses what it does not
+    # know.
     attributes = struct.pack("QQQ", every, _NET_BITS if version >= 4 else 0, _SCOPE_BITS if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _checked(
@@ -177,6 +179,7 @@ def _filter(pid: int) -> list[Instruction]:
         (_LOAD, 0, 0, _AT_NUMBER),
     ]
     if column == 0:
+        # Calls of the x32 interface have numbers of their own, past those that are listed.
         program += [(_JUMP_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL_PROCESS)]
     for number in (numbers[column] for numbers in _NUMBERS.values()):
         if number >= 0:
@@ -232,8 +235,11 @@ def isolate(writable: str) -> None:
     if not sys.platform.startswith("linux"):
         raise OSError(f"isolation needs Linux, not {sys.platform}")
     _checked(_LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    # The kernel lets an unprivileged process restrict itself only after this, so that no setuid program runs
+    # restricted.
     _checked(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     _restrict_files(writable)
     header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
     _checked(_LIBC.capset(header, bytes(24)), "capset")  # drop all capabilities
+    # The filter of system calls is last, because it refuses the calls above.
     _restrict_system_calls()

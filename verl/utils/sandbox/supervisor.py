@@ -111,6 +111,7 @@ def run_program(request: Request, test: TestInput, progress: mmap.mmap) -> None:
 
 def confine(request: Request, files: list[int]) -> None:
     """Isolate this forked process, which keeps only the given files, numbered from 0."""
+    # A session of its own has no terminal, and its processes can be killed as a group.
     os.setsid()
     isolation.die_with_parent(SUPERVISOR)
     exchange.keep_files(files)
@@ -118,6 +119,8 @@ def confine(request: Request, files: list[int]) -> None:
     if request["isolated"]:
         isolation.isolate(request["folder"])
     memory = request["memory_limit_mb"] << 20
+    # The kernel counts whole seconds of CPU, the supervisor's clock is finer: this limit is for a program that the
+    # supervisor cannot see in time.
     cpu_s = math.ceil(request["timeout_s"] + clock.OVERHEAD_CPU_S)
     isolation.limit_resources(cpu_s, memory, request["output_limit_bytes"])
 
@@ -176,6 +179,8 @@ def supervise(request: Request, index: int) -> dict[str, Any] | None:
     progress = mmap.mmap(-1, 1)
     pid = os.fork()
     if pid == 0:
+        # The program reads from the first pipe and writes to the second, the checker the reverse. Each keeps only its
+        # own ends, or a reader would never see the end of its input.
         enter_program(request, test, files + pipes[:1] + pipes[3:], progress)
         return None
     checker = verdict = ended_by = None
@@ -189,6 +194,7 @@ def supervise(request: Request, index: int) -> dict[str, Any] | None:
     if checker:
         ended_by = wait_for(checker, used, request)
         verdict = os.waitstatus_to_exitcode(os.wait4(checker, 0)[1])
+        # A program may run on after its test has failed, and wait for a checker that has gone.
         if verdict != exchange.PASSED:
             kill(pid)
     ended_by = ended_by or wait_for(pid, used, request)
@@ -276,6 +282,8 @@ def kill(pid: int) -> None:
 
 def kill_others() -> None:
     """Kill processes that a program without isolation left behind, inside or outside its process group."""
+    # A process that is killed may have just started another one, so this looks again until none is left. The supervisor
+    # has adopted all orphans, so it can wait for each.
     for _ in range(MOST_ROUNDS):
         for pid in clock.descendants(SUPERVISOR):
             with suppress(ProcessLookupError):
