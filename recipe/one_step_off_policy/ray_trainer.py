@@ -1,10 +1,8 @@
 """The training loop with generation one step ahead."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-
-import torch
 
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
@@ -12,9 +10,10 @@ from verl.single_controller.base.driver_phase import phase
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.loaders import EndOfDataError, Rows
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
+from verl.trainer.ppo.sampling import Sampled
 from verl.utils.dataset.factory import has_state
 from verl.utils.numerics.seeding import ProcessRandomState
-from verl.utils.observe.timeline import RECORDED, Part
+from verl.utils.observe.timeline import RECORDED
 from verl.utils.profiler import marked_timer
 
 from .generation import FILE_NAME, GenerationBatchFuture, load_generation
@@ -31,13 +30,13 @@ class OneStepOffRayTrainer(RayPPOTrainer):
     """
 
     _may_end_before = ()  # a checkpoint of the last step would need the responses of this one and not of the next
+    _scores_while_generating = False  # the devices of a reward model may train or score the batch before
     _next: GenerationBatchFuture | None = None
     _now: GenerationBatchFuture | None = None
     _kept: DataProto | None = None
     _end_of_data: EndOfDataError | None = None
     _undrawn: DataPosition | None = None
     """Where the data of a next step would begin, after the last draw of the run."""
-    _parts: Sequence[Part] = ()
 
     # ---- the loop
 
@@ -103,7 +102,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
                 self._undrawn = position
                 raise
             batch = prepared.select()
-            prompts, requests, seeds = self._requests(batch, metrics)
+            prompts, requests, seeds = self.rollouts.requests(batch, self.reward_fn, metrics)
         random_state = ProcessRandomState.now()
         return GenerationBatchFuture(step, prepared, batch, prompts, requests, seeds, metrics, random_state, position)
 
@@ -115,7 +114,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
             coming.pending = self._loops.begin(coming.requests, trains_meanwhile=True)
         self.state.engine_version = self.state.weights_version
 
-    def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> tuple[DataProto, DataProto, torch.Tensor]:
+    def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> Sampled:
         """Wait for the responses to the batch of this step; spare prompts are sampled by the newest weights."""
         now = self._now
         if now is None or batch is not now.prepared:
@@ -126,9 +125,9 @@ class OneStepOffRayTrainer(RayPPOTrainer):
             output = self._finished(now)
         if self.records is not None:
             self.records.log_attempts(now.attempts, now.step)
+            self.records.keep_spans(now.recorded)
         metrics.update(now.metrics)
-        self._receive(now.requests, output, metrics, timing)
-        self._parts = now.recorded
+        self.rollouts.receive(now.requests, output, metrics, timing)
         self._now = None
         return now.prompts, output, now.seeds
 
@@ -146,14 +145,6 @@ class OneStepOffRayTrainer(RayPPOTrainer):
             batch.attempts = self._loops.take_attempts()
             batch.recorded = self._loops.take_timeline()
         return batch.gen_batch_output
-
-    def _recorded(self) -> list[Part]:
-        """Return the spans for the timeline of the step, which begins with the generation of its batch."""
-        return [*super()._recorded(), *self._parts]
-
-    def _reward_model_need_not_wait(self, prompts: DataProto) -> bool:
-        """Return False: the devices of a reward model may train or score the batch before."""
-        return False
 
     @property
     def _loops(self) -> AgentLoopManager:

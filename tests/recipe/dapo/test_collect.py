@@ -87,7 +87,6 @@ def make_trainer(world_size: int = 1, **groups) -> RayDAPOTrainer:
     )
     trainer.state = RunState(seed=1, total_steps=STEPS)
     trainer.use_rm = False
-    trainer.single_turn = True
     trainer.device_name = "cpu"
     trainer.reward_fn = reward
     trainer.actor_rollout_wg = SimpleNamespace(world_size=world_size, generate_sequences=answer)

@@ -121,7 +121,7 @@ def make_trainer(cls: type[RayPPOTrainer], folder: Path, dataset: Prompts | None
         }
     )
     trainer.state = RunState(seed=1, total_steps=STEPS)
-    trainer.hybrid_engine, trainer.use_rm, trainer.single_turn = False, False, True
+    trainer.hybrid_engine, trainer.use_rm = False, False
     trainer.async_rollout_mode, trainer.async_rollout_manager = True, Loops()
     trainer.reward_fn, trainer.device_name = reward, "cpu"
     trainer.actor_rollout_wg = SimpleNamespace(world_size=1)
@@ -130,6 +130,7 @@ def make_trainer(cls: type[RayPPOTrainer], folder: Path, dataset: Prompts | None
     trainer.records = SimpleNamespace(
         phase=lambda *arguments: None,
         has_timeline=lambda step: False,
+        keep_spans=lambda spans: None,
         log_attempts=lambda attempts, step=None: trainer.attempts.append((step, attempts)),
     )
     prompts = dataset or Prompts()

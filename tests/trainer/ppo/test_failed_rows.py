@@ -83,7 +83,6 @@ def make_trainer(*fails: int, spares_drawn: int = 0) -> RayPPOTrainer:
     trainer.config = OmegaConf.create(tree | {"actor_rollout_ref": {"rollout": {"n": SAMPLES}}})
     trainer.run_config = RunConfig.parse(trainer.config)
     trainer.actor_rollout_wg = Rollout(*fails)
-    trainer.single_turn = True
     trainer.use_rm = False
     trainer.state = RunState(seed=SEED, step=STEP, spares_drawn=spares_drawn)
     trainer.train_dataset = Prompts()

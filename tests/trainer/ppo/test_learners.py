@@ -26,6 +26,7 @@ from verl.trainer.ppo import course, loaders
 from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.rollouts import Rollouts
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.ending import EndRequested
 from verl.utils.dataset.factory import FileOrderSampler, SeededRandomSampler, warn_of_lost_state
@@ -232,13 +233,17 @@ class Batch(list):
         return self
 
 
+def learn(trainer: Any, batch: Batch) -> None:
+    loaders.let_learn(trainer.train_dataloader, trainer.train_dataset, batch)
+
+
 def steps(trainer: Any, until: int) -> dict[int, list[int]]:
     rows = trainer._training_rows()
     seen = {}
     while trainer.global_steps < until:
         trainer.course.begin_step()
         seen[trainer.global_steps] = next(rows)["x"].tolist()
-        trainer._learn(Batch(seen[trainer.global_steps]))
+        learn(trainer, Batch(seen[trainer.global_steps]))
     return seen
 
 
@@ -348,8 +353,8 @@ def test_sampler_and_data_set_learn_before_the_checkpoint_also_in_the_last_step(
     names = {"_dump": "dump", "_finish_step": "record"}
     for method, name in names.items():
         monkeypatch.setattr(trainer, method, note(name), raising=False)
-    for method in ("_profile_from_here", "_profile_to_here", "_sync_before_generation"):
-        monkeypatch.setattr(trainer, method, lambda *arguments: None, raising=False)
+    trainer._watched = lambda timing: nullcontext()
+    trainer._sync_before_generation = lambda timing: None
     course = SimpleNamespace(
         begin_step=trainer.state.begin_step,
         ends_after_first_validation=lambda: False,
@@ -372,13 +377,14 @@ def test_sampler_and_data_set_learn_before_the_checkpoint_also_in_the_last_step(
 @pytest.mark.parametrize("sampler", ["once", "eager", "lives"])
 @pytest.mark.parametrize("stop, total", [(1, 99), (3, 99), (5, 99), (4, 4)])
 def test_a_batch_ahead_is_drawn_again_by_what_the_sampler_knew_then(
-    tmp_path: Path, sampler: str, stop: int, total: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str, stop: int, total: int
 ) -> None:
     """Also after the last step of a run that is made longer, which draws nothing ahead."""
+    monkeypatch.setattr(Rollouts, "requests", lambda *arguments: (None, None, None))
 
     def make(total: int = 99) -> Any:
         trainer = trainer_of(tmp_path, sampler, total=total, cls=OneStepOffRayTrainer)
-        trainer._requests = lambda batch, metrics: (None, None, None)
+        trainer.actor_rollout_wg = SimpleNamespace()
         trainer._begin = lambda coming, timing: None
         trainer.generate = lambda batch, *arguments: batch
         trainer.score = lambda batch, *arguments: batch
@@ -393,7 +399,7 @@ def test_a_batch_ahead_is_drawn_again_by_what_the_sampler_knew_then(
             trainer.course.begin_step()
             batch = trainer.collect(rows, {}, {})
             seen[trainer.global_steps] = tensors_of(batch)["x"].tolist()
-            trainer._learn(Batch(seen[trainer.global_steps]))
+            learn(trainer, Batch(seen[trainer.global_steps]))
         return seen
 
     whole = run(make(), 9)
@@ -483,7 +489,7 @@ def test_a_step_that_sigterm_leaves_is_made_again(tmp_path: Path, monkeypatch: A
                     state.spares_drawn += name == "generate"
                     scorer.calls += name == "score"
                 seen[state.step] = drawn
-                trainer._learn(Batch(drawn[0]))
+                learn(trainer, Batch(drawn[0]))
             if asked:
                 break
         return seen

@@ -822,8 +822,10 @@ def test_the_tracker_names_a_step_only_when_the_record_has_it(tmp_path, monkeypa
             if dies == (state.step, "before the tracker"):
                 raise Killed
 
-        for name in ("_profile_from_here", "_profile_to_here", "_sync_before_generation", "_dump", "_learn"):
+        for name in ("_sync_before_generation", "_dump"):
             monkeypatch.setattr(trainer, name, lambda *arguments: None, raising=False)
+        trainer._watched = lambda timing: nullcontext()
+        trainer.train_dataloader = None
         monkeypatch.setattr(trainer, "_finish_step", finish_step)
         course = Course(
             trainer.run_config,

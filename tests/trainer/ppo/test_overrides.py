@@ -13,7 +13,7 @@ from recipe.spin.spin_trainer import RaySPINTrainer
 from verl.protocol import DataProto
 from verl.protocol.lazy import by_reference
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import ray_trainer, sampling
+from verl.trainer.ppo import ray_trainer, rollouts, sampling
 from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -64,6 +64,7 @@ def trainer_with(tmp_path, **overrides):
     group = SimpleNamespace(world_size=1, start_profile=lambda **kwargs: None, stop_profile=lambda: None)
     trainer.actor_rollout_wg = group
     trainer.ref_policy_wg = trainer.critic_wg = trainer.rm_wg = None
+    trainer.records = SimpleNamespace(begin_step=lambda groups: None, log_attempts=lambda attempts: None)
     return trainer
 
 
@@ -71,6 +72,12 @@ def course_of(trainer):
     """Return the course of the run, as ``fit`` makes it."""
     methods = trainer._validate, trainer._save_checkpoint
     return Course(trainer.run_config, trainer.state, trainer.checkpoints, *methods, lambda *arguments: None, ())
+
+
+def profiled_step(trainer):
+    """Run a step that is profiled."""
+    with trainer._watched({}):
+        pass
 
 
 def scored_with_uid():
@@ -88,7 +95,8 @@ PHASES = {
     "_validate": lambda trainer: course_of(trainer).ends_after_first_validation(),
     "_save_checkpoint": lambda trainer: course_of(trainer).save({"step": 1.0}),
     "_load_checkpoint": lambda trainer: trainer._run().__enter__(),
-    "_start_profiling": lambda trainer: trainer._profile_from_here({}),
+    "_start_profiling": lambda trainer: trainer._watched({}).__enter__(),
+    "_stop_profiling": lambda trainer: profiled_step(trainer),
     "compute_rollout_importance_weights_and_add_to_batch": lambda trainer: trainer.shape(scored(), {}, {}),
 }
 
@@ -145,10 +153,11 @@ def test_a_trainer_of_large_batches_keeps_its_memory(tmp_path, monkeypatch):
     """Two rows of 32 MB, which are views of one number, and what a small run receives."""
     kept = []
     monkeypatch.setattr(sampling, "keep_freed_host_memory", lambda: kept.append(True))
-    trainer = trainer_with(tmp_path, _check_rollout=lambda self, requests, output: None)
+    monkeypatch.setattr(rollouts, "check_rollout", lambda *arguments: None)
+    trainer = trainer_with(tmp_path)
     for width, expected in ((1 << 10, []), (1 << 23, [True])):
         output = DataProto.from_dict({"responses": torch.zeros(1, 1).expand(2, width)})
-        trainer._receive(output, output, {}, {})
+        trainer.rollouts.receive(output, output, {}, {})
         assert kept == expected
 
 

@@ -72,7 +72,6 @@ def make_trainer(adv_estimator: str = "remax") -> RayPPOTrainer:
     trainer.reward_fn = reward
     trainer.use_rm = False
     trainer.device_name = "cpu"
-    trainer.single_turn = True
     trainer.state = RunState(seed=1, step=3)
     return trainer
 

@@ -33,6 +33,7 @@ OFF = {
 
 def trainer(**algorithm: Any) -> RayPPOTrainer:
     made = RayPPOTrainer.__new__(RayPPOTrainer)
+    made.actor_rollout_wg = None  # the columns are there
     base = {
         "adv_estimator": "grpo",
         "gamma": 1.0,

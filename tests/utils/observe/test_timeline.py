@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl.single_controller.base.manager import Manager
 from verl.trainer.ppo.timelines import Timelines
 from verl.utils.observe import timeline
 from verl.utils.observe.timeline import Clock, Part, Span
@@ -136,7 +137,7 @@ def test_only_chosen_steps_are_recorded_and_a_new_run_removes_old_files(tmp_path
     for step in (1, 3):
         timeline.write_timeline(timeline.timeline_path(tmp_path, step), [], HERE, step)
     started = []
-    groups = {"actor": SimpleNamespace(start_timeline=lambda: started.append(True)), "of a fork": SimpleNamespace()}
+    groups = {"actor": SimpleNamespace(start_timeline=lambda: started.append(True)), "of a fork": Manager()}
     timelines = Timelines([2], tmp_path, resumed_step=1)
     assert [path.name for path in timeline.timelines_of(tmp_path)] == ["step_1.json"]
     for step in (1, 2, 3):

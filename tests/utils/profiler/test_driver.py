@@ -15,12 +15,11 @@ from verl.trainer.ppo import ray_trainer, run_records
 from verl.trainer.ppo.loaders import EndOfDataError
 from verl.trainer.ppo.profiling import (
     absolute_save_paths,
+    captured,
     check_steps,
     dump_memory,
     start_profiling,
-    starts_profiling,
     stop_profiling,
-    stops_profiling,
 )
 from verl.trainer.ppo.state import RunState
 from verl.utils.profiler import ProfilerConfig
@@ -52,11 +51,9 @@ def run(steps, continuous=False, total=5, first=1, groups=()):
     by_step = {}
     for step in range(first, total + 1):
         state.step = step
-        if starts_profiling(profiler, state):
-            start_profiling(state, groups)
-        begun = len(calls)
-        if stops_profiling(profiler, state):
-            stop_profiling(state)
+        start, stop = (lambda on: start_profiling(state, groups)), (lambda on: stop_profiling(state))
+        with captured(profiler, state, groups, {}, start, stop):
+            begun = len(calls)
         by_step[step] = (calls[:begun], calls[begun:])
         calls[:] = []
     return by_step

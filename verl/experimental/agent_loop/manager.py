@@ -29,6 +29,7 @@ from verl.experimental.agent_loop.rows import joined
 from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.actor import Actor
+from verl.single_controller.base.manager import Manager
 from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine
 from verl.utils.py_functional import object_array
@@ -78,7 +79,7 @@ class PendingGeneration:
         return step
 
 
-class AgentLoopManager:
+class AgentLoopManager(Manager):
     """Generates batches by agent loops on the servers of a worker group.
 
     A subclass may set ``rollout_replica_class`` and ``agent_loop_workers_class`` (a Ray actor class) before it calls

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base import decorator
 from verl.single_controller.base.actor import Actor
+from verl.single_controller.base.manager import Manager
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def registered_methods(cls: type) -> dict[str, decorator.MethodAttrs]:
     return found
 
 
-class WorkerGroup(decorator.DispatchGroup, ABC):
+class WorkerGroup(decorator.DispatchGroup, Manager, ABC):
     """Workers of one class; each of their registered methods becomes a method of the group.
 
     ``ended`` is true once the group has ended its workers.

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.base_config import omega_conf_to_dataclass
 from verl.errors import WrongSetting
 from verl.experimental.agent_loop.registry import ONE_TURN
+from verl.protocol import DataProto
+from verl.trainer.ppo.segments import per_trajectory
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import batches_after
 from verl.utils.dataset.config import DataConfig
@@ -203,6 +205,14 @@ def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | N
         if empty_epochs > 1:
             raise WrongSetting("the training loader yields no batch: its sampler or data set has become empty")
     raise EndOfDataError(f"the training data were read {state.epoch} times (trainer.total_epochs)")
+
+
+def let_learn(loader: StatefulDataLoader, dataset: Dataset[Rows] | None, batch: DataProto) -> None:
+    """Let sampler and data set learn from a step, also from the last one: checkpoints hold what they know."""
+    sampler = getattr(loader, "sampler", None)  # a fork may have another loader
+    for learner, method in ((sampler, "update"), (dataset, "on_batch_end")):
+        if hasattr(learner, method):
+            getattr(learner, method)(batch=per_trajectory(batch).select())
 
 
 def _seed_draw(state: RunState) -> None:

@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -11,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.base_config import ConfigError, Violation
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo.state import RunState
-from verl.utils.profiler import ProfilerConfig
+from verl.trainer.ppo.state import RunState, Timing
+from verl.utils.profiler import ProfilerConfig, marked_timer
 from verl.utils.profiler.captures import save_folder
 from verl.utils.profiler.results import keep_files, missing_files
 
@@ -73,6 +74,29 @@ def nsys_group_options(run: RunConfig, groups: Iterable[str]) -> dict[str, Any]:
 
 
 # ---- around the steps
+
+
+@contextmanager
+def captured(
+    profiler: ProfilerConfig,
+    state: RunState,
+    groups: Mapping[str, RayWorkerGroup],
+    timing: Timing,
+    start: Callable[[bool], None],
+    stop: Callable[[bool], None],
+) -> Iterator[None]:
+    """Start the profilers before a listed step, and stop them after it, unless they run on from step to step.
+
+    A step that fails leaves them to ``end_profiling``.
+    """
+    if starts_profiling(profiler, state):
+        with marked_timer("start_profile", timing):
+            start(True)
+    yield
+    if stops_profiling(profiler, state):
+        with marked_timer("stop_profile", timing):
+            stop(True)
+            finish_profiling(profiler, state, groups)
 
 
 def starts_profiling(profiler: ProfilerConfig, state: RunState) -> bool:

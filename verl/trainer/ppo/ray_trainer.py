@@ -12,15 +12,13 @@ from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.algos.kl import get_kl_controller
-from verl.protocol import DataProto, pad_dataproto_to_divisor, tensors_of, unpad_dataproto
-from verl.protocol.lazy import is_lazy
+from verl.protocol import DataProto, tensors_of
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import loaders, profiling, sampling, validation
+from verl.trainer.ppo import loaders, profiling, validation
 from verl.trainer.ppo.checkpoint import Checkpoints, reference_fields
 from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.grouping import balanced_order
-from verl.trainer.ppo.loaders import CollateFn, Rows
 from verl.trainer.ppo.metric_utils import (  # noqa: F401 (forks import these from here)
     compute_data_metrics,
     compute_throughout_metrics,
@@ -28,7 +26,7 @@ from verl.trainer.ppo.metric_utils import (  # noqa: F401 (forks import these fr
     log_prob_metrics,
     process_validation_metrics,
 )
-from verl.trainer.ppo.phases import check_rollout, checked_phase, needs_old_log_probs
+from verl.trainer.ppo.phases import checked_phase, needs_old_log_probs
 from verl.trainer.ppo.records import dump_generations, dumped_rows, scored_columns
 from verl.trainer.ppo.resources import (
     ResourcePoolManager,
@@ -40,21 +38,30 @@ from verl.trainer.ppo.resources import (
 from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn, add_scores, new_reward
 from verl.trainer.ppo.rollouts import Rollouts, start_agent_loops
 from verl.trainer.ppo.run_records import RunRecords
-from verl.trainer.ppo.sampling import Sampled, for_model, without_metrics
-from verl.trainer.ppo.segments import has_segments, per_trajectory, rows_for_ranks, without_segments
+from verl.trainer.ppo.sampling import (
+    Sampled,
+    described,
+    for_model,
+    needs_greedy_baseline,
+    refuse_all_dropped,
+    take_prompts,
+    with_responses,
+    without_metrics,
+)
+from verl.trainer.ppo.segments import has_segments, rows_for_ranks, without_segments
 from verl.trainer.ppo.shaping import (
     add_rollout_weights,
     apply_kl_penalty,
     compute_advantage,
     compute_response_mask,  # noqa: F401 (forks import it from here)
+    reading,
     with_rollout_log_probs,
 )
 from verl.trainer.ppo.spares import SparePrompts, replace_failed
 from verl.trainer.ppo.state import Metrics, OfState, RunState, Timing, timed
 from verl.trainer.ppo.utils import Role, need_reference_policy, need_reward_model  # noqa: F401 (forks import Role)
 from verl.trainer.run.clock import CLOCK
-from verl.utils.numerics.seeding import derive_seed, prompt_uids
-from verl.utils.observe.timeline import Part
+from verl.utils.numerics.seeding import prompt_uids
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
 
@@ -75,8 +82,10 @@ class RayPPOTrainer:
 
     # For forks whose constructors do not set them.
     hybrid_engine: bool = True
+    use_rm: bool = False
     reward_fn: RewardFn | None = None
     val_reward_fn: RewardFn | None = None
+    train_dataset: Dataset[loaders.Rows] | None = None
 
     def __init__(
         self,
@@ -88,9 +97,9 @@ class RayPPOTrainer:
         processor: ProcessorMixin | None = None,
         reward_fn: RewardFn | None = None,
         val_reward_fn: RewardFn | None = None,
-        train_dataset: Dataset[Rows] | None = None,
-        val_dataset: Dataset[Rows] | None = None,
-        collate_fn: CollateFn | None = None,
+        train_dataset: Dataset[loaders.Rows] | None = None,
+        val_dataset: Dataset[loaders.Rows] | None = None,
+        collate_fn: loaders.CollateFn | None = None,
         train_sampler: Sampler[int] | None = None,
         device_name: str | None = None,
     ) -> None:
@@ -115,7 +124,6 @@ class RayPPOTrainer:
         options = run.trainer
         self.validation_generations_logger = ValidationGenerationsLogger(options.project_name, options.experiment_name)
         self._trackers: Trackers = [options.logger] if isinstance(options.logger, str) else options.logger
-        self.single_turn = not run.actor_rollout_ref.rollout.serves  # agent loops write masks and prompts themselves
         self.state = RunState(seed=run.trainer.seed)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
@@ -125,6 +133,8 @@ class RayPPOTrainer:
     """When the run of ``fit`` validates, saves and ends; None in the loop of a fork."""
     _may_end_before: tuple[str, ...] = ("score", "infer", "shape")
     """Phases before which a step may end: it has not yet changed what a checkpoint of the last step holds."""
+    _scores_while_generating = True
+    """Whether a reward model with its own devices may score responses while others are generated."""
     async_rollout_mode = False
     async_rollout_manager: "AgentLoopManager | None" = None
 
@@ -141,9 +151,9 @@ class RayPPOTrainer:
 
     def _create_dataloader(
         self,
-        train_dataset: Dataset[Rows] | None,
-        val_dataset: Dataset[Rows] | None,
-        collate_fn: CollateFn | None,
+        train_dataset: Dataset[loaders.Rows] | None,
+        val_dataset: Dataset[loaders.Rows] | None,
+        collate_fn: loaders.CollateFn | None,
         train_sampler: Sampler[int] | None,
     ) -> None:
         """Make the loaders, build the data sets and the sampler that were not given, and count the steps."""
@@ -214,11 +224,21 @@ class RayPPOTrainer:
     @property
     def rollouts(self) -> Rollouts:
         """The rollout of the run."""
-        return Rollouts(self.run_config, self.state, self.actor_rollout_wg, self.async_rollout_manager)
+        return Rollouts(
+            self.run_config,
+            self.state,
+            self.actor_rollout_wg,
+            self.async_rollout_manager,
+            self._get_gen_batch,
+            self.rm_wg if self.use_rm else None,
+            self._scores_while_generating,
+            None if self.records is None else self.records.log_attempts,
+        )
 
     @cached_property
     def spare_prompts(self) -> SparePrompts:
         """The prompts that replace those whose trajectories failed."""
+        assert self.train_dataset is not None
         return SparePrompts(self.train_dataset, self.train_dataloader.collate_fn, self.state)
 
     @cached_property
@@ -230,7 +250,7 @@ class RayPPOTrainer:
             self.trained_groups(),
             self.train_dataloader,
             self.kl_ctrl_in_reward,
-            {"train_dataset": getattr(self, "train_dataset", None), "reward_fn": self.reward_fn},
+            {"train_dataset": self.train_dataset, "reward_fn": self.reward_fn},
             reference_fields(self.run_config.actor_rollout_ref),
         )
 
@@ -254,20 +274,19 @@ class RayPPOTrainer:
                 course.begin_step()
                 metrics: Metrics = {}
                 timing: Timing = {}
-                self._profile_from_here(timing)
-                with marked_timer("step", timing):
-                    self._sync_before_generation(timing)
-                    batch = self.collect(rows, metrics, timing)
-                    if has_segments(batch):
-                        batch = self._checked("segments", batch, self.split_segments, metrics, timing)
-                    batch = self._checked("infer", batch, self.infer, metrics, timing)
-                    batch = self._checked("shape", batch, self.shape, metrics, timing)
-                    batch = self._checked("update", batch, self.update, metrics, timing)
-                    self._dump(batch, timing)
-                self._learn(batch)
-                course.validate(metrics, timing)
-                course.save(timing)
-                self._profile_to_here(timing)
+                with self._watched(timing):
+                    with marked_timer("step", timing):
+                        self._sync_before_generation(timing)
+                        batch = self.collect(rows, metrics, timing)
+                        if has_segments(batch):
+                            batch = self._checked("segments", batch, self.split_segments, metrics, timing)
+                        batch = self._checked("infer", batch, self.infer, metrics, timing)
+                        batch = self._checked("shape", batch, self.shape, metrics, timing)
+                        batch = self._checked("update", batch, self.update, metrics, timing)
+                        self._dump(batch, timing)
+                    loaders.let_learn(self.train_dataloader, self.train_dataset, batch)
+                    course.validate(metrics, timing)
+                    course.save(timing)
                 self._finish_step(batch, metrics, timing)
                 course.step_is_recorded()
 
@@ -297,7 +316,7 @@ class RayPPOTrainer:
                 profiling.end_profiling(self.state)
                 self.rollouts.flush_traces()
 
-    def _training_rows(self) -> Iterator[Rows]:
+    def _training_rows(self) -> Iterator[loaders.Rows]:
         options = self.run_config.trainer
         total_epochs = options.total_epochs if options.total_training_steps is None else None
         rows = loaders.training_rows(self.train_dataloader, self.state, total_epochs)
@@ -332,13 +351,13 @@ class RayPPOTrainer:
 
     # ---- phases
 
-    def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
+    def collect(self, rows: Iterator[loaders.Rows], metrics: Metrics, timing: Timing) -> DataProto:
         """Prepare, generate and score the next batch of the loader; a recipe may draw several from ``rows``."""
         batch = self._checked("prepare", None, self.prepare, next(rows))
         batch = self._checked("generate", batch, self.generate, metrics, timing)
         return self._checked("score", batch, self.score, metrics, timing)
 
-    def prepare(self, rows: Rows) -> DataProto:
+    def prepare(self, rows: loaders.Rows) -> DataProto:
         """Turn the rows of the loader into a batch, one ``uid`` per prompt."""
         state = self.state
         batch = DataProto.from_single_dict(rows)
@@ -356,36 +375,15 @@ class RayPPOTrainer:
             sample = partial(self._sample, metrics=metrics, timing=timing)
             batch, sampled = replace_failed(batch, sampled, self.spare_prompts, sample, num_samples, self.state.step)
         prompts, output, seeds = sampled
-        sampling.refuse_all_dropped(output, self.state.step)
-        if sampling.needs_greedy_baseline(self.run_config):
-            tensors_of(batch)["reward_baselines"] = self._greedy_baseline(batch, prompts, metrics, timing)
-        return self._arrange(sampling.with_responses(batch, output, num_samples, seeds), metrics)
+        refuse_all_dropped(output, self.state.step)
+        if needs_greedy_baseline(self.run_config):
+            baseline = self.rollouts.greedy_baseline(batch, prompts, self._new_reward(), metrics, timing)
+            tensors_of(batch)["reward_baselines"] = baseline
+        return self._arrange(with_responses(batch, output, num_samples, seeds), metrics)
 
     def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> Sampled:
-        """Sample ``rollout.n`` responses per prompt; return the prompts, the responses and the seeds of these.
-
-        The columns that the rollout reads move from ``batch`` to the prompts.
-        """
-        prompts, requests, seeds = self._requests(batch, metrics)
-        with self._timed("gen", timing):
-            output = self.rollout_wg_generate(requests)
-        self._receive(requests, output, metrics, timing)
-        return prompts, output, seeds
-
-    def _requests(self, batch: DataProto, metrics: Metrics) -> Sampled:
-        """Return the prompts, the requests for their responses, and the seeds of these.
-
-        The columns that the rollout reads move from ``batch`` to the prompts.
-        """
-        prompts = self._get_gen_batch(batch)
-        loops_score = self._loops_score(self.reward_fn)
-        early_scores = self._reward_model_need_not_wait(prompts)
-        return sampling.requests_for(prompts, batch, self.run_config, self.state, loops_score, early_scores, metrics)
-
-    def _receive(self, requests: DataProto, output: DataProto, metrics: Metrics, timing: Timing) -> None:
-        """Check the responses of a rollout, and move their times and metrics to those of the step."""
-        self._check_rollout(requests, output)
-        sampling.take_metrics(output, metrics, timing)
+        """Sample ``rollout.n`` responses per prompt, as ``Rollouts.sample``."""
+        return self.rollouts.sample(batch, self.reward_fn, metrics, timing)
 
     def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Start to score the responses; ``shape`` takes the scores, so that scorers may run during ``infer``."""
@@ -411,7 +409,7 @@ class RayPPOTrainer:
             batch, run, self.state.step, self.actor_rollout_wg.world_size, workers
         )
         metrics.update(found)
-        return sampling.described(batch, self.state.step)
+        return described(batch, self.state.step)
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Compute only the log-probabilities and values that the rest of the step reads."""
@@ -441,7 +439,8 @@ class RayPPOTrainer:
         with self._timed("adv", timing):
             if algorithm.use_kl_in_reward:
                 kl_ctrl = self.kl_ctrl_in_reward
-                batch, found = apply_kl_penalty(batch, kl_ctrl, algorithm.kl_penalty, **self._reader(batch))
+                reader = reading(batch, self.actor_rollout_wg)
+                batch, found = apply_kl_penalty(batch, kl_ctrl, algorithm.kl_penalty, **reader)
                 metrics.update(found)
             else:
                 tensors_of(batch)["token_level_rewards"] = tensors_of(batch)["token_level_scores"].clone()
@@ -459,13 +458,9 @@ class RayPPOTrainer:
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             config=self.config.algorithm,  # an estimator of a fork may read keys that AlgoConfig does not have
-            generator=torch.Generator().manual_seed(derive_seed(self.state.seed, "pf_ppo", self.state.step)),
-            **self._reader(batch),
+            generator=self.state.generator("pf_ppo"),
+            **reading(batch, self.actor_rollout_wg),
         )
-
-    def _reader(self, batch: DataProto) -> dict[str, Any]:
-        """Name the workers that read columns by reference; nothing else, since a fork's function need not take them."""
-        return {"group": self.actor_rollout_wg} if is_lazy(batch) else {}
 
     @property
     def trains_critic_only(self) -> bool:
@@ -489,48 +484,14 @@ class RayPPOTrainer:
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """Move the columns that the rollout reads out of ``batch``; a ``uid`` is copied, to name each row."""
-        return sampling.take_prompts(batch, with_scoring_columns=self.async_rollout_mode)
+        return take_prompts(batch, with_scoring_columns=self.async_rollout_mode)
 
     def _arrange(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Order the rows of a batch for the ranks; ``state.row_order`` says how to put them back."""
         self.state.row_order = list(range(len(batch)))
         if self.run_config.trainer.balance_batch:
             self._balance_batch(batch, metrics)
-        return sampling.described(batch, self.state.step)
-
-    def _check_rollout(self, requests: DataProto, output: DataProto) -> None:
-        """Check a rollout where its columns are."""
-        check_rollout(requests, output, self.state.step, self.single_turn, self.actor_rollout_wg)
-
-    def rollout_wg_generate(self, requests: DataProto) -> DataProto:
-        """Generate by agent loops or on the worker group; both sync the weights first if the engine is behind."""
-        try:
-            return self.rollouts.generate(requests)
-        finally:  # what failed is in the account too
-            if self.records is not None:
-                self.records.log_attempts(self.rollouts.take_attempts())
-
-    def _generate_padded(self, requests: DataProto) -> DataProto:
-        """Generate for any number of requests, and drop the timers and metrics of the rollout."""
-        padded, pad_size = pad_dataproto_to_divisor(requests, self.actor_rollout_wg.world_size)
-        output = unpad_dataproto(self.rollout_wg_generate(padded), pad_size=pad_size)
-        self._check_rollout(requests, output)
-        return sampling.drop_metrics(output)
-
-    def _greedy_baseline(self, batch: DataProto, prompts: DataProto, metrics: Metrics, timing: Timing) -> torch.Tensor:
-        """Return the score of one greedy response per prompt, (num_prompts,), as ReMax subtracts it."""
-        requests = sampling.greedy_requests(prompts, self.state)
-        with self._timed("gen_max", timing):
-            greedy = batch.repeat(repeat_times=1).union(self._generate_padded(requests))
-            return sampling.score_greedy(greedy, self._new_reward(), metrics)
-
-    def _loops_score(self, reward_fn: RewardFn | None) -> bool:
-        """Whether agent loops score their trajectories: with a rule that judges each by itself."""
-        return self.rollouts.loops_score(reward_fn, has_reward_model=self.use_rm)
-
-    def _reward_model_need_not_wait(self, prompts: DataProto) -> bool:
-        """Whether a reward model scores responses while agent loops generate the others."""
-        return self.use_rm and self.rollouts.reward_model_need_not_wait(prompts, self.rm_wg)
+        return described(batch, self.state.step)
 
     def _new_reward(self) -> PendingReward:
         assert self.reward_fn is not None, "training needs reward_fn"
@@ -558,7 +519,7 @@ class RayPPOTrainer:
 
         Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
         """
-        return add_rollout_weights(batch, self.run_config.algorithm, **self._reader(batch))
+        return add_rollout_weights(batch, self.run_config.algorithm, **reading(batch, self.actor_rollout_wg))
 
     def _add_scores(self, batch: DataProto, metrics: Metrics) -> None:
         """Wait for the reward that ``score`` started, and add scores and extras to the batch; once per batch."""
@@ -570,14 +531,6 @@ class RayPPOTrainer:
         self.state.extra_columns = add_scores(pending, batch, metrics, self.reward_fn, group, self.state.step)
 
     # ---- after the phases of a step
-
-    def _learn(self, batch: DataProto) -> None:
-        """Let sampler and data set learn from the step, also from the last one: checkpoints hold what they know."""
-        sampler = getattr(self.train_dataloader, "sampler", None)  # a fork may have another loader
-        dataset = getattr(self, "train_dataset", None)
-        for learner, method in ((sampler, "update"), (dataset, "on_batch_end")):
-            if hasattr(learner, method):
-                getattr(learner, method)(batch=per_trajectory(batch).select())
 
     def _dump(self, batch: DataProto, timing: Timing) -> None:
         folder = self.run_config.trainer.rollout_data_dir
@@ -591,10 +544,7 @@ class RayPPOTrainer:
     ) -> None:
         """Write the responses of a scored batch to the folder, in the order in which they were asked for."""
         with marked_timer("dump_rollout_generations", timing_raw):
-            order = self.state.row_order
-            if len(order) != len(batch):  # a fork may have cut the batch
-                order = list(range(len(batch)))
-            columns = scored_columns(batch, self.tokenizer, reward_extra_infos_dict, order)
+            columns = scored_columns(batch, self.tokenizer, reward_extra_infos_dict, self.state.row_order)
             self._dump_generations(**columns, dump_path=rollout_data_dir)
 
     def _dump_generations(
@@ -619,15 +569,11 @@ class RayPPOTrainer:
             self.worker_groups(),
             self.resource_pool_manager.get_n_gpus(),
             self.use_critic,
-            not self._loops_score(self.reward_fn),  # else they have traced the scores, with each turn
-            self._recorded,
+            not self.rollouts.loops_score(self.reward_fn),  # else they have traced the scores, with each turn
+            self.rollouts.take_timeline,
         )
         profiler = self.run_config.global_profiler
         profiling.dump_memory(profiler.tool, profiler.steps, self.state.step, self.actor_rollout_wg)
-
-    def _recorded(self) -> list[Part]:
-        """Return what agent loops have recorded for the timeline of the step."""
-        return self.rollouts.take_timeline()
 
     # ---- validation
 
@@ -660,32 +606,19 @@ class RayPPOTrainer:
 
     def _generate_for_validation(self, prompts: DataProto, first_prompt: int) -> DataProto:
         """Return ``val_kwargs.n`` responses to each prompt."""
-        options = self.run_config.actor_rollout_ref.rollout.val_kwargs
-        state = self.state
-        batch, seeds = validation.repeat_prompts(prompts, options.n, state.seed, state.step, first_prompt)
-        requests = self._get_gen_batch(batch)
-        loops_score = self._loops_score(self.val_reward_fn)
-        validation.complete_requests(requests, prompts, seeds, options.do_sample, state.step, loops_score)
-        batch = batch.union(self._generate_padded(requests))
-        batch.meta_info["validate"] = True
-        return batch
+        return self.rollouts.validate(prompts, first_prompt, self.val_reward_fn)
 
     # ---- profiling
 
-    def _profile_from_here(self, timing: Timing) -> None:
-        """Start the profilers of the roles, if this step is listed and they do not run on from the one before."""
-        if profiling.starts_profiling(self.run_config.global_profiler, self.state):
-            with marked_timer("start_profile", timing):
-                self._start_profiling(True)
-        if self.records is not None:
-            self.records.begin_step(self.worker_groups())
-
-    def _profile_to_here(self, timing: Timing) -> None:
-        """Stop the profilers of the roles, unless they run on into the next step."""
-        if profiling.stops_profiling(self.run_config.global_profiler, self.state):
-            with marked_timer("stop_profile", timing):
-                self._stop_profiling(True)
-                profiling.finish_profiling(self.run_config.global_profiler, self.state, self.worker_groups())
+    @contextmanager
+    def _watched(self, timing: Timing) -> Iterator[None]:
+        """Let the roles profile the step, and all processes record its timeline, if it is one of the chosen ones."""
+        assert self.records is not None
+        groups = self.worker_groups()
+        profiler = self.run_config.global_profiler
+        with profiling.captured(profiler, self.state, groups, timing, self._start_profiling, self._stop_profiling):
+            self.records.begin_step(groups)
+            yield
 
     def _start_profiling(self, do_profile: bool) -> None:
         """Start the profilers of the roles."""

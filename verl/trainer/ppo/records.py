@@ -112,9 +112,7 @@ class StepRecord:
         """Let the workers report while the driver goes on; ``finish`` takes their reports."""
         started = time.perf_counter()
         self._asked = {
-            name: (group, group.report_step(self.digests))
-            for name, group in groups.items()
-            if hasattr(group, "report_step")  # a fork's worker class need not have it
+            name: (group, reports) for name, group in groups.items() if (reports := group.report_step(self.digests))
         }
         self.seconds += time.perf_counter() - started
 
@@ -329,8 +327,13 @@ def dump_extras(extras: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 def scored_columns(
     batch: DataProto, tokenizer: PreTrainedTokenizerBase, extras: Mapping[str, Sequence[Any]], order: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the columns of a scored training batch for a dump; row ``i`` of them is row ``order[i]`` of the batch."""
+    """Return the columns of a scored training batch for a dump; row ``i`` of them is row ``order[i]`` of the batch.
+
+    An order of another number of rows counts for nothing: a fork has cut the batch.
+    """
     tensors = tensors_of(batch)
+    if len(order) != len(batch):
+        order = range(len(batch))
 
     def ordered(values: Sequence[Any]) -> list[Any]:
         return [values[row] for row in order]

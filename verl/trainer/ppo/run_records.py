@@ -1,6 +1,6 @@
 """All that watches a run: its outputs, the details of each step, its timelines and its traces."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -58,6 +58,7 @@ class RunRecords:
         veto = None if algorithm.rollout_is_threshold is None else algorithm.rollout_is_veto_threshold
         self._step = StepRecord(options.record_digests, options.record_samples, tokenizer, veto)
         self._timelines = Timelines(options.timeline_steps, self.output.folder, self.output.kept_step)
+        self._spans: list[Part] = []
 
     def begin_step(self, groups: Mapping[str, RayWorkerGroup]) -> None:
         """Let all processes record, if the step has a timeline."""
@@ -66,6 +67,10 @@ class RunRecords:
     def has_timeline(self, step: int) -> bool:
         """Whether a step has a timeline."""
         return self._timelines.records(step)
+
+    def keep_spans(self, spans: Iterable[Part]) -> None:
+        """Keep spans of an earlier step for the timeline of this one, to which they belong."""
+        self._spans += spans
 
     def phase(self, name: str, batch: DataProto) -> None:
         """Digest the columns that a phase has added, with the rows in the order of the data."""
@@ -105,7 +110,8 @@ class RunRecords:
         if self._options.lazy_columns:
             metrics["driver/column_bytes"] = float(sum(take_touched().values()))
         self.output.log(metrics, step, details, finished=True)
-        self._timelines.finish(step, [*self._step.parts, *others()])
+        self._timelines.finish(step, [*self._step.parts, *others(), *self._spans])
+        self._spans = []
 
     def log_attempts(self, attempts: Sequence[AttemptLine], step: int | None = None) -> None:
         """Add attempts of agent loops to the account of a step, by default the current one."""

@@ -5,6 +5,7 @@ by reference (``trainer.lazy_columns``).
 """
 
 import math
+from typing import TypedDict
 
 import torch
 
@@ -29,6 +30,17 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
     tensors = tensors_of(data)
     width = tensors["responses"].shape[1]
     return tensors["attention_mask"][:, -width:]
+
+
+class Reader(TypedDict, total=False):
+    """The workers that read columns by reference, as an argument of the functions below."""
+
+    group: Workers
+
+
+def reading(batch: DataProto, group: Workers) -> Reader:
+    """Name the workers that read columns by reference; nothing else, since a fork's function need not take them."""
+    return {"group": group} if is_lazy(batch) else {}
 
 
 def apply_kl_penalty(

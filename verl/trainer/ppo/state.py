@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import torch
+
 from verl.single_controller.base.driver_phase import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.reward import PendingReward
+from verl.utils.numerics.seeding import derive_seed
 from verl.utils.profiler import marked_timer
 
 Metrics = dict[str, float]
@@ -67,6 +70,10 @@ class RunState:
         """Move to the next step, which has not drawn any prompt yet."""
         self.step += 1
         self.prompts_drawn = 0
+
+    def generator(self, name: str) -> torch.Generator:
+        """Return the source of a named draw of the current step."""
+        return torch.Generator().manual_seed(derive_seed(self.seed, name, self.step))
 
 
 _PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validate"}

@@ -32,8 +32,7 @@ class Timelines:
             return
         self._clock = timeline.Clock.now()
         for group in groups.values():
-            if hasattr(group, "start_timeline"):  # a fork's worker class need not have it
-                group.start_timeline()
+            group.start_timeline()
         timeline.start()
 
     def finish(self, step: int, others: Iterable[timeline.Part]) -> Path | None:
