@@ -203,7 +203,7 @@ class InProcess:
         return lazy.by_reference(output, put=Held) if part.meta_info.get(lazy.BY_REFERENCE) else output
 
 
-class Held(dict[str, Any]):
+class Held(lazy.Block):
     """A block that stays where it is: a pickle holds its number."""
 
     known: "list[Held]" = []
@@ -322,7 +322,9 @@ def address_bytes(data: DataProto) -> int:
     found = 0
     for column in lazy.lazy_columns(data).values():
         places = column.places
-        found += places.block.nbytes + places.row.nbytes + (0 if places.digests is None else places.digests.nbytes)
+        found += (
+            places.rows.block.nbytes + places.rows.row.nbytes + (0 if places.digests is None else places.digests.nbytes)
+        )
         found += 0 if places.sums is None else places.sums.nbytes
     return found
 

@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -304,10 +305,12 @@ def test_columns_of_the_same_rows_share_what_is_sent():
     }
     for name, value in part.batch.items():
         assert torch.equal(fetched_values(got[name]), fetched_values(value)), name
-    rows = {name: id(value.places.block) for name, value in got.items() if isinstance(value, LazyTensor)}
+    rows = {name: id(value.places.rows) for name, value in got.items() if isinstance(value, LazyTensor)}
     assert rows["log_probs"] == rows["half"] and rows["a"] == rows["b"] and len(set(rows.values())) == 3
     assert torch.equal(got["log_probs"].sum(-1), part.batch["log_probs"].sum(-1))
-    assert not any(rows() for rows in lazy._recent), "what was sent keeps its blocks"
+    sent = weakref.ref(part.batch["log_probs"].places.rows)
+    del first, part, value
+    assert sent() is None, "what was sent keeps its blocks"
 
 
 def fetched_values(value: torch.Tensor) -> torch.Tensor:
@@ -341,10 +344,10 @@ def test_empty_batches_and_columns_of_numbers_stay():
 def test_a_block_is_read_once_and_only_if_it_holds_a_row(monkeypatch):
     lazy = stored(plain_batch())
     column = lazy.batch["ids"]
-    assert len(column.places.blocks) == 3
-    assert len(lazy[0:2].batch["ids"].places.used().blocks) == 1
+    assert len(column.places.rows.blocks) == 3
+    assert len(lazy[0:2].batch["ids"].places.rows.used()[0]) == 1
     joined = DataProto.concat([lazy[0:2], lazy[1:3], stored(plain_batch(seed=9))])
-    assert len(joined.batch["ids"].places.blocks) == 6
+    assert len(joined.batch["ids"].places.rows.blocks) == 6
     first, other = (plain_batch(seed=seed).batch["ids"] for seed in (0, 9))
     assert joined.batch["ids"].tolist() == torch.cat([first[0:2], first[1:3], other]).tolist()
 

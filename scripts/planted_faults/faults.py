@@ -165,8 +165,8 @@ PROTOCOL = (
     Fault(
         "lazy-rows-of-other-block",
         "verl/protocol/lazy.py",
-        "block.append(known[part.block] if len(known) else part.block)",
-        "block.append(part.block)",
+        "block = [numbers[id(part.blocks)][part.block] for part in parts]",
+        "block = [part.block for part in parts]",
         ("tests/test_lazy.py",),
         "joined columns read their rows from the block of another worker",
     ),

@@ -11,34 +11,51 @@ Ray moves a lazy column as addresses. Any other pickle holds its values.
 """
 
 import logging
-import operator
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from itertools import pairwise
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from verl.protocol.data_proto import DataProto
-from verl.utils.batch.serialization import (
-    PicklesItself,
-    TensorTriple,
-    deserialize_single_tensor,
-    serialize_single_tensor,
-)
+from verl.utils.batch.serialization import PicklesItself, TensorTriple, serialize_single_tensor
 from verl.utils.observe.digest import digest_of_rows, row_digests
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 logger = logging.getLogger(__name__)
 _log_once = cache(logger.warning)
+T = TypeVar("T")
 
-Block = dict[str, TensorTriple]
-"""Some rows of several columns, as the object store holds them: dtype, shape and bytes of each column."""
+
+class Block(dict[str, TensorTriple]):
+    """Some rows of several columns, as the object store holds them: dtype, shape and bytes of each column."""
+
+    def __eq__(self, other: T) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a block stands for itself, as its reference does
+
+
+BlockRef: TypeAlias = "ObjectRef[Block] | Block | int"
+"""A block: its reference, in tests the block itself, in the answer of a task its number."""
+Operand: TypeAlias = "Tensor | Sequence[Tensor] | int | float | bool | None"
+"""An argument of an operation of torch."""
+Answer = Tensor | bool | None
+"""The answer of an operation; None leaves it to the values."""
+
+Index = int | slice | Tensor | None | tuple[int | slice | Tensor | None, ...]
 
 BY_REFERENCE = "columns_by_reference"
 """``meta_info`` key: workers leave the columns of their answer in the object store."""
@@ -47,39 +64,81 @@ BLOCK_BYTES = 8 << 20
 
 _aten = torch.ops.aten
 _OWN_MODULES = ("torch", "tensordict", "verl.protocol", "verl.utils.tensordict_utils", "verl.utils.py_functional")
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full")
+"""Operations that read shape and dtype of a column only."""
+_UNKNOWN_TO_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _touched: dict[str, int] = {}
+
+
+class Rows:
+    """Where rows lie: the blocks, and for each row the number of its block and its place in it, both (B,) int32.
+
+    Columns that are chosen or joined together share one object, so a message holds it once.
+    """
+
+    def __init__(self, blocks: Sequence[BlockRef], block: np.ndarray, row: np.ndarray) -> None:
+        self.blocks = tuple(blocks)
+        self.block = block
+        self.row = row
+        self._made: weakref.WeakValueDictionary[Hashable, Rows] = weakref.WeakValueDictionary()
+        self._parts: Sequence[weakref.ref[Rows]] = ()
+
+    def take(self, rows: slice | np.ndarray) -> "Rows":
+        """Return where some of the rows lie."""
+        key = (rows.start, rows.stop, rows.step) if isinstance(rows, slice) else rows.tobytes()
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = Rows(self.blocks, self.block[rows], self.row[rows])
+        return made
+
+    @staticmethod
+    def joined(parts: "Sequence[Rows]") -> "Rows":
+        """Return where the rows of all parts lie."""
+        key = ("joined", *map(id, parts))
+        made = parts[0]._made.get(key)
+        if made is not None and all(of() is part for of, part in zip(made._parts, parts, strict=True)):
+            return made
+        number: dict[BlockRef, int] = {}
+        numbers: dict[int, np.ndarray] = {}  # parts of one batch have the same tuple of blocks
+        for part in parts:
+            if id(part.blocks) not in numbers:
+                found = [number.setdefault(each, len(number)) for each in part.blocks]
+                numbers[id(part.blocks)] = np.array(found, dtype=np.int32)
+        block = [numbers[id(part.blocks)][part.block] for part in parts]
+        made = Rows(tuple(number), np.concatenate(block), np.concatenate([part.row for part in parts]))
+        made._parts = [weakref.ref(part) for part in parts]
+        parts[0]._made[key] = made
+        return made
+
+    def used(self) -> "tuple[tuple[BlockRef, ...], np.ndarray, np.ndarray]":
+        """Return the blocks that hold one of the rows, and for each row the number of its block and its place."""
+        numbers, block = np.unique(self.block, return_inverse=True)
+        return tuple(self.blocks[at] for at in numbers), block.astype(np.int32).reshape(-1), self.row
+
+    def __reduce__(self) -> "tuple[type[Rows], tuple[tuple[BlockRef, ...], np.ndarray, np.ndarray]]":
+        return Rows, self.used()
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the rows of a column lie.
+    """Where the values of a column lie, and what is known of them.
 
     Attributes:
-        blocks: references of blocks, or in tests the blocks themselves.
-        block, row: number of the block of each row, and of the row in it, (B,) int32.
         sums: the sum of each row over the last dim, (B,); None unless the column has two dims.
         digests: the digest of each row, (B,) uint64; None for some of the columns of a column.
         window: first and last column, of those in the blocks; None for all.
     """
 
-    blocks: tuple[Any, ...]
-    block: np.ndarray
-    row: np.ndarray
-    sums: Tensor | None
+    rows: Rows
+    sums: np.ndarray | None
     digests: np.ndarray | None
     window: tuple[int, int] | None = None
 
     def take(self, rows: slice | np.ndarray) -> "Places":
         """Return the places of some rows."""
-        sums = None if self.sums is None else self.sums[rows if isinstance(rows, slice) else torch.from_numpy(rows)]
+        sums = None if self.sums is None else self.sums[rows]
         digests = None if self.digests is None else self.digests[rows]
-        return Places(self.blocks, self.block[rows], self.row[rows], sums, digests, self.window)
-
-    def used(self) -> "Places":
-        """Return the same places with only the blocks that hold one of the rows."""
-        numbers, block = np.unique(self.block, return_inverse=True)
-        blocks = tuple(self.blocks[number] for number in numbers)
-        return replace(self, blocks=blocks, block=block.astype(np.int32).reshape(-1))
+        return replace(self, rows=self.rows.take(rows), sums=sums, digests=digests)
 
     def within(self, first: int, last: int) -> "Places":
         """Return the places of some of the columns."""
@@ -89,59 +148,34 @@ class Places:
     @staticmethod
     def joined(parts: "Sequence[Places]") -> "Places":
         """Return the places of the rows of all parts."""
-        blocks: dict[Hashable, Any] = {}
-        number: dict[Hashable, int] = {}
-        block = []
-        numbers: dict[int, np.ndarray] = {}  # parts of one batch have the same tuple of blocks
-        for part in parts:
-            if id(part.blocks) not in numbers:
-                for each in part.blocks:
-                    number.setdefault(_identity(each), len(number))
-                    blocks.setdefault(_identity(each), each)
-                known = np.array([number[_identity(each)] for each in part.blocks], dtype=np.int32)
-                numbers[id(part.blocks)] = known
-            known = numbers[id(part.blocks)]
-            block.append(known[part.block] if len(known) else part.block)
         sums = [part.sums for part in parts if part.sums is not None]
         digests = [part.digests for part in parts if part.digests is not None]
         return Places(
-            tuple(blocks.values()),
-            np.concatenate(block),
-            np.concatenate([part.row for part in parts]),
-            torch.cat(sums) if len(sums) == len(parts) else None,
+            Rows.joined([part.rows for part in parts]),
+            np.concatenate(sums) if len(sums) == len(parts) else None,
             np.concatenate(digests) if len(digests) == len(parts) else None,
             parts[0].window,
         )
 
 
-def _identity(block: Any) -> Hashable:
-    return id(block) if isinstance(block, dict) else block
-
-
 class LazyTensor(Tensor, PicklesItself):
     """A column whose rows lie in the object store, until an operation needs them in this process."""
-
-    column: str
-    places: Places
-    _value: Tensor | None
-    _written: bool
-    _whole: "tuple[LazyTensor, tuple[slice, ...]] | None"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, name: str, places: Places, row_shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
         """Return a column of as many rows as there are places."""
-        size = (len(places.row), *row_shape)
+        size = (len(places.rows.row), *row_shape)
         made: LazyTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
         return made
 
     def __init__(self, name: str, places: Places, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         self.column = name
         self.places = places
-        self._value = None
+        self._value: Tensor | None = None
         self._written = False
-        self._whole = None
+        self._whole: tuple[LazyTensor, tuple[slice, ...]] | None = None
 
     # ---- rows
 
@@ -181,7 +215,7 @@ class LazyTensor(Tensor, PicklesItself):
             return whole[self._whole[1]]
         return self._value
 
-    def fetched(self, blocks: Mapping[Hashable, Block] | None = None) -> Tensor:
+    def fetched(self, blocks: Mapping[BlockRef, Block] | None = None) -> Tensor:
         """Return the values as a plain tensor that the caller owns, without a log line.
 
         ``blocks`` are the blocks that the caller has read.
@@ -189,30 +223,31 @@ class LazyTensor(Tensor, PicklesItself):
         known = self._known()
         if known is not None:
             return known.clone()
-        found = read_blocks(self.places.used().blocks) if blocks is None else blocks
-        dtype = self.dtype
-        width = int(np.prod(self.shape[2:], dtype=np.int64)) * dtype.itemsize
+        if not self.numel():
+            return torch.empty(self.shape, dtype=self.dtype)
+        rows = self.places.rows
+        found = read_blocks(rows.used()[0]) if blocks is None else blocks
+        width = int(np.prod(self.shape[2:], dtype=np.int64)) * self.dtype.itemsize
         out = np.empty((*self.shape[:2], width), dtype=np.uint8)
         # Rows are copied as bytes: one copy serves all dtypes, also those that NumPy does not have.
         first, last = (0, self.shape[1]) if self.places.window is None else self.places.window
-        for rows, block, start, stop in _runs(self.places):
-            _, shape, data = found[_identity(self.places.blocks[block])][self.column]
-            out[rows] = np.asarray(data).reshape(*shape[:2], width)[start:stop, first:last]
-        if not out.size:
-            return torch.empty(self.shape, dtype=dtype)
-        return torch.from_numpy(out.reshape(-1)).view(dtype).view(self.shape)
+        breaks = np.flatnonzero((np.diff(rows.block) != 0) | (np.diff(rows.row) != 1)) + 1
+        for start, stop in pairwise([0, *breaks.tolist(), len(rows.row)]):  # rows that lie one after the other
+            _, shape, data = found[rows.blocks[rows.block[start]]][self.column]
+            stored = np.asarray(data).reshape(*shape[:2], width)
+            out[start:stop] = stored[rows.row[start] : rows.row[stop - 1] + 1, first:last]
+        return torch.from_numpy(out.reshape(-1)).view(self.dtype).view(self.shape)
 
     def touched(self) -> Tensor:
         """Return the values for an operation of this process; the first time they are read, logged and counted."""
         known = self._known()
         if known is None:
             self._value = known = self.fetched()
-            size = known.numel() * known.element_size()
             _count(self.column, known)
             _log_once(
                 "column %r is read by the driver: %s reads %d bytes, %s of %s; "
                 "trainer.lazy_columns keeps columns in the object store until a process needs them",
-                *(self.column, _caller(), size, tuple(self.shape), self.dtype),
+                *(self.column, _caller(), known.nbytes, tuple(self.shape), self.dtype),
             )
         return known
 
@@ -225,34 +260,31 @@ class LazyTensor(Tensor, PicklesItself):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: OpOverload[..., T],
+        types: Sequence[type],
+        args: tuple[Operand, ...] = (),
+        kwargs: dict[str, Operand] | None = None,
+    ) -> T | Answer:
         """Answer from the addresses if possible, else from the values."""
         options = kwargs or {}
         addressed = _ADDRESSED.get(func)
-        if addressed is not None:
-            answer = addressed(*args, **options)
-            if answer is not NotImplemented:
-                return answer
+        answer = None if addressed is None else addressed(*args, **options)
+        if answer is not None:
+            return answer
+        arguments = func._schema.arguments
         # An operation that changes an argument must change the column itself, for which its schema tells the argument.
-        schema = func._schema
-        if not schema.is_mutable:
-            return func(*tree_map(_plain, args), **tree_map(_plain, options))
-        written = {at for at, each in enumerate(schema.arguments) if each.alias_info and each.alias_info.is_write}
-        names = {schema.arguments[at].name for at in written}
-        given = [
-            tree_map(_plain_to_write, each) if at in written else tree_map(_plain, each) for at, each in enumerate(args)
-        ]
-        result = func(
-            *given,
-            **{name: tree_map(_plain_to_write if name in names else _plain, each) for name, each in options.items()},
-        )
-        first = args[0] if args else None
-        return first if 0 in written and isinstance(first, cls) else result
+        written = {each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write}
+        named = dict(zip((each.name for each in arguments), args, strict=False)) | options
+        read = _shape_only if func._schema.name.removeprefix("aten::") in _LIKE else _plain
+        values = {name: tree_map(_plain_to_write if name in written else read, each) for name, each in named.items()}
+        result = func(**values)
+        changed = args[0] if args and arguments[0].name in written else None
+        return changed if isinstance(changed, cls) else result
 
     # ---- operations that bypass torch's dispatcher
 
-    def __setitem__(self, rows: Any, values: Any) -> None:
+    def __setitem__(self, rows: Index, values: Tensor | float) -> None:
         """Write to the column."""
         self._to_write()[rows] = _plain(values)
 
@@ -260,7 +292,7 @@ class LazyTensor(Tensor, PicklesItself):
         """Return the values as an array."""
         return self._to_write().numpy(force=force)  # the caller may write to it
 
-    def __array__(self, dtype: Any = None) -> np.ndarray:
+    def __array__(self, dtype: np.dtype | None = None) -> np.ndarray:
         """Return the values as an array."""
         values = self.touched().numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
@@ -270,135 +302,113 @@ class LazyTensor(Tensor, PicklesItself):
         found: list[Any] = self.touched().tolist()
         return found
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
         return f"LazyTensor({self.column!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Tensor]) -> Tensor:
         """Return a copy that shares no values."""
         return self.clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Pickle the values: outside of Ray the addresses mean nothing."""
-        values: Any = self.touched()
-        return values.__reduce_ex__(protocol)
+        return self.touched().__reduce_ex__(protocol)
 
 
-def _runs(places: Places) -> Iterable[tuple[slice, int, int, int]]:
-    """Yield stretches of rows that lie one after the other in one block: their rows, block, first row and its end."""
-    count = len(places.row)
-    if not count:
-        return
-    # A stretch ends where the next row lies in another block or is not the one after.
-    breaks = np.flatnonzero((np.diff(places.block) != 0) | (np.diff(places.row) != 1)) + 1
-    bounds = [0, *breaks.tolist(), count]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-        first = int(places.row[start])
-        yield slice(start, stop), int(places.block[start]), first, first + stop - start
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: T) -> T | Tensor:
     return value.touched() if isinstance(value, LazyTensor) else value
 
 
-def _plain_to_write(value: Any) -> Any:
+def _shape_only(value: T) -> T | Tensor:
+    return torch.zeros((), dtype=value.dtype).expand(value.shape) if isinstance(value, LazyTensor) else value
+
+
+def _plain_to_write(value: T) -> T | Tensor:
     return value._to_write() if isinstance(value, LazyTensor) else value
 
 
 def _caller() -> str:
     """Return file and line of the code that made torch read a column."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if not module.startswith(_OWN_MODULES):
+        if not str(frame.f_globals.get("__name__", "")).startswith(_OWN_MODULES):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown code"
 
 
-# ---- operations on addresses; NotImplemented leaves the answer to the values
+# ---- operations on addresses
 
 
-def _slice(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def _slice(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Answer:
     # Values that were written are only here, so the addresses would answer with older ones.
     if dim % x.dim() > 1 or x.is_written:
-        return NotImplemented
+        return None
     first, last, step = slice(start, end, step).indices(x.shape[dim % x.dim()])
     if dim % x.dim() == 0:
         return x._rows(slice(first, last, step))
-    return x._window(first, max(first, last)) if step == 1 else NotImplemented
+    return x._window(first, max(first, last)) if step == 1 else None
 
 
-def _select(x: Any, dim: int, index: int) -> Any:
+def _select(x: LazyTensor, dim: int, index: int) -> Answer:
     """Return one row: it is read alone."""
     if dim % x.dim() or x.is_known:
-        return NotImplemented
+        return None
     at = index % len(x)
     return x._rows(slice(at, at + 1)).touched()[0]
 
 
-def _take(x: Any, index: Any) -> Any:
-    if x.is_written or not isinstance(index, Tensor) or index.dim() != 1:
-        return NotImplemented
+def _index_select(x: Tensor, dim: int, index: Tensor) -> Answer:
+    return None if dim % x.dim() else _index(x, [index])
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Answer:
+    index = indices[0]
+    if not isinstance(x, LazyTensor) or len(indices) != 1 or index is None or isinstance(index, LazyTensor):
+        return None
+    if x.is_written or index.dim() != 1 or (index.dtype == torch.bool and len(index) != len(x)):
+        return None
     rows = index.nonzero().flatten() if index.dtype == torch.bool else index
     count = len(x)
     if len(rows) and (int(rows.min()) < -count or int(rows.max()) >= count):
-        return NotImplemented  # torch says it best
+        return None  # torch says it best
     return x._at(x.places.take(rows.cpu().numpy() % max(count, 1)))
 
 
-def _index_select(x: Any, dim: int, index: Any) -> Any:
-    return NotImplemented if dim % x.dim() else _take(x, index)
+def _cat(parts: Sequence[Tensor], dim: int = 0) -> Answer:
+    lazy = [part for part in parts if isinstance(part, LazyTensor) and not part.is_written]
+    if len(lazy) < len(parts) or dim % lazy[0].dim():
+        return None
+    if len({(part.column, part.shape[1:], part.dtype, part.places.window) for part in lazy}) > 1:
+        return None
+    return lazy[0]._at(Places.joined([part.places for part in lazy]))
 
 
-def _index(x: Any, indices: Sequence[Any]) -> Any:
-    if not isinstance(x, LazyTensor) or len(indices) != 1 or isinstance(indices[0], LazyTensor):
-        return NotImplemented
-    if indices[0] is not None and indices[0].dtype == torch.bool and len(indices[0]) != len(x):
-        return NotImplemented
-    return _take(x, indices[0])
-
-
-def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
-    first = parts[0]
-    if not all(isinstance(part, LazyTensor) and not part.is_written for part in parts) or dim % first.dim():
-        return NotImplemented
-    if len({(part.column, part.shape[1:], part.dtype, part.places.window) for part in parts}) > 1:
-        return NotImplemented
-    return first._at(Places.joined([part.places for part in parts]))
-
-
-def _alias(x: Any) -> Any:
+def _alias(x: LazyTensor) -> Answer:
     return x._rows(slice(0, len(x)))
 
 
-def _clone(x: Any, **options: Any) -> Any:
-    return NotImplemented if x.is_written else x._at(x.places)
+def _clone(x: LazyTensor, memory_format: torch.memory_format | None = None) -> Answer:
+    return None if x.is_written else x._at(x.places)
 
 
-def _sum(x: Any, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def _sum(
+    x: LazyTensor, dims: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Answer:
     if x.is_known or x.places.sums is None or dtype is not None or not dims or [dim % 2 for dim in dims] != [1]:
-        return NotImplemented
-    return x.places.sums.clone().unsqueeze(1) if keepdim else x.places.sums.clone()
+        return None
+    sums = torch.from_numpy(x.places.sums.copy())
+    return sums.unsqueeze(1) if keepdim else sums
 
 
-def _equal(x: Any, y: Any) -> Any:
+def _equal(x: Tensor, y: Tensor) -> Answer:
     if not isinstance(x, LazyTensor) or not isinstance(y, LazyTensor) or x.is_written or y.is_written:
-        return NotImplemented
+        return None
     if x.places.digests is None or y.places.digests is None:
-        return NotImplemented
+        return None
     return x.shape == y.shape and x.dtype == y.dtype and bool((x.places.digests == y.places.digests).all())
 
 
-def _likewise(func: Any) -> Callable[..., Any]:
-    def call(x: Any, *args: Any, **options: Any) -> Any:
-        if any(isinstance(each, LazyTensor) for each in args):
-            return NotImplemented
-        return func(torch.zeros((), dtype=x.dtype).expand(x.shape), *args, **options)
-
-    return call
-
-
-_ADDRESSED: dict[Any, Callable[..., Any]] = {
+_ADDRESSED: dict[OpOverload[..., Any], Callable[..., Answer]] = {
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
     _aten.index_select.default: _index_select,
@@ -409,19 +419,6 @@ _ADDRESSED: dict[Any, Callable[..., Any]] = {
     _aten.clone.default: _clone,
     _aten.sum.dim_IntList: _sum,
     _aten.equal.default: _equal,
-    **{
-        func: _likewise(func)
-        for func in (
-            _aten.empty_like.default,
-            _aten.zeros_like.default,
-            _aten.ones_like.default,
-            _aten.full_like.default,
-            _aten.new_empty.default,
-            _aten.new_zeros.default,
-            _aten.new_ones.default,
-            _aten.new_full.default,
-        )
-    },
 }
 
 
@@ -440,7 +437,7 @@ def lazy_columns(data: DataProto) -> dict[str, LazyTensor]:
 
 
 def by_reference(
-    data: DataProto, put: Callable[[Block], Any] | None = None, block_bytes: int | None = None
+    data: DataProto, put: "Callable[[Block], BlockRef] | None" = None, block_bytes: int | None = None
 ) -> DataProto:
     """Return the batch with its dense tensors of two or more dims in the object store.
 
@@ -453,12 +450,7 @@ def by_reference(
     if data.batch is None:
         return data
     store = _ray_put() if put is None else put
-    columns = {
-        str(name): value.contiguous()
-        for name, value in data.batch.items()
-        if isinstance(value, Tensor) and _may_leave(value)
-    }
-    columns = {name: value.touched() if isinstance(value, LazyTensor) else value for name, value in columns.items()}
+    columns = {str(name): _plain(value).contiguous() for name, value in data.batch.items() if _may_leave(value)}
     count = len(data)
     stored = data.select()
     if not columns or not count:
@@ -467,21 +459,23 @@ def by_reference(
     row_bytes = sum(value[0].numel() * value.element_size() for value in columns.values())
     most = BLOCK_BYTES if block_bytes is None else block_bytes
     size = max(1, min(count, most // max(1, row_bytes)))
-    blocks = tuple(
-        store({name: serialize_single_tensor(value[at : at + size]) for name, value in columns.items()})
+    blocks = [
+        store(Block({name: serialize_single_tensor(value[at : at + size]) for name, value in columns.items()}))
         for at in range(0, count, size)
-    )
-    rows = np.arange(count, dtype=np.int32)
+    ]
+    number = np.arange(count, dtype=np.int32)
+    rows = Rows(blocks, number // size, number % size)
     for name, value in columns.items():
-        sums = value.sum(-1) if value.dim() == 2 else None
-        places = Places(blocks, rows // size, rows % size, sums, row_digests(value))
-        stored.batch[name] = LazyTensor(name, places, value.shape[1:], value.dtype)
+        sums = value.sum(-1).numpy() if value.dim() == 2 and value.dtype not in _UNKNOWN_TO_NUMPY else None
+        stored.batch[name] = LazyTensor(name, Places(rows, sums, row_digests(value)), value.shape[1:], value.dtype)
     return stored
 
 
-def _may_leave(value: Tensor) -> bool:
+def _may_leave(value: Tensor | TensorDictBase) -> bool:
     if isinstance(value, LazyTensor):
         return value.is_written
+    if not isinstance(value, Tensor):
+        return False
     return value.dim() >= 2 and not value.is_nested and value.layout == torch.strided and value.device.type == "cpu"
 
 
@@ -494,7 +488,7 @@ def fetched(data: DataProto, counted: bool = False) -> DataProto:
     if not lazy:
         return data
     unknown = [column for column in lazy.values() if not column.is_known]
-    blocks = read_blocks({_identity(b): b for column in unknown for b in column.places.used().blocks}.values())
+    blocks = read_blocks({block for rows in {column.places.rows for column in unknown} for block in rows.used()[0]})
     whole = data.select()
     assert whole.batch is not None
     for name, column in lazy.items():
@@ -518,11 +512,11 @@ def digest_of(column: Tensor, order: Sequence[int] | None = None) -> str:
     return digest_of_rows(column.dtype, column.shape, digests if order is None else digests[list(order)])
 
 
-def read_blocks(references: Iterable[Any]) -> dict[Hashable, Block]:
-    """Return blocks by the identity of their references; the bytes stay in the memory of the object store."""
+def read_blocks(references: "Iterable[BlockRef]") -> "dict[BlockRef, Block]":
+    """Return blocks by their references; the bytes stay in the memory of the object store."""
     wanted = list(references)
-    remote = [each for each in wanted if not isinstance(each, dict)]
-    found: dict[Hashable, Block] = {_identity(each): each for each in wanted if isinstance(each, dict)}
+    remote = [each for each in wanted if not isinstance(each, Block)]
+    found: dict[BlockRef, Block] = {each: each for each in wanted if isinstance(each, Block)}
     if remote:
         import ray
 
@@ -537,8 +531,8 @@ Formula = Callable[[DataProto], DataProto]
 class Workers(Protocol):
     """A worker group: the registered methods of its workers are attributes."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a method."""
+    def __getattr__(self, name: str) -> Callable[[Formula, DataProto], DataProto]:
+        """Return a method; one that computes a formula is ``execute_func_rank_zero``."""
 
 
 def computed(
@@ -547,7 +541,7 @@ def computed(
     columns: Iterable[str],
     arrays: Iterable[str] = (),
     group: Workers | None = None,
-    **options: Any,
+    **options: T,
 ) -> DataProto:
     """Return a formula of some columns: from this process if it has them all, else from the first worker of ``group``.
 
@@ -563,9 +557,8 @@ def computed(
     part.meta_info = options
     if group is None or all(column.is_known for column in lazy_columns(part).values()):
         return formula(part)
-    part.meta_info = options | {BY_REFERENCE: True}
-    output: DataProto = group.execute_func_rank_zero(formula, part)
-    return output
+    part.meta_info = {**options, BY_REFERENCE: True}
+    return group.execute_func_rank_zero(formula, part)
 
 
 def take_touched() -> dict[str, int]:
@@ -578,7 +571,7 @@ def take_touched() -> dict[str, int]:
 # ---- Ray
 
 
-def _ray_put() -> Callable[[Block], Any]:
+def _ray_put() -> "Callable[[Block], ObjectRef[Block]]":
     import ray
 
     register_with_ray()
@@ -593,80 +586,21 @@ def register_with_ray() -> None:
     ray.util.register_serializer(LazyTensor, serializer=_address, deserializer=_column)
 
 
-class _Rows:
-    """Where the rows of a column lie, as it is sent: columns of one message with the same rows share it."""
-
-    def __init__(self, places: Places) -> None:
-        self.of = places
-        used = places.used()
-        self.sent: RowsAddress = (used.blocks, used.block, used.row)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self.sent,)
-
-    def serves(self, places: Places) -> bool:
-        """Whether the rows of a column lie in the same places."""
-        mine = self.of
-        if not np.array_equal(mine.block, places.block) or not np.array_equal(mine.row, places.row):
-            return False
-        return mine.blocks is places.blocks or _same_blocks(mine.blocks, places.blocks)
+Address = tuple[str, Places, tuple[int, ...], torch.dtype]
 
 
-def _same_blocks(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    if len(first) != len(second) or not first or first[0] is not second[0]:
-        return False
-    if isinstance(first[0], dict):
-        return all(map(operator.is_, first, second))
-    return first == second  # the fastest look at many references
-
-
-RowsAddress = tuple[tuple[Any, ...], np.ndarray, np.ndarray]
-Address = (
-    tuple[
-        str,
-        _Rows | RowsAddress,
-        TensorTriple | None,
-        np.ndarray | None,
-        tuple[int, int] | None,
-        tuple[int, ...],
-        torch.dtype,
-    ]
-    | Tensor
-)
-
-_RECENT = 8
-_recent: "deque[weakref.ref[_Rows]]" = deque(maxlen=_RECENT)
-"""Rows that were sent last, while the pickle of their message is written."""
-
-
-def _rows_of(places: Places) -> _Rows:
-    for known in tuple(_recent):
-        rows = known()
-        if rows is not None and rows.serves(places):
-            return rows
-    rows = _Rows(places)
-    _recent.append(weakref.ref(rows))
-    return rows
-
-
-def _address(column: LazyTensor) -> Address:
+def _address(column: LazyTensor) -> Address | Tensor:
+    """Return what stands for a column in a message: its values if this process has changed them."""
     if column.is_written:
         return column.fetched()
-    places = column.places
-    sums = None if places.sums is None else serialize_single_tensor(places.sums)  # torch takes longer
-    rows = _rows_of(places)
-    return column.column, rows, sums, places.digests, places.window, tuple(column.shape[1:]), column.dtype
+    return column.column, column.places, tuple(column.shape[1:]), column.dtype
 
 
-def _column(address: Address) -> Tensor:
+def _column(address: Address | Tensor) -> Tensor:
     if isinstance(address, Tensor):
         return address
     import ray
 
     if ray.is_initialized():  # this process may send it on
         register_with_ray()
-    name, rows, sums, digests, window, row_shape, dtype = address
-    blocks, block, row = rows.sent if isinstance(rows, _Rows) else rows
-    known = None if sums is None else deserialize_single_tensor(sums)
-    places = Places(blocks, block, row, known, digests, window)
-    return LazyTensor(name, places, row_shape, dtype)
+    return LazyTensor(*address)

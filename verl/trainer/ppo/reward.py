@@ -21,6 +21,7 @@ from verl.protocol.lazy import (
     BLOCK_BYTES,
     Block,
     LazyTensor,
+    Rows,
     by_reference,
     computed,
     fetched,
@@ -276,7 +277,7 @@ def compute_reward_by_reference(data: DataProto, reward_fn: RewardFn, num_blocks
     stored = by_reference(DataProto.from_dict({_SCORES: scores}), put=number_of, block_bytes=width)
     column = tensors_of(stored)[_SCORES]
     assert isinstance(column, LazyTensor)
-    blocks += [{}] * (num_blocks - len(blocks))
+    blocks += [Block()] * (num_blocks - len(blocks))
     return [(column.places, tuple(scores.shape[1:]), scores.dtype, extras), *blocks]
 
 
@@ -312,8 +313,9 @@ class ScoresByReference:
         parts: list[Tensor] = []
         extras: ExtraColumns = {}
         for (places, row_shape, dtype, found), (_, *blocks) in zip(heads, self._refs, strict=True):
-            known = tuple(blocks[number] for number in places.blocks)
-            parts.append(LazyTensor(_SCORES, replace(places, blocks=known), row_shape, dtype))
+            rows = places.rows
+            rows = Rows([blocks[number] for number in rows.blocks], rows.block, rows.row)
+            parts.append(LazyTensor(_SCORES, replace(places, rows=rows), row_shape, dtype))
             before = sum(len(part) for part in parts[:-1])
             for name in {*extras, *found}:
                 values = extras.get(name, [None] * before)
