@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeAlias, TypeV
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
@@ -42,10 +41,13 @@ T = TypeVar("T")
 class Block(dict[str, TensorTriple]):
     """Some rows of several columns, as the object store holds them: dtype, shape and bytes of each column."""
 
+    # A block stands for itself, as its reference does.
+
     def __eq__(self, other: T) -> bool:
         return self is other
 
-    __hash__ = object.__hash__  # type: ignore[assignment]  # a block stands for itself, as its reference does
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
 
 
 BlockRef: TypeAlias = "ObjectRef[Block] | Block | int"
@@ -284,7 +286,7 @@ class LazyTensor(Tensor, PicklesItself):
 
     # ---- operations that bypass torch's dispatcher
 
-    def __setitem__(self, rows: Index, values: Tensor | float) -> None:
+    def __setitem__(self, rows: Index, values: Tensor | float) -> None:  # type: ignore[override]
         """Write to the column."""
         self._to_write()[rows] = _plain(values)
 
@@ -450,7 +452,8 @@ def by_reference(
     if data.batch is None:
         return data
     store = _ray_put() if put is None else put
-    columns = {str(name): _plain(value).contiguous() for name, value in data.batch.items() if _may_leave(value)}
+    leaving = {str(name): value for name, value in data.batch.items() if isinstance(value, Tensor)}
+    columns = {name: _plain(value).contiguous() for name, value in leaving.items() if _may_leave(value)}
     count = len(data)
     stored = data.select()
     if not columns or not count:
@@ -471,11 +474,9 @@ def by_reference(
     return stored
 
 
-def _may_leave(value: Tensor | TensorDictBase) -> bool:
+def _may_leave(value: Tensor) -> bool:
     if isinstance(value, LazyTensor):
         return value.is_written
-    if not isinstance(value, Tensor):
-        return False
     return value.dim() >= 2 and not value.is_nested and value.layout == torch.strided and value.device.type == "cpu"
 
 
@@ -515,7 +516,7 @@ def digest_of(column: Tensor, order: Sequence[int] | None = None) -> str:
 def read_blocks(references: "Iterable[BlockRef]") -> "dict[BlockRef, Block]":
     """Return blocks by their references; the bytes stay in the memory of the object store."""
     wanted = list(references)
-    remote = [each for each in wanted if not isinstance(each, Block)]
+    remote = [each for each in wanted if not isinstance(each, Block | int)]
     found: dict[BlockRef, Block] = {each: each for each in wanted if isinstance(each, Block)}
     if remote:
         import ray

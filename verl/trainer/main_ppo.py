@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
@@ -26,17 +26,23 @@ from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
 from verl.trainer.run.variables import MEGATRON_ENV_VARS
 from verl.utils.import_utils import import_external_libs, lazy_exports
+from verl.utils.json_types import JsonObject
 from verl.utils.masking import masked
 from verl.workers.config.rollout import serves
 
 if TYPE_CHECKING:
+    from ray.actor import ActorClass
+
     from verl.base_config import Violation
+    from verl.single_controller.base.actor import Actor
     from verl.single_controller.ray import RayWorkerGroup
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.resources import ResourcePoolManager
+    from verl.trainer.ppo.utils import WorkerClass
     from verl.trainer.run.watch import Watch
 
 logger = logging.getLogger(__name__)
+RunnerClass: TypeAlias = "type[TaskRunner] | ActorClass[TaskRunner]"
 
 
 _FACTORY = "verl.utils.dataset.factory"
@@ -52,7 +58,7 @@ def main(config: DictConfig) -> None:
 # ---- the launching process
 
 
-def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
+def run_ppo(config: DictConfig, task_runner_class: "RunnerClass | None" = None) -> None:
     """Check the configuration, start Ray unless it runs already, and train to the end.
 
     ``task_runner_class`` is a plain class derived from ``TaskRunner``, or a Ray actor class.
@@ -114,23 +120,23 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 
 
 def _run_in_actor(
-    config: DictConfig, run_config: RunConfig, task_runner_class: Any, terminal: Terminal, watch: "Watch"
+    config: DictConfig, run_config: RunConfig, runner_class: "RunnerClass", terminal: Terminal, watch: "Watch"
 ) -> None:
     import ray
 
     CLOCK.mark("ray_init")
-    if not isinstance(task_runner_class, ray.actor.ActorClass):
-        task_runner_class = ray.remote(num_cpus=0 if run_config.trainer.device == "cpu" else 1)(task_runner_class)
-    runner = task_runner_class.options(**_controller_options(run_config)).remote()
+    if not isinstance(runner_class, ray.actor.ActorClass):
+        runner_class = ray.remote(num_cpus=0 if run_config.trainer.device == "cpu" else 1)(runner_class)
+    runner = cast("Actor", runner_class.options(**_controller_options(run_config)).remote())
     try:
         runner.__ray_call__.remote(attach_to_launch, terminal.name, CLOCK.moments, watch.activity_path)
         terminal.watch(runner.run.remote(config), watch)
     except BaseException:  # also when nobody waits for the runner any more
-        ray.kill(runner)
+        ray.kill(runner)  # type: ignore[arg-type]  # a handle, see `Actor`
         raise
 
 
-def _controller_options(run_config: RunConfig) -> dict[str, Any]:
+def _controller_options(run_config: RunConfig) -> JsonObject:
     """Return the actor options with which nsys traces the task runner; none if it does not.
 
     The checks before the start have refused ``tool=nsys`` without the package nvtx.
@@ -161,8 +167,8 @@ class TaskRunner:
     recipe_rules: "Callable[[RunConfig], Iterable[Violation]] | None" = None
 
     def __init__(self) -> None:
-        self.role_worker_mapping: dict[Any, Any] = {}
-        self.mapping: dict[Any, str] = {}
+        self.role_worker_mapping: dict[Role, WorkerClass] = {}
+        self.mapping: dict[Role, str] = {}
 
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, type["RayWorkerGroup"]]:
         """Choose the worker of actor and rollout; returns its class and that of its worker group."""

@@ -5,9 +5,10 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
+from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.algos.kl import KLController
@@ -15,6 +16,8 @@ from verl.errors import CheckpointError, UntrustedClassError, WrongInput
 from verl.single_controller.base.driver_phase import phase
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
+from verl.trainer.ppo.loaders import Rows
+from verl.trainer.ppo.reward import RewardFn
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.resume import (
     ANOTHER,
@@ -42,6 +45,7 @@ from verl.utils.checkpoint.files import (
 from verl.utils.checkpoint.model_fields import fields_problem, forward_fields
 from verl.utils.checkpoint.removal import SaveMark, remove_checkpoint, remove_leftovers
 from verl.utils.dataset.factory import (
+    SavedState,
     check_order,
     digest_of,
     has_state,
@@ -50,6 +54,7 @@ from verl.utils.dataset.factory import (
     warn_of_other_batch_size,
     warn_of_other_data,
 )
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.loading import load_state
 from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig
 
@@ -61,13 +66,34 @@ logger = logging.getLogger(__name__)
 # ---- the state of the driver
 
 
-def save_driver_state(folder: str | Path, dataloader_state: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+class DriverState(TypedDict, total=False):
+    """What a checkpoint holds of the driver; those of older versions lack fields."""
+
+    step: int
+    seed: int
+    epoch: int
+    spares_drawn: int
+    kl_ctrl_in_reward: dict[str, float]
+    kl_coef: float
+    data_digest: str | None
+    order: str | None
+    train_batch_size: int
+    reference: Mapping[str, Json]
+    learners: Mapping[str, SavedState]
+    learned: SavedState
+    extra_files: list[str]
+    extra_records: list[dict[str, Any]]
+
+
+def save_driver_state(folder: str | Path, dataloader_state: Mapping[str, SavedState], state: DriverState) -> None:
     """Write ``data.pt``: the state of the training loader and of the driver, in one file."""
     content = {"dataloader": dataloader_state, "driver": dict(state)}
     write_file(folder, DATA_NAME, lambda file: torch.save(content, file))
 
 
-def load_driver_state(folder: str | Path, trusted_classes: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_driver_state(
+    folder: str | Path, trusted_classes: Iterable[str] = ()
+) -> tuple[dict[str, SavedState], DriverState]:
     """Return (loader state, driver state).
 
     It also reads a file that holds the loader state alone, as other tools write it.
@@ -108,10 +134,10 @@ class DataPosition:
     and ``spares_drawn`` are what the driver knew there, if a checkpoint of that moment may still be written.
     """
 
-    loader_state: Mapping[str, Any]
+    loader_state: Mapping[str, SavedState]
     epoch: int
-    learned: Any = None
-    learners: Mapping[str, Any] | None = None
+    learned: SavedState | None = None
+    learners: Mapping[str, SavedState] | None = None
     spares_drawn: int | None = None
 
 
@@ -132,14 +158,14 @@ class Checkpoints:
     groups: Mapping[str, RayWorkerGroup]
     loader: StatefulDataLoader
     kl_ctrl: KLController
-    learners: Mapping[str, Any] = field(default_factory=dict)
-    reference: Mapping[str, Any] = field(default_factory=dict)
+    learners: Mapping[str, Dataset[Rows] | RewardFn | None] = field(default_factory=dict)
+    reference: Mapping[str, Json] = field(default_factory=dict)
     extra_files: Sequence[Path] = field(init=False, default=())
     _extra_records: Sequence[FileRecord] = field(init=False, default=())
     newest_step: int | None = field(init=False, default=None)
     _start_of_step: DataPosition | None = field(init=False, default=None)
     _goes_on_at: DataPosition | None = field(init=False, default=None)
-    _later: dict[str, Any] = field(init=False, default_factory=dict)
+    _later: dict[str, SavedState] = field(init=False, default_factory=dict)
     _mark: SaveMark | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -186,7 +212,7 @@ class Checkpoints:
         """Let the next checkpoint go on where the current step began, and not at the present place in the data."""
         self._goes_on_at = self._start_of_step
 
-    def _learned(self) -> dict[str, Any]:
+    def _learned(self) -> dict[str, SavedState]:
         return {name: each.state_dict() for name, each in self.learners.items() if has_state(each)}
 
     def begin(self) -> Path:
@@ -215,7 +241,8 @@ class Checkpoints:
         remote = None if remote is None else f"{remote}/{folder.name}"
         for role, group in self.groups.items():
             group.save_checkpoint(f"{folder}/{role}", None if remote is None else f"{remote}/{role}", state.step)
-        driver = {"kl_ctrl_in_reward": self.kl_ctrl.state_dict(), "seed": state.seed, "epoch": position.epoch}
+        driver: DriverState = {"seed": state.seed, "epoch": position.epoch}
+        driver["kl_ctrl_in_reward"] = self.kl_ctrl.state_dict()
         if driver["kl_ctrl_in_reward"]:
             driver["kl_coef"] = self.run.algorithm.kl_ctrl.kl_coef
         driver["spares_drawn"] = state.spares_drawn if position.spares_drawn is None else position.spares_drawn
@@ -280,7 +307,7 @@ class Checkpoints:
         state.step = self.newest_step = step_of(folder)
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
         with restoring(folder / DATA_NAME):  # older checkpoints hold none of the three
-            saved_step = _count(driver, "step") if "step" in driver else state.step
+            saved_step = _count("step", driver["step"]) if "step" in driver else state.step
             order = driver.get("order")
             if order is not None and not str(order).startswith("data."):
                 raise ValueError(f"order={order!r} names no key of data")
@@ -298,20 +325,22 @@ class Checkpoints:
         with restoring(folder / DATA_NAME):
             self._restore_driver(folder, loader_state, driver)
 
-    def _restore_driver(self, folder: Path, loader_state: Mapping[str, Any], driver: Mapping[str, Any]) -> None:
+    def _restore_driver(self, folder: Path, loader_state: Mapping[str, SavedState], driver: DriverState) -> None:
         state = self.state
         learned = driver.get("learners", {})
         _restore(learned, self.learners)  # before the loader, which counts the rows of the data set
         self.loader.load_state_dict(loader_state)
         state.restored_from = folder / DATA_NAME
         if "learned" in driver:
-            self._later = learned | {"sampler": driver["learned"]}
+            self._later = {**learned, "sampler": driver["learned"]}
         warn_of_other_data(driver.get("data_digest"), self.loader.dataset)
         if driver.get("train_batch_size") is not None:
-            warn_of_other_batch_size(_count(driver, "train_batch_size"), self.run.data.train_batch_size)
+            warn_of_other_batch_size(
+                _count("train_batch_size", driver["train_batch_size"]), self.run.data.train_batch_size
+            )
         # Checkpoints of older versions do not hold the epoch.
-        state.epoch = _count(driver, "epoch") if "epoch" in driver else (state.step - 1) // len(self.loader)
-        state.spares_drawn = _count(driver, "spares_drawn") if "spares_drawn" in driver else 0
+        state.epoch = _count("epoch", driver["epoch"]) if "epoch" in driver else (state.step - 1) // len(self.loader)
+        state.spares_drawn = _count("spares_drawn", driver["spares_drawn"]) if "spares_drawn" in driver else 0
         self.extra_files = [folder / Path(name).name for name in driver.get("extra_files", ())]
         self._extra_records = [FileRecord(**each) for each in driver.get("extra_records", ())]
         if "kl_ctrl_in_reward" in driver and not self._starts_with_another_weight(driver):
@@ -319,7 +348,7 @@ class Checkpoints:
         if driver.get("seed", state.seed) != state.seed:
             logger.warning("trainer.seed is %d, and was %s in the checkpoint", state.seed, driver["seed"])
 
-    def _starts_with_another_weight(self, driver: Mapping[str, Any]) -> bool:
+    def _starts_with_another_weight(self, driver: DriverState) -> bool:
         """Whether an adaptive weight of the KL term starts from another value than in the checkpoint; name both."""
         given = self.run.algorithm.kl_ctrl.kl_coef
         if driver.get("kl_coef", given) == given:
@@ -349,22 +378,23 @@ class Checkpoints:
         yield from rows
 
 
-def reference_fields(shared: ActorRolloutRefConfig) -> dict[str, Any]:
+def reference_fields(shared: ActorRolloutRefConfig) -> JsonObject:
     """Return what the forward of the reference reads of ``config.json``, if it has a model of its own."""
     if shared.ref is None or not shared.ref.model_path:
         return {}
     return forward_fields(None, shared.model.changed(shared.ref.model or {}).hf_config)
 
 
-def _count(driver: Mapping[str, Any], name: str) -> int:
+def _count(name: str, value: int) -> int:
     """Return a number of the driver's state. Raises: ValueError for another value."""
-    value = driver[name]
     if type(value) is not int or value < 0:
         raise ValueError(f"{name}={value!r} is no integer of 0 or more")
     return value
 
 
-def _restore(states: Mapping[str, Any], learners: Mapping[str, Any]) -> None:
+def _restore(
+    states: Mapping[str, SavedState], learners: Mapping[str, Dataset[Rows] | RewardFn | Sampler[int] | None]
+) -> None:
     for name, learner in learners.items():
         if name in states and has_state(learner):
             learner.load_state_dict(states[name])

@@ -1,7 +1,7 @@
 """The turns of a batch as people read them: in dumps, samples and metrics."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from torch import Tensor
@@ -11,8 +11,41 @@ from verl.experimental.agent_loop.segments import EARLIER_COLUMN
 from verl.experimental.agent_loop.trajectory import MODEL, TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 
-Conversation = list[dict[str, Any]]
-"""The turns after the prompt: role, text, number of tokens, seconds, and tool calls."""
+
+class Call(TypedDict):
+    """A tool call of ``TURNS_COLUMN``, the fields of ``ToolCall``."""
+
+    name: str
+    arguments: str
+    outcome: str
+    seconds: float
+    reward: float | None
+    text: str
+
+
+class Spoken(TypedDict):
+    """What people read of a turn of ``TURNS_COLUMN``: the tokens ``start`` to ``end`` of the response."""
+
+    role: str
+    start: int
+    end: int
+    text: str | None
+    calls: list[Call]
+    seconds: float
+
+
+class ShownTurn(TypedDict):
+    """A turn as people read it, with its number of tokens."""
+
+    role: str
+    text: str
+    tokens: int
+    seconds: float
+    calls: NotRequired[list[Call]]
+
+
+Conversation = list[ShownTurn]
+"""The turns after the prompt."""
 _READ = ("prompts", "responses", "attention_mask")
 _BY_ROLE = {MODEL: "model", "tool": "tool", "user": "user"}
 
@@ -44,8 +77,8 @@ def conversations(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def _parts(
-    tensors: Mapping[str, Tensor], turns: Sequence[Any] | None, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[dict[str, Any], Conversation]]:
+    tensors: Mapping[str, Tensor], turns: Sequence[list[Spoken] | None] | None, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[ShownTurn, Conversation]]:
     """Return the prompt of each segment as a turn, and its conversation."""
     found = []
     width = tensors["prompts"].shape[1]
@@ -56,21 +89,23 @@ def _parts(
         known = None if turns is None else turns[row]
         if known is None:  # the loop keeps no turns
             known = [{"role": MODEL, "start": 0, "end": size, "text": None, "calls": [], "seconds": 0.0}]
-        text = tokenizer.decode(prompt, skip_special_tokens=True)
-        start = {"role": "segment", "text": text, "tokens": len(prompt), "seconds": 0.0}
+        text = str(tokenizer.decode(prompt, skip_special_tokens=True))
+        start: ShownTurn = {"role": "segment", "text": text, "tokens": len(prompt), "seconds": 0.0}
         found.append((start, [_shown(turn, response, tokenizer) for turn in known]))
     return found
 
 
-def _shown(turn: Mapping[str, Any], response: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _shown(turn: Spoken, response: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> ShownTurn:
     tokens = list(response[turn["start"] : turn["end"]])
     text = turn["text"]
     if turn["calls"]:
         text = "\n".join(call["text"] for call in turn["calls"])
     if text is None:
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-    shown = {"role": turn["role"], "text": text, "tokens": len(tokens), "seconds": turn["seconds"]}
-    return shown | ({"calls": turn["calls"]} if turn["calls"] else {})
+        text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    shown: ShownTurn = {"role": turn["role"], "text": text, "tokens": len(tokens), "seconds": turn["seconds"]}
+    if turn["calls"]:
+        shown["calls"] = turn["calls"]
+    return shown
 
 
 def readable(conversation: Conversation) -> str:

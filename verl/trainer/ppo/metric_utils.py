@@ -1,9 +1,9 @@
 """Metrics that the driver computes: of the batch of a step, its times and throughput, and of a validation."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from numbers import Number
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from verl.workers.rollout.base import DROPPED_COLUMN
 _TIMERS_OVER_RESPONSE = ("gen",)
 _TIMERS_OVER_ALL = ("ref", "values", "adv", "update_critic", "update_actor")
 _NUM_BOOTSTRAP = 1000
+T = TypeVar("T")
 _ROWS_PER_BYTE = 250
 _PROMPTS_AT_ONCE = 256
 
@@ -302,16 +303,16 @@ def _mean_and_std(name: str, times: np.ndarray, values: np.ndarray) -> dict[str,
     return {f"{name}/mean": mean, f"{name}/std": np.sqrt(square)}
 
 
-def _codes(answers: list[list[Any]]) -> np.ndarray:
+def _codes(answers: list[list[T]]) -> np.ndarray:
     """Number the distinct answers of each prompt: (k, P)."""
     rows = []
     for row in answers:
-        number: dict[Any, int] = {}
+        number: dict[Hashable, int] = {}
         rows.append([number.setdefault(_hashable(answer), len(number)) for answer in row])
     return _small(np.array(rows).T)
 
 
-def _hashable(answer: Any) -> Any:
+def _hashable(answer: T) -> T | str:
     """Return an answer, or the text of one that cannot be hashed: a list, a dict, an array."""
     try:
         hash(answer)
@@ -341,12 +342,12 @@ def _prompt_metrics(
     return result
 
 
-def _is_numeric(values: Sequence[Any]) -> bool:
+def _is_numeric(values: Sequence[T]) -> bool:
     return all(isinstance(value, (Number, np.bool_)) for value in values)
 
 
 def process_validation_metrics(
-    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: Mapping[str, Sequence[Any]], seed: int = 42
+    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: Mapping[str, Sequence[T]], seed: int = 42
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Summarise the responses of each prompt, and average over the prompts of a data source.
 
@@ -367,7 +368,7 @@ def process_validation_metrics(
 
 
 def _source_metrics(
-    prompts: Sequence[Sequence[int]], infos_dict: Mapping[str, Sequence[Any]], seed: int
+    prompts: Sequence[Sequence[int]], infos_dict: Mapping[str, Sequence[T]], seed: int
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of a data source by its rows, those of each prompt in a list: variable -> metric -> value."""
     own = [row for rows in prompts for row in rows]
@@ -399,9 +400,9 @@ def _source_metrics(
 
 
 def bootstrap_metric(
-    data: Sequence[Any],
+    data: Sequence[T],
     subset_size: int,
-    reduce_fns: Sequence[Callable[[list[Any]], float]],
+    reduce_fns: Sequence[Callable[[list[T]], float]],
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
@@ -412,18 +413,17 @@ def bootstrap_metric(
     return [(float(values.mean()), float(values.std())) for values in found]
 
 
-def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+def calc_maj_val(data: Sequence[Mapping[str, float]], vote_key: str, val_key: str) -> float:
     """Return the value of the most frequent vote, that of its first row; of equally frequent votes the first counts."""
     votes = Counter(row[vote_key] for row in data)
     winner, _ = votes.most_common(1)[0]
-    value: float = next(row[val_key] for row in data if row[vote_key] == winner)
-    return value
+    return next(row[val_key] for row in data if row[vote_key] == winner)
 
 
 # Progress
 
 
-def describe_step(metrics: Mapping[str, Any]) -> list[str | None]:
+def describe_step(metrics: Mapping[str, float]) -> list[str | None]:
     """Return reward, validation and speed as the display shows them; None keeps the value of an earlier step."""
     validation = [value for key, value in metrics.items() if key.startswith("val-core/")]
     seconds = metrics.get("perf/time_per_step")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -61,12 +61,16 @@ from verl.trainer.ppo.spares import SparePrompts, replace_failed
 from verl.trainer.ppo.state import Metrics, OfState, RunState, Timing, timed
 from verl.trainer.ppo.utils import Role, need_reference_policy, need_reward_model  # noqa: F401 (forks import Role)
 from verl.trainer.run.clock import CLOCK
+from verl.utils.json_types import Json
 from verl.utils.numerics.seeding import prompt_uids
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.utils.profiler import marked_timer
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop import AgentLoopManager
+
+
+T = TypeVar("T")
 
 
 class RayPPOTrainer:
@@ -336,7 +340,7 @@ class RayPPOTrainer:
         """
         self.rollouts.sync_weights()
 
-    def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: Any) -> DataProto:
+    def _checked(self, name: str, batch: DataProto | None, method: Callable[..., DataProto], *args: T) -> DataProto:
         if self.course is not None:
             self.course.before(name)
         with checked_phase(name, batch) as result:
@@ -551,9 +555,9 @@ class RayPPOTrainer:
         self,
         inputs: Sequence[str],
         outputs: Sequence[str],
-        gts: Sequence[Any],
+        gts: Sequence[Json],
         scores: Sequence[float],
-        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        reward_extra_infos_dict: ExtraColumns,
         dump_path: str,
     ) -> None:
         """Write samples to ``<dump_path>/<step>.jsonl``."""

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeVar, cast
 
 import numpy as np
 import psutil
@@ -23,15 +23,17 @@ from verl.experimental.agent_loop.segments import EarlierSegments
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import digest_of, fetched, is_lazy
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.conversations import Conversation, conversations, readable
+from verl.trainer.ppo.conversations import Call, Conversation, conversations, readable
 from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.metric_utils import without_dropped
+from verl.trainer.ppo.reward import ExtraColumns
 from verl.trainer.ppo.segments import SEGMENTS_COLUMN, earlier_segments, per_trajectory
 from verl.trainer.ppo.shaping import vetoed_rows
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests, take_parts
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.observe.digest import column_digest, tensor_digest
-from verl.utils.observe.record import Details, SampleCall, SampleTurn
+from verl.utils.observe.record import Details, LengthHistogram, Sample, SampleCall, SampleTurn, WorkerReport
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.utils.observe.timeline import Part
 from verl.utils.observe.tracking import plain
@@ -40,9 +42,13 @@ from verl.workers.rollout.base import BEHIND_COLUMN
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
 
+T = TypeVar("T")
+
 LENGTH_BINS = 24
 _OF_SCORE = ("rm_scores", "token_level_scores")
 """Columns that the phase ``score`` begins, although a later phase may add them."""
+_NAMES = ("uid", "data_source", "reward_failure")
+"""Columns that name a sample in the record."""
 _COPY_OF = {"multi_modal_data": "multi_modal_inputs", "raw_prompt_ids": "input_ids"}
 """Columns of the data set, and the column of the batch that holds the same content."""
 _OF_DUMP = frozenset({"input", "output", "gts", "score", "step", "turns", "earlier_segments", BEHIND_COLUMN})
@@ -123,17 +129,20 @@ class StepRecord:
         """
         started = time.perf_counter()
         batch = without_dropped(batch)
-        details: dict[str, Any] = {"response_length": length_histogram(batch)}
+        details: Details = {"response_length": length_histogram(batch)}
         batch = per_trajectory(batch)
         if self.num_samples:  # while the workers report
             assert self.tokenizer is not None
             details["samples"] = sample_rows(batch, self.tokenizer, self.num_samples, self.veto_threshold)
-        workers = {name: group.wait(reports, "report_step") for name, (group, reports) in self._asked.items()}
+        workers: dict[str, list[RankReport]] = {
+            name: group.wait(reports, "report_step") for name, (group, reports) in self._asked.items()
+        }
         self.parts = take_parts(workers)
         if self.digests:
             details["phases"] = self._phases | take_digests(workers)
-        driver = {"rank": 0, "seconds": {}, "memory": {"host_gb": psutil.Process().memory_info().rss / 1024**3}}
-        details["workers"] = workers | {"driver": [driver]}
+        memory = {"host_gb": psutil.Process().memory_info().rss / 1024**3}
+        shown: dict[str, list[WorkerReport]] = {name: [*reports] for name, reports in workers.items()}
+        details["workers"] = shown | {"driver": [{"rank": 0, "seconds": {}, "memory": memory}]}
         self._phases = {}
         self._seen = {}
         self._asked = {}
@@ -149,7 +158,7 @@ def _digest_in_order(column: Tensor, rows: Tensor | None) -> str:
     return tensor_digest(column if rows is None else column[rows])
 
 
-def length_histogram(batch: DataProto) -> dict[str, Any]:
+def length_histogram(batch: DataProto) -> LengthHistogram:
     """Return the counts of response lengths in equal bins from 0 to ``limit`` tokens."""
     limit = tensors_of(batch)["responses"].shape[-1]
     lengths = lengths_of(batch)[1].numpy()
@@ -159,8 +168,8 @@ def length_histogram(batch: DataProto) -> dict[str, Any]:
 
 def sample_rows(
     batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int, veto_threshold: float | None
-) -> list[dict[str, Any]]:
-    """Return at most ``count`` responses as ``Sample`` has them: the best, the worst, and some that were vetoed."""
+) -> list[Sample]:
+    """Return at most ``count`` responses: the best, the worst, and some that were vetoed."""
     tensors = tensors_of(batch)
     scores = tensors["token_level_scores"].sum(-1)
     chosen = choose_rows(scores, vetoed_rows(batch, veto_threshold), count, batch.non_tensor_batch.get("uid"))
@@ -178,17 +187,16 @@ def sample_rows(
     before = list(earlier_segments(batch))
     samples = []
     for row, prompt, response, talk in zip(rows, prompts, responses, turns, strict=True):
-        sample: dict[str, Any] = {
+        sample: Sample = {
             "kind": chosen[row],
             "prompt": shortened(prompt),
             "response": shortened(readable(talk) if talk and len(talk) > 1 else response),
             "score": scores[row].item(),
             "tokens": lengths[row] + _earlier_tokens(before[row]),
-            "truth": _short(truths[row]),
         }
-        for column in ("uid", "data_source", "reward_failure"):
-            if column in extras and extras[column][row] is not None:
-                sample[column] = _short(extras[column][row])
+        names = [name for name in _NAMES if name in extras and extras[name][row] is not None]
+        values = {"truth": _short(truths[row])} | {name: _short(extras[name][row]) for name in names}
+        sample |= cast(Sample, values)  # of users and data, so any JSON
         if talk and len(talk) > 1:
             sample["turns"] = _sample_turns(talk)
         samples.append(sample)
@@ -217,7 +225,7 @@ def _sample_turns(talk: Conversation) -> list[SampleTurn]:
     ]
 
 
-def _sample_call(call: Mapping[str, Any]) -> SampleCall:
+def _sample_call(call: Call) -> SampleCall:
     return {
         "name": shortened(call["name"], MAX_CALL),
         "arguments": shortened(call["arguments"], MAX_CALL),
@@ -264,11 +272,11 @@ def shortened(text: str, limit: int = MAX_TEXT) -> str:
     return f"{text[: limit // 2]}\n[... {len(text) - limit} characters ...]\n{text[-(limit - limit // 2) :]}"
 
 
-def _short(value: Any) -> int | float | str:
+def _short(value: Json) -> int | float | str:
     return value if isinstance(value, int | float) else shortened(str(value), 200)
 
 
-def ground_truths(batch: DataProto) -> list[Any]:
+def ground_truths(batch: DataProto) -> list[Json]:
     """Return ``reward_model.ground_truth`` of every row, None for rows without one."""
     rows = batch.non_tensor_batch.get("reward_model", np.full(len(batch), None, dtype=object))
     return [row.get("ground_truth") if isinstance(row, Mapping) else None for row in rows]
@@ -277,14 +285,24 @@ def ground_truths(batch: DataProto) -> list[Any]:
 # ---- dumps
 
 
+class Dump(TypedDict):
+    """The columns of a dump, as arguments of ``RayPPOTrainer._dump_generations``."""
+
+    inputs: list[str]
+    outputs: list[str]
+    gts: list[Json]
+    scores: list[float]
+    reward_extra_infos_dict: ExtraColumns
+
+
 def dump_generations(
     folder: str,
     step: int,
     inputs: Sequence[str],
     outputs: Sequence[str],
-    gts: Sequence[Any],
+    gts: Sequence[Json],
     scores: Sequence[float],
-    extras: Mapping[str, Sequence[Any]],
+    extras: Mapping[str, Sequence[T]],
 ) -> Path:
     """Write ``<folder>/<step>.jsonl``: one object per sample with input, output, gts, score, step and the extras.
 
@@ -293,7 +311,7 @@ def dump_generations(
     A number that is not finite is written as text, for instance ``"NaN"``.
     """
     count = len(inputs)
-    columns: dict[str, Sequence[Any]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
+    columns: dict[str, Sequence[Json | T]] = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
     columns["step"] = [step] * count
     taken = columns.keys() & extras.keys()
     more = {f"extra/{name}" if name in taken else name: values for name, values in extras.items()}
@@ -314,9 +332,9 @@ def dumped_rows(batch: DataProto, row_order: list[int]) -> DataProto:
     return per_trajectory(batch.select_idxs(row_order)) if SEGMENTS_COLUMN in batch.non_tensor_batch else batch
 
 
-def dump_extras(extras: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def dump_extras(extras: ExtraColumns) -> ExtraColumns:
     """Return extras by their names in a dump: ``extra/<name>`` for a name that a column of the dump itself has."""
-    named: dict[str, Any] = {}
+    named: ExtraColumns = {}
     for name, values in extras.items():
         if name in _OF_DUMP and name != "score":  # the manager dapo writes the score before the penalty
             _warn_once("the reward function returns %r, a column of the dump: it is written as 'extra/%s'", name, name)
@@ -325,8 +343,8 @@ def dump_extras(extras: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 
 
 def scored_columns(
-    batch: DataProto, tokenizer: PreTrainedTokenizerBase, extras: Mapping[str, Sequence[Any]], order: Sequence[int]
-) -> dict[str, Any]:
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, extras: ExtraColumns, order: Sequence[int]
+) -> Dump:
     """Return the columns of a scored training batch for a dump; row ``i`` of them is row ``order[i]`` of the batch.
 
     An order of another number of rows counts for nothing: a fork has cut the batch.
@@ -335,7 +353,7 @@ def scored_columns(
     if len(order) != len(batch):
         order = range(len(batch))
 
-    def ordered(values: Sequence[Any]) -> list[Any]:
+    def ordered(values: Sequence[T]) -> list[T]:
         return [values[row] for row in order]
 
     kept = {name: ordered(values) for name, values in dump_extras(extras).items() if len(values) == len(batch)}
@@ -408,7 +426,7 @@ def _trace_row(batch: DataProto, row: int, score: float, tokenizer: PreTrainedTo
         return {name: str(tokenizer.decode(ids))} if RolloutTraceConfig.enable_token2text() else {}
 
     @rollout_trace_op
-    def trajectory(prompt_ids: list[int], score: float, prompt_text: str | None = None) -> dict[str, Any]:
+    def trajectory(prompt_ids: list[int], score: float, prompt_text: str | None = None) -> JsonObject:
         return {"response_ids": response_ids, "score": score, **text("response_text", response_ids)}
 
     trajectory(prompt_ids, score, **text("prompt_text", prompt_ids))

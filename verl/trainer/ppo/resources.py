@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -17,15 +16,17 @@ from verl.single_controller.base.driver_phase import phase
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.colocated import create_colocated_worker_cls
 from verl.single_controller.ray.worker_group import kill_all
+from verl.trainer.config.keys import tree_of
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.profiling import nsys_group_options
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.utils import Role, WorkerClass
 from verl.trainer.run.clock import CLOCK
 from verl.utils.device import get_device_name
+from verl.utils.json_types import Json, JsonObject
 
 logger = logging.getLogger(__name__)
 
-WorkerClasses = Mapping[Role, Any]
+WorkerClasses = Mapping[Role, WorkerClass]
 """Role -> Ray actor class of its worker."""
 GROUP_ROLES = (Role.ActorRollout, Role.Critic, Role.RefPolicy, Role.RewardModel)
 """Roles that get a worker group, which has the name of the role."""
@@ -90,7 +91,7 @@ class ResourcePoolManager:
 # ---- starting the workers
 
 
-def worker_arguments(config: DictConfig, run: RunConfig, role: Role, actor_cls: Any) -> RayClassWithInitArgs:
+def worker_arguments(config: DictConfig, run: RunConfig, role: Role, actor_cls: WorkerClass) -> RayClassWithInitArgs:
     """Return a worker class with the arguments of its constructor: a node of the tree, which may hold a fork's keys."""
     if role == Role.ActorRollout:
         node = run.actor_rollout_ref
@@ -193,14 +194,14 @@ def steps_known_early(run: RunConfig) -> int | None:
     return int(rows) // data.loader_batch_size * run.trainer.total_epochs
 
 
-def take_steps_later(classes: Iterable[Any]) -> bool:
+def take_steps_later(classes: Iterable[WorkerClass]) -> bool:
     """Whether these worker classes can be constructed before the number of training steps is known.
 
     They can unless a constructor is not one of ``EngineWorker``: that of a fork may read it.
     """
     plain = (getattr(cls, "__ray_actor_class__", cls) for cls in classes)
     return all(
-        hasattr(cls, "set_total_training_steps") and cls.__init__.__module__.startswith("verl.workers.roles.")
+        hasattr(cls, "set_total_training_steps") and cls.__init__.__module__.startswith("verl.workers.roles.")  # type: ignore[misc]
         for cls in plain
     )
 
@@ -247,15 +248,15 @@ class WorkerStart:
         return groups
 
 
-def _of_workers(config: DictConfig) -> dict[str, Any]:
+def _of_workers(config: DictConfig) -> JsonObject:
     """Return the nodes that workers get."""
     nodes = ("actor_rollout_ref", "critic", "reward_model")
-    return {name: OmegaConf.to_container(config[name], resolve=True) for name in nodes if config.get(name) is not None}
+    return {name: tree_of(config[name]) for name in nodes if config.get(name) is not None}
 
 
-def _changed_key(before: Any, after: Any, key: str = "") -> str | None:
+def _changed_key(before: Json, after: Json, key: str = "") -> str | None:
     """Return the first key whose values differ."""
-    if not isinstance(before, dict) or not isinstance(after, dict):
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         return None if before == after else key
     names = (str(name) for name in {**before, **after})
     found = (_changed_key(before.get(name), after.get(name), f"{key}.{name}".lstrip(".")) for name in names)

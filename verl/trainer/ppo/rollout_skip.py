@@ -1,16 +1,23 @@
 """Reuse an earlier run's rollouts, to work on the later phases of a step."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from omegaconf import DictConfig
 
 from verl.errors import CheckpointError, UntrustedClassError
 from verl.protocol import DataProto as DataProto
 from verl.utils.observe.console import get_console
 
+if TYPE_CHECKING:
+    from verl.experimental.agent_loop import AgentLoopManager
+    from verl.single_controller.ray import RayWorkerGroup
+
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 DEFAULT_FOLDER = "/tmp/verl/rollout_dump"
 
@@ -25,7 +32,7 @@ class RolloutSkip:
     are always generated.
     """
 
-    def __init__(self, config: Any, rollout_wg: Any) -> None:
+    def __init__(self, config: DictConfig, rollout_wg: "RayWorkerGroup | AgentLoopManager") -> None:
         rollout = config.actor_rollout_ref.rollout
         data = config.data
         trainer = config.trainer
@@ -47,9 +54,9 @@ class RolloutSkip:
 
     def wrap_generate_sequences(self) -> None:
         """Replace the method of the worker group."""
-        generate = self._rollout_wg.generate_sequences
+        generate: Callable[..., DataProto] = self._rollout_wg.generate_sequences
 
-        def load_or_generate(prompts: DataProto, *args: Any, **kwargs: Any) -> DataProto:
+        def load_or_generate(prompts: DataProto, *args: T, **kwargs: T) -> DataProto:
             if not self._keeps(prompts):
                 return generate(prompts, *args, **kwargs)
             kept = self.try_load(prompts)
@@ -58,7 +65,7 @@ class RolloutSkip:
                 self.dump(kept, prompts)
             return kept
 
-        self._rollout_wg.generate_sequences = load_or_generate
+        setattr(self._rollout_wg, "generate_sequences", load_or_generate)  # noqa: B010 (a method, to type checkers)
         get_console().info("RolloutSkip: Successfully patched generate_sequences")
 
     def try_load(self, prompts: DataProto | None = None) -> DataProto | None:
@@ -105,7 +112,7 @@ class RolloutSkip:
         return self.curr_path_dump.with_name(f"{name}_{first}" if first else name)
 
 
-def _name(*names: Any) -> str:
+def _name(*names: str | None) -> str:
     return next((name for name in names if isinstance(name, str)), "")
 
 

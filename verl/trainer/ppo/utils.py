@@ -4,16 +4,21 @@ import logging
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from omegaconf import DictConfig
 
 from verl.trainer.config.run_config import needs_critic
 
 if TYPE_CHECKING:
+    from ray.actor import ActorClass
+
     from verl.single_controller.base import Worker
 
+T = TypeVar("T")
 WorkerType = type["Worker"]
+WorkerClass: TypeAlias = "type[Worker] | ActorClass[Worker]"
+"""A class of workers, or the Ray actor class of one."""
 
 logger = logging.getLogger(__name__)
 _say_once = cache(logger.info)
@@ -56,12 +61,12 @@ _NAMES: dict[Role, str] = {
 }
 
 
-def need_reference_policy(role_worker_mapping: Mapping[Role, Any]) -> bool:
+def need_reference_policy(role_worker_mapping: Mapping[Role, T]) -> bool:
     """Whether a reference policy is among the workers."""
     return Role.RefPolicy in role_worker_mapping
 
 
-def need_reward_model(role_worker_mapping: Mapping[Role, Any]) -> bool:
+def need_reward_model(role_worker_mapping: Mapping[Role, T]) -> bool:
     """Whether a reward model is among the workers."""
     return Role.RewardModel in role_worker_mapping
 

@@ -19,9 +19,10 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.ppo.conversations import Conversation, conversations, readable
 from verl.trainer.ppo.loaders import Rows
 from verl.trainer.ppo.metric_utils import failure_metrics, process_validation_metrics, without_dropped
-from verl.trainer.ppo.records import dump_extras, earlier_texts, ground_truths, trace_batch
+from verl.trainer.ppo.records import Dump, dump_extras, earlier_texts, ground_truths, trace_batch
 from verl.trainer.ppo.reward import ExtraColumns, RewardFn, compute_reward
 from verl.trainer.run.output import log_generations
+from verl.utils.json_types import Json
 from verl.utils.numerics.seeding import derive_seed, prompt_uids, sampling_seeds
 from verl.utils.observe.tracking import Trackers, ValidationGenerationsLogger
 from verl.workers.rewards.scoring import FAILURE_COLUMN, failure_score_of, sampled_mask
@@ -43,7 +44,7 @@ class ValidationSamples:
 
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
-    truths: list[Any] = field(default_factory=list)
+    truths: list[Json] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     uids: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -123,7 +124,7 @@ class ValidationSamples:
         return columns
 
     @property
-    def dumped(self) -> dict[str, Any]:
+    def dumped(self) -> Dump:
         """The samples as ``dump_generations`` takes them."""
         return {
             "inputs": self.inputs,

@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch.utils.data import Dataset, Sampler, SequentialSampler
@@ -15,6 +15,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_extern_type
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def load_class(node: Node | None, key: str, base: type, names: tuple[str, str]) -> type | None:
@@ -105,7 +106,21 @@ def create_rl_sampler(data_config: Node, dataset: Dataset[Any] | Sized) -> Sampl
     return FileOrderSampler(dataset)
 
 
-def has_state(learner: Any) -> bool:
+class SavedState(Protocol):
+    """What an object has saved of itself, which it alone reads."""
+
+
+class HasState(Protocol):
+    """An object that can save and restore its state."""
+
+    def state_dict(self) -> SavedState:
+        """Return the state."""
+
+    def load_state_dict(self, state: SavedState) -> None:
+        """Continue from a state."""
+
+
+def has_state(learner: T) -> TypeGuard[HasState]:
     """Whether an object can save and restore its state."""
     return hasattr(learner, "state_dict") and hasattr(learner, "load_state_dict")
 
