@@ -82,6 +82,7 @@ class Rows:
         self.blocks = tuple(blocks)
         self.block = block
         self.row = row
+        # What was made of these rows, for the next column. Weak, because whoever holds rows keeps their blocks alive.
         self._made: weakref.WeakValueDictionary[Hashable, Rows] = weakref.WeakValueDictionary()
         self._parts: Sequence[weakref.ref[Rows]] = ()
 
