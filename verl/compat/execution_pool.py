@@ -13,6 +13,7 @@ import ray
 from ray.actor import ActorHandle
 
 from verl.errors import UnsupportedInput
+from verl.utils.failures import only_warning
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,9 +77,8 @@ class ExecutionWorker:
         if limit is not None:
             ray.get(limit.acquire.remote())
         try:
-            return fn(*fn_args, **fn_kwargs)
-        except Exception as error:  # of the tool: callers take None for no result
-            logger.warning("a function of the pool has raised %s: %s", type(error).__name__, error)
+            with only_warning(logger, "a function of the pool has failed"):  # callers take None for no result
+                return fn(*fn_args, **fn_kwargs)
             return None
         finally:
             if limit is not None:

@@ -3,7 +3,7 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from verl.errors import CheckpointError
 from verl.utils.checkpoint import files
 from verl.utils.checkpoint.files import HF_FOLDER as HF_FOLDER
 from verl.utils.checkpoint.fsdp_checkpoint_manager import PREFIXED_KEY
+from verl.utils.failures import replacing_errors
 from verl.utils.json_types import JsonObject
 from verl.workers.engine.weights import DTYPES
 
@@ -120,16 +121,14 @@ class BaseMerger(ABC):
         found = sorted({str(path.parent) for path in layouts})
         return f"{expected}; use one of {', '.join(found)}" if found else expected
 
-    @contextmanager
-    def using_config(self) -> Iterator[None]:
+    def using_config(self) -> AbstractContextManager[None]:
         """Name the model's configuration in whatever its code raises."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:  # remote code of a model may raise anything
+
+        def named(error: Exception) -> CheckpointError:
             reason = one_line(str(error) if isinstance(error, ValueError | OSError) else repr(error))
-            raise CheckpointError(f"{self.folder / HF_FOLDER} holds no valid model configuration: {reason}") from error
+            return CheckpointError(f"{self.folder / HF_FOLDER} holds no valid model configuration: {reason}")
+
+        return replacing_errors(named, passes=(CheckpointError,))
 
     def _load_config(self) -> "PretrainedConfig":
         """Return the model configuration of the checkpoint, with the tie that the options ask for."""

@@ -717,12 +717,12 @@ def concat_entries(parts: Sequence[dict[str, Value]], join: Callable[[str, list[
     return {key: join(key, [part[key] for part in parts]) for key in keys}
 
 
-def _merge_meta_info(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _merge_meta_info(parts: Sequence[MetaInfo]) -> MetaInfo:
     """Merge dicts; the values of ``metrics`` become one dict of lists.
 
     Raises: ValueError, which is also an AssertionError, when another key holds different values.
     """
-    merged: dict[str, Any] = {}
+    merged: MetaInfo = {}
     metrics: list[Mapping[str, Any]] = []
     for number, part in enumerate(parts):
         for key, value in part.items():

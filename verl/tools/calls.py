@@ -89,11 +89,11 @@ async def answer_of(made: Awaitable[T], what: str) -> T:
         raise ToolMethodError(f"{what} returned {type(made).__name__} at once: write it as async def")
     try:
         return await made
-    except (Exception, asyncio.CancelledError):  # passed on unchanged; only an exit is turned into an error
-        raise
     except SystemExit as error:
         raise ToolError(f"the tool has called exit({error.code!r}).") from error
-    except BaseException as error:  # KeyboardInterrupt, or a panic of Rust code
+    except BaseException as error:  # KeyboardInterrupt, or a panic of Rust code; the others are passed on unchanged
+        if isinstance(error, Exception | asyncio.CancelledError):
+            raise
         raise ToolError(f"{type(error).__name__}: {error}") from error
 
 

@@ -12,6 +12,7 @@ from verl.errors import WrongInput
 from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.calls import BadArguments, ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.failures import replacing_errors
 from verl.utils.import_utils import load_extern_type, python_file
 from verl.utils.json_types import Json, JsonObject
 
@@ -27,10 +28,11 @@ class FunctionTool(BaseTool):
     def __init__(self, function: Callable[..., Any], where: str) -> None:
         from transformers.utils.chat_template_utils import get_json_schema
 
-        try:
+        def named(error: Exception) -> WrongInput:
+            return WrongInput(f"{where}: {function.__name__}: {one_line(str(error))}: {_WANTED}")
+
+        with replacing_errors(named):  # the library has a class of errors for each fault of a docstring
             schema = OpenAIFunctionToolSchema.model_validate(get_json_schema(function))
-        except Exception as error:  # the library has a class of errors for each fault of a docstring
-            raise WrongInput(f"{where}: {function.__name__}: {one_line(str(error))}: {_WANTED}") from error
         super().__init__({}, schema)
         self.function = function
 
@@ -43,13 +45,11 @@ class FunctionTool(BaseTool):
             inspect.signature(self.function).bind(**parameters)
         except TypeError as error:
             raise BadArguments(f"{error}.") from error
-        try:
+        with replacing_errors(lambda error: ToolError(f"{type(error).__name__}: {error}")):
             if inspect.iscoroutinefunction(self.function):
                 result = await self.function(**parameters)
             else:
                 result = await asyncio.to_thread(self.function, **parameters)
-        except Exception as error:  # the function is the user's
-            raise ToolError(f"{type(error).__name__}: {error}") from error
         return ToolResponse(text=str(result)), 0.0, {}
 
 

@@ -25,6 +25,7 @@ from verl.trainer.run import prestart
 from verl.trainer.run.clock import CLOCK
 from verl.trainer.run.display import LocalDisplay, Terminal, attach_to_launch
 from verl.trainer.run.variables import MEGATRON_ENV_VARS
+from verl.utils.failures import on_failure
 from verl.utils.import_utils import import_external_libs, lazy_exports
 from verl.utils.json_types import JsonObject
 from verl.utils.masking import masked
@@ -128,12 +129,9 @@ def _run_in_actor(
     if not isinstance(runner_class, ray.actor.ActorClass):
         runner_class = ray.remote(num_cpus=0 if run_config.trainer.device == "cpu" else 1)(runner_class)
     runner = cast("Actor", runner_class.options(**_controller_options(run_config)).remote())
-    try:
+    with on_failure(lambda error: ray.kill(runner)):  # type: ignore[arg-type]  # a handle, see `Actor`
         runner.__ray_call__.remote(attach_to_launch, terminal.name, CLOCK.moments, watch.activity_path)
         terminal.watch(runner.run.remote(config), watch)
-    except BaseException:  # also when nobody waits for the runner any more
-        ray.kill(runner)  # type: ignore[arg-type]  # a handle, see `Actor`
-        raise
 
 
 def _controller_options(run_config: RunConfig) -> JsonObject:
@@ -271,13 +269,14 @@ class TaskRunner:
 
         The worker processes start and import their modules while this one loads tokenizer and data.
         """
+        from verl.trainer.config.keys import tree_of
         from verl.trainer.ppo.profiling import absolute_save_paths
         from verl.trainer.ppo.resources import start_workers_early
 
         CLOCK.mark("task_runner")
         OmegaConf.resolve(config)
         absolute_save_paths(config)
-        logger.info("configuration:\n%s", OmegaConf.to_yaml(OmegaConf.create(masked(OmegaConf.to_container(config)))))
+        logger.info("configuration:\n%s", OmegaConf.to_yaml(OmegaConf.create(masked(tree_of(config, resolve=False)))))
         actor_rollout_cls, ray_worker_group_cls = self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)

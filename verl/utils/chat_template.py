@@ -45,7 +45,7 @@ class HasChatTemplate(Protocol):
         """Return a conversation as text or tokens."""
 
 
-def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Mapping[str, Json]) -> str:
+def render_chat(templater: HasChatTemplate, messages: Sequence[Mapping[str, Json]], options: Mapping[str, Json]) -> str:
     """Return the text of a chat; ``options`` go to ``apply_chat_template``.
 
     Raises: ChatTemplateTimeout after ``RENDER_TIMEOUT_S``; ChatTemplateOutput for a text that is far longer than the
@@ -66,7 +66,7 @@ def render_chat(templater: HasChatTemplate, messages: Sequence[Any], options: Ma
     return text
 
 
-def check_awaits_turn(messages: Sequence[Any]) -> None:
+def check_awaits_turn(messages: Sequence[Mapping[str, Json]]) -> None:
     """Reject a chat that a generation prompt is to follow, if its last message is an assistant's.
 
     Raises: WrongInput.
@@ -107,11 +107,9 @@ def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str |
         try:
             output, _ = process.communicate(template.encode("utf-8", "replace"), START_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
             return f"does not end within {START_TIMEOUT_S:g} s"
-        except BaseException:  # a time limit or Ctrl-C too
+        finally:  # a time limit or Ctrl-C too
             process.kill()
-            raise
     lines = [json.loads(line) for line in output.splitlines()]
     faults = [text for kind, text in lines if kind == template_trial.FAULT]
     chats = [text for kind, text in lines if kind == template_trial.CHAT]

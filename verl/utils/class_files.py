@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.base_config import BaseConfig, config_error, nearest, one_line, parse_node
 from verl.errors import WrongInput
+from verl.utils.failures import replacing_errors
 from verl.utils.import_utils import absolute_name, is_own
 from verl.utils.json_types import Json, JsonObject
 from verl.utils.parsing import parse_yaml
@@ -115,13 +116,15 @@ def build(item: ClassItem, make: Callable[[], T]) -> T:
 
     Raises: WrongInput naming the item, whatever the class raises.
     """
-    try:
-        return make()
-    except WrongInput as error:
-        raise WrongInput(f"{item.where}: {error}") from error
-    except Exception as error:  # a class of the user may raise anything
+
+    def named(error: Exception) -> WrongInput:
+        if isinstance(error, WrongInput):
+            return WrongInput(f"{item.where}: {error}")
         cause = one_line(error_text(error))
-        raise WrongInput(f"{item.where}: {item.class_name} cannot be made ({cause}): correct config") from error
+        return WrongInput(f"{item.where}: {item.class_name} cannot be made ({cause}): correct config")
+
+    with replacing_errors(named):
+        return make()
 
 
 def read_options(owner: object, config: Mapping[str, Json], options: type[Options]) -> Options:

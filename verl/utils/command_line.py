@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from verl.utils.terminal_text import as_typed, escape_in_terminal, locale_problem
 
@@ -10,7 +11,9 @@ from verl.utils.terminal_text import as_typed, escape_in_terminal, locale_proble
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage of the command."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]  # typeshed has a signature for each class of namespace
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Refuse arguments that the locale cannot read, and parse the others."""
         escape_in_terminal()
         words = sys.argv[1:] if args is None else args

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from verl.errors import ExternalModuleError, MissingFile, MissingName, UserImportError, WrongInput
+from verl.utils.failures import on_failure
 from verl.utils.process.time_limit import import_within_limit
 
 _HOW_TO_IMPORT = "correct it, or install what it imports"
@@ -180,12 +181,10 @@ def _load_file(path: Path, source: bytes | None = None) -> ModuleType:
     if source is not None:
         run = partial(_execute, source, module, path)
     try:
-        import_within_limit(run)
-    except BaseException as error:  # a module may raise anything, also SystemExit
-        del sys.modules[name]
-        if isinstance(error, RuntimeError):
-            raise UserImportError(f"cannot execute {str(path)!r}: {error}: {_HOW_TO_IMPORT}") from error.__cause__
-        raise
+        with on_failure(lambda error: sys.modules.__delitem__(name)):
+            import_within_limit(run)
+    except RuntimeError as error:
+        raise UserImportError(f"cannot execute {str(path)!r}: {error}: {_HOW_TO_IMPORT}") from error.__cause__
     return module
 
 

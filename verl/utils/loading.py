@@ -15,14 +15,16 @@ import pickletools
 import types
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from verl.errors import CheckpointError, UntrustedClassError
 from verl.utils.checkpoint.files import StrPath
+from verl.utils.failures import replacing_errors
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 State = dict[str, Any]
@@ -91,16 +93,14 @@ def untrusted(path: StrPath, names: Iterable[str]) -> UntrustedClassError:
     )
 
 
-@contextmanager
-def naming(source: StrPath | BinaryIO) -> Iterator[None]:
+def naming(source: StrPath | BinaryIO) -> AbstractContextManager[None]:
     """Raise a CheckpointError that names the file, whatever the reading of it raises."""
-    try:
-        yield
-    except (CheckpointError, FileNotFoundError):
-        raise
-    except Exception as error:  # unpickling raises errors of any class
-        name = os.fspath(source) if isinstance(source, str | os.PathLike) else "the part of a file"
-        raise CheckpointError(f"{name} cannot be read ({type(error).__name__}: {error})") from error
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else "the part of a file"
+
+    def named(error: Exception) -> CheckpointError:
+        return CheckpointError(f"{name} cannot be read ({type(error).__name__}: {error})")
+
+    return replacing_errors(named, passes=(CheckpointError, FileNotFoundError))
 
 
 def _import(full: str) -> Any:
@@ -291,7 +291,7 @@ def _bytearray(*content: Any) -> bytearray:
     return bytearray(*content)
 
 
-def _dtype(name: str, *flags: bool) -> Any:
+def _dtype(name: str, *flags: bool) -> "np.dtype":
     """Return a dtype of numbers, text or objects. Raises: ValueError for others, such as records and times."""
     import numpy as np
 
@@ -301,7 +301,7 @@ def _dtype(name: str, *flags: bool) -> Any:
     return dtype
 
 
-def _array(kind: object, shape: tuple[int, ...], dtype: bytes) -> Any:
+def _array(kind: object, shape: tuple[int, ...], dtype: bytes) -> "np.ndarray":
     """Make the empty array that its state fills. Raises: ValueError for another one."""
     import numpy as np
 

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 from verl.utils import envs
+from verl.utils.json_types import Json
 
 MASK = "***"
 ENVIRONMENT = "env_vars"
@@ -56,7 +57,15 @@ class MaskedError(Exception):
         super().__init__(masked_text(message))
 
 
-def masked(tree: Any, key: str = "", in_environment: bool = False) -> Any:
+@overload
+def masked(tree: Mapping[str, Json], key: str = "", in_environment: bool = False) -> dict[str, Json]: ...
+
+
+@overload
+def masked(tree: Json, key: str = "", in_environment: bool = False) -> Json: ...
+
+
+def masked(tree: Json, key: str = "", in_environment: bool = False) -> Json:
     """Return a copy of plain mappings and lists without secrets; ``key`` is the dotted key of the tree.
 
     ``***`` takes the place of secrets, and ``${oc.env:NAME}`` that of the value of a secret variable of this process.
@@ -80,7 +89,7 @@ class _Hider:
         }
         self.variables = sorted(found.items(), key=lambda item: len(item[0]), reverse=True)
 
-    def masked(self, tree: Any, key: str, in_environment: bool) -> Any:
+    def masked(self, tree: Json, key: str, in_environment: bool) -> Json:
         if isinstance(tree, Mapping):
             inside = in_environment or key == ENVIRONMENT
             return {name: self.masked(value, str(name), inside) for name, value in tree.items()}

@@ -7,6 +7,7 @@ from torch import nn
 
 from verl.utils.device import get_device_id
 from verl.utils.import_utils import lazy_exports
+from verl.utils.json_types import JsonObject
 from verl.utils.megatron import cpu_support
 from verl.utils.megatron.ranks import AXES
 
@@ -68,7 +69,7 @@ def get_model(
     model_provider_func: Callable[..., nn.Module],
     wrap_with_ddp: bool = True,
     use_distributed_optimizer: bool = True,
-    override_ddp_config: dict[str, Any] | None = None,
+    override_ddp_config: JsonObject | None = None,
 ) -> list[nn.Module]:
     """Build the chunks of this rank on the device, with gradient buffers unless ``wrap_with_ddp`` is false.
 
@@ -81,7 +82,7 @@ def get_model(
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     chunks = []
     for stage in range(virtual or 1):
-        at: dict[str, Any] = {} if virtual is None else {"ignore_virtual": False, "vp_stage": stage}
+        at: dict[str, int] = {} if virtual is None else {"ignore_virtual": False, "vp_stage": stage}
         chunk = model_provider_func(
             pre_process=parallel_state.is_pipeline_first_stage(**at),
             post_process=parallel_state.is_pipeline_last_stage(**at),

@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, SimpleNamespace
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex, TypeGuard, TypeVar, cast
 
 import numpy as np
 
 from verl.errors import ContractError
 from verl.utils import envs
+from verl.utils.failures import settle
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,12 +79,12 @@ def deep_equal(a: Any, b: Any, _seen: frozenset[tuple[int, int]] = frozenset()) 
     return bool(a == b)
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: Any) -> "TypeGuard[Tensor]":
     torch = sys.modules.get("torch")  # no tensor exists before torch is imported
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def tensors_equal(a: Any, b: Any) -> bool:
+def tensors_equal(a: "Tensor", b: "Tensor") -> bool:
     """Compare two tensors on any devices by dtype, shape and element; NaN equals NaN."""
     if a.dtype != b.dtype or a.layout != b.layout or a.is_nested != b.is_nested:
         return False
@@ -96,7 +100,7 @@ def tensors_equal(a: Any, b: Any) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def object_array(values: Sequence[Any]) -> np.ndarray:
+def object_array(values: Sequence[T]) -> np.ndarray:
     """Return a one-dim array of objects; lists of equal length stay lists."""
     return np.fromiter(values, dtype=object, count=len(values))
 
@@ -113,7 +117,7 @@ def union_two_dict(dict1: dict[str, T], dict2: dict[str, T]) -> dict[str, T]:
     return dict1
 
 
-def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any], prefix: str = "") -> None:
+def append_to_dict(data: dict[str, list[T]], new_data: Mapping[str, T | list[T]], prefix: str = "") -> None:
     """Append every value, or extend by every list, under its prefixed key."""
     for key, value in new_data.items():
         target = data.setdefault(f"{prefix}{key}", [])
@@ -135,14 +139,7 @@ def _call_with_signal(seconds: float, call: Callable[[], T], message: str) -> T:
 
 def _call_with_thread(seconds: float, call: Callable[[], T], message: str) -> T:
     outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # raised again in the caller's thread
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=settle, args=(outcome, call), daemon=True).start()
     if not wait([outcome], timeout=seconds).done:
         raise TimeoutError(message)
     return outcome.result()
@@ -203,8 +200,8 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
     _registry: "dict[str, DynamicEnum]" = {}
     _next_value: int = 0
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         cls._registry = {}
         cls._next_value = 0
 
@@ -215,7 +212,7 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
     def __repr__(self) -> str:
         return f"<{type(self).__name__}.{self.name}: {self.value}>"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> "tuple[Callable[[str], DynamicEnum | None], tuple[str]]":
         return type(self).from_name, (self.name,)
 
     @classmethod

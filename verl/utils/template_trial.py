@@ -11,11 +11,17 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+if TYPE_CHECKING:
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+    from verl.utils.json_types import Json, JsonObject
 
 MEMORY_BYTES = 2**30
 LONGEST_TEXT = 2**20
@@ -26,7 +32,7 @@ FAULT = "fault"
 CHAT = "chat"
 
 _LINE = "The quick brown fox jumps over the lazy dog. "
-_TOOL = {
+_TOOL: "JsonObject" = {
     "type": "function",
     "function": {
         "name": "search",
@@ -68,14 +74,14 @@ def _try(template: str) -> None:
         _render(environment, template, chat)
 
 
-def _chats() -> Iterator[tuple[str, dict[str, Any]]]:
+def _chats() -> "Iterator[tuple[str, JsonObject]]":
     yield "a chat of one message", {"messages": [{"role": "user", "content": "1 + 1 = ?"}]}
     talk = [{"role": role, "content": _LINE * 100} for role in ("user", "assistant", "user")]
     yield "a chat of three messages", {"messages": talk}
     yield "a chat of three messages and a tool", {"messages": talk, "tools": [_TOOL]}
 
 
-def _render(environment: jinja2.Environment, template: str, chat: dict[str, Any]) -> None:
+def _render(environment: jinja2.Environment, template: str, chat: "JsonObject") -> None:
     """Render a chat; an error that the template raises is no problem, since it may refuse the chat."""
     longest = longest_text(len(json.dumps(chat)))
     size = 0
@@ -107,13 +113,13 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: Any) -> Any:
+    def parse(self, parser: "Parser") -> "list[Node]":
         """Return the content between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+def _as_json(value: "Json", ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ __getattr__ = lazy_exports(__name__, dict.fromkeys(_FOR_FORKS, "verl.compat.tens
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Indices = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 
 
@@ -58,7 +59,7 @@ def get_tensordict(
     both = tensor_dict.keys() & shared.keys()
     if both:
         raise ContractError(f"keys {sorted(both)} are given both per row and for all rows")
-    entries: dict[str, Any] = {}
+    entries: dict[str, Tensor | NonTensorStack] = {}
     sizes: dict[str, int] = {}
     for key, value in tensor_dict.items():
         if isinstance(value, list):
@@ -278,8 +279,8 @@ def pop(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
     missing = [key for key in wanted if key not in tensordict.keys()]
     if missing:
         raise KeyError(f"keys {missing} are not in the batch; it has {sorted(tensordict.keys())}")
-    rows: dict[str, Any] = {}
-    shared: dict[str, Any] = {}
+    rows: dict[str, Tensor | list[Any]] = {}
+    shared: dict[str, NonTensorData] = {}
     for key in wanted:
         value = tensordict.get(key)
         tensordict.del_(key)

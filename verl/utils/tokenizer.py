@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.errors import TokenizerNotFoundError
+from verl.utils.failures import replacing_errors
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +74,14 @@ def hf_tokenizer(
         raise TokenizerNotFoundError(
             f"model path {name_or_path!r} is not a folder: give a folder that save_pretrained wrote, or a hub id"
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
-    except Exception as error:  # the libraries raise many kinds for garbage in its files, TypeError for instance
-        raise TokenizerNotFoundError(
+
+    def named(error: Exception) -> TokenizerNotFoundError:
+        return TokenizerNotFoundError(
             f"cannot load a tokenizer from {name_or_path!r}: {error}: correct its files, or copy the tokenizer again"
-        ) from error
+        )
+
+    with replacing_errors(named):  # the libraries raise many kinds for garbage in its files, TypeError for instance
+        tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
     if correct_pad_token and tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise TokenizerNotFoundError(

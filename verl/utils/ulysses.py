@@ -6,13 +6,15 @@ slices of the sequence for slices of the heads, and another one after attention 
 Source: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from verl.utils.numerics.autograd import Kept
 
 _GROUP: ProcessGroup | None = None
 
@@ -71,19 +73,30 @@ def _exchange(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup)
     return torch.cat(received.unbind(0), dim=gather_dim)
 
 
+class _KeptOfExchange(Kept, Protocol):
+    dims: tuple[int, int]
+    group: ProcessGroup
+
+
 class _AllToAll(torch.autograd.Function):
     """An exchange of two dims; the backward pass is the opposite exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _KeptOfExchange, x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
         ctx.dims = (scatter_dim, gather_dim)
         ctx.group = group
         return _exchange(x, scatter_dim, gather_dim, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _KeptOfExchange, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scatter_dim, gather_dim = ctx.dims
         return _exchange(grads[0], gather_dim, scatter_dim, ctx.group), None, None, None
+
+
+class _KeptOfGather(Kept, Protocol):
+    rank: int
+    dim: int
+    length: int
 
 
 class _AllGather(torch.autograd.Function):
@@ -94,7 +107,7 @@ class _AllGather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _KeptOfGather, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.rank = dist.get_rank(group)
         ctx.dim = dim
         ctx.length = x.shape[dim]
@@ -104,7 +117,7 @@ class _AllGather(torch.autograd.Function):
         return torch.cat(parts, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _KeptOfGather, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0].narrow(ctx.dim, ctx.rank * ctx.length, ctx.length), None, None
 
 

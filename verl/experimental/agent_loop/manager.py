@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.actor import Actor
 from verl.single_controller.base.manager import Manager
+from verl.utils.failures import on_failure
 from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine
 from verl.utils.py_functional import object_array
@@ -181,7 +183,7 @@ class AgentLoopManager(Manager):
         if trains_meanwhile:
             assert self.servers is not None, "only standalone servers generate while the trainer trains"
             pending.planned_version = self.worker_group.trained_version()[0]
-        with self._accounted(prompts):
+        with on_failure(partial(self._keep_account, prompts)):
             self._start_loops(pending)
         if trains_meanwhile and self.servers is not None:
             pending.watch = ServerWatch(self.servers, None)
@@ -194,7 +196,7 @@ class AgentLoopManager(Manager):
         the trainer's, if the trainer went on meanwhile; None where no server says.
         """
         prompts = pending.prompts
-        with self._accounted(prompts):
+        with on_failure(partial(self._keep_account, prompts)):
             if pending.watch is not None:
                 pending.watch.stop()
                 if pending.watch.failures:  # all servers are ended
@@ -238,14 +240,9 @@ class AgentLoopManager(Manager):
         report: DataProto = self.worker_group.generation_report(seconds, lengths, oldest, planned_version)[0]
         return report
 
-    @contextmanager
-    def _accounted(self, prompts: DataProto) -> Iterator[None]:
+    def _keep_account(self, prompts: DataProto, error: BaseException) -> None:
         """Keep the account of the attempts of a batch that an error ends."""
-        try:
-            yield
-        except Exception as error:  # the account is kept whatever ends the batch
-            self._attempts += _account_of(prompts, error)
-            raise
+        self._attempts += _account_of(prompts, error)
 
     def take_attempts(self) -> list[AttemptLine]:
         """Return the account of all attempts since the last call of this method."""

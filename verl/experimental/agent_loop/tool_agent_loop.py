@@ -30,6 +30,7 @@ from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import tools_of
 from verl.utils.chat import ChatFormat, ControlTexts, Difference, Restarted, uncut, whole_differences
 from verl.utils.dataset.vision_utils import MediaError
+from verl.utils.failures import replacing_errors
 from verl.utils.json_types import Json, JsonObject
 from verl.workers.rollout.server import FULL
 
@@ -532,13 +533,13 @@ class ToolAgentLoop(AgentLoopBase):
         Raises: ValueError naming the tool.
         """
         made = self.parts.tools[tool].calc_reward(instance_id, **kwargs)
-        try:
+
+        def named(error: Exception) -> ValueError:
+            return ValueError(f"calc_reward of the tool {tool} failed: {type(error).__name__}: {error}")
+
+        with replacing_errors(named, passes=(ToolMethodError,)):
             given = await asyncio.wait_for(answer_of(made, f"calc_reward of {tool}"), self.tool_timeout_s)
             reward = float(given)
-        except ToolMethodError:
-            raise
-        except Exception as error:  # a tool of the user may raise anything
-            raise ValueError(f"calc_reward of the tool {tool} failed: {type(error).__name__}: {error}") from error
         if not math.isfinite(reward):
             raise ValueError(f"calc_reward of the tool {tool} returned {reward}, which is no finite number")
         return reward

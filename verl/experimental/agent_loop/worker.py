@@ -38,6 +38,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import BY_REFERENCE, by_reference, fetched
 from verl.single_controller.base.actor import Actor
 from verl.utils import envs
+from verl.utils.failures import only_warning, replacing_errors
 from verl.utils.import_utils import import_external_libs
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import RolloutTraceConfig
@@ -104,10 +105,8 @@ class AgentLoopWorkerBase:
         for name in dict.fromkeys([self.rollout_config.default_loop] if names is None else names):
             if name in self._prepared:
                 continue
-            try:
+            with replacing_errors(partial(_not_built, name)):
                 self._build(name, self.server_manager)
-            except Exception as error:  # classes of users may raise anything
-                raise WrongInput(f"agent loop {name} cannot be built: {type(error).__name__}: {error}") from error
             self._prepared.add(name)
         if names is None:  # an actor starts: what is here now stays, and the collector need not look at it again
             gc.collect()
@@ -289,11 +288,13 @@ def own(value: Any) -> Any:
     return value
 
 
+def _not_built(name: str, error: Exception) -> WrongInput:
+    return WrongInput(f"agent loop {name} cannot be built: {type(error).__name__}: {error}")
+
+
 def _flush_traces() -> None:
-    try:
+    with only_warning(logger, "rollout.trace: some traces were not sent"):
         RolloutTraceConfig.flush()
-    except Exception as error:  # each library raises its own
-        logger.warning("rollout.trace: some traces were not sent: %s: %s", type(error).__name__, error)
 
 
 class AgentLoopWorker(AgentLoopWorkerBase):

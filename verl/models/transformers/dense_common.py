@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from verl.utils.failures import replacing_errors
 from verl.utils.kernel.linear_cross_entropy import linear_log_probs_and_entropy
 from verl.utils.kernel.rows import HeadFormula
 from verl.utils.model import CausalLMOutputForPPO
@@ -161,11 +162,9 @@ def _formula_of(model: "PreTrainedModel", head_name: str) -> HeadFormula:
     """Measure scale and soft cap: run the model's forward with known hidden states and logits."""
     hidden = torch.arange(12.0).view(1, 3, 4)
     logits = torch.tensor(_PROBES).view(1, 1, -1)
-    try:
+    with replacing_errors(lambda error: ValueError(f"{_unknown(model)} ({type(error).__name__}: {error})")):
         output, seen = own_forward(model, head_name, hidden, logits, logits_to_keep=torch.tensor([1]))
         found = output.logits
-    except Exception as error:  # model code raises arbitrary classes
-        raise ValueError(f"{_unknown(model)} ({type(error).__name__}: {error})") from error
     found = found.flatten().tolist()
     if not seen or not torch.equal(seen[0], hidden[:, 1:2]) or len(found) != len(_PROBES):
         raise ValueError(_unknown(model))

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar, Unpack
 
 from pydantic import ValidationError
@@ -14,6 +16,7 @@ from verl.tools.mcp_base_tool import MCPBaseTool, McpToolConfig
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.tools.utils.mcp_client import McpError, McpLimits, McpServer, read_servers, require_mcp
 from verl.utils.class_files import ClassItem, build, import_class, read_class_items, read_options
+from verl.utils.failures import settle
 from verl.utils.json_types import Json, JsonObject
 
 T = TypeVar("T")
@@ -180,18 +183,7 @@ async def _list_tools(servers: list[McpServer]) -> list[tuple[McpServer, OpenAIF
 
 def _run_apart(work: Coroutine[None, None, T]) -> T:
     """Run a coroutine in a thread, since the caller may be inside an event loop itself."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(work))
-        except BaseException as error:  # the caller's thread raises it
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="list-tools")
+    outcome: Future[T] = Future()
+    thread = threading.Thread(target=settle, args=(outcome, partial(asyncio.run, work)), name="list-tools")
     thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return outcome.result()

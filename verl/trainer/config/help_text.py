@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -15,12 +14,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.base_config import BaseConfig, NodeReader, as_yaml, described_field
+from verl.base_config import BaseConfig, FieldHelp, NodeReader, as_yaml, described_field
 from verl.trainer.config.keys import ABSENT, Absent, dotted_keys, optional_keys, select, tree_of
 from verl.trainer.config.other_versions import row_of
 from verl.trainer.config.overrides import folders
 from verl.trainer.config.problems import leave_refused
-from verl.trainer.config.run_config import parse_tree
+from verl.trainer.config.run_config import RunConfig, parse_tree
 from verl.trainer.config.sft import SFTConfig
 from verl.trainer.config.unread_keys import nearest_text
 from verl.utils.json_types import Json
@@ -114,7 +113,7 @@ def key_help(key: str, config: DictConfig, config_name: str, folder: str) -> str
     return "\n".join([f"{key}: {comments.get(key, 'a node')}\n", *entries])
 
 
-def _typed(tree: Mapping[str, Json], config: DictConfig) -> Any:
+def _typed(tree: Mapping[str, Json], config: DictConfig) -> RunConfig | BaseConfig | None:
     """Return the tree as dataclasses, where the command has some."""
     try:
         resolved: Mapping[str, Json] = tree_of(config)
@@ -125,7 +124,7 @@ def _typed(tree: Mapping[str, Json], config: DictConfig) -> Any:
     return NodeReader().build(resolved, "", SFTConfig) if "engine" in tree else None
 
 
-def _entry(key: str, value: Json | Absent, comments: Mapping[str, str], run: Any) -> str:
+def _entry(key: str, value: Json | Absent, comments: Mapping[str, str], run: RunConfig | BaseConfig | None) -> str:
     """Return the paragraph of one key."""
     found = _field(key, run)
     meaning = comments.get(key) or (found.meaning if found else "") or "no comment in the YAML"
@@ -144,7 +143,7 @@ def _entry(key: str, value: Json | Absent, comments: Mapping[str, str], run: Any
     return "\n".join([key, text, *lines, ""])
 
 
-def _field(key: str, run: Any) -> Any:
+def _field(key: str, run: RunConfig | BaseConfig | None) -> FieldHelp | None:
     node, _, name = key.rpartition(".")
     for each in node.split(".") if node else ():
         run = getattr(run, each, None)

@@ -18,7 +18,7 @@ from verl.base_config import (
     matches,
     setting,
 )
-from verl.trainer.config.keys import dotted_keys, select
+from verl.trainer.config.keys import dotted_keys, select, tree_of
 from verl.trainer.config.rules import remote_code
 from verl.trainer.config.rules.files import (
     RUN_FOLDERS,
@@ -191,7 +191,7 @@ def examined_sft_config(
     Raises: with ``stops_at_types`` ConfigError if it has values of the wrong type, with everything that is wrong in the
         tree.
     """
-    tree: Any = OmegaConf.to_container(as_engine_tree(config), resolve=True)
+    tree = tree_of(as_engine_tree(config))
     reader = NodeReader()
     run: SFTConfig = reader.build(tree, "", SFTConfig)
     violations = list(_violations(config, tree, run, reader.violations, world_size))
@@ -204,7 +204,7 @@ def _violations(
     config: DictConfig, tree: Mapping[str, Any], run: SFTConfig, wrong: list[Violation], world_size: int
 ) -> Iterator[Violation]:
     """Yield the violations of ``config``; ``run`` is its engine ``tree`` with types, ``wrong`` what typing refused."""
-    raw: Any = OmegaConf.to_container(config, resolve=False)
+    raw = tree_of(config, resolve=False)
     missing = [Violation(key, "???", "is missing") for key in dotted_keys(raw) if select(raw, key) == "???"]
     yield from missing
     backwards = {} if "engine" in config else {new: old for old, new in MOVED.items()}

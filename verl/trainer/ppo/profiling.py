@@ -13,6 +13,7 @@ from verl.base_config import ConfigError, Violation
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.state import RunState, Timing
+from verl.utils.failures import only_warning
 from verl.utils.profiler import ProfilerConfig, marked_timer
 from verl.utils.profiler.captures import save_folder
 from verl.utils.profiler.results import keep_files, missing_files
@@ -158,10 +159,9 @@ def end_profiling(state: RunState) -> None:
         if group.ended:
             continue
         group.call_timeout_s = min(group.call_timeout_s, STOP_TIMEOUT_S)
-        try:
+        text = "the profile of a worker group could not be written"
+        with only_warning(logger, text, trace=True):  # it must not hide the error that ended the run
             group.stop_profile()
-        except Exception:  # whatever it is, it must not hide the error that ended the run
-            logger.warning("the profile of a worker group could not be written", exc_info=True)
 
 
 def dump_memory(tool: str | None, steps: Collection[int] | None, step: int, actor: RayWorkerGroup) -> None:

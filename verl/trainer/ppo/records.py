@@ -31,6 +31,7 @@ from verl.trainer.ppo.segments import SEGMENTS_COLUMN, earlier_segments, per_tra
 from verl.trainer.ppo.shaping import vetoed_rows
 from verl.trainer.ppo.state import Metrics
 from verl.trainer.run.output import RankReport, take_digests, take_parts
+from verl.utils.failures import only_warning
 from verl.utils.json_types import Json, JsonObject
 from verl.utils.observe.digest import column_digest, tensor_digest
 from verl.utils.observe.record import Details, LengthHistogram, Sample, SampleCall, SampleTurn, WorkerReport
@@ -399,19 +400,17 @@ def trace_batch(
 
     A backend that fails does not end the run: the rest of the batch is left out, with a warning.
     """
-    if RolloutTraceConfig.get_backend() is None:
+    backend = RolloutTraceConfig.get_backend()
+    if backend is None:
         return
     num_traced: dict[Hashable, int] = {}
-    try:
+    text = "rollout.trace.backend=%s did not take all traces of step %d; the run continues"
+    with only_warning(logger, text, backend, step):
         for row, (uid, score) in enumerate(zip(batch.non_tensor_batch["uid"], scores.tolist(), strict=True)):
             sample = num_traced.get(uid, 0)
             num_traced[uid] = sample + 1
             with rollout_trace_attr(sample_index=uid, step=step, rollout_n=sample, validate=validate):
                 _trace_row(batch, row, score, tokenizer)
-    except Exception as error:  # each tracing library raises its own classes
-        backend = RolloutTraceConfig.get_backend()
-        text = f"rollout.trace.backend={backend} did not take all traces of step {step}; the run continues"
-        logger.warning("%s: %s: %s", text, type(error).__name__, error)
 
 
 def _trace_row(batch: DataProto, row: int, score: float, tokenizer: PreTrainedTokenizerBase) -> None:

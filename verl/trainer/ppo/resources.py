@@ -22,6 +22,7 @@ from verl.trainer.ppo.profiling import nsys_group_options
 from verl.trainer.ppo.utils import Role, WorkerClass
 from verl.trainer.run.clock import CLOCK
 from verl.utils.device import get_device_name
+from verl.utils.failures import settle
 from verl.utils.json_types import Json, JsonObject
 
 logger = logging.getLogger(__name__)
@@ -217,13 +218,7 @@ class WorkerStart:
         self._total_training_steps = total_training_steps
         self._groups: Future[dict[str, RayWorkerGroup]] = Future()
         # A daemon, unlike the threads of an executor: if loading the data fails, nobody waits for the workers.
-        threading.Thread(target=self._run, args=(start,), name="worker-start", daemon=True).start()
-
-    def _run(self, start: Callable[[], dict[str, RayWorkerGroup]]) -> None:
-        try:
-            self._groups.set_result(start())
-        except BaseException as error:  # handed to the caller of result()
-            self._groups.set_exception(error)
+        threading.Thread(target=settle, args=(self._groups, start), name="worker-start", daemon=True).start()
 
     def result(self, config: DictConfig, total_training_steps: int) -> dict[str, RayWorkerGroup] | None:
         """Wait for the processes and return their worker groups, if they are those of this configuration.

@@ -14,6 +14,7 @@ from verl.trainer.config.keys import tree_of
 from verl.trainer.config.run_config import TrainerConfig
 from verl.trainer.config.sft import TrainerOptions
 from verl.trainer.run.display import DescribeStep, Progress
+from verl.utils.failures import only_warning
 from verl.utils.observe.attempts import AttemptsRecord
 from verl.utils.observe.console import get_console
 from verl.utils.observe.curves import draw_curves
@@ -92,15 +93,18 @@ class RunOutput:
     def close(self, curves: bool = False, report: bool = True) -> None:
         """Close the outputs; draw the ``curves`` of a policy that has finished training, and write the ``report``."""
         self.progress.close()
-        try:
+        with only_warning(logger, "rollout.trace: some traces were not sent"):  # the report is still to come
             RolloutTraceConfig.finish()
-        except Exception as error:  # each library raises its own, and the report is still to come
-            logger.warning("rollout.trace: some traces were not sent: %s: %s", type(error).__name__, error)
         self.tracking.finish()
         if not self.record.steps:
             return
         if self._finished_steps != MIN_STEPS:  # else it is said
             self._warn_if_nothing_is_trained()
+        # The run is saved; and if it has failed, the user must see that error and not one of the report.
+        with only_warning(logger, "cannot write the report", trace=True):
+            self._draw(curves, report)
+
+    def _draw(self, curves: bool, report: bool) -> None:
         try:
             if curves:
                 get_console().info("curves: %s", draw_curves(self.folder))
@@ -108,8 +112,6 @@ class RunOutput:
                 get_console().info("report: %s", write_report(self.folder))
         except ImportError as error:
             logger.warning("no curves and no report: %s; pip install matplotlib", error)
-        except Exception:  # the run is saved; and if it has failed, the user must see that error and not this one
-            logger.warning("cannot write the report", exc_info=True)
 
     def _warn_if_nothing_is_trained(self) -> None:
         try:
@@ -127,11 +129,9 @@ def log_generations(
 ) -> None:
     """Send validation samples to the trackers; a tracker that fails does not end the run."""
     for name in trackers:
-        try:
+        text = "trainer.logger: %r did not take the validation samples of step %d; the run continues"
+        with only_warning(logger, text, name, step):
             generations.log({name: trackers[name]} if isinstance(trackers, Mapping) else [name], rows, step)
-        except Exception as error:  # each library raises its own
-            text = f"trainer.logger: {name!r} did not take the validation samples of step {step}; the run continues"
-            logger.warning("%s: %s: %s", text, type(error).__name__, error)
 
 
 # ---- Prometheus, through Ray (``trainer.prometheus``)

@@ -6,7 +6,8 @@ The launching process does this, so nothing here imports torch.
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from operator import methodcaller
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from verl.trainer.config.run_config import RESUME_MODES, RunConfig
 from verl.utils.checkpoint import files, find_complete_checkpoints, get_checkpoint_tracker_filename, verify_checkpoint
 from verl.utils.checkpoint.model_fields import start_problem
 from verl.utils.dataset.config import order_problem
+from verl.utils.failures import on_failure, replacing_errors
 from verl.utils.loading import texts_in_state, untrusted, untrusted_classes
 from verl.workers.config import HFModelConfig
 from verl.workers.config.actor_critic import CheckpointConfig
@@ -171,28 +173,25 @@ def _problems(folder: Path, run: RunConfig) -> list[str]:
     return find_problems(folder, roles) or find_untrusted(folder, run) or find_misfits(folder, run)
 
 
-@contextmanager
-def restoring(path: Path) -> Iterator[None]:
+def restoring(path: Path) -> AbstractContextManager[None]:
     """Name the file in the error when a loader, sampler or data set cannot restore its content.
 
     Raises: WrongInput.
     """
-    try:
-        yield
-    except Exception as error:  # loaders, samplers and data sets of users raise anything
+
+    def named(error: Exception) -> WrongInput:
         reason = f"{type(error).__name__}: {error}"
-        raise WrongInput(f"{path} cannot be restored ({reason}): it is damaged or of other data. {ANOTHER}") from error
+        return WrongInput(f"{path} cannot be restored ({reason}): it is damaged or of other data. {ANOTHER}")
+
+    return replacing_errors(named)
 
 
 def batches_after(restored_from: Path, loader: Iterable[T]) -> Iterator[T]:
     """Yield the batches of a loader that goes on from the state in a file; name the file if it cannot."""
     with restoring(restored_from):
         batches = iter(loader)
-    try:
+    with on_failure(methodcaller("add_note", f"The place in the data is that of {restored_from}")):
         first = next(batches, None)
-    except Exception as error:  # of the data, or of the state
-        error.add_note(f"The place in the data is that of {restored_from}")
-        raise
     if first is not None:
         yield first
     yield from batches

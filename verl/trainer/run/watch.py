@@ -14,6 +14,7 @@ import ray
 
 from verl.errors import LostProcessError
 from verl.trainer.run.ending import Grace
+from verl.utils.failures import settle
 from verl.utils.observe.activity import ActivityFile
 from verl.utils.process.lifetime import WatchedProcess
 from verl.utils.temporary import RUN, TemporaryFolder, remove_folders_of_the_dead
@@ -91,17 +92,13 @@ class Watch:
         """
         outcome: Future[T] = Future()
 
-        def answer() -> None:
+        def talk_to_the_end() -> T:
             try:
-                try:
-                    result = talk()
-                finally:
-                    at_end()
-                outcome.set_result(result)
-            except BaseException as error:  # handed to the caller
-                outcome.set_exception(error)
+                return talk()
+            finally:
+                at_end()
 
-        thread = threading.Thread(target=answer, name="ray", daemon=True)
+        thread = threading.Thread(target=settle, args=(outcome, talk_to_the_end), name="ray", daemon=True)
         thread.start()
         try:
             loss = self._wait_for(outcome)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from verl.utils.checkpoint import files
 from verl.utils.checkpoint.removal import SaveMark, remove_leftovers
 from verl.utils.dataset.factory import digest_of, warn_of_other_batch_size, warn_of_other_data
 from verl.utils.json_types import Json
-from verl.utils.loading import load_state
+from verl.utils.loading import State, load_state
 
 if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -73,7 +73,7 @@ class CheckpointHandler:
     resume_mode: str = "auto"
     resume_from_path: str | None = None
     trusted_classes: Sequence[str] = ()
-    run_state: dict[str, Any] = field(default_factory=dict, init=False)
+    run_state: State = field(default_factory=dict, init=False)
     restored_from: Path | None = field(default=None, init=False)
     _unfinished: int | None = field(default=None, init=False)
     _mark: SaveMark | None = field(default=None, init=False)
@@ -182,7 +182,7 @@ class CheckpointHandler:
             raise CheckpointError(f"trainer.resume_from_path={self.resume_from_path!r}: no such folder")
         return folder
 
-    def _position(self, folder: Path, step: int) -> dict[str, Any]:
+    def _position(self, folder: Path, step: int) -> State:
         """Return the state of the loader that this rank wrote, or a rank that this one takes over from."""
         ranks = self.engine.get_data_parallel_size()
         written = len(list(folder.glob(files.DATA_GLOB)))
@@ -216,7 +216,7 @@ class CheckpointHandler:
             dist.barrier()
 
 
-def _counters(content: Any) -> dict[str, Any]:
+def _counters(content: State) -> State:
     """Return the counters of a run. Raises: ValueError for another value."""
     counters = dict(content)
     for name in (_STEP_KEY, _BATCH_KEY, _RANKS_KEY, TOKENS_KEY):

@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -114,7 +113,7 @@ def idle_sharing(run: SFTConfig, node: str) -> str | None:
     return f"{node}use_prefix_sharing=true ({node}use_remove_padding=false)"
 
 
-def holds_text_pairs(data: Any) -> bool:
+def holds_text_pairs(data: DictConfig) -> bool:
     """Whether rows are a prompt and a response, as the tree ``sft_trainer`` has them, and not a conversation."""
     return "prompt_key" in data and not (data.get("multiturn") or {}).get("enable", False)
 

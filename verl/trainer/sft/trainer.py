@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.base_config import ConfigError, Violation
 from verl.errors import WrongInput
@@ -68,10 +69,10 @@ Row = dict[str, Any]
 
 def create_sft_dataset(
     data_paths: str | list[str],
-    data_config: Any,
-    tokenizer: Any,
+    data_config: DictConfig,
+    tokenizer: PreTrainedTokenizerBase,
     *,
-    processor: Any = None,
+    processor: ProcessorMixin | None = None,
     max_samples: int = -1,
 ) -> Dataset[Row]:
     """Build the data set of supervised training: the user's class, conversations, or pairs of prompt and response.
@@ -90,7 +91,7 @@ def create_sft_dataset(
     return cls(parquet_files=data_paths, tokenizer=tokenizer, config=data_config, **media, **limit)
 
 
-def padded_batch(rows: Mapping[str, Any], pad_token_id: int, marks_predictors: bool = False) -> DataProto:
+def padded_batch(rows: Row, pad_token_id: int, marks_predictors: bool = False) -> DataProto:
     """Turn collated rows, jagged or right-padded, into a batch for an engine.
 
     Every token but the first is a response to the tokens before it: ``responses`` and ``response_mask`` are (B, L - 1).
@@ -374,7 +375,7 @@ class SFTTrainer:
         if ends:
             self.checkpoints.finish_checkpoint()
 
-    def _padded(self, rows: Mapping[str, Any]) -> DataProto:
+    def _padded(self, rows: Row) -> DataProto:
         return padded_batch(rows, self.tokenizer.pad_token_id, self.marks_predictors)
 
     def _due(self, frequency: int | str, step: int) -> bool:
@@ -495,19 +496,15 @@ def run_sft(config: DictConfig) -> None:
             envs.write_default(MEGATRON_ENV_VARS)  # CUDA reads it when it starts
         if world_size > 1:
             initialize_global_process_group()
+        leaves_group = True
         try:
             trainer = SFTTrainer(config)
             trainer.grace = grace
             with going_on(grace.begin):
                 trainer.fit()
-        except (KeyboardInterrupt, EndRequested):  # other ranks may have left: this one does not wait for them
+        except (KeyboardInterrupt, EndRequested):
+            leaves_group = False  # other ranks may have left: this one does not wait for them
             sys.exit(end_interrupted(ending, grace) if rank == 0 else exit_code())
-        except BaseException:  # other ranks must not wait for this one, whatever ends it
-            _leave_group()
-            raise
-        _leave_group()
-
-
-def _leave_group() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        finally:  # other ranks must not wait for this one, whatever ends it
+            if leaves_group and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from verl.utils.chat.messages import Message, Turn
 from verl.utils.tokenizer import one_thread
 
+T = TypeVar("T")
 ImageT = TypeVar("ImageT")
 VideoT = TypeVar("VideoT")
 CUT = "\ufdd0\ufdd1"
@@ -89,9 +90,10 @@ class ControlTexts:
         return sum(token in self._ids for token in token_ids)
 
 
-def uncut(value: Any) -> Any:
+def uncut(value: T) -> T:
     """Return a message, or any other nested value, without cuts in its texts."""
-    return _with_texts(value, lambda text: text.replace(CUT, ""))
+    changed: T = _with_texts(value, lambda text: text.replace(CUT, ""))
+    return changed
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:

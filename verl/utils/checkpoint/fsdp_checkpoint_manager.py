@@ -29,6 +29,7 @@ from verl.utils.checkpoint.optimizer_settings import (
 )
 from verl.utils.device import get_device_name
 from verl.utils.faults import fault_point
+from verl.utils.json_types import JsonObject
 from verl.utils.loading import State, load_tensors, not_finite
 from verl.utils.numerics.lr_schedules import schedule_factor
 
@@ -57,7 +58,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         super().__post_init__(checkpoint_config)
         self.settings = [] if self.optimizer is None else settings_of(self.optimizer.param_groups)
 
-    def model_fields(self) -> dict[str, Any]:
+    def model_fields(self) -> JsonObject:
         """Return the values of the model's configuration that its forward reads, by dotted name."""
         return forward_fields(self.model, getattr(self.model, "config", None))
 

@@ -19,6 +19,8 @@ from verl.utils.json_types import Json, JsonObject
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+    Processing = PreTrainedTokenizerBase | ProcessorMixin
+
 MAX_SHARD_BYTES = 2 << 30
 REMOTE_MODULES = "transformers_modules."
 """Package into which transformers loads the code of repositories."""
@@ -82,7 +84,7 @@ class SourceFiles:
             fields.pop(name, None)
         return fields if dtype is None else with_dtype(fields, dtype)
 
-    def read_tokenizer(self, processing_class: Any) -> Any:
+    def read_tokenizer(self, processing_class: Any) -> "PreTrainedTokenizerBase | None":
         """Read the source's tokenizer again; None if there is none, or if a user's code has given the other tokens."""
         from verl.utils.tokenizer import hf_tokenizer
 
@@ -180,7 +182,7 @@ def _copy_settings(folder: Path, source: SourceFiles, config: Any, dtype: torch.
     write_fields(folder, source.config_fields(config, dtype))
 
 
-def _copy_tokenizer(folder: Path, source: SourceFiles, processing_class: Any) -> None:
+def _copy_tokenizer(folder: Path, source: SourceFiles, processing_class: "Processing | None") -> None:
     """Copy the files of the tokenizer; one with other tokens than the source's writes its own."""
     if processing_class is None:
         return
@@ -198,7 +200,7 @@ def _copy_tokenizer(folder: Path, source: SourceFiles, processing_class: Any) ->
         _replace_template(folder, source.chat_template or template)
 
 
-def _replace_template(folder: Path, template: Any) -> None:
+def _replace_template(folder: Path, template: str | Mapping[str, str] | None) -> None:
     """Write the chat template into the file that counts, and take the one before out of the others."""
     for path in (folder / "chat_template.json", folder / _TEMPLATE_FILE):
         path.unlink(missing_ok=True)

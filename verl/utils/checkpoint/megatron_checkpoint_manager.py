@@ -26,6 +26,7 @@ from verl.utils.checkpoint.model_fields import forward_fields
 from verl.utils.checkpoint.optimizer_settings import Settings, warn_of_changes
 from verl.utils.checkpoint.torch_dist import OPTIMIZER_KEYS, TENSORS_FOLDER, TorchDistReader, vocabulary_problem
 from verl.utils.faults import fault_point
+from verl.utils.json_types import JsonObject
 from verl.utils.loading import State, load_tensors, not_finite
 from verl.utils.megatron import dist_checkpointing
 
@@ -74,7 +75,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         self.is_async = bool(config is not None and config.async_save)
         self._running: _Save | None = None
 
-    def model_fields(self) -> dict[str, Any]:
+    def model_fields(self) -> JsonObject:
         """Return the values of the model's configuration that its forward reads, by dotted name."""
         return forward_fields(None, self.hf_config)
 

@@ -69,7 +69,7 @@ def forward_fields(model: Any, config: Any) -> JsonObject:
     return content
 
 
-def _leaves(node: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(node: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
     unread = _UNREAD | _unread_in(node)
     for name, value in node.items():
         if name in unread or name.startswith("_"):

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.errors import MissingFile, MissingName, UserImportError, WrongInput, WrongSetting, WrongType
 from verl.utils.dataset.config import DataConfig, Node, order_problem
+from verl.utils.dataset.files import GivenRow
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_extern_type
 
@@ -50,7 +51,7 @@ def create_rl_dataset(
     tokenizer: PreTrainedTokenizerBase,
     processor: ProcessorMixin | None,
     is_train: bool = True,
-) -> Dataset[Any]:
+) -> Dataset[GivenRow]:
     """Build the prompt data set: a custom class, the generating one (training only), or ``RLHFDataset``."""
     cls: type | None = load_class(data_config.get("custom_cls"), "data.custom_cls", Dataset, ("path", "name"))
     datagen = data_config.get("datagen")
@@ -86,7 +87,7 @@ def _check_parameters(cls: type, arguments: Mapping[str, Any]) -> None:
         ) from error
 
 
-def create_rl_sampler(data_config: Node, dataset: Dataset[Any] | Sized) -> Sampler[int]:
+def create_rl_sampler(data_config: Node, dataset: Dataset[GivenRow] | Sized) -> Sampler[int]:
     """Build the training sampler: a custom class, a seeded permutation per epoch, or file order."""
     assert isinstance(dataset, Sized), "a training set needs a length"
     settings = DataConfig.of_data_set(data_config)
@@ -125,7 +126,7 @@ def has_state(learner: T) -> TypeGuard[HasState]:
     return hasattr(learner, "state_dict") and hasattr(learner, "load_state_dict")
 
 
-def warn_of_lost_state(sampler: Any, dataset: Any) -> None:
+def warn_of_lost_state(sampler: Sampler[int], dataset: Dataset[GivenRow] | None) -> None:
     """Warn once of a user's sampler or data set that a resume starts anew because it cannot save its state."""
     starts_anew = "has no state_dict and load_state_dict: a resumed run starts it anew"
     standard = isinstance(sampler, SequentialSampler | SeededRandomSampler)
@@ -137,13 +138,13 @@ def warn_of_lost_state(sampler: Any, dataset: Any) -> None:
         logger.warning("data.custom_cls: %s has on_batch_end and %s", name, starts_anew)
 
 
-def digest_of(dataset: Dataset[Any]) -> str | None:
+def digest_of(dataset: Dataset[GivenRow]) -> str | None:
     """Return the digest of the rows of a data set; None if its class makes none."""
     digest: str | None = getattr(dataset, "rows_digest", None)
     return digest
 
 
-def warn_of_other_data(saved: str | None, dataset: Dataset[Any]) -> None:
+def warn_of_other_data(saved: str | None, dataset: Dataset[GivenRow]) -> None:
     """Warn when the rows differ from the rows of the checkpoint, whose digest is ``saved``; None if it holds none."""
     if saved is not None and digest_of(dataset) not in (None, saved):
         logger.warning(

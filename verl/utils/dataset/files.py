@@ -19,6 +19,8 @@ from verl.errors import DataError, MissingFile
 from verl.utils.dataset.config import TRUNCATIONS, DataConfig
 from verl.utils.fs import copy_to_local, unreadable_kind
 
+GivenRow = Mapping[str, Any]
+"""A row of a data set of any class, to be read only."""
 Row = dict[str, Any]
 """The columns of one row, or the fields of one message in it."""
 

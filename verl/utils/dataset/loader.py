@@ -1,7 +1,6 @@
 """A data loader that goes on from the state of another, whatever number of processes either has."""
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -9,9 +8,10 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.utils.dataset.files import GivenRow
 from verl.utils.sandbox.cores import usable_cores
 
-State = Mapping[str, Any]
+State = dict[str, Any]
 _SAMPLER_KEYS = (
     "_index_sampler_state",
     "_sampler_iter_state",
@@ -25,7 +25,7 @@ _SAMPLER_KEYS = (
 class ResumableLoader(StatefulDataLoader):
     """Load rows by their number; the state of a loader with another number of processes gives the same rows."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Go on from the state of this loader, or of one with another number of processes."""
         if state_dict and _processes_of(state_dict) != self.num_workers:
             place = _Place.in_state(state_dict)
@@ -51,7 +51,7 @@ class _Place:
         ``data`` the state of the data set if it has one, and ``is_at_end`` whether the epoch has ended.
     """
 
-    sampler: dict[str, Any]
+    sampler: State
     batches: int
     data: Any
     is_at_end: bool
@@ -74,7 +74,7 @@ class _Place:
         sampler = {key: main[key] for key in _SAMPLER_KEYS}
         return cls(sampler, snapshot["_snapshot_step"], process["dataset_state"], state["_iterator_finished"])
 
-    def alone(self) -> dict[str, Any]:
+    def alone(self) -> State:
         """Return the state of a loader without processes at this place."""
         return self.sampler | {
             "_num_yielded": self.batches,
@@ -83,7 +83,7 @@ class _Place:
             "_iterator_finished": self.is_at_end,
         }
 
-    def for_processes(self, count: int, seed: int) -> dict[str, Any]:
+    def for_processes(self, count: int, seed: int) -> State:
         """Return the state of a loader with ``count`` processes at this place; random numbers start at ``seed``."""
         processes = {
             f"worker_{number}": {"worker_id": number, "fetcher_state": None, "dataset_state": self.data}
@@ -98,7 +98,7 @@ class _Place:
         return {"_snapshot": snapshot, "_steps_since_snapshot": 0, "_iterator_finished": self.is_at_end}
 
 
-def stateful_loader(dataset: Dataset[Any], **options: Any) -> ResumableLoader:
+def stateful_loader(dataset: Dataset[GivenRow], **options: Any) -> ResumableLoader:
     """Return a loader that can save and restore its position; ``options`` go to ``StatefulDataLoader``."""
     with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 deprecates
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TypeAlias
 
 import datasets
 
@@ -18,6 +18,7 @@ from verl.errors import DataError, WrongInput
 from verl.utils import hdfs_io
 from verl.utils.command_line import OneLineParser
 from verl.utils.dataset.files import Row
+from verl.utils.failures import replacing_errors
 from verl.utils.observe.console import get_console
 
 SPLITS = ("train", "test")
@@ -28,6 +29,8 @@ SYNTHETIC_ROWS = {"train": 64}
 
 _CHUNK_ROWS = 20_000
 
+Rows: TypeAlias = "datasets.Dataset | Iterable[Row]"
+"""The rows of a split."""
 MakeRow = Callable[[str, Row, int], Row | None]
 """(split, raw row, index) -> row of the file, or None to leave it out."""
 
@@ -73,7 +76,7 @@ class RawSet:
     has_split_files: bool = False
     hub_files: str | None = None
 
-    def read(self, args: argparse.Namespace) -> Mapping[str, Any]:
+    def read(self, args: argparse.Namespace) -> Mapping[str, Rows]:
         """Return the raw rows of each split: of the hub, of a local folder with the same files, or made up.
 
         Raises: DataError if they cannot be read, or lack a split or one of the columns.
@@ -88,21 +91,22 @@ class RawSet:
             for split in self.splits
         }
 
-    def _load(self, folder: str | None) -> Mapping[str, Any]:
+    def _load(self, folder: str | None) -> Mapping[str, datasets.Dataset]:
         source = self.hub_name if folder is None else os.path.expanduser(folder)
         where = f"the data set {self.hub_name} of the hub" if folder is None else f"--local_dataset_path={folder}"
         if folder is not None and not os.path.isdir(source):
             raise DataError(f"{where}: no such folder: write the folder that holds the files of {self.hub_name}")
-        try:
-            if not sys.stderr.isatty():
-                datasets.disable_progress_bars()
-            with nullcontext() if folder is None else _no_log_of_the_library():
-                raw = self._load_splits(source, folder)
-        except Exception as error:  # the library raises many classes, for files and for the network
+
+        def named(error: Exception) -> DataError:
             hint = "download it and name its folder in --local_dataset_path" if folder is None else "download it again"
             cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
             reason = one_line(f"{type(cause or error).__name__}: {cause or error}").rstrip(".")
-            raise DataError(f"{where}: cannot be read: {reason}: {hint}") from error
+            return DataError(f"{where}: cannot be read: {reason}: {hint}")
+
+        if not sys.stderr.isatty():
+            datasets.disable_progress_bars()
+        with replacing_errors(named), nullcontext() if folder is None else _no_log_of_the_library():
+            raw = self._load_splits(source, folder)
         for split in self.splits:
             if split not in raw:
                 raise DataError(
@@ -117,7 +121,7 @@ class RawSet:
                 )
         return raw
 
-    def _load_splits(self, source: str, folder: str | None) -> Mapping[str, Any]:
+    def _load_splits(self, source: str, folder: str | None) -> Mapping[str, datasets.Dataset]:
         if self.has_split_files:
             return {name: self._load_file(source, name) for name in self.splits}
         if folder is None and self.hub_files is not None:
@@ -147,7 +151,7 @@ def _no_log_of_the_library() -> Iterator[None]:
         datasets.logging.set_verbosity(before)
 
 
-def rows_of(rows: Any, split: str, make: Callable[[Row, int], Row | None]) -> Iterator[Row]:
+def rows_of(rows: Rows, split: str, make: Callable[[Row, int], Row | None]) -> Iterator[Row]:
     """Yield ``make(row, index)`` for each row of a split; None where ``make`` drops the row.
 
     Raises: DataError naming the row that it refuses.
@@ -172,7 +176,7 @@ def prepare(args: argparse.Namespace, raw: RawSet, make_row: MakeRow) -> int:
     return write_tables(tables, args)
 
 
-def write_tables(make_tables: Callable[[], Mapping[str, Any]], args: argparse.Namespace) -> int:
+def write_tables(make_tables: Callable[[], Mapping[str, Rows]], args: argparse.Namespace) -> int:
     """Write tables, or iterables of rows, as ``<name>.parquet``; return the exit code of the script."""
     deprecated = getattr(args, "local_dir", None)
     if deprecated is not None:
@@ -196,7 +200,7 @@ def write_tables(make_tables: Callable[[], Mapping[str, Any]], args: argparse.Na
     return 0
 
 
-def as_tables(made: Mapping[str, Any]) -> dict[str, datasets.Dataset]:
+def as_tables(made: Mapping[str, Rows]) -> dict[str, datasets.Dataset]:
     """Return all rows as tables; one without rows gets the columns of the first.
 
     Raises: DataError if no table has a row, or if the rows of a table differ in their columns.

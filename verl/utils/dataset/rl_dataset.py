@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import datasets
 import jinja2
@@ -76,7 +75,7 @@ def truncate(ids: list[int], max_length: int, truncation: str) -> list[int]:
     return ids[:head] + ids[len(ids) - (max_length - head) :]
 
 
-class RLHFDataset(Dataset[dict[str, Any]]):
+class RLHFDataset(Dataset[Row]):
     """Chat prompts, tokenized and left-padded, with the images and videos that a vision-language model takes.
 
     With a processor, an item also holds ``multi_modal_data`` for the rollout engine and ``multi_modal_inputs``, the

@@ -108,7 +108,7 @@ class SFTTensorCollator:
 # ---- prompt and response
 
 
-class SFTDataset(Dataset[dict[str, Any]]):
+class SFTDataset(Dataset[Row]):
     """Single-turn rows: one text column for the prompt and one for the response.
 
     An item holds ``input_ids, attention_mask, position_ids, loss_mask``, each (max_length,), right-padded.
@@ -193,7 +193,7 @@ def _as_messages(check: ColumnCheck, key: str, prompts: list[str], columns: list
 # ---- pairs for reward models
 
 
-class RMDataset(Dataset[dict[str, Any]]):
+class RMDataset(Dataset[Row]):
     """Rows of ``prompt``, ``chosen`` and ``rejected`` text.
 
     An item holds ``input_ids`` and ``attention_mask``, each (2, max_length), chosen response first, right-padded and
@@ -243,7 +243,7 @@ class RMDataset(Dataset[dict[str, Any]]):
 # ---- conversations
 
 
-class MultiTurnSFTDataset(Dataset[dict[str, Any]]):
+class MultiTurnSFTDataset(Dataset[Row]):
     """Conversations from parquet files.
 
     An item holds ``input_ids, attention_mask, position_ids, loss_mask``, each (max_length,) and right-padded. With

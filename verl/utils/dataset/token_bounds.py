@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from verl.utils.tokenizer import one_thread
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
 
 _CUTS_ONLY = {"Sequence", "Split", "Digits", "Punctuation", "ByteLevel"}
 """Pre-tokenizers that cut a text and add nothing to it, if ``ByteLevel`` adds no space."""
@@ -72,7 +76,7 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
         return [len(encoding) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _usual_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+def _usual_backend(tokenizer: PreTrainedTokenizerBase) -> "Tokenizer | None":
     """Return the tokenizer in Rust; None if there is none, or if a class changes how transformers calls it."""
     for name in ("__call__", "_encode_plus"):
         if getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name):
@@ -80,7 +84,7 @@ def _usual_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
-def _is_byte_level(pre_tokenizer: Any) -> bool:
+def _is_byte_level(pre_tokenizer: "PreTokenizer | None") -> bool:
     if pre_tokenizer is None:
         return False
     parts = list(_parts(json.loads(pre_tokenizer.__getstate__())))

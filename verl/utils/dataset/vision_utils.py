@@ -243,7 +243,7 @@ def load_video(
     fps_max_frames: int | None = None,
     image_patch_size: int = 14,
     media: MediaConfig = DEFAULT_MEDIA,
-) -> tuple[Tensor, dict[str, Any]]:
+) -> tuple[Tensor, Row]:
     """Load a video and the times of its frames.
 
     Args:
@@ -348,7 +348,7 @@ _WISHES = (
 _LARGEST_WISH = 1e12
 
 
-def _described(video: Described) -> dict[str, Any]:
+def _described(video: Described) -> Row:
     """Return a video and the numbers that are given with it.
 
     Raises: VideoFormError when it is no dict with ``video``; MediaError when a value is no number.
@@ -378,7 +378,7 @@ def _qwen_vl_utils() -> ModuleType:
     return vision_process
 
 
-def _read_file(spec: Described, media: MediaConfig) -> dict[str, Any]:
+def _read_file(spec: Described, media: MediaConfig) -> Row:
     """Decode a video file and pick frames at the requested rate."""
     path = str(spec["video"])
     content = fetch(path, media) if scheme_of(path) is not None else None
@@ -647,7 +647,7 @@ def process_multi_modal_inputs_for_minicpmo(
     attention_mask: Tensor,
     position_ids: Tensor,
     cu_seqlens: Tensor,
-    multi_modal_inputs: Mapping[str, list[Any]],
+    multi_modal_inputs: Mapping[str, list[list[Tensor]]],
 ) -> dict[str, Row]:
     """Return the argument ``data`` of MiniCPM-o's own forward for packed rows that all have images.
 

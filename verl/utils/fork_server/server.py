@@ -24,10 +24,10 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.abc import MetaPathFinder
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypedDict
 
 _PR_SET_PDEATHSIG = 1
 _ALLOCATIONS_PER_COLLECTION = 50_000
@@ -69,14 +69,46 @@ def keep_shared() -> None:
     gc.freeze()
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+class Wanted(TypedDict):
+    """A process that Ray wants: its script and arguments, and what it takes over from who asks for it."""
+
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+    parent: int
+    group: int
+    files: list[int]
+    """The soft and the hard limit of open files."""
+    blocked: list[int]
+    """Signals."""
+
+
+class Settings(TypedDict):
+    """The argument of this program; see above."""
+
+    parent: int
+    listeners: list[int]
+    path: list[str]
+    assumed: dict[str, str]
+    absent: list[str]
+    only_first: bool
+    first: list[str]
+    general: list[str]
+    workers: list[str]
+    last_of_general: int | None
+    last_of_workers: int | None
+
+
+def receive(connection: socket.socket) -> tuple[Wanted, list[int]]:
     """Return a request, and the standard streams of who has sent it.
 
     Raises: ValueError or OSError if it does not arrive.
     """
     connection.settimeout(_REQUEST_S)
     size, handles, _, _ = socket.recv_fds(connection, 8, 3)
-    try:
+    with ExitStack() as opened:  # the descriptors are closed if this fails
+        for handle in handles:
+            opened.callback(os.close, handle)
         if len(size) < 8 or len(handles) != 3:
             raise ValueError("an incomplete request")
         content = bytearray()
@@ -85,11 +117,9 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             if not part:
                 raise ValueError("an incomplete request")
             content += part
-        return json.loads(content), handles
-    except BaseException:  # the descriptors are closed whatever ends this
-        for handle in handles:
-            os.close(handle)
-        raise
+        request = json.loads(content)
+        opened.pop_all()
+        return request, handles
 
 
 def has_threads() -> bool:
@@ -121,7 +151,7 @@ class Request(NamedTuple):
 
     listener: socket.socket
     connection: socket.socket
-    content: dict[str, Any]
+    content: Wanted
     handles: list[int]
 
     def is_wanted(self) -> bool:
@@ -171,7 +201,7 @@ class Server(MetaPathFinder):
         self._ends: list[int] = []
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         """Wait for the first request before ray is imported; called by the import system."""
         if name == "ray" and self._first is None:
             self._wait_for_first()
@@ -260,7 +290,7 @@ class Server(MetaPathFinder):
         keep_shared()
         gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *_USUAL)
 
-    def _is_like(self, content: Mapping[str, Any]) -> bool:
+    def _is_like(self, content: Wanted) -> bool:
         """Whether the process of a request would have imported the same modules as this one."""
         environment = content["environment"]
         is_same = deciding(environment, of_ray=False) == self._environment
@@ -300,9 +330,7 @@ class Server(MetaPathFinder):
         become(request.content, handles, self._path, self._launch_path)
 
 
-def become(
-    request: Mapping[str, Any], handles: Sequence[int], path: Sequence[str], launch_path: Sequence[str]
-) -> NoReturn:
+def become(request: Wanted, handles: Sequence[int], path: Sequence[str], launch_path: Sequence[str]) -> NoReturn:
     """Turn a fork into the process of a request: run its script and end.
 
     Args: ``path`` is what a new interpreter has after the folder of its script; ``launch_path`` is that of the launch.
@@ -322,7 +350,8 @@ def become(
         with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write(_WORKER_OOM_SCORE)
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, tuple(request["files"]))
+            soft, hard = request["files"]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         # A fork has the random state of the server: without new seeds all workers would draw the same numbers.
         draw_seeds()
         script = request["words"][0]
@@ -370,7 +399,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def main(settings: Mapping[str, Any]) -> None:
+def main(settings: Settings) -> None:
     """Import, and serve the requests for both kinds of processes."""
     end_with(settings["parent"])
     for number in _OF_TERMINAL:  # which the launching process answers; this one ends after it
@@ -384,7 +413,7 @@ def main(settings: Mapping[str, Any]) -> None:
     sys.path[:] = settings["path"]
     listeners = [socket.socket(fileno=handle) for handle in settings["listeners"]]
     absent = settings["absent"]
-    sys.modules.update(dict.fromkeys(absent))  # an import of None fails
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # an import of None fails
     load(settings["first"])
     if forks:
         end_with_threads()

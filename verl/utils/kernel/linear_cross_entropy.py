@@ -5,7 +5,7 @@ backward pass computes them again, a block of the vocabulary at a time. So each 
 product, and only the gradient of the hidden states, which is small, is summed over blocks, in fp32 or better.
 """
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from verl.utils.kernel.rows import Backend, HeadFormula, RowGrads, Rows, RowSums, rebase
+from verl.utils.numerics.autograd import Kept
 
 CHUNK_ROWS = 512
 ENTROPY_MODES = ("none", "value", "grad")
@@ -48,12 +49,19 @@ def _over_ranks(sums: RowSums, group: ProcessGroup | None) -> RowSums:
     return RowSums(largest, *parts.unbind())
 
 
+class _KeptOfLogProbs(Kept, Protocol):
+    formula: HeadFormula
+    backend: Backend
+    chunk_rows: int
+    with_entropy: bool
+
+
 class _LinearLogProbs(torch.autograd.Function):
     """Keep the inputs and two numbers of each row for the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _KeptOfLogProbs,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -80,12 +88,12 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _KeptOfLogProbs, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, log_sum, entropy = ctx.saved_tensors
         rows = Rows(hidden, weight, bias, labels)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        entropy = entropy if ctx.with_entropy else None
-        grads = RowGrads(log_sum, entropy, grad_log_probs.contiguous(), grad_entropy.contiguous())
+        kept_entropy = entropy if ctx.with_entropy else None
+        grads = RowGrads(log_sum, kept_entropy, grad_log_probs.contiguous(), grad_entropy.contiguous())
         grad_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
@@ -159,17 +167,21 @@ def linear_log_probs_and_entropy(
     return log_probs, None if entropy == "none" else entropies
 
 
+class _KeptOfSum(Kept, Protocol):
+    group: ProcessGroup
+
+
 class _SumGradients(torch.autograd.Function):
     """The identity, whose gradient is that of all ranks together."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _KeptOfSum, hidden: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _KeptOfSum, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None

@@ -14,7 +14,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 _PACKAGE = "megatron.core"
 _CPU = torch.device("cpu")
 
+P = ParamSpec("P")
 Movable = TypeVar("Movable", torch.Tensor, torch.nn.Module)
+Option = torch.device | torch.dtype | torch.memory_format | str | int | None
+"""An argument of a function of torch that moves, converts or names a device."""
 
 
 def install() -> bool:
@@ -91,10 +94,10 @@ def _patch(module: types.ModuleType) -> None:
 class _Nothing:
     """Stand in for a stream or an event: a CPU has a single queue of work."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Option, **kwargs: Option) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., "_Nothing"]:
         return lambda *args, **kwargs: self
 
     def __eq__(self, other: object) -> bool:
@@ -104,7 +107,7 @@ class _Nothing:
         return hash(_Nothing)
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Option, **kwargs: Option) -> None:
     return None
 
 
@@ -122,19 +125,19 @@ class _CudaOnCpu(types.ModuleType):
     manual_seed = staticmethod(torch.manual_seed)
 
     @staticmethod
-    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def get_rng_state(*args: Option, **kwargs: Option) -> torch.Tensor:
         return torch.get_rng_state()
 
     @staticmethod
-    def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def set_rng_state(state: torch.Tensor, *args: Option, **kwargs: Option) -> None:
         torch.set_rng_state(state)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+def _on_cpu(factory: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+    def make(*args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
@@ -169,7 +172,7 @@ def _accept_moves_to_cuda() -> None:
     Needed from 0.9 on; remove it together with the proxy.
     """
 
-    def stay(self: Movable, *args: Any, **kwargs: Any) -> Movable:
+    def stay(self: Movable, *args: Option, **kwargs: Option) -> Movable:
         return self
 
     torch.Tensor.cuda = stay  # type: ignore[method-assign]
@@ -187,7 +190,7 @@ def cuda_type_names() -> Iterator[None]:
         return
     original = torch.Tensor.type
 
-    def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_as_on_cuda(self: torch.Tensor, *args: Option, **kwargs: Option) -> str | torch.Tensor:
         answer = original(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
@@ -211,10 +214,12 @@ def _random_state_of_cpu(random: types.ModuleType) -> None:
     get_from_gpu = random._get_cuda_rng_state
     set_on_gpu = random._set_cuda_rng_state
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False, **more: Any) -> torch.Tensor:
+    def get_state(
+        device: Option = "cuda", clone: bool = False, graph_safe: bool = False, **more: Option
+    ) -> torch.Tensor:
         return get_from_gpu(device, clone, graph_safe, **more) if more else torch.get_rng_state()
 
-    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False, **more: Any) -> None:
+    def set_state(new_state: torch.Tensor, device: Option = -1, graph_safe: bool = False, **more: Option) -> None:
         set_on_gpu(new_state, device, graph_safe, **more) if more else torch.set_rng_state(new_state)
 
     random._get_cuda_rng_state, random._set_cuda_rng_state = get_state, set_state  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Distributed checkpoints in Megatron-Core's torch_dist format, which any parallel layout can read."""
 
+import concurrent.futures
 import io
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from torch.futures import Future
 
 from verl.errors import CheckpointError
 from verl.utils.checkpoint.torch_dist import VOCABULARY, TorchDistReader
+from verl.utils.failures import settle
 from verl.utils.loading import load_tensors
 from verl.utils.megatron import cpu_support
 
@@ -107,16 +109,15 @@ class PendingSave:
     def __init__(self, request: AsyncRequest, then: Callable[[], None]) -> None:
         self._request = request
         self._then = then
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="save_checkpoint", daemon=True)
+        self._outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=settle, args=(self._outcome, self._write), name="save_checkpoint", daemon=True
+        )
         self._thread.start()
 
     def _write(self) -> None:
-        try:
-            self._request.async_fn(*self._request.async_fn_args)
-            self._then()
-        except BaseException as error:  # raised on all ranks when they finish
-            self._error = error
+        self._request.async_fn(*self._request.async_fn_args)
+        self._then()
 
     @property
     def is_written(self) -> bool:
@@ -126,7 +127,8 @@ class PendingSave:
     def wait(self) -> str | None:
         """Wait for the thread of this rank, and return its error as text, or None."""
         self._thread.join()
-        return None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        error = self._outcome.exception()
+        return None if error is None else f"{type(error).__name__}: {error}"
 
     def finish(self) -> None:
         """Write the index of all ranks' files; collective."""

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of logits with a sharded vocabulary, without a second copy of the logits."""
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from verl.utils.import_utils import lazy_exports
+from verl.utils.numerics.autograd import Kept
 from verl.utils.numerics.log_probs import chunk_elements
 from verl.utils.seqlen_balancing import ceildiv, roundup_divisible
 
@@ -45,6 +46,14 @@ def _reduce(values: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpT
     return values
 
 
+class _KeptOfVocab(Kept, Protocol):
+    temperature: float
+    width: int
+    step: int
+    inplace: bool
+    with_entropy: bool
+
+
 class _VocabParallel(torch.autograd.Function):
     """Compute log-probabilities and entropies from this rank's columns.
 
@@ -55,7 +64,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _KeptOfVocab,
         logits: Tensor,
         labels: Tensor,
         temperature: float,
@@ -107,7 +116,7 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _KeptOfVocab, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, column, mine, log_sum, entropy = ctx.saved_tensors
         width = ctx.width
         temperature = ctx.temperature

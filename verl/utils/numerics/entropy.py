@@ -2,12 +2,13 @@
 
 import itertools
 import math
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.utils.numerics.autograd import Kept
 from verl.utils.numerics.host_memory import empty_like
 from verl.utils.numerics.log_probs import LOG_ZERO, rows_per_chunk
 
@@ -23,6 +24,11 @@ def plain_entropy(logits: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs.clamp(min=LOG_ZERO)).sum(dim=-1)
 
 
+class _KeptOfEntropy(Kept, Protocol):
+    step: int
+    unscaled: Tensor | None
+
+
 class _Entropy(torch.autograd.Function):
     """Compute the gradient with the entropy on a CPU, and keep the logits for it elsewhere.
 
@@ -36,7 +42,7 @@ class _Entropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, chunk_size: int | None, with_gradient: bool) -> Tensor:
+    def forward(ctx: _KeptOfEntropy, logits: Tensor, chunk_size: int | None, with_gradient: bool) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         step = _step(logits, chunk_size)
         entropy, offset, total, mean = (logits.new_empty(len(logits), 1, dtype=dtype) for _ in range(4))
@@ -58,7 +64,7 @@ class _Entropy(torch.autograd.Function):
         return entropy.squeeze(-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _KeptOfEntropy, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, offset, total, mean = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of the gradient is asked for
             log_probs = F.log_softmax(logits, dim=-1, dtype=grad.dtype)

@@ -1,10 +1,12 @@
 """Log-probabilities and entropies of sampled tokens, and the exact KL, without a second copy of the logits."""
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from verl.utils.numerics.autograd import Kept
 
 LOG_ZERO = -1e4
 """Stands for a log-probability of minus infinity; its exponential is zero in every dtype."""
@@ -28,6 +30,13 @@ def scaled_log_softmax(logits: Tensor, temperature: Tensor | float) -> Tensor:
     return torch.log_softmax(logits.to(dtype) / temperature, dim=-1)
 
 
+class _KeptOfLogProbs(Kept, Protocol):
+    temperature: Tensor | float
+    entropy_mode: str
+    step: int
+    inplace: bool
+
+
 class _LogProbsAndEntropy(torch.autograd.Function):
     """Keep the logits for the backward pass, and overwrite them with their gradient there.
 
@@ -37,7 +46,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _KeptOfLogProbs,
         logits: Tensor,
         labels: Tensor,
         temperature: Tensor | float,
@@ -67,7 +76,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _KeptOfLogProbs, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, entropy = ctx.saved_tensors
         grad_logits = logits if ctx.inplace else torch.empty_like(logits)
         with_entropy = ctx.entropy_mode == "grad"
@@ -146,11 +155,16 @@ def log_probs_and_entropy(
 # ---- the KL divergence of two distributions over the vocabulary
 
 
+class _KeptKL(Kept, Protocol):
+    temperature: float
+    step: int
+
+
 class _FullKL(torch.autograd.Function):
     """Keep both logits for the backward pass, which recomputes the probabilities of a chunk."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int | None) -> Tensor:
+    def forward(ctx: _KeptKL, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int | None) -> Tensor:
         step = rows_per_chunk(logits, chunk_size)
         starts = range(0, max(1, len(logits)), step)
         kl = torch.cat([_terms(logits[at : at + step], ref_logits[at : at + step], temperature)[2] for at in starts])
@@ -161,7 +175,7 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _KeptKL, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, ref_logits, kl = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for at in range(0, len(logits), ctx.step):

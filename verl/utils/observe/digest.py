@@ -5,7 +5,7 @@ Equal digests mean equal bits up to a 64-bit collision. A digest costs one read 
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ import xxhash
 from torch import Tensor
 
 from verl.utils.device import get_device_name, get_torch_device
+
+T = TypeVar("T")
 
 _COLUMNS = 512
 
@@ -58,7 +60,7 @@ def _bits(plain: Tensor) -> memoryview:
     return memoryview(bits)
 
 
-def column_digest(values: Iterable[Any]) -> str:
+def column_digest(values: Iterable[T]) -> str:
     """Return the digest of a data set column: text, numbers, arrays, tensors, images, and containers of them.
 
     Values of any other type count by their type name only.

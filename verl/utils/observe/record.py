@@ -80,6 +80,10 @@ class Sample(TypedDict):
     turns: NotRequired[list[SampleTurn]]
 
 
+Data = dict[str, Any]
+"""The metrics of a step: numbers, but for what a trainer of a user adds."""
+
+
 class Details(TypedDict, total=False):
     """Details of a step in addition to its metrics; ``phases`` maps phase and part to a digest."""
 
@@ -92,7 +96,7 @@ class Details(TypedDict, total=False):
 class Entry(Details):
     """One step of a record."""
 
-    data: Required[dict[str, Any]]
+    data: Required[Data]
 
 
 def record_of(run: str | Path) -> Path:
@@ -142,7 +146,7 @@ def last_step(path: Path) -> int | None:
     return None
 
 
-def parse_line(line: bytes) -> tuple[int, dict[str, Any], Details]:
+def parse_line(line: bytes) -> tuple[int, Data, Details]:
     """Return step, metrics and details of one line of a record.
 
     Raises: ValueError if the line is malformed.
@@ -211,7 +215,7 @@ def merge_entry(entries: dict[int, Entry], step: int, data: Metrics, details: De
     entries[step] = {**entry, **details, "data": entry["data"] | dict(data)}
 
 
-def read_record(path: str | Path) -> dict[int, dict[str, Any]]:
+def read_record(path: str | Path) -> dict[int, Data]:
     """Return the metrics of every step of a record; see ``read_entries``."""
     return {step: entry["data"] for step, entry in read_entries(path).items()}
 

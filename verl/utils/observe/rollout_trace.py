@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from verl.utils import envs
+from verl.utils.failures import on_failure
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -148,7 +149,7 @@ def rollout_trace_op(func: Callable[P, T]) -> Callable[P, T]:
     """Record calls of a sync or async function as spans of the open trace, with arguments and result."""
     signature = inspect.signature(func)
 
-    def span(*args: Any, **kwargs: Any) -> AbstractContextManager[Keep]:
+    def span(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[Keep]:
         if RolloutTraceConfig._backend is None or not _is_traced.get():
             return nullcontext(_ignore)
         inputs = dict(signature.bind(*args, **kwargs).arguments)
@@ -269,11 +270,8 @@ class _Weave:
         results: list[Any] = []
         # weave.attributes affects only functions with Weave's own decorator, so attributes are passed here
         call = self.client.create_call(op=name, inputs=inputs, attributes=dict(self._attributes.get() or {}))
-        try:
+        with on_failure(lambda error: self.client.finish_call(call, exception=error)):  # a cancelled call too
             yield results.append
-        except BaseException as error:  # a cancelled call is finished too
-            self.client.finish_call(call, exception=error)
-            raise
         self.client.finish_call(call, output=results[-1] if results else None)
 
     def flush(self) -> None:

@@ -12,14 +12,17 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
+
+from verl.utils.failures import on_failure
+from verl.utils.json_types import Json
 
 FOLDER = "timeline"
 """Name of the folder of the timelines, within the folder of a run."""
@@ -80,7 +83,7 @@ class Span:
     category: str = ""
     group: str = ""
     on: str | None = None
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Json] = field(default_factory=dict)
 
 
 @dataclass
@@ -102,7 +105,15 @@ class Event(TypedDict, total=False):
     dur: float
     pid: int
     tid: int
-    args: dict[str, Any]
+    args: Mapping[str, Json]
+
+
+class Trace(TypedDict):
+    """A file of the Chrome trace format."""
+
+    traceEvents: list[Event]
+    displayTimeUnit: str
+    otherData: dict[str, float]
 
 
 # ---- in every process
@@ -142,7 +153,7 @@ def grouped(group: str) -> Iterator[None]:
 
 
 @contextmanager
-def span(name: str, category: str = "", on: str | None = None, **args: Any) -> Iterator[dict[str, Any]]:
+def span(name: str, category: str = "", on: str | None = None, **args: Json) -> Iterator[dict[str, Json]]:
     """Record the enclosed code, even if it raises; yields the arguments, to which it may add."""
     spans = _spans
     if spans is None:
@@ -150,16 +161,14 @@ def span(name: str, category: str = "", on: str | None = None, **args: Any) -> I
         return
     begin = time.monotonic()
     try:
-        yield args
-    except BaseException as error:  # the span records the error that ended the call
-        args["outcome"] = type(error).__name__
-        raise
+        with on_failure(lambda error: args.update(outcome=type(error).__name__)):
+            yield args
     finally:
         shown = {key: _short(value) for key, value in args.items()}  # a tool may answer with megabytes
         spans.append(Span(name, begin, time.monotonic(), category, _group.get(), on, shown))
 
 
-def add_request(server: str, begin: float, queue_s: float, sample_s: float, **args: Any) -> None:
+def add_request(server: str, begin: float, queue_s: float, sample_s: float, **args: Json) -> None:
     """Record a request that a server has answered just now, by the durations that the server has measured.
 
     Its clock may be another one. So the request is put in the middle of the time that the caller has waited, which is
@@ -208,7 +217,7 @@ def write_timeline(path: Path, parts: Sequence[Part], clock: Clock, step: int) -
     os.replace(unfinished, path)
 
 
-def chrome_trace(parts: Sequence[Part], clock: Clock, step: int) -> dict[str, Any]:
+def chrome_trace(parts: Sequence[Part], clock: Clock, step: int) -> Trace:
     """Return the spans in the Chrome trace format: one process per part, server and tool, and tracks by group."""
     tracks: dict[str, list[Span]] = {}
     for part in parts:
@@ -312,6 +321,6 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _short(value: Any) -> Any:
+def _short(value: Json) -> Json:
     text = value if isinstance(value, str) else None
     return value if text is None or len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

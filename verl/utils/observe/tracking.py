@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +26,9 @@ from urllib.parse import urlsplit
 
 from verl.errors import MissingPackage, WrongSetting
 from verl.utils import envs
+from verl.utils.failures import on_failure, only_warning
 from verl.utils.import_utils import is_installed
+from verl.utils.json_types import Json
 from verl.utils.masking import masked
 from verl.utils.observe.console import get_console
 
@@ -261,17 +264,20 @@ def mlflow_key(key: str) -> str:
     return path[:_MLFLOW_KEY_LENGTH].rstrip("/") or "_"
 
 
-def flatten(config: Config, separator: str = "/") -> dict[str, Any]:
+def flatten(config: Config, separator: str = "/") -> dict[str, Json]:
     """Flatten a nested mapping: join keys, and positions in lists, by the separator."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, Json] = {}
 
-    def visit(prefix: str, value: Any) -> None:
+    def visit(prefix: str, value: Json) -> None:
+        children: Iterable[tuple[str | int, Json]]
         if isinstance(value, list):
-            value = dict(enumerate(value))
-        if not isinstance(value, Mapping):
+            children = enumerate(value)
+        elif isinstance(value, Mapping):
+            children = value.items()
+        else:
             flat[prefix] = value
             return
-        for key, child in value.items():
+        for key, child in children:
             visit(f"{prefix}{separator}{key}" if prefix else str(key), child)
 
     visit("", config)
@@ -420,12 +426,10 @@ class Tracking:
         self._paused_until: dict[str, float] = {}
         self.logger: dict[str, Backend] = {}
         for name in check_backends(default_backend):
-            try:
-                _, start = _BACKENDS[name]
+            _, start = _BACKENDS[name]
+            note = f"trainer.logger: {name!r} could not be started"
+            with on_failure(methodcaller("add_note", note)):
                 self.logger[name] = start(project_name, experiment_name, config)
-            except Exception as error:  # libraries raise arbitrary classes
-                error.add_note(f"trainer.logger: {name!r} could not be started")
-                raise
 
     def log(self, data: Metrics, step: int, backend: str | list[str] | None = None) -> None:
         """Send the metrics of a step to all backends, or only to the named ``backend``.
@@ -457,10 +461,8 @@ class Tracking:
         backends = self.logger
         self.logger = {}
         for name, instance in backends.items():
-            try:
+            with only_warning(logger, "trainer.logger: %r could not be closed", name):  # the others must be closed too
                 instance.finish()
-            except Exception as error:  # as above; the other backends must be closed too
-                logger.warning("trainer.logger: %r could not be closed: %s: %s", name, type(error).__name__, error)
             if self.failures[name]:
                 logger.warning("trainer.logger: %r missed the metrics of %d steps", name, self.failures[name])
 
@@ -471,7 +473,7 @@ class Tracking:
 
 # ---- samples of validation
 
-Sample = Sequence[Any]
+Sample = Sequence[str | float]
 """One validation sample: (input, output, score)."""
 
 
@@ -481,7 +483,7 @@ class ValidationGenerationsLogger:
     def __init__(self, project_name: str | None = None, experiment_name: str | None = None) -> None:
         self.project_name = project_name
         self.experiment_name = experiment_name
-        self.rows: list[list[Any]] = []
+        self.rows: list[list[str | float]] = []
 
     def log(self, loggers: Trackers, samples: Sequence[Sample], step: int) -> None:
         """Log the samples of one validation to those of the given backends that can show them."""

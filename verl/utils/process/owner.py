@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -197,14 +197,13 @@ class Ownership:
         Raises: ValueError with the reason if another run is alive or may be.
         """
         handle = _lock(file)
-        try:
+        with ExitStack() as locked:
+            if handle is not None:
+                locked.callback(os.close, handle)
             problem = self._problem(read_owner(file), file, has_lock=handle is not None)
             if problem is not None:
                 raise ValueError(problem)
-        except BaseException:  # the lock is given back whatever ends this
-            if handle is not None:
-                os.close(handle)
-            raise
+            locked.pop_all()
         assert handle is not None
         self._files[file] = handle
         content = json.dumps(asdict(self._here)).encode()

@@ -29,7 +29,8 @@ from verl.utils.process.time_limit import UserCodeFailed, error_text
 from verl.utils.unavailable import is_unavailable
 
 Function = Callable[..., Any]
-Call = tuple[Sequence[Any], Mapping[str, Any]]
+Keywords = Mapping[str, Any]
+Call = tuple[Sequence[Any], Keywords]
 """The arguments of one call, by position and by name."""
 
 PROCESSES_PER_CORE = 4  # more than one, because scorers often wait for a service
@@ -64,7 +65,7 @@ class ScorerFailed:
     is_unavailable: bool = False
 
 
-Outcome = Any
+Outcome = DeadlineExceeded | ScorerFailed | Any
 """The result of a call, or ``DeadlineExceeded``, or ``ScorerFailed``."""
 Outcomes = Generator[tuple[int, Outcome], None, None]
 """Numbers of calls with their outcomes."""
@@ -380,7 +381,7 @@ class IsolatedFunction:
     def __init__(
         self,
         load: Callable[[], Function],
-        keywords: Mapping[str, Any],
+        keywords: Keywords,
         start_timeout_s: float,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -408,7 +409,7 @@ class IsolatedFunction:
             raise UserCodeFailed(outcome.error, outcome.trace, outcome.is_unavailable)
         return outcome
 
-    def outcomes(self, calls: Sequence[Mapping[str, Any]], timeout_s: float, batch_timeout_s: float) -> Outcomes:
+    def outcomes(self, calls: Sequence[Keywords], timeout_s: float, batch_timeout_s: float) -> Outcomes:
         """Yield the number and the outcome of each call, given by its keywords; see ``DeadlinePool.outcomes``."""
         keywords = [((), {**self._keywords, **each}) for each in calls]
         return self._pool.outcomes(keywords, timeout_s, batch_timeout_s)

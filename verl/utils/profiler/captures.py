@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from verl.base_config import BaseConfig
+from verl.utils.json_types import Json
 from verl.utils.profiler.config import NPUToolConfig, NsightToolConfig
 from verl.utils.profiler.ranges import Range, marked_range
 
@@ -149,7 +150,7 @@ class NsightSystemsProfiler(ProcessTool):
         torch.cuda.profiler.stop()
 
 
-def nsight_options(options: Mapping[str, Any], save_path: str | None, name: str) -> dict[str, str]:
+def nsight_options(options: Mapping[str, Json], save_path: str | None, name: str) -> dict[str, str]:
     """Return the ``nsys`` options for Ray's runtime environment, which write to ``<save_path>/<name>_<pid>``.
 
     Ray puts a relative name into its log folder, keeps an absolute one, and passes the command to a shell. The option
@@ -164,7 +165,7 @@ def nsight_options(options: Mapping[str, Any], save_path: str | None, name: str)
     return texts
 
 
-def _text(value: str | int | float | list[Any] | tuple[Any, ...]) -> str:
+def _text(value: Json) -> str:
     if isinstance(value, list | tuple):
         return ",".join(_text(item) for item in value)
     return str(value).lower() if isinstance(value, bool) else str(value)

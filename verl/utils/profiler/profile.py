@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
+from verl.base_config import BaseConfig
+from verl.utils.failures import on_failure, only_warning
 from verl.utils.profiler.captures import NPUProfiler, NsightSystemsProfiler, Tool
 from verl.utils.profiler.config import OPTIONS, ProfilerConfig
 from verl.utils.profiler.memory import TorchMemoryProfiler
@@ -35,7 +37,9 @@ class DistProfiler:
         kwargs: ``role`` names the role in the written files.
     """
 
-    def __init__(self, rank: int, config: ProfilerConfig | None = None, tool_config: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, rank: int, config: ProfilerConfig | None = None, tool_config: BaseConfig | None = None, **kwargs: str
+    ) -> None:
         self.config = config = config or ProfilerConfig()
         self.rank = rank
         self.role = str(kwargs.get("role", "e2e"))
@@ -45,7 +49,7 @@ class DistProfiler:
             assert config.tool is not None
             self._impl = OF_TOOL[config.tool](tool_config or tool_config_of(config), config.save_path, self.role, rank)
 
-    def start(self, role: str | None = None, profile_step: int | str | None = None, **unused: Any) -> None:
+    def start(self, role: str | None = None, profile_step: int | str | None = None, **unused: str) -> None:
         """Begin the step ``profile_step``; ``role`` names a capture of the whole process."""
         if self._impl is not None and not self.running:
             self._impl.start(role=role, profile_step=profile_step)
@@ -98,7 +102,7 @@ class DistProfiler:
         category: str | None = None,
         role: str | None = None,
         mini_batches: bool = False,
-        **options: Any,
+        **options: str,
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Capture calls of a worker's method as tasks of the worker's ``profiler``, if it has one.
 
@@ -114,27 +118,22 @@ class DistProfiler:
         def decorate(func: Callable[P, T]) -> Callable[P, T]:
             task = role or func.__name__
 
-            def capture(worker: Any, *args: Any, **kwargs: Any) -> Range:
+            def capture(worker: Profiled, *args: P.args, **kwargs: P.kwargs) -> Range:
                 profiler = getattr(worker, "profiler", None)
                 own = profiler.of_task(task) if profiler is not None and profiler.running else None
                 return captured(own) if own is not None and own.running else _NOTHING
 
             @contextmanager
-            def captured(profiler: DistProfiler) -> Iterator[Callable[[Any], None]]:
-                try:
-                    with profiler.task(message or task, task, mini_batches, **marks):
-                        yield _drop
-                except Exception:  # whatever ends the task: the worker may be killed before it could write its captures
-                    if not is_capturing():  # of nested tasks, only the outermost ends the step
-                        stop_after_error()
-                    raise
+            def captured(profiler: DistProfiler) -> Iterator[Callable[[T], None]]:
+                with on_failure(_stop_outermost), profiler.task(message or task, task, mini_batches, **marks):
+                    yield _drop
 
             return run_in_context(func, capture)  # type: ignore[arg-type]  # the worker is the first of its arguments
 
         return decorate
 
 
-def _drop(result: Any) -> None:
+def _drop(result: T) -> None:
     """Ignore the result of a task: no profiler needs it."""
 
 
@@ -143,13 +142,24 @@ _of_this_process: list[DistProfiler] = []
 """The running profilers of all workers that share the process."""
 
 
+def _stop_outermost(error: BaseException) -> None:
+    """Write the captures when a task fails, since the worker may be killed before it could write them at its end."""
+    if isinstance(error, Exception) and not is_capturing():  # of nested tasks, only the outermost ends the step
+        stop_after_error()
+
+
 def stop_after_error() -> None:
     """End the step in all roles of this process and write their captures before an error ends the process."""
     for profiler in list(_of_this_process):
-        try:
+        text = "the profile of %s before the error could not be written"
+        with only_warning(logger, text, profiler.role, trace=True):  # the first error is the one to show
             profiler.stop()
-        except Exception:  # the first error is the one to show
-            logger.warning("the profile of %s before the error could not be written", profiler.role, exc_info=True)
+
+
+class Profiled(Protocol):
+    """A worker with a profiler, or without one."""
+
+    profiler: "DistProfiler | RoleProfilers | None"
 
 
 class RoleProfilers:
@@ -160,7 +170,7 @@ class RoleProfilers:
         self.running = False
         self._first = next(iter(self.profilers.values()))
 
-    def start(self, role: str | None = None, profile_step: int | str | None = None, **unused: Any) -> None:
+    def start(self, role: str | None = None, profile_step: int | str | None = None, **unused: str) -> None:
         """Begin a step in each."""
         for profiler in self.profilers.values():
             profiler.start(role=role, profile_step=profile_step)
@@ -181,7 +191,7 @@ class RoleProfilers:
         return self.profilers.get(role.split("_", 1)[0], self._first)
 
 
-def tool_config_of(config: ProfilerConfig) -> Any:
+def tool_config_of(config: ProfilerConfig) -> BaseConfig:
     """Return the options of a role's tool, or the defaults of their dataclass if there are none."""
     assert config.tool is not None
     cls = OPTIONS[config.tool]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from verl.errors import SandboxError
+from verl.utils.json_types import Json, JsonObject
 from verl.utils.sandbox import clock, cores
 from verl.utils.sandbox.folder import empty_folder
 from verl.utils.sandbox.permits import FilePermits
@@ -53,7 +54,7 @@ class Test:
     __test__ = False
 
     stdin: str = ""
-    arguments: Sequence[Any] = field(default_factory=tuple)
+    arguments: Sequence[Json] = field(default_factory=tuple)
     code_after: str = ""
 
 
@@ -118,7 +119,7 @@ def run_tests(
     ):
         inputs = [_input(test, test_file) for test in tests]
         test_file.flush()
-        request = {
+        request: JsonObject = {
             "code": code,
             "fn_name": fn_name,
             "tests": inputs,
@@ -132,7 +133,7 @@ def run_tests(
             "reports_fd": reports.fileno(),
         }
         try:
-            results = _run_each(request, (test_file.fileno(), reports.fileno()), cancelled)
+            results = _run_each(request, len(tests), (test_file.fileno(), reports.fileno()), cancelled)
         finally:
             with suppress(OSError):  # a program that dies with its supervisor may still write
                 empty_folder(folder)
@@ -157,7 +158,9 @@ def _program_folder() -> Iterator[str]:
         folder.remove()
 
 
-def _run_each(request: dict[str, Any], files: Sequence[int], cancelled: threading.Event | None) -> list[Result]:
+def _run_each(
+    request: JsonObject, num_tests: int, files: Sequence[int], cancelled: threading.Event | None
+) -> list[Result]:
     """Return the results of the tests, in order.
 
     A program that the clock ended though it did not use its CPU time is tried once more, one such program at a time on
@@ -165,7 +168,7 @@ def _run_each(request: dict[str, Any], files: Sequence[int], cancelled: threadin
     too many second tries.
     """
     results: dict[int, Result] = {}
-    todo = list(range(len(request["tests"])))
+    todo = list(range(num_tests))
     is_confirmed = False
     while todo:
         with _core(cancelled):
@@ -212,13 +215,13 @@ def _core(cancelled: threading.Event | None) -> Iterator[None]:
         yield
 
 
-def _reply(request: dict[str, Any], files: Sequence[int], cancelled: threading.Event | None) -> list[Result]:
+def _reply(request: JsonObject, files: Sequence[int], cancelled: threading.Event | None) -> list[Result]:
     """Return the first message of a new supervisor; empty lines are its signs of life."""
     reply = _supervise(json.dumps(request), SILENCE_TIMEOUT_S, files, cancelled)
     return [json.loads(line) for line in reply.splitlines() if line]
 
 
-def _input(test: Test, file: IO[bytes]) -> dict[str, Any]:
+def _input(test: Test, file: IO[bytes]) -> JsonObject:
     """Return the supervisor's form of a test, without the test code, which goes to the end of a file."""
     code = test.code_after.encode("utf-8", errors="surrogatepass")
     place = [file.tell(), file.write(code)] if code else None

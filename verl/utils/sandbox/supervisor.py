@@ -18,7 +18,11 @@ import time
 import traceback
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+
+if TYPE_CHECKING:
+    from verl.utils.json_types import Json
+    from verl.utils.sandbox.clock import Clock
 
 NOT_ISOLATED, COMPILING, RUNNING = range(3)
 """Progress of a program, in shared memory that it can no longer reach once it runs."""
@@ -38,7 +42,7 @@ class TestInput(TypedDict):
     """One input, see ``verl.utils.sandbox.Test``."""
 
     stdin: str
-    arguments: list[Any]
+    arguments: "list[Json]"
     test_code: list[int] | None
     """Offset and length of the code in the file ``Request.tests_fd``."""
 
@@ -236,7 +240,7 @@ def status_of(code: int, cpu_s: float, cpu_limit_s: float, request: Request) -> 
     return {0: "ok", -signal.SIGXFSZ: "output limit"}.get(code, "runtime error")
 
 
-def watch(pid: int, checker: int | None, isolated: bool, timeout_s: float) -> Any:
+def watch(pid: int, checker: int | None, isolated: bool, timeout_s: float) -> "Clock":
     """Return a clock for a program and its checker. Only programs that are not isolated have processes below them."""
 
     def below_checker() -> list[int]:
@@ -248,7 +252,7 @@ def watch(pid: int, checker: int | None, isolated: bool, timeout_s: float) -> An
     return clock.Clock(timeout_s, program, below_checker)
 
 
-def wait_for(pid: int, used: Any, request: Request) -> str | None:
+def wait_for(pid: int, used: "Clock", request: Request) -> str | None:
     """Wait for the program; kill it when its time is used up or its folder is too full, and return that status."""
     handle = os.pidfd_open(pid)
     sign_of_life = time.monotonic()
@@ -256,7 +260,7 @@ def wait_for(pid: int, used: Any, request: Request) -> str | None:
         while True:
             left_s = used.cpu_limit_s - used.cpu_s
             has_ended = select.select([handle], [], [], min(max(left_s, LOOK_EVERY_S / 10), LOOK_EVERY_S))[0]
-            ended_by: str | None = used.look()
+            ended_by = used.look()
             if has_ended:
                 return None
             if folder.is_too_full(request["folder"], request["output_limit_bytes"]):

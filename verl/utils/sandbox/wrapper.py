@@ -15,6 +15,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.utils.json_types import Json
 
 # Exit codes of the script, which Python does not use
 DOES_NOT_COMPILE = 86
@@ -25,7 +29,7 @@ _PR_SET_DUMPABLE = 4
 
 
 def script(
-    source: str, fn_name: str | None, arguments: list[object], stdin: str, timeout_s: float, has_test: bool
+    source: str, fn_name: str | None, arguments: "list[Json]", stdin: str, timeout_s: float, has_test: bool
 ) -> str:
     """Return the script for a program. Its standard input is a JSON list of a mark and the test code."""
     given = json.dumps([source, fn_name, arguments, stdin, timeout_s])
@@ -65,7 +69,7 @@ def unpacked(sources: dict[str, str]) -> ModuleType:
 
 
 def run_here(
-    exchange: ModuleType, source: str, fn_name: str, arguments: list[object], stdin: str, timeout_s: float
+    exchange: ModuleType, source: str, fn_name: str, arguments: "list[Json]", stdin: str, timeout_s: float
 ) -> None:
     """Run the program in this process and print its function's value between two marks.
 
@@ -80,7 +84,7 @@ def run_here(
 
 
 def run_apart(
-    exchange: ModuleType, source: str, fn_name: str | None, arguments: list[object], stdin: str, timeout_s: float
+    exchange: ModuleType, source: str, fn_name: str | None, arguments: "list[Json]", stdin: str, timeout_s: float
 ) -> None:
     """Run the program in a second process, its test in this one; if it passes, print the value between two marks."""
     code = _compiled(source, exchange.PROGRAM_NAME)

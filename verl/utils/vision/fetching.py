@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -122,7 +122,7 @@ def _connected(host: str, port: int, media: MediaConfig, end: float) -> socket.s
     raise failure or OSError(f"{host} has no address")
 
 
-def _check_public(host: str, addresses: list[Any], media: MediaConfig) -> None:
+def _check_public(host: str, addresses: Sequence[str | int], media: MediaConfig) -> None:
     private = [each for each in addresses if not is_public(ipaddress.ip_address(str(each).partition("%")[0]))]
     if private and not media.any_address:
         raise MediaError(f"{host} is {private[0]}, which is no public address: data.media.any_address=true allows it")
@@ -143,7 +143,9 @@ def _opener(connect: Callable[..., socket.socket], media: MediaConfig) -> urllib
     """Return an opener of ``http`` and ``https`` only, also for redirects."""
 
     class Connections(urllib.request.AbstractHTTPHandler):
-        def _open(self, kind: Callable[..., http.client.HTTPConnection], request: urllib.request.Request) -> Any:
+        def _open(
+            self, kind: Callable[..., http.client.HTTPConnection], request: urllib.request.Request
+        ) -> http.client.HTTPResponse:
             tunnel = getattr(request, "_tunnel_host", None)
 
             def made(host: str, **options: Any) -> http.client.HTTPConnection:
@@ -159,10 +161,10 @@ def _opener(connect: Callable[..., socket.socket], media: MediaConfig) -> urllib
 
             return self.do_open(made, request)
 
-        def http_open(self, request: urllib.request.Request) -> Any:
+        def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
             return self._open(http.client.HTTPConnection, request)
 
-        def https_open(self, request: urllib.request.Request) -> Any:
+        def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
             return self._open(http.client.HTTPSConnection, request)
 
         http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_

@@ -1,13 +1,13 @@
 """Open images that other people made. Nothing else in the library opens one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
 from verl.errors import WrongInput
+from verl.utils.failures import replacing_errors
 from verl.utils.masking import MaskedError
 from verl.utils.vision.limits import MediaConfig
 
@@ -18,16 +18,13 @@ class MediaError(MaskedError, WrongInput):
     """An image or video cannot be read."""
 
 
-@contextmanager
-def decoding(what: str = "image") -> Iterator[None]:
+def decoding(what: str = "image") -> AbstractContextManager[None]:
     """Raise a MediaError, whatever a decoder raises: damaged files make it raise errors of any class."""
-    try:
-        yield
-    except MediaError:
-        raise
-    except Exception as error:  # decoders raise errors of any class
-        reason = str(error) or type(error).__name__
-        raise MediaError(f"the {what} cannot be read: {reason}") from error
+
+    def named(error: Exception) -> MediaError:
+        return MediaError(f"the {what} cannot be read: {str(error) or type(error).__name__}")
+
+    return replacing_errors(named, passes=(MediaError,))
 
 
 def open_image(source: Image.Image | BinaryIO | str, media: MediaConfig) -> Image.Image:

@@ -3,10 +3,10 @@
 import logging
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.utils.chat_template import check_awaits_turn, render_chat
 from verl.utils.import_utils import load_extern_type
+from verl.utils.json_types import Json
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.process.time_limit import TimeLimitExceeded, call_within, error_text
 from verl.workers.rewards.chat_rendering import Message, raw_prompts, response_texts
@@ -24,6 +25,8 @@ from verl.workers.rewards.scoring import RawScore, describe_failure_score
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RewardModelConfig
     from verl.workers.rollout import BaseRollout
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -95,18 +98,19 @@ class Judge:
         questions: list[list[int]] = []
         for row, (messages, response, truth) in enumerate(rows):
             asked = next((each["content"] for each in reversed(messages) if each.get("role") == "user"), "")
-            try:
-                given = {"rollout_question": asked, "rollout_response": response}
-                given["ground_truth"] = (truth or {}).get("ground_truth")
-                text = call_within(self.config.scoring.timeout_s, partial(self.preprocess, **given))
-                chat = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-                check_awaits_turn(chat)
-                rendered = render_chat(self.tokenizer, chat, {"add_generation_prompt": True, "tokenize": False})
-                questions.append(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
-            except (Exception, TimeLimitExceeded) as error:  # user code may raise anything
-                self._log_failure(row, "preprocess", response, error)
-                questions.append([])
+            question = self._of_user("preprocess", row, response, partial(self._question, asked, response, truth))
+            questions.append(question or [])
         return questions
+
+    def _question(self, asked: str, response: str, truth: Mapping[str, Json] | None) -> list[int]:
+        known = (truth or {}).get("ground_truth")
+        given = {"rollout_question": asked, "rollout_response": response, "ground_truth": known}
+        text = call_within(self.config.scoring.timeout_s, partial(self.preprocess, **given))
+        chat = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        check_awaits_turn(chat)
+        rendered = render_chat(self.tokenizer, chat, {"add_generation_prompt": True, "tokenize": False})
+        tokens: list[int] = self.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return tokens
 
     def _generate(self, prompts: list[list[int]], data: DataProto) -> tuple[list[str], int]:
         """Return the answers and the number of unfinished ones."""
@@ -136,13 +140,20 @@ class Judge:
         return self.tokenizer.batch_decode(answers, skip_special_tokens=True), unfinished
 
     def _score(self, row: int, answer: str) -> float | None:
+        return self._of_user("postprocess", row, answer, partial(self._value, answer))
+
+    def _value(self, answer: str) -> float:
+        value = call_within(self.config.scoring.timeout_s, partial(self.postprocess, answer))
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
+        raise ValueError(f"it returned {value!r}, which is not a finite number")
+
+    def _of_user(self, function: str, row: int, text: str, call: Callable[[], T]) -> T | None:
+        """Return the result of a call that runs a function of the user; None after a line in the log if it fails."""
         try:
-            value = call_within(self.config.scoring.timeout_s, partial(self.postprocess, answer))
-            if isinstance(value, numbers.Real) and math.isfinite(value):
-                return float(value)
-            raise ValueError(f"it returned {value!r}, which is not a finite number")
+            return call()
         except (Exception, TimeLimitExceeded) as error:  # user code may raise anything
-            self._log_failure(row, "postprocess", answer, error)
+            self._log_failure(row, function, text, error)
             return None
 
     def _log_failure(self, row: int, function: str, text: str, error: BaseException) -> None:

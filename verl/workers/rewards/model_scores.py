@@ -3,6 +3,7 @@
 import contextvars
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -10,6 +11,7 @@ import ray
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import BY_REFERENCE
 from verl.utils.chat.messages import TURNS_COLUMN
+from verl.utils.failures import settle
 from verl.utils.metric import reduce_metrics
 
 if TYPE_CHECKING:
@@ -55,30 +57,26 @@ class ScoresOfParts:
         self._refs = list(refs)
         self._requests = list(requests)
         self._scores: dict[int, DataProtoFuture] = {}
-        self._error: BaseException | None = None
+        self._end: Future[None] = Future()
         context = contextvars.copy_context()  # errors name the phase of the caller
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name="reward-model", daemon=True)
-        self._thread.start()
+        threading.Thread(
+            target=context.run, args=(settle, self._end, self._send), name="reward-model", daemon=True
+        ).start()
 
-    def _run(self) -> None:
+    def _send(self) -> None:
         left = list(self._refs)
-        try:
-            while left:
-                (done, *_), left = ray.wait(left, num_returns=1)
-                at = self._refs.index(done)
-                part = ray.get(done)
-                asked = self._requests[at]
-                if len(part) == len(asked):  # else rows were added, and the batch is scored as a whole
-                    part.meta_info["global_steps"] = asked.meta_info.get("global_steps")
-                    self._scores[at] = self._group.start_rm_score(for_reward_model(part, asked))
-        except Exception as error:  # of a part: who waits for the batch gets it too; of the reward model: see add_to
-            self._error = error
+        while left:
+            (done, *_), left = ray.wait(left, num_returns=1)
+            at = self._refs.index(done)
+            part = ray.get(done)
+            asked = self._requests[at]
+            if len(part) == len(asked):  # else rows were added, and the batch is scored as a whole
+                part.meta_info["global_steps"] = asked.meta_info.get("global_steps")
+                self._scores[at] = self._group.start_rm_score(for_reward_model(part, asked))
 
     def add_to(self, parts: Sequence[DataProto]) -> dict[str, Any]:
         """Add ``rm_scores`` (B, R) to the parts; return the metrics of the reward model, averaged over the rows."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._end.result()
         if len(self._scores) < len(parts):
             for future in self._scores.values():
                 future.get()

@@ -12,6 +12,7 @@ from torch import Tensor
 from verl.errors import WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl.utils.failures import on_failure
 from verl.utils.numerics.seeding import RequestSeeds
 from verl.utils.torch_functional import remove_pad_token
 from verl.utils.vision.positions import continued
@@ -244,12 +245,9 @@ class BaseRollout(ABC):
     ) -> None:
         """Load a whole stream as one update, without buckets."""
         self.begin_update()
-        try:
+        with on_failure(lambda error: self.abort_update()):  # it leaves a mixture of old and new weights
             for pair in weights:
                 self.load([pair])
-        except BaseException:  # an interrupt too leaves a mixture of old and new weights
-            self.abort_update()
-            raise
         self.finish_update(self.weights_version + 1 if version is None else version)
 
 

@@ -1,10 +1,13 @@
 """The workers of the trainer that share an engine."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+from verl.utils.failures import settle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,14 +52,14 @@ class EngineGroup:
         """Let the leader work; return its result, or raise its error, on all ranks."""
         if self._group is None:
             return work()
-        box: list[Any] = [None, None]
         if self.leads:
-            try:
-                box[0] = work()
-            except BaseException as error:  # the other ranks wait for the outcome, whatever it is
-                box[1] = f"{type(error).__name__}: {error}"
-                torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
-                raise
+            outcome: Future[T] = Future()
+            settle(outcome, work)
+            error = outcome.exception()
+            told = [outcome.result(), None] if error is None else [None, f"{type(error).__name__}: {error}"]
+            torch.distributed.broadcast_object_list(told, group=self._group, group_src=0)
+            return outcome.result()
+        box: list[Any] = [None, None]
         torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
         if box[1] is not None:
             raise RuntimeError(f"the first worker of this engine: {box[1]}")

@@ -12,6 +12,7 @@ from verl.errors import WeightSyncError, WrongInput
 from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
+from verl.utils.failures import on_failure, replacing_errors
 from verl.utils.faults import fault_point
 from verl.utils.memory_utils import return_freed_host_memory
 from verl.workers.engine.passes import PassSpec
@@ -96,16 +97,16 @@ class SharedWeights:
         """
         started = time.perf_counter()
         version = self._engine.weights_version
-        try:
+        with (
+            replacing_errors(lambda error: WeightSyncError(f"weight sync failed: {error}")),
+            on_failure(lambda error: self._rollout.abort_update()),
+        ):
             self._rollout.begin_shared_update()
             shared = self.check_places()
             fault_point("weight_sync", rank=envs.integer("RANK", 0), step=step)
             # Before the probe, because requests that are under way take part in its steps.
             self._rollout.finish_shared_update(version)
             gap = self.check_probe()
-        except Exception as error:  # engines raise errors of any class
-            self._rollout.abort_update()
-            raise WeightSyncError(f"weight sync failed: {error}") from error
         moved = dict.fromkeys(("bytes", "tensors", "buckets", "peak_bytes", "unverified_tensors"), 0.0)
         return moved | {
             "shared_tensors": float(shared),

@@ -24,7 +24,7 @@ from .peer import MOST_TEXT_CHARS, UNFINISHED, Ended, Peer, text_of, trace_of
 from .standins import BINARY, UNARY, Remote
 from .test_code import TEST_NAME
 from .trust import Guarded, GuardedCallable
-from .values import LIBRARIES, equal_pictures, mutable_name
+from .values import LIBRARIES, Value, equal_pictures, mutable_name
 from .wire import Wire
 
 PASSED, FAILED, REFUSED = range(100, 103)
@@ -70,8 +70,8 @@ class Checker(Peer):
         self._expects_stop = False
         self._steps: set[int] = set()
         """Methods that may raise StopIteration."""
-        self._settled: dict[object, object] = {}
-        self._bases: dict[int, tuple[object, ...]] = {}
+        self._settled: dict[tuple[Value, ...], Value] = {}
+        self._bases: dict[int, tuple[Value, ...]] = {}
         self._thread = get_ident()
         self._stdout = sys.stdout
 
@@ -94,7 +94,7 @@ class Checker(Peer):
     def begin(self, kind: str) -> None:
         self._trusting = self._trusts_answer and kind == "value"
 
-    def stand_in(self, number: int, kind: str, compares: bool) -> object:
+    def stand_in(self, number: int, kind: str, compares: bool) -> Value:
         kind, _ = self._seen.setdefault(number, (kind, compares))
         found = self._stand_in(number, self._trusting and number in self._made | self._named)
         return self._wait_for(found) if kind == "coroutine" else found
@@ -106,10 +106,10 @@ class Checker(Peer):
             self._guarded[number, trusted] = make(self, number, kind, compares, trusted)
         return self._guarded[number, trusted]
 
-    async def _wait_for(self, coroutine: Remote) -> object:
+    async def _wait_for(self, coroutine: Remote) -> Value:
         return self.ask("await", coroutine)
 
-    def note_class(self, name: str, value: object) -> object:
+    def note_class(self, name: str, value: Value) -> Value:
         """Return a class that the test names as a trusted one, any other value as it is.
 
         A name in lower case is a function's by convention: a class in its place could return objects that pose as
@@ -120,11 +120,11 @@ class Checker(Peer):
             return self._stand_in(value._remote_id, True)
         return value
 
-    def same(self, value: object) -> object:
+    def same(self, value: Value) -> Value:
         """Return one and the same stand-in for an object of the program, and any other value as it is."""
         return self._stand_in(value._remote_id, False) if isinstance(value, Guarded) else value
 
-    def kind(self, value: object) -> object:
+    def kind(self, value: Value) -> type | Guarded:
         """Return the class of a value, also of an object of the program."""
         if not isinstance(value, Guarded):
             return type(value)
@@ -135,7 +135,7 @@ class Checker(Peer):
 
     # -- questions
 
-    def ask(self, action: str, *given: object) -> object:
+    def ask(self, action: str, *given: Value) -> Value:
         """Return the program's answer.
 
         Raises: the exception that it raised; Refused; Ended.
@@ -152,7 +152,7 @@ class Checker(Peer):
             self._settled[question] = self._ask_anew(action, given)
         return self._settled[question]
 
-    def _ask_anew(self, action: str, given: tuple[object, ...]) -> object:
+    def _ask_anew(self, action: str, given: tuple[Value, ...]) -> Value:
         operands = [each for each in given if isinstance(each, Guarded)]
         trusted = all(each._remote_trusted for each in operands)
         makes = trusted and (
@@ -178,7 +178,7 @@ class Checker(Peer):
                 self._steps.add(result._remote_id)
         return result
 
-    def base_value(self, value: Remote) -> tuple[object, ...]:
+    def base_value(self, value: Remote) -> tuple[Value, ...]:
         """Return the plain value under an object as one item; no item without one.
 
         A value that cannot change is asked for once, so that the program cannot answer each comparison with another.
@@ -209,12 +209,12 @@ class Checker(Peer):
 
     # -- answers
 
-    def answer(self, content: list[object]) -> None:
+    def answer(self, content: list[Value]) -> None:
         outer = self._trusts_answer
         super().answer(content)
         self._trusts_answer = outer
 
-    def check_request(self, action: str, given: list[object]) -> None:
+    def check_request(self, action: str, given: list[Value]) -> None:
         """Let the program use the objects that the test passed to it, and nothing that leads from there to the test.
 
         Raises: PermissionError.
@@ -226,18 +226,18 @@ class Checker(Peer):
         if not allowed:
             raise PermissionError(f"the program may not ask the test to {action}")
 
-    def described(self, error: BaseException) -> tuple[object, ...]:
+    def described(self, error: BaseException) -> tuple[Value, ...]:
         return type(error), (text_of(error),), text_of(error), None, ""
 
     # -- the life of a test
 
-    def names(self, code: str, tree: ast.Module) -> dict[str, object]:
+    def names(self, code: str, tree: ast.Module) -> dict[str, Value]:
         """Return the names that the test code uses but does not define: libraries and names of the program."""
         if (module := test_code.forbidden_use(tree)) is not None:
             self.refuse(f"it uses {module}")
         used = test_code.global_names(code)
         self._expects_stop = bool(used & {"StopIteration", "StopAsyncIteration"})
-        found: dict[str, object] = {}
+        found: dict[str, Value] = {}
         for name in used & test_code.attribute_owners(tree) & {*LIBRARIES, *_ALIASES}:
             try:
                 found[name] = importlib.import_module(_ALIASES.get(name, name))
@@ -251,7 +251,7 @@ class Checker(Peer):
                 self.refuse(f"it uses {', '.join(sorted(theirs))}, which the program and Python both define")
         return {test_code.SAME: self.same, test_code.KIND: self.kind} | found | theirs
 
-    def _program_names(self, names: set[str]) -> dict[str, object]:
+    def _program_names(self, names: set[str]) -> dict[str, Value]:
         answer = self.ask("names", tuple(sorted(names))) if names else ()
         try:
             found = {name: value for name, value in answer if name in names}

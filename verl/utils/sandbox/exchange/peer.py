@@ -14,20 +14,21 @@ from io import StringIO
 from typing import NoReturn
 
 from .standins import OPERATORS, Remote, RemoteCallable, error_like
+from .values import Value
 from .wire import MOST_MESSAGE_BYTES, Wire
 
 PROGRAM_NAME = "<solution>"
 MOST_TEXT_CHARS = 4000
 UNFINISHED = "the program ended before the code appended to it\n"
 
-Answer = Callable[..., object]
+Answer = Callable[..., Value]
 
 
 class Ended(BaseException):
     """The other process has ended, or does not follow the protocol."""
 
 
-def call(function: Callable[..., object], given: tuple[object, ...], named: tuple[tuple[str, object], ...]) -> object:
+def call(function: Callable[..., Value], given: tuple[Value, ...], named: tuple[tuple[str, Value], ...]) -> Value:
     """Call a function with arguments from another process."""
     return function(*given, **dict(named))
 
@@ -62,7 +63,7 @@ class Peer:
 
     # -- bytes
 
-    def send(self, kind: str, *root: object) -> None:
+    def send(self, kind: str, *root: Value) -> None:
         """Send a message.
 
         Raises: ValueError if it is too large; Ended.
@@ -76,7 +77,7 @@ class Peer:
                 self.fail(UNFINISHED)
         self.wire.sent()
 
-    def receive(self) -> tuple[str, list[object]]:
+    def receive(self) -> tuple[str, list[Value]]:
         """Return the kind and the content of the next message.
 
         Raises: Ended.
@@ -114,30 +115,30 @@ class Peer:
     def begin(self, kind: str) -> None:
         """Prepare to read a message of a kind."""
 
-    def stand_in(self, number: int, kind: str, compares: bool) -> object:
+    def stand_in(self, number: int, kind: str, compares: bool) -> Value:
         """Return the stand-in of an object of the other process, one for each number."""
         if number not in self._standins:
             make = Remote if kind in ("object", "module", "coroutine") else RemoteCallable
             self._standins[number] = make(self, number, kind)
         return self._standins[number]
 
-    def check_request(self, action: str, given: list[object]) -> None:
+    def check_request(self, action: str, given: list[Value]) -> None:
         """Refuse a question that this end does not answer."""
 
-    def described(self, error: BaseException) -> tuple[object, ...]:
+    def described(self, error: BaseException) -> tuple[Value, ...]:
         """Return an exception's class, arguments and text, the exception, and its trace."""
         raise NotImplementedError
 
     # -- questions
 
-    def ask(self, action: str, *given: object) -> object:
+    def ask(self, action: str, *given: Value) -> Value:
         """Return the other process's answer.
 
         Raises: the exception that it raised; Ended.
         """
         return self.exchange(False, action, given)[1]
 
-    def exchange(self, captures: bool, action: str, given: tuple[object, ...]) -> tuple[str, object]:
+    def exchange(self, captures: bool, action: str, given: tuple[Value, ...]) -> tuple[str, Value]:
         """Send a request; return the captured output of the other process, if any, and its answer."""
         self.send("ask", captures, action, *given)
         while True:
@@ -155,7 +156,7 @@ class Peer:
                 self.fail(str(wrong))
             raise error
 
-    def answer(self, content: list[object]) -> None:
+    def answer(self, content: list[Value]) -> None:
         """Answer a question of the other process, and empty its list."""
         captures, action, *given = content
         content.clear()  # a container that only this list holds would stay shared
@@ -166,7 +167,7 @@ class Peer:
         kind = "value"
         try:
             self.check_request(action, given)
-            result: tuple[object, ...] = (self.answers[action](*given),)
+            result: tuple[Value, ...] = (self.answers[action](*given),)
         except Ended:
             raise
         except BaseException as error:  # whatever the program raises is its answer
@@ -181,7 +182,7 @@ class Peer:
             self.send("raise", "", *self.described(error))
 
 
-def plain_text(value: object) -> str:
+def plain_text(value: Value) -> str:
     """Return a text, which no object may stand for.
 
     Raises: TypeError.

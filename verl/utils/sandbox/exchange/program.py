@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 
 from .peer import ANSWERS, PROGRAM_NAME, Ended, Peer, text_of, trace_of
-from .values import base_value, picture, plain
+from .values import Value, base_value, picture, plain
 
 _MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
@@ -44,7 +44,7 @@ class Program(Peer):
         except Ended:
             os._exit(1)
 
-    def described(self, error: BaseException) -> tuple[object, ...]:
+    def described(self, error: BaseException) -> tuple[Value, ...]:
         """Return the parts of the exception that the checker raises instead; its trace begins in the program."""
         trace = trace_of(error, PROGRAM_NAME)
         error.__traceback__ = None  # its frames would keep the arguments alive
@@ -54,23 +54,23 @@ class Program(Peer):
 # ---- questions that only the checker may ask
 
 
-def _names(names: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
+def _names(names: tuple[str, ...]) -> tuple[tuple[str, Value], ...]:
     space = vars(sys.modules["__main__"])
     return tuple((name, _as_named(space[name], name)) for name in names if name in space and name not in _lent)
 
 
-def _as_named(value: object, name: str) -> object:
+def _as_named(value: Value, name: str) -> Value:
     """Return a library's function under another name as a function of the program."""
     if callable(value) and getattr(value, "__name__", name) != name and not isinstance(value, FunctionType):
         return lambda *given, **named: value(*given, **named)
     return value
 
 
-def _compare(one: object, other: object) -> tuple[object, ...]:
+def _compare(one: Value, other: Value) -> tuple[Value, ...]:
     return bool(one == other), *picture(one, other)
 
 
-def _await(coroutine: Coroutine[object, object, object]) -> object:
+def _await(coroutine: Coroutine[None, None, Value]) -> Value:
     import asyncio
 
     return asyncio.run(coroutine)
@@ -93,7 +93,7 @@ Program.answers = ANSWERS | {
 
 
 def run_program(
-    code: CodeType, source: str, fn_name: str | None, arguments: list[object], pipes: tuple[int, int] | None
+    code: CodeType, source: str, fn_name: str | None, arguments: list[Value], pipes: tuple[int, int] | None
 ) -> str | None:
     """Run the program as the main module of this process, answer its checker, and return its function's value as JSON.
 
@@ -135,7 +135,7 @@ def _stored_globals(code: CodeType) -> set[str]:
     return stored.union(*(_stored_globals(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
-def _find_function(module: ModuleType, name: str) -> Callable[..., object]:
+def _find_function(module: ModuleType, name: str) -> Callable[..., Value]:
     """Return the method of the program's class ``Solution``, or its function.
 
     The method comes first, as in the established judges: the program may use a function of that name in it.

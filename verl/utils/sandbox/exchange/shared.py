@@ -10,13 +10,13 @@ tells. A test that calls a function with a thousand lists therefore does not com
 import operator
 import sys
 
-from .values import contents, replace_contents
+from .values import Container, Value, contents, replace_contents
 
 
 class _Entry:
     __slots__ = ("items", "value")
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, value: Container) -> None:
         self.value = value
         self.items = contents(value)
         """The contents that both processes know."""
@@ -42,18 +42,18 @@ class Shared:
         """Return the number of shared containers."""
         return len(self._entries)
 
-    def key(self, value: object) -> int | None:
+    def key(self, value: Container) -> int | None:
         """Return the key of a container; None if the other process does not have it."""
         return self._keys.get(id(value))
 
-    def value(self, key: int) -> object:
+    def value(self, key: int) -> Container:
         """Return the container of a key.
 
         Raises: KeyError.
         """
         return self._entries[key].value
 
-    def add(self, key: int, value: object) -> None:
+    def add(self, key: int, value: Container) -> None:
         """Share a container with its present contents.
 
         Raises: ValueError if the key is taken.
@@ -76,7 +76,7 @@ class Shared:
         """Note that both processes know the present contents."""
         self._entries[key].items = contents(self._entries[key].value)
 
-    def replace(self, key: int, items: list[object]) -> None:
+    def replace(self, key: int, items: list[Value]) -> None:
         """Take over the contents that the other process sent.
 
         Raises: KeyError.
@@ -84,7 +84,7 @@ class Shared:
         replace_contents(self._entries[key].value, items)
         self.agree(key)
 
-    def forget(self, key: int) -> list[object]:
+    def forget(self, key: int) -> list[Value]:
         """Remove a container that one of the processes no longer holds, and return its last common contents.
 
         Raises: KeyError.
@@ -115,5 +115,5 @@ class Shared:
         self._released = []
 
 
-def _same(one: list[object], other: list[object]) -> bool:
+def _same(one: list[Value], other: list[Value]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))

@@ -9,7 +9,10 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-UNARY: dict[str, Callable[..., object]] = {
+from .values import Value
+
+keep = object.__setattr__  # sets an attribute of a stand-in itself, not one in the other process
+UNARY: dict[str, Callable[..., Value]] = {
     "__len__": len, "__iter__": iter, "__next__": next, "__reversed__": reversed, "__bool__": bool, "__str__": str,
     "__repr__": repr, "__abs__": abs, "__int__": int, "__float__": float, "__complex__": complex, "__round__": round,
     "__index__": operator.index, "__neg__": operator.neg, "__pos__": operator.pos, "__invert__": operator.invert,
@@ -20,19 +23,19 @@ UNARY: dict[str, Callable[..., object]] = {
 """Operations on one object, some with an index."""
 ARITHMETIC = "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor".split()
 ORDERINGS = ("__lt__", "__le__", "__gt__", "__ge__")
-BINARY: dict[str, Callable[[object, object], object]] = {
+BINARY: dict[str, Callable[[Value, Value], Value]] = {
     **{f"__{name}__": getattr(operator, f"__{name}__") for name in ARITHMETIC},
     **{f"__i{name}__": getattr(operator, f"__i{name}__") for name in ARITHMETIC},
     **{name: getattr(operator, name) for name in (*ORDERINGS, "__eq__")},
     "__contains__": operator.contains,
 }
-OPERATORS: Mapping[str, Callable[..., object]] = UNARY | BINARY
+OPERATORS: Mapping[str, Callable[..., Value]] = UNARY | BINARY
 
 
 class Asks(Protocol):
     """The end that holds a stand-in."""
 
-    def ask(self, action: str, *given: object) -> object:
+    def ask(self, action: str, *given: Value) -> Value:
         """Return the other process's answer."""
 
 
@@ -45,16 +48,16 @@ class Remote:
     _remote_kind: str
 
     def __init__(self, peer: Asks, number: int, kind: str) -> None:
-        object.__setattr__(self, "_remote_peer", peer)
-        object.__setattr__(self, "_remote_id", number)
-        object.__setattr__(self, "_remote_kind", kind)
+        keep(self, "_remote_peer", peer)
+        keep(self, "_remote_id", number)
+        keep(self, "_remote_kind", kind)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Value:
         if name.startswith("_remote_"):
             raise AttributeError(name)
         return self._remote_peer.ask("get", self, name)
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Value) -> None:
         self._remote_peer.ask("set", self, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -66,33 +69,33 @@ class Remote:
     def __hash__(self) -> int:
         return hash(self._remote_id)
 
-    def __deepcopy__(self, memory: dict[int, object]) -> object:
+    def __deepcopy__(self, memory: dict[int, Value]) -> Value:
         return self._remote_peer.ask("deepcopy", self)
 
-    def _remote_unary(self, name: str, *given: object) -> object:
+    def _remote_unary(self, name: str, *given: Value) -> Value:
         return self._remote_peer.ask("operate", name, self, *given)
 
-    def _remote_binary(self, name: str, other: object, swapped: bool) -> object:
+    def _remote_binary(self, name: str, other: Value, swapped: bool) -> Value:
         pair = (other, self) if swapped else (self, other)
         return self._remote_peer.ask("operate", name, *pair)
 
 
-def is_same(one: object, other: object) -> bool:
+def is_same(one: Value, other: Value) -> bool:
     """Return whether two values are one object, or stand for one."""
     return one is other or (
         isinstance(one, Remote) and isinstance(other, Remote) and one._remote_id == other._remote_id
     )
 
 
-def _unary(name: str) -> Callable[..., object]:
-    def ask(self: Remote, *given: object) -> object:
+def _unary(name: str) -> Callable[..., Value]:
+    def ask(self: Remote, *given: Value) -> Value:
         return self._remote_unary(name, *(() if name == "__exit__" else given))  # an error of the test is the test's
 
     return ask
 
 
-def _binary(name: str, swapped: bool = False) -> Callable[[Remote, object], object]:
-    def ask(self: Remote, other: object) -> object:
+def _binary(name: str, swapped: bool = False) -> Callable[[Remote, Value], Value]:
+    def ask(self: Remote, other: Value) -> Value:
         return self._remote_binary(name, other, swapped)
 
     return ask
@@ -112,7 +115,7 @@ class RemoteCallable(Remote):
 
     __slots__ = ()
 
-    def __call__(self, *given: object, **named: object) -> object:
+    def __call__(self, *given: Value, **named: Value) -> Value:
         return self._remote_peer.ask("call", self, given, tuple(named.items()))
 
 
@@ -125,7 +128,7 @@ class RemoteError(Exception):
     remote: Remote | None = None
     text = ""
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Value:
         if self.remote is None or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.remote, name)
@@ -134,7 +137,7 @@ class RemoteError(Exception):
         return self.text if self.remote is not None else super().__str__()
 
 
-def mirror(name: str, bases: list[object]) -> type:
+def mirror(name: str, bases: list[Value]) -> type:
     """Make a class for exceptions of a class of the other process.
 
     Raises: ValueError if the bases are no exceptions.
@@ -147,7 +150,7 @@ def mirror(name: str, bases: list[object]) -> type:
     return type(name, (*own, *bases), members)
 
 
-def error_like(kind: object, given: tuple[object, ...], text: str, remote: Remote | None, trace: str) -> BaseException:
+def error_like(kind: Value, given: tuple[Value, ...], text: str, remote: Remote | None, trace: str) -> BaseException:
     """Return an exception like the one that the other process raised.
 
     Raises: ValueError if it is no exception.

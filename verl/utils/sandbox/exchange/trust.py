@@ -8,8 +8,8 @@ that the test itself made of a class that it names. They must not lead to a numb
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
-from .standins import BINARY, OPERATORS, ORDERINGS, Asks, Remote, RemoteCallable, is_same
-from .values import COMMANDS, MUTATORS, PLAIN_NAMES
+from .standins import BINARY, OPERATORS, ORDERINGS, Asks, Remote, RemoteCallable, is_same, keep
+from .values import COMMANDS, MUTATORS, PLAIN_NAMES, Value
 
 _TO_NUMBERS = {"__abs__", "__int__", "__float__", "__complex__", "__round__", "__index__", "__bool__"}
 
@@ -20,10 +20,10 @@ class Judge(Asks, Protocol):
     def refuse(self, reason: str) -> NoReturn:
         """Give up a test that the program's process would have to decide."""
 
-    def base_value(self, value: Remote) -> tuple[object, ...]:
+    def base_value(self, value: Remote) -> tuple[Value, ...]:
         """Return the plain value under an object as one item; no item without one."""
 
-    def note_class(self, name: str, value: object) -> object:
+    def note_class(self, name: str, value: Value) -> Value:
         """Return a class that the test names as a trusted one, any other value as it is."""
 
     def have_equal_attributes(self, one: Remote, other: Remote) -> bool:
@@ -41,11 +41,11 @@ class Guarded(Remote):
 
     def __init__(self, peer: Judge, number: int, kind: str, compares: bool, trusted: bool) -> None:
         super().__init__(peer, number, kind)
-        object.__setattr__(self, "_remote_compares", compares)
-        object.__setattr__(self, "_remote_derived", False)
-        object.__setattr__(self, "_remote_trusted", trusted)
+        keep(self, "_remote_compares", compares)
+        keep(self, "_remote_derived", False)
+        keep(self, "_remote_trusted", trusted)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Value:
         if name.startswith("_remote_"):
             raise AttributeError(name)
         peer = self._remote_peer
@@ -79,16 +79,16 @@ class Guarded(Remote):
             self._remote_peer.refuse("it hashes an object whose class defines equality")
         return hash(self._remote_id)
 
-    def __instancecheck__(self, value: object) -> bool:
+    def __instancecheck__(self, value: Value) -> bool:
         return isinstance(value, Remote) and bool(self._remote_peer.ask("isinstance", value, self))
 
-    def __subclasscheck__(self, value: object) -> bool:
+    def __subclasscheck__(self, value: Value) -> bool:
         return isinstance(value, Remote) and bool(self._remote_peer.ask("issubclass", value, self))
 
-    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
+    def __mro_entries__(self, bases: tuple[Value, ...]) -> tuple[type, ...]:
         self._remote_peer.refuse("it derives a class from a class of the program")
 
-    def _equals_plain(self, other: object) -> bool:
+    def _equals_plain(self, other: Value) -> bool:
         """Compare the plain value under the object."""
         if base := self._remote_peer.base_value(self):
             return bool(base[0] == other)
@@ -96,14 +96,14 @@ class Guarded(Remote):
             self._remote_peer.refuse("it compares an object of the program's class with a plain value")
         return False
 
-    def _remote_unary(self, name: str, *given: object) -> object:
+    def _remote_unary(self, name: str, *given: Value) -> Value:
         if self._remote_derived and name in _TO_NUMBERS:
             self._remote_peer.refuse("it takes a number from an object of the program's class after arithmetic")
         if name == "__getitem__" and not self._remote_trusted and (base := self._remote_peer.base_value(self)):
             return OPERATORS[name](base[0], *given)
         return self._remote_peer.ask("operate", name, self, *given)
 
-    def _remote_binary(self, name: str, other: object, swapped: bool) -> object:
+    def _remote_binary(self, name: str, other: Value, swapped: bool) -> Value:
         peer = self._remote_peer
         pair = (other, self) if swapped else (self, other)
         if isinstance(other, Remote):
@@ -116,7 +116,7 @@ class Guarded(Remote):
         if name != "__contains__":
             if not isinstance(result, Guarded):
                 peer.refuse(f"{name} of the program's class and a plain value gives a plain value")
-            object.__setattr__(result, "_remote_derived", True)
+            keep(result, "_remote_derived", True)
         return result
 
 
@@ -126,10 +126,10 @@ class GuardedCallable(RemoteCallable, Guarded):
     __slots__ = ()
 
 
-def _without_arguments(peer: Judge, name: str, function: Remote) -> Callable[..., object]:
+def _without_arguments(peer: Judge, name: str, function: Remote) -> Callable[..., Value]:
     """Return a method with the name of a plain value's method, which must not be asked about a plain value."""
 
-    def call(*given: object, **named: object) -> object:
+    def call(*given: Value, **named: Value) -> Value:
         if given or named:
             peer.refuse(f"it passes arguments to {name}() of an object that the program returned")
         return peer.ask("call", function, given, ())

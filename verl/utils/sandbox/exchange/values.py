@@ -4,7 +4,22 @@ import collections
 import itertools
 import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Protocol
 
+Scalar = None | bool | int | float | str
+Container = list["Value"] | dict["Value", "Value"] | set["Value"] | bytearray | collections.deque["Value"]
+"""A container that can change; see ``MUTABLE``."""
+
+
+class Instance(Protocol):
+    """An object of the program or of the test: any class may have made it, and only its attributes are known."""
+
+    __dict__: dict[str, "Value"]
+
+
+Value = Scalar | complex | Iterable["Value"] | Callable[..., "Value"] | ModuleType | Instance
+"""What one process can ask of the other, or pass to it: a plain value, a function or class, or an object."""
 MOST_ITEMS = 1_000_000
 """Items of an iterator that a function may return."""
 LIBRARIES = (
@@ -48,12 +63,12 @@ COMMANDS = {"add", "append", "clear", "extend", "insert", "reverse", "sort", "up
 """Methods that answer no question about what they are given, such as those of a builder that returns itself."""
 
 
-def mutable_name(value: object) -> str | None:
+def mutable_name(value: Value) -> str | None:
     """Return the name in ``MUTABLE`` of a container's type; None for any other value."""
     return _NAMES.get(type(value))
 
 
-def rebuilt_name(value: object) -> str | None:
+def rebuilt_name(value: Value) -> str | None:
     """Return the name in ``REBUILT`` of a value's type; None for any other value."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -61,7 +76,7 @@ def rebuilt_name(value: object) -> str | None:
     return name if known else None
 
 
-def contents(value: object) -> list[object]:
+def contents(value: Container) -> list[Value]:
     """Return the items of a mutable container; keys and values in turn for a dict."""
     if isinstance(value, dict):
         return list(itertools.chain.from_iterable(value.items()))
@@ -70,7 +85,7 @@ def contents(value: object) -> list[object]:
     raise TypeError(f"a {type(value).__name__} has no contents that can change")
 
 
-def replace_contents(value: object, items: list[object]) -> None:
+def replace_contents(value: Container, items: list[Value]) -> None:
     """Give a mutable container other contents."""
     if isinstance(value, list | bytearray):
         value[:] = items
@@ -89,7 +104,7 @@ def replace_contents(value: object, items: list[object]) -> None:
         raise TypeError(f"a {type(value).__name__} has no contents that can change")
 
 
-def base_value(value: object) -> tuple[object, ...]:
+def base_value(value: Value) -> tuple[Value, ...]:
     """Return the plain value under an object of a subclass of a built-in type as one item; no item without one."""
     for scalar in (str, bytes, int, float, complex):
         if isinstance(value, scalar):
@@ -100,14 +115,14 @@ def base_value(value: object) -> tuple[object, ...]:
     return (dict.copy(value),) if isinstance(value, dict) else ()
 
 
-def attributes(value: object) -> dict[str, object]:
+def attributes(value: Value) -> dict[str, Value]:
     """Return the attributes of an object, whether in its dict or in slots."""
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     found = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
     return found | getattr(value, "__dict__", {})
 
 
-def plain(value: object) -> object:
+def plain(value: Value) -> list[Value] | dict[str, Value]:
     """Convert a function's result for JSON: a set, an array, an iterable, or the attributes of an object."""
     if isinstance(value, set | frozenset):
         return sorted(value)
@@ -123,7 +138,7 @@ def plain(value: object) -> object:
     raise TypeError(f"the function returned a {type(value).__name__}")
 
 
-def library_name(value: object) -> tuple[str, str] | None:
+def library_name(value: Value) -> tuple[str, str] | None:
     """Return the module of ``LIBRARIES`` and the name under which a function or a class stands there."""
     name = getattr(value, "__name__", None)
     if isinstance(name, str):
@@ -135,23 +150,26 @@ def library_name(value: object) -> tuple[str, str] | None:
 
 # ---- comparison of objects by their attributes
 
+Picture = Value | list["Picture"]
+"""A scalar, a set or a function as it is; of all else, a list of its class, its plain value and its attributes."""
 
-def picture(*values: object) -> list[object]:
+
+def picture(*values: Value) -> list[Picture]:
     """Return values with every object in them replaced by its class, the plain value under it, and its attributes.
 
     Nothing recurses, so that a long linked list has a picture; an object that refers to itself has a cyclic one.
     """
-    seen: dict[int, object] = {}
-    held: list[object] = []  # keeps objects alive, so that no two have one id
-    waiting: list[tuple[list[object], list[object]]] = []
+    seen: dict[int, list[Picture]] = {}
+    held: list[Value] = []  # keeps objects alive, so that no two have one id
+    waiting: list[tuple[list[Picture], list[Value]]] = []
 
-    def shown(value: object) -> object:
+    def shown(value: Value) -> Picture:
         kind = type(value)
         if kind in SCALARS or kind in (int, complex, bytes, set, frozenset) or callable(value):
             return value
         if id(value) not in seen:
             held.append(value)
-            parts: list[object] = []
+            parts: list[Picture] = []
             seen[id(value)] = parts
             if kind in (list, tuple):
                 waiting.append((parts, [kind.__name__, *value]))
@@ -169,11 +187,11 @@ def picture(*values: object) -> list[object]:
     return found
 
 
-def _order(item: tuple[object, object]) -> str:
+def _order(item: tuple[Value, Value]) -> str:
     return repr(item[0])
 
 
-def equal_pictures(one: object, other: object) -> bool:
+def equal_pictures(one: Picture, other: Picture) -> bool:
     """Return whether two pictures are equal, however deep or cyclic they are."""
     waiting = [(one, other)]
     seen: set[tuple[int, int]] = set()

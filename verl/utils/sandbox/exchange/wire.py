@@ -29,7 +29,20 @@ from typing import TypeVar
 
 from .shared import Shared
 from .standins import Remote, mirror
-from .values import FACTORIES, LIBRARIES, MUTABLE, REBUILT, SCALARS, contents, library_name, mutable_name, rebuilt_name
+from .values import (
+    FACTORIES,
+    LIBRARIES,
+    MUTABLE,
+    REBUILT,
+    SCALARS,
+    Container,
+    Scalar,
+    Value,
+    contents,
+    library_name,
+    mutable_name,
+    rebuilt_name,
+)
 from .values import replace_contents as fill
 
 MOST_MESSAGE_BYTES = 16 << 20
@@ -39,11 +52,11 @@ _MOST_NUMBER = 1 << 32
 _SMALL = 1 << 64
 """Integers below it are written in decimal digits, which Python converts in quadratic time."""
 
-Term = object
+Term = Scalar | list[int]
 """A scalar, or the place of a node in a list of one number."""
 Node = list[Term]
 T = TypeVar("T")
-MakeRemote = Callable[[int, str, bool], object]
+MakeRemote = Callable[[int, str, bool], Value]
 
 
 class Unreadable(ValueError):
@@ -63,11 +76,11 @@ class Wire:
         self.shows_functions = shows_functions
         self.shared = Shared()
         self.mirrors: dict[int, type] = {}
-        self._exports: list[object] = []
+        self._exports: list[Value] = []
         self._numbers: dict[int, int] = {}
         self._unsent: _Writer | None = None
 
-    def has_shown(self, value: object) -> bool:
+    def has_shown(self, value: Value) -> bool:
         """Return whether the other process has a stand-in of an object."""
         return id(value) in self._numbers
 
@@ -75,18 +88,18 @@ class Wire:
         """Return whether the other process has a stand-in of any object."""
         return bool(self._exports)
 
-    def number(self, value: object) -> int:
+    def number(self, value: Value) -> int:
         """Return the number of an object that stays here."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._exports)
             self._exports.append(value)
         return self._numbers[id(value)]
 
-    def export(self, number: int) -> object:
+    def export(self, number: int) -> Value:
         """Return the object of a number."""
         return self._exports[number]
 
-    def write(self, kind: str, *root: object) -> bytes:
+    def write(self, kind: str, *root: Value) -> bytes:
         """Return a message. The containers in it count as shared once ``sent`` is called.
 
         Raises: ValueError if it is too large.
@@ -112,7 +125,7 @@ class Wire:
         self.shared.told()
         self._unsent = None
 
-    def read(self, message: bytes, begin: Callable[[str], None]) -> tuple[str, list[object]]:
+    def read(self, message: bytes, begin: Callable[[str], None]) -> tuple[str, list[Value]]:
         """Return the kind and the content of a message.
 
         Args: ``begin`` is called with the kind of the message before any of its values is made.
@@ -150,13 +163,13 @@ class _Writer:
     def __init__(self, wire: Wire, changed: list[int]) -> None:
         self.wire = wire
         self.changed = changed
-        self.fresh: dict[int, tuple[object, int]] = {}
+        self.fresh: dict[int, tuple[Container, int]] = {}
         """The containers that this message shares, by id, with their keys."""
         self._nodes: list[Node] = []
-        self._held: list[object] = []  # keeps the objects alive, so that no two have one id
+        self._held: list[Value] = []  # keeps the objects alive, so that no two have one id
         self._places: dict[int, list[int]] = {}
 
-    def term(self, value: object) -> Term:
+    def term(self, value: Value) -> Term:
         kind = type(value)
         if kind in SCALARS or (kind is int and -_SMALL < value < _SMALL):
             return value
@@ -165,7 +178,7 @@ class _Writer:
             self._held.append(value)
         return self._places[id(value)]
 
-    def terms(self, values: list[object]) -> list[Term]:
+    def terms(self, values: list[Value]) -> list[Term]:
         """Return the terms of many values, at once if they are small scalars."""
         kinds = set(map(type, values))
         if kinds <= _PLAIN and (int not in kinds or (kinds <= _REAL and -_SMALL < min(values) <= max(values) < _SMALL)):
@@ -178,7 +191,7 @@ class _Writer:
             self._nodes.append(self._node(self._held[len(self._nodes)]))
         return self._nodes
 
-    def _node(self, value: object) -> Node:
+    def _node(self, value: Value) -> Node:
         kind = type(value)
         if (name := mutable_name(value)) is not None:
             return self._container(name, value)
@@ -204,7 +217,7 @@ class _Writer:
             return ["library", *found]
         return self._object(value)
 
-    def _container(self, name: str, value: object) -> Node:
+    def _container(self, name: str, value: Container) -> Node:
         key = self.wire.shared.key(value)
         if key is not None:
             return ["shared", key]
@@ -218,7 +231,7 @@ class _Writer:
             own = [next((name for name, kind in FACTORIES.items() if kind is factory), None)]
         return [name, key, *own, *self.terms(contents(value))]
 
-    def _object(self, value: object) -> Node:
+    def _object(self, value: Value) -> Node:
         """Return the node of an object that stays here: its number, kind, and whether it defines equality."""
         number = self.wire.number(value)
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -241,11 +254,11 @@ class _Reader:
     def __init__(self, wire: Wire, nodes: list[Node]) -> None:
         self.wire = wire
         self.nodes = nodes
-        self.changes: list[tuple[int, list[object]]] = []
-        self._made: dict[int, object] = {}
-        self._fresh: list[tuple[int, object, list[Term]]] = []
+        self.changes: list[tuple[int, list[Value]]] = []
+        self._made: dict[int, Value] = {}
+        self._fresh: list[tuple[int, Container, list[Term]]] = []
 
-    def value(self, term: Term) -> object:
+    def value(self, term: Term) -> Value:
         if type(term) is not list:
             return _scalar(term)
         (place,) = map(_number, term)
@@ -253,7 +266,7 @@ class _Reader:
             self._made[place] = self._make(*self.nodes[place])
         return self._made[place]
 
-    def values(self, terms: list[Term]) -> list[object]:
+    def values(self, terms: list[Term]) -> list[Value]:
         """Return the values of many terms, at once if they are scalars."""
         return terms if set(map(type, terms)) <= _PLAIN else list(map(self.value, terms))
 
@@ -269,7 +282,7 @@ class _Reader:
         for key, items in self.changes:
             self.wire.shared.replace(key, items)
 
-    def _make(self, tag: Term, *rest: Term) -> object:
+    def _make(self, tag: Term, *rest: Term) -> Value:
         if tag in MUTABLE:
             return self._container(_exactly(str, tag), _number(rest[0]), list(rest[1:]))
         if tag == "shared":
@@ -304,10 +317,10 @@ class _Reader:
             return self.wire.make_remote(_number(number), _exactly(str, kind), bool(compares))
         raise Unreadable(tag)
 
-    def _container(self, name: str, key: int, terms: list[Term]) -> object:
+    def _container(self, name: str, key: int, terms: list[Term]) -> Container:
         if name == "deque":
             most, *terms = terms
-            container: object = MUTABLE[name](maxlen=None if most is None else _number(most))
+            container: Container = MUTABLE[name](maxlen=None if most is None else _number(most))
         elif name == "defaultdict":
             factory, *terms = terms
             container = MUTABLE[name](None if factory is None else FACTORIES[_exactly(str, factory)])
@@ -316,7 +329,7 @@ class _Reader:
         self._fresh.append((~key, container, terms))
         return container
 
-    def _rebuilt(self, name: str, given: list[object]) -> object:
+    def _rebuilt(self, name: str, given: list[Value]) -> Value:
         module, _, kind = name.partition(".")
         constructor, _ = REBUILT[name]
         if not all(type(each) in (int, str) for each in given):
@@ -333,7 +346,7 @@ class _Reader:
 # ---- terms: anything else, which a lying program may have put in their place, is refused
 
 
-def _scalar(term: Term) -> Term:
+def _scalar(term: Term) -> Scalar:
     if type(term) not in _PLAIN:
         raise Unreadable(f"a {type(term).__name__} in place of a value")
     return term
@@ -351,7 +364,7 @@ def _number(term: Term) -> int:
     return term
 
 
-def _from_library(module: str, name: str) -> object:
+def _from_library(module: str, name: str) -> Value:
     if module not in LIBRARIES or name.startswith("_"):
         raise Unreadable(f"{module}.{name}")
     found = getattr(importlib.import_module(module), name)

@@ -18,6 +18,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.actor import Actor
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_torch_device, get_visible_devices_keyword
+from verl.utils.failures import on_failure
 from verl.utils.faults import fault_point
 from verl.utils.vision.multi_modal import count_fetched
 from verl.workers.config.engines import ENGINES
@@ -205,12 +206,9 @@ class SGLangRollout(BaseRollout, RolloutServer):
         shown = None if media is None else list(media)
         count_fetched(shown or ())  # by the server, which is on this node
         answer = self._server.generate_batch.remote(token_ids, params, f"batch {next(self._batches)}", shown)
-        try:
+        with on_failure(lambda error: ray.cancel(answer)):  # the next batch must not meet these requests
             fault_point("generate", rank=envs.integer("RANK", 0), step=step)
             return list(self._answer_of_living(answer))
-        except BaseException:  # an interrupt too: the next batch must not meet these requests
-            ray.cancel(answer)
-            raise
 
     def _answer_of_living(self, answer: "Ref") -> Any:
         """Return an answer that may take any time, as long as the server lives."""
@@ -224,12 +222,9 @@ class SGLangRollout(BaseRollout, RolloutServer):
     async def answer(self, request: GenerationRequest) -> TokenOutput:
         """Continue a prompt; see ``RolloutServer.answer``."""
         answer = self._server.answer.remote(request)
-        try:
+        with on_failure(lambda error: ray.cancel(answer)):  # also when the caller is cancelled
             output: TokenOutput = await answer
             return output
-        except BaseException:  # also when the caller is cancelled
-            ray.cancel(answer)
-            raise
 
     async def abort(self, request_id: str) -> bool:
         """End the requests of this id: their callers get the tokens so far."""

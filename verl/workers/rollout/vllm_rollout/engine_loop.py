@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from verl.errors import ServerError
 from verl.utils.device import get_torch_device
+from verl.utils.failures import settle
 from verl.workers.rollout.base import preserved_random_state
 from verl.workers.rollout.vllm_rollout.media import Request
 
@@ -171,14 +173,7 @@ class EngineLoop:
         Raises: what the function raises; ServerError if the engine is gone.
         """
         answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(function())
-            except BaseException as error:  # the caller's, wherever it waits
-                answer.set_exception(error)
-
-        self.ask(run)
+        self.ask(partial(settle, answer, function))
         while True:
             try:
                 return answer.result(_POLL_S)

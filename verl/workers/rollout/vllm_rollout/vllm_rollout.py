@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.utils import envs
 from verl.utils.device import get_device_name
 from verl.utils.engine_versions import check_vllm, is_version_ge
+from verl.utils.failures import on_failure
 from verl.utils.faults import fault_point
 from verl.workers.config.engines import ENGINES
 from verl.workers.rollout.base import (
@@ -153,7 +154,7 @@ class vLLMRollout(BaseRollout):
         finished: list[RequestOutput] = []
         entered = False
         bar = tqdm(total=len(order), desc="generate", disable=not sys.stderr.isatty(), leave=False)
-        try:
+        with closing(bar), on_failure(lambda error: engine.abort_request(order, internal=True)):
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
@@ -162,11 +163,6 @@ class vLLMRollout(BaseRollout):
                 if not entered:
                     fault_point("generate", rank=envs.integer("RANK", 0), step=step)
                     entered = True
-        except BaseException:  # an interrupt too: the next batch must not meet these requests
-            engine.abort_request(order, internal=True)
-            raise
-        finally:
-            bar.close()
         finished.sort(key=lambda output: int(output.request_id))  # vLLM numbers requests in order of arrival
         return finished
 
@@ -261,16 +257,13 @@ class vLLMRollout(BaseRollout):
             requests: list[Any] = [{"prompt_token_ids": list(ids)} for ids in prompts]
             own_ids = self._llm.enqueue(requests, [params] * len(requests), use_tqdm=False)
             numbers = [engine.output_processor.request_states[own_id].external_req_id for own_id in own_ids]
-            try:
+            with on_failure(lambda error: engine.abort_request(own_ids, internal=True)):
                 while len(found) < len(numbers):
                     for output in engine.step():
                         if output.finished and output.request_id in numbers:
                             found[output.request_id] = output.prompt_logprobs
                         elif output.finished:
                             self._hand_over(output)
-            except BaseException:  # as in ``_run``
-                engine.abort_request(own_ids, internal=True)
-                raise
         return [
             [scored[token].logprob for token, scored in zip(ids[1:], found[number][1:], strict=True)]
             for ids, number in zip(prompts, numbers, strict=True)
