@@ -73,7 +73,7 @@ _touched: dict[str, int] = {}
 
 
 class Rows:
-    """Where rows lie: the blocks, and for each row the number of its block and its place in it, both (B,) int32.
+    """The places of rows in the store: blocks, and for each row its block and its place in it, both (B,) int32.
 
     Columns that are chosen or joined together share one object, so a message holds it once.
     """
@@ -82,12 +82,12 @@ class Rows:
         self.blocks = tuple(blocks)
         self.block = block
         self.row = row
-        # What was made of these rows, for the next column. Weak, because whoever holds rows keeps their blocks alive.
+        # Rows that were derived from these, for the next column. Weak, because rows keep their blocks alive.
         self._made: weakref.WeakValueDictionary[Hashable, Rows] = weakref.WeakValueDictionary()
         self._parts: Sequence[weakref.ref[Rows]] = ()
 
     def take(self, rows: slice | np.ndarray) -> "Rows":
-        """Return where some of the rows lie."""
+        """Return the places of some of the rows."""
         key = (rows.start, rows.stop, rows.step) if isinstance(rows, slice) else rows.tobytes()
         made = self._made.get(key)
         if made is None:
@@ -96,7 +96,7 @@ class Rows:
 
     @staticmethod
     def joined(parts: "Sequence[Rows]") -> "Rows":
-        """Return where the rows of all parts lie."""
+        """Return the places of the rows of all parts."""
         key = ("joined", *map(id, parts))
         made = parts[0]._made.get(key)
         if made is not None and all(of() is part for of, part in zip(made._parts, parts, strict=True)):
@@ -124,7 +124,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the values of a column lie, and what is known of them.
+    """The places of the values of a column, and figures of them.
 
     Attributes:
         sums: the sum of each row over the last dim, (B,); None unless the column has two dims.
@@ -193,7 +193,7 @@ class LazyTensor(Tensor, PicklesItself):
         return part
 
     def _window(self, first: int, last: int) -> "LazyTensor":
-        """Return some of the columns, likewise."""
+        """Return some of the columns, which stay part of this column."""
         shape = (last - first, *self.shape[2:])
         part = LazyTensor(self.column, self.places.within(first, last), shape, self.dtype)
         part._whole = (self, (slice(None), slice(first, last)))
@@ -353,7 +353,7 @@ def _slice(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | Non
 
 
 def _select(x: LazyTensor, dim: int, index: int) -> Answer:
-    """Return one row: it is read alone."""
+    """Return one row, and read only that."""
     if dim % x.dim() or x.is_known:
         return None
     at = index % len(x)
@@ -592,7 +592,7 @@ Address = tuple[str, Places, tuple[int, ...], torch.dtype]
 
 
 def _address(column: LazyTensor) -> Address | Tensor:
-    """Return what stands for a column in a message: its values if this process has changed them."""
+    """Return the address of a column for a message, or its values if this process has changed them."""
     if column.is_written:
         return column.fetched()
     return column.column, column.places, tuple(column.shape[1:]), column.dtype

@@ -18,7 +18,7 @@ def test_turns_of_a_conversation() -> None:
     assert not trajectory.add("user", [8] * 4)
     assert trajectory.room == 3 and trajectory.token_ids == [1, 2, 3, 4, 5, 6, 7]
     trajectory.sampled(TokenOutput([8, 8, 8], [-1.0, -2.0, -3.0], "length"))
-    assert trajectory.room == 0 and trajectory.num_model_turns == 2
+    assert trajectory.room == 0
     output = trajectory.output(reward_score=1.0, extra_fields={"turn_scores": []})
     assert output.prompt_ids == [1, 2] and output.response_ids == [3, 4, 5, 6, 7, 8, 8, 8]
     assert output.response_mask == [1, 1, 0, 0, 0, 1, 1, 1]

@@ -59,11 +59,6 @@ class Trajectory:
         """Tokens that the response may still have."""
         return self._limit - len(self.response_ids)
 
-    @property
-    def num_model_turns(self) -> int:
-        """The number of turns that the model has sampled."""
-        return sum(turn.role == MODEL for turn in self.turns)
-
     def sampled(self, output: TokenOutput, seconds: float = 0.0) -> Turn:
         """Append the sampled tokens after ``token_ids``; return their turn.
 

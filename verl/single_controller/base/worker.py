@@ -126,7 +126,7 @@ class Worker(WorkerHelper):
     # ---- mesh dispatch
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Register which part of a batch this worker takes on a mesh, and whether its output is collected.
+        """Register the part of a batch that this worker takes on a mesh, and whether its output is collected.
 
         Raises: ValueError when the mesh is registered already.
         """

@@ -189,7 +189,7 @@ class RayWorkerGroup(WorkerGroup):
         self._starting = [worker.__ray_call__.remote(_place) for worker in self._workers]
 
     def _choose_rendezvous(self, groups: Sequence[PlacementGroup]) -> tuple[str, str]:
-        """Return where the workers meet: at no address that others reach, if all are on one node."""
+        """Return address and port of the workers' rendezvous; the loopback address if all are on one node."""
         nodes = [node for group in groups for node in bundle_nodes(group)]
         if nodes[0] == ray.get_runtime_context().get_node_id():
             address, port = WorkerHelper.get_available_master_addr_port()

@@ -18,7 +18,6 @@ ACCEPTED = "accepted"
 BUILT = "built"
 FEATURE = "feature"
 REFUSED = "refused"
-DECISIONS = (ALIAS, ACCEPTED, BUILT, FEATURE, REFUSED)
 """A key is translated to ours; asks for what this version does anyway; is one of ours; will come; will not come."""
 
 SWITCHES = (".enable", ".enabled", ".enable_switch")

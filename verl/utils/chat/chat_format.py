@@ -146,7 +146,7 @@ class ChatFormat:
         return Appended(ids[1:] if is_sampled else ids)
 
     def is_ended(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the tokens of a turn end with a special token, as those of a turn that the model ended do."""
+        """Whether the tokens of a turn end with a special token, as they do when the model has ended the turn."""
         return self.special.start_length(self.decode(token_ids[-1:])) > 0
 
     def prove(self) -> None:
@@ -265,7 +265,7 @@ class ChatFormat:
         return [token for part in media_parts(text, self.processor, images, videos) for token in self._shown(*part)]
 
     def _shown(self, text: str, images: Sequence["Image"], videos: Sequence["Video"]) -> list[int]:
-        """Return the tokens of a text without cuts, with those of its images and videos."""
+        """Return the tokens of a text without cuts, including the tokens of its images and videos."""
         assert self.processor is not None
         media: dict[str, Any] = {**self.media_options, **({"images": list(images)} if images else {})}
         if videos:
@@ -276,7 +276,7 @@ class ChatFormat:
             return list(self.processor(text=[text], add_special_tokens=False, **media)["input_ids"][0])
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """Return the tokens that a text has after another one; its own where the other's last token would change."""
+        """Return the tokens of a text after another; its own tokens if the other's last one would change."""
         ids = self.encode(before)
         both = self.encode(before + text)
         return both[len(ids) :] if both[: len(ids)] == ids else self.encode(text)

@@ -26,7 +26,7 @@ class SanityCheckMode(StrEnum):
 
 @dataclass(frozen=True)
 class Difference:
-    """Tokens of a trajectory that a rendering of the whole conversation has not, or has differently.
+    """Tokens of a trajectory that a rendering of the whole conversation lacks, or has in another form.
 
     Attributes:
         start: position in the trajectory.

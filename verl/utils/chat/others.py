@@ -1,4 +1,4 @@
-"""Texts of others in a conversation, such as the answers of tools: nothing in them becomes a control token.
+"""Texts of tools and users in a conversation: no part of them becomes a control token.
 
 A tokenizer takes the text ``<|im_end|>`` for the token that ends a turn, whoever wrote it. So a mark, the cut, is put
 behind the first character of each such text before the chat template is rendered, and the tokenizer gets the parts
@@ -86,7 +86,7 @@ class ControlTexts:
         return "".join(parts)
 
     def count(self, token_ids: Sequence[int]) -> int:
-        """Return how many control tokens there are among some."""
+        """Count the control tokens among some tokens."""
         return sum(token in self._ids for token in token_ids)
 
 
@@ -97,7 +97,7 @@ def uncut(value: T) -> T:
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a nested value with other texts; the type of a part of a message is none."""
+    """Replace the texts of a nested value, but not the type of a part of a message."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -116,7 +116,7 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _tokens_inside(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a text that does not start a text; some tokenizers write a blank before one that does."""
+    """Return the tokens of a text in the middle of another; some tokenizers add a blank at the start of a text."""
     before: list[int] = tokenizer(_BEFORE, add_special_tokens=False)["input_ids"]
     both: list[int] = tokenizer(_BEFORE + text, add_special_tokens=False)["input_ids"]
     if both[: len(before)] == before:

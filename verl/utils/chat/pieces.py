@@ -1,4 +1,4 @@
-"""A written conversation as the pieces in which a rollout would have made it."""
+"""Cut a written conversation into the pieces in which a rollout would have made it."""
 
 import os
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def written_turn(chat: ChatFormat, messages: Sequence[Message]) -> list[int]:
 
 
 def header_that_ends_turns(chat: ChatFormat) -> str | None:
-    """Return the token that ends an answer in formats whose turns end where the next one starts; None in others.
+    """Return the token that ends an answer in formats where the next turn's header ends a turn; None in others.
 
     It is the header of the user's turn, and the model samples it to end its own.
     """

@@ -52,7 +52,7 @@ def prove_pieces(chat: Writes) -> None:
 
 
 def _prove_others(chat: Writes) -> None:
-    """Compare a question of control texts with one that has none: both have the control tokens of the template."""
+    """Compare a question of control texts with one that has none: both must have the template's control tokens only."""
     texts = (chat.control.cut("".join(chat.control.texts)), "a")
     written = [chat.encode(chat.render([{"role": "user", "content": text}], True)) for text in texts]
     found, usual = map(chat.control.count, written)

@@ -157,7 +157,7 @@ class DataConfig(BaseConfig):
         return self.loader_batch_size
 
     def most_rows(self, is_train: bool) -> int:
-        """Return how many of the first rows of the files are read; -1 if all are."""
+        """Return the number of rows to read from the files, from the first one on; -1 for all."""
         return self.train_max_samples if is_train else self.val_max_samples
 
     @property
@@ -176,7 +176,7 @@ def _as_list(files: str | list[str] | None) -> list[str]:
 
 
 def order_problem(saved: str | None, own: str) -> str | None:
-    """Return why a run cannot go on in the order of rows that ``saved`` names; None if it can, or saved none.
+    """Return the reason why a run cannot go on in the order that ``saved`` names; None if it can, or if none was saved.
 
     Two samplers of the user may read each other's state.
     """

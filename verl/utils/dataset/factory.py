@@ -178,7 +178,7 @@ def order_of(sampler: Sampler[int] | None) -> str | None:
 
 
 def check_order(saved: str | None, sampler: Sampler[int] | None) -> None:
-    """Check that a sampler can go on from the state of the one that ``saved`` names; None if the checkpoint does not.
+    """Check that a sampler can go on from the state of the one that ``saved`` names; None if none was saved.
 
     Raises: WrongSetting with both settings.
     """

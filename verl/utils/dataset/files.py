@@ -96,7 +96,7 @@ def read_parquet(path: str) -> pa.Table:
 
 
 def as_plain(path: str, table: pa.Table) -> pa.Table:
-    """Return a table with the plain types of its columns: the texts of a categorical column, for instance.
+    """Convert the columns of a table to plain types, a categorical one to texts for instance.
 
     Raises: DataError naming the file and the column of a type that other programs cannot read.
     """
@@ -207,7 +207,7 @@ def written_row(row: Row, schema: pa.Schema) -> Row:
 
 
 def as_written(value: Any, kind: pa.DataType) -> Any:
-    """Return a value of an Arrow type without the null fields of its dicts, at any depth.
+    """Drop the null fields of dicts, at any depth, from a value of an Arrow type.
 
     Arrow gives each dict of a column the fields of all others, as nulls, so a null field counts as not written. A null
     in a list, in a map or in JSON stays: only its author can have written it.
@@ -315,7 +315,7 @@ def place_of(row: int, ends: np.ndarray) -> tuple[int, int]:
 
 
 def with_columns(tables: list[pa.Table], names: Iterable[str]) -> list[pa.Table]:
-    """Add each column in ``names`` that at least one table has to the others, filled with nulls."""
+    """Add the columns in ``names`` that some table has to all tables, filled with nulls."""
     for name in names:
         if any(name in table.column_names for table in tables):
             tables = [

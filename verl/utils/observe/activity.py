@@ -1,4 +1,4 @@
-"""The activity of the trainer process, in a file that the launching process reads even if the trainer has died.
+"""The activity file of the trainer process, which the launching process reads even if the trainer has died.
 
 The file holds one line of JSON. A thread touches it every second: a file that grows old means that the process is
 stopped, or that a call holds its interpreter.

@@ -55,7 +55,7 @@ def write_line(text: str, name: str = "stdout") -> OSError | None:
 
 
 def place_of(name: str) -> str:
-    """Return where a standard stream goes to: a path, a pipe, or else its name."""
+    """Return the destination of a standard stream: a path, a pipe, or else its name."""
     with suppress(OSError, ValueError):
         return os.readlink(f"/proc/self/fd/{getattr(sys, name).fileno()}")
     return name

@@ -167,7 +167,7 @@ _LONGEST_NAME = 200
 
 
 def shaped(value: Any, hint: Any) -> Any:
-    """Give a value from a record, in which anything may stand, the type that its place in ``Entry`` has.
+    """Convert a value of a record, which may hold anything, to the type of its place in ``Entry``.
 
     A number that is none becomes NaN, a text that is none its ``str``; keys without a place are dropped.
     """
@@ -197,7 +197,7 @@ def shaped(value: Any, hint: Any) -> Any:
 
 
 def _printable(name: str) -> str:
-    """Return the name of a metric, call or group without characters that steer a terminal."""
+    """Return the name of a metric, call or group without the control characters of a terminal."""
     return "".join(char if char.isprintable() else "\ufffd" for char in name[:_LONGEST_NAME])
 
 

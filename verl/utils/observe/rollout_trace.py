@@ -72,7 +72,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def takes(cls, sample: int | str | None, step: int | None, validate: bool) -> bool:
-        """Whether a sample of a step is traced: it has been already, or there is room for one more."""
+        """Whether a sample of a step is traced: because it was before, or because the limit allows one more."""
         if cls._most_samples is None:
             return True
         if (step, validate) not in cls._samples:
@@ -177,7 +177,7 @@ def _ignore(result: Any) -> None:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value as traces hold it: of plain types, with the texts of tokens, and images by their kind only."""
+    """Convert a value for a trace: to plain types, with the texts of tokens, and images as their type only."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _shown({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
     if isinstance(value, Mapping):

@@ -56,7 +56,7 @@ class Backend(Protocol):
 
 
 def number_in(value: Any) -> int | float | None:
-    """Return the number that a value is, or that an array or tensor without dimensions holds; None for others."""
+    """Return a number, or the number in an array or tensor without dimensions; None for other values."""
     if getattr(value, "ndim", None) == 0:
         value = value.tolist()
     return value if isinstance(value, numbers.Real) else None  # type: ignore[return-value]
@@ -152,7 +152,7 @@ class _ModuleLogger:
     def __init__(
         self, module: ModuleType, convert: Callable[[Any], Any] = lambda value: value, **finish_options: int
     ) -> None:
-        """``convert`` makes the value for the library; it leaves out a metric by None."""
+        """``convert`` converts a value for the library; None leaves the metric out."""
         self.module = module
         self.convert = convert
         self.finish = partial(module.finish, **finish_options)
@@ -208,7 +208,7 @@ def _swanlab(project_name: str, experiment_name: str, config: Config) -> Backend
     )
 
     def convert(value: Any) -> Any:
-        """Keep numbers and SwanLab's media; of all else it would write an error in each step."""
+        """Keep numbers and SwanLab's media; SwanLab would log an error for any other value in each step."""
         first = value[0] if isinstance(value, list) and value else value
         is_media = type(first).__module__.startswith(("swanlab", "pyecharts"))
         return value if is_media else number_in(value)
@@ -258,7 +258,7 @@ _MLFLOW_KEY_LENGTH = 250
 
 
 def mlflow_key(key: str) -> str:
-    """Turn a name into one that MLflow takes: with its characters, a path without empty parts and dots, not longer."""
+    """Turn a name into a valid one for MLflow: its characters and length, no empty part and no dots in its path."""
     allowed = re.sub(r"[^/\w.\- :]", "_", key.replace("@", "_at_"))
     path = "/".join(part for part in allowed.split("/") if part.strip("."))
     return path[:_MLFLOW_KEY_LENGTH].rstrip("/") or "_"
@@ -486,7 +486,7 @@ class ValidationGenerationsLogger:
         self.rows: list[list[str | float]] = []
 
     def log(self, loggers: Trackers, samples: Sequence[Sample], step: int) -> None:
-        """Log the samples of one validation to those of the given backends that can show them."""
+        """Log the samples of one validation to the given backends that can show text."""
         writers: dict[str, Callable[[Sequence[Sample], int], None]] = {
             "wandb": partial(self._log_table, "wandb"),
             "vemlp_wandb": partial(self._log_table, "volcengine_ml_platform.wandb"),

@@ -1,1 +1,1 @@
-"""Processes: start and end them, call functions in them, limit their time, note who owns a folder, meet signals."""
+"""Processes: start and end them, call functions in them, limit their time, note who owns a folder, handle signals."""

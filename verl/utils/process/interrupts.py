@@ -1,4 +1,4 @@
-"""Let a signal that ends a run be neither lost nor doubled, whatever the main thread does when it comes.
+"""Signals that end a run: none is lost or counted twice, whatever the main thread does when it comes.
 
 Python turns Ctrl-C into a KeyboardInterrupt wherever the main thread is. In a function that C code calls back, such
 as a hook of a fork or of garbage, it is printed as "Exception ignored", and the program goes on. In the hook that
@@ -176,7 +176,7 @@ def _send(number: int) -> None:
 
 
 def name_of(number: int) -> str:
-    """Return how a signal is told."""
+    """Return the word for a signal in messages."""
     return "terminated" if number == signal.SIGTERM else "interrupted"
 
 

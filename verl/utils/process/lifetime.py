@@ -1,4 +1,4 @@
-"""Processes of a run: whether they live, how they ended, and how to end them."""
+"""Start processes, see whether they live and how they ended, and end them, also with this one."""
 
 import ctypes
 import fcntl
@@ -72,7 +72,7 @@ def _kill_started(started: "Future[subprocess.Popen[bytes]]") -> None:
 
 
 def passes_in_fork(check: Callable[[], object]) -> bool:
-    """Run a check in a fork of this process, which takes along all that it imports and reads.
+    """Run a check in a fork of this process, which throws away its imports and its memory.
 
     Returns: False if the check has failed there, or if no fork is possible: run it here then, and it says why.
     """

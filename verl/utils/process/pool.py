@@ -181,7 +181,7 @@ class _Worker:
         return [(self.socket.fileno(), select.POLLIN | writable), (self.pidfd, select.POLLIN)]
 
     def death(self) -> str:
-        """Return how a process ended that has closed its connection."""
+        """Return how the process ended, after it has closed its connection."""
         try:
             code = self.process.wait(timeout=_ENDING_GRACE_S)
         except subprocess.TimeoutExpired:

@@ -41,7 +41,7 @@ class UserCodeFailed(RuntimeError):
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Call code of the user.
+    """Call code of the user under a time limit.
 
     Raises: UserCodeFailed for all that it raises, SystemExit and KeyboardInterrupt too; TimeLimitExceeded after
         ``seconds``; KeyboardInterrupt for a real Ctrl-C.
@@ -92,7 +92,7 @@ def time_limit(seconds: float) -> "_Limit":
 
 
 class _Limit:
-    """One body with a time limit.
+    """The time limit of one body.
 
     Attributes: ``is_armed`` while the body may be interrupted; ``is_exceeded`` from its deadline on; ``interrupted``
         whether Ctrl-C was pressed during the body.

@@ -1,4 +1,4 @@
-"""The tools of profiling, the folders that they write to, and the tools that capture a whole process.
+"""Profiling tools and their folders, and the tools that capture a whole process.
 
 The launching process reads the options of nsys for Ray here, so torch is imported only when a capture starts or stops.
 """
@@ -107,12 +107,12 @@ class ProcessTool(Tool, ABC):
 
 
 def save_folder(save_path: str | None) -> Path:
-    """Return the folder that all files go to."""
+    """Return the folder of all files."""
     return Path(save_path or "outputs/profile").expanduser().absolute()
 
 
 def make_save_folder(save_path: str | None) -> Path:
-    """Create the folder that all files go to, early, before a run has anything to lose.
+    """Create the folder of all files early, before a run has anything to lose.
 
     Raises: ValueError naming the folder.
     """

@@ -23,7 +23,7 @@ def files_of_this_process(folder: Path) -> dict[str, int]:
 
 
 def missing_files(folder: Path, of_ranks: Iterable[dict[str, int]]) -> dict[int, list[str]]:
-    """Return, by rank, the files that a folder lacks; one that several ranks have is that of the first."""
+    """Return the files that a folder lacks, by rank; the first rank gives a file that several have."""
     wanted: dict[int, list[str]] = {}
     seen: set[str] = set()
     for rank, sizes in enumerate(of_ranks):
@@ -49,7 +49,7 @@ def keep_files(folder: Path, contents: dict[str, bytes]) -> None:
 
 
 def run_command(command: str, folder: Path, rank: int) -> None:
-    """Run a shell command in the folder of the profiles; a failure is told, and does not end the run.
+    """Run a shell command in the folder of the profiles; a failure is logged, and does not end the run.
 
     It finds the rank in ``VERL_PROFILE_RANK`` and the folder in ``VERL_PROFILE_PATH``.
     """

@@ -1,4 +1,4 @@
-"""Find problems in the record of a run and say why each is one."""
+"""Find problems in the record of a run, each with its reason."""
 
 import itertools
 import math
@@ -344,7 +344,7 @@ def _unscored(entries: Entries) -> Iterator[Flag]:
 
 
 def _nothing_trained(entries: Entries) -> Iterator[Flag]:
-    """Flag a run none of whose steps could teach the policy, or the model of a supervised run."""
+    """Flag a run in which no step could train the policy, or the model of a supervised run."""
     steps = [step for step, entry in entries.items() if entry["data"].keys() & {"training/global_step", "train/loss"}]
     if not steps:
         return

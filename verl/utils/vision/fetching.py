@@ -93,7 +93,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _shut_later(sockets: list[socket.socket], seconds: float) -> Iterator[None]:
-    """Shut the connections of the block after some seconds, since a server may send a byte now and then."""
+    """Shut the connections of the block after some seconds: a server that sends a byte now and then never times out."""
 
     def shut() -> None:
         for each in sockets:

@@ -1,4 +1,4 @@
-"""Open images that other people made. Nothing else in the library opens one."""
+"""Open images from other people; no other module of the library opens any."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +19,7 @@ class MediaError(MaskedError, WrongInput):
 
 
 def decoding(what: str = "image") -> AbstractContextManager[None]:
-    """Raise a MediaError, whatever a decoder raises: damaged files make it raise errors of any class."""
+    """Turn any error of a decoder into a MediaError, since damaged files raise errors of all classes."""
 
     def named(error: Exception) -> MediaError:
         return MediaError(f"the {what} cannot be read: {str(error) or type(error).__name__}")

@@ -73,7 +73,7 @@ class VisionRope:
         return positions
 
     def placeholders(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where the tokens of one sequence (L,) stand for images, and where for videos."""
+        """Return the masks (L,) of the tokens that stand for images, and for videos, in one sequence (L,)."""
         if self.video_span is None:
             return ids == self.image_token_id, ids == self.video_token_id
         start, end = self.video_span
@@ -185,7 +185,7 @@ def rope_of(processor: "ProcessorMixin") -> VisionRope:
 
 
 def media_texts(rope: VisionRope | None, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
-    """Return how the tokens that stand for images and videos are written; none without vision axes."""
+    """Return the texts of the tokens that stand for images and videos; none without vision axes."""
     tokens = frozenset() if rope is None else rope.media_tokens
     return tuple(str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(tokens))
 
