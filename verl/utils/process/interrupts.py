@@ -113,6 +113,7 @@ def count_of_signals() -> int:
 def interrupt(number: int) -> None:
     """Raise KeyboardInterrupt in the handler of a signal, or send the signal again if a fork is under way."""
     global _last, _count, _raised_s
+    # An exception here would surface in a hook of the fork, where nobody can catch it; sent again, it counts once.
     if _is_forking:
         _count -= 1
         _send_again(number)

@@ -237,6 +237,8 @@ class WatchedProcess:
         with suppress(ChildProcessError):  # not a child, or reaped already
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, os.WNOHANG)[1])
         deadline = time.monotonic() + _REAP_GRACE_S
+        # Somebody else's child: only its parent can read the exit code. Linux 6.15 and later keep it for holders of a
+        # pidfd.
         while time.monotonic() < deadline:  # the kernel tells once the parent has reaped the process
             reply = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
             with suppress(OSError):  # a kernel before 6.15, or the information is not there yet

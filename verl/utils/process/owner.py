@@ -280,6 +280,7 @@ def _lock(file: Path) -> int | None:
             if error.errno not in _WITHOUT_LOCKS:
                 os.close(handle)
                 raise
+        # The file may have been removed and made anew between the two calls; a lock on a removed file keeps nobody out.
         if _is_at(handle, file):
             return handle
         os.close(handle)  # its owner has just ended and removed it

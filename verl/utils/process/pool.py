@@ -155,6 +155,7 @@ class _Worker:
 
         Raises: UserCodeFailed if it raises, ProcessStartError if it takes too long or ends the process.
         """
+        # ``has_ended`` comes first: a process that had ended by then has sent all of its messages.
         ended = self.has_ended()
         messages = self.receive()
         if messages:
@@ -194,6 +195,8 @@ class _Worker:
             return
         self._is_killed = True
         try:
+            # The process leads a session, so its group has all processes that its function has started, unless they
+            # left it.
             os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             self.process.kill()
@@ -240,6 +243,7 @@ class DeadlinePool:
         self._lock = threading.Lock()
         self._has_returned = False
         self._deaths = 0
+        # The list and not the pool: a finalizer that refers to the pool would keep it alive.
         weakref.finalize(self, _end_all, self._workers)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -331,6 +335,7 @@ class DeadlinePool:
 
     def _feed(self, worker: _Worker, waiting: deque[int], calls: Sequence[Call], timeout_s: float) -> Outcomes:
         """Send calls to a process that holds few; yield failures of calls whose arguments cannot be sent."""
+        # Refilled at half, so that a process need not wait for the next call while this one sleeps.
         if len(worker.calls) > self._depth // 2:
             return
         if not worker.calls:
@@ -350,6 +355,7 @@ class DeadlinePool:
         worker.flush()
         has_ended = worker.has_ended()  # before the last answers are read
         for message in worker.receive():
+            # The answers come in the order of the calls: the next call begins when this one has been answered.
             worker.deadline = time.monotonic() + timeout_s
             self._has_returned = True
             yield worker.calls.popleft(), _outcome(message)
@@ -515,6 +521,8 @@ def _pickle_by_value(function: Function) -> bytes:
     module = external_module_of(function)
     if module is None:
         return cloudpickle.dumps(loader)
+    # Only for this pickle: registered for good, classes of the module would travel by value everywhere else too, and
+    # would not be the same class any more.
     cloudpickle.register_pickle_by_value(module)
     try:
         return cloudpickle.dumps(loader)

@@ -125,6 +125,7 @@ class _Limit:
         _watcher.remove(self)
         if not self.in_main:
             with self._lock:  # an exception that is on its way must not reach the code after the body
+                # None takes back an exception that has been set and not raised yet.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), None)
             return
         _limits.remove(self)
@@ -136,6 +137,8 @@ class _Limit:
     def interrupt(self) -> None:
         """Raise ``TimeLimitExceeded`` in the body; called by the watcher at the deadline and repeatedly after it."""
         self.is_exceeded = True
+        # A signal also ends a system call that waits, such as a read; an asynchronous exception is raised after it
+        # only.
         if self.in_main:
             signal.pthread_kill(self.thread, _SIGNAL)
             return
