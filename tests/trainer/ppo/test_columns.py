@@ -26,9 +26,8 @@ from verl.protocol.lazy import (
 )
 from verl.single_controller.base.decorator import DispatchGroup
 from verl.trainer.ppo import shaping
-from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics, log_prob_metrics
-from verl.trainer.ppo.phases import check_rollout
+from verl.trainer.ppo.phases import check_rollout, lengths_of
 from verl.trainer.ppo.records import length_histogram
 from verl.trainer.ppo.reward import leave_unscored_out
 from verl.utils.observe.digest import tensor_digest

@@ -13,7 +13,7 @@ from recipe.spin.spin_trainer import RaySPINTrainer
 from verl.protocol import DataProto
 from verl.protocol.lazy import by_reference
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import ray_trainer, rollouts, sampling
+from verl.trainer.ppo import ray_trainer, rollouts
 from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -152,7 +152,7 @@ def test_spin_copies_the_scores_too():
 def test_a_trainer_of_large_batches_keeps_its_memory(tmp_path, monkeypatch):
     """Two rows of 32 MB, which are views of one number, and what a small run receives."""
     kept = []
-    monkeypatch.setattr(sampling, "keep_freed_host_memory", lambda: kept.append(True))
+    monkeypatch.setattr(rollouts, "keep_freed_host_memory", lambda: kept.append(True))
     monkeypatch.setattr(rollouts, "check_rollout", lambda *arguments: None)
     trainer = trainer_with(tmp_path)
     for width, expected in ((1 << 10, []), (1 << 23, [True])):

@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.segments import EARLIER_COLUMN
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo import lengths
+from verl.trainer.ppo import phases
 from verl.trainer.ppo.conversations import conversations
 from verl.trainer.ppo.grouping import Groups
 from verl.trainer.ppo.metric_utils import compute_data_metrics
@@ -189,14 +189,14 @@ def test_rows_of_segments_have_their_own_lengths(monkeypatch):
     """Also where the driver has noted those of the trajectories, whose columns stay with the workers."""
     batch = carried()
     attended, width = batch.batch["attention_mask"], batch.batch["responses"].shape[1]
-    batch.non_tensor_batch[lengths.PROMPT_LENGTH] = attended[:, :-width].sum(-1).numpy()
-    batch.non_tensor_batch[lengths.RESPONSE_LENGTH] = attended[:, -width:].sum(-1).numpy()
+    batch.non_tensor_batch[phases.PROMPT_LENGTH] = attended[:, :-width].sum(-1).numpy()
+    batch.non_tensor_batch[phases.RESPONSE_LENGTH] = attended[:, -width:].sum(-1).numpy()
     rows = segment_rows(batch)
-    monkeypatch.setattr(lengths, "is_lazy", lambda batch: True)
-    prompts, responses = lengths.lengths_of(rows)
+    monkeypatch.setattr(phases, "is_lazy", lambda batch: True)
+    prompts, responses = phases.lengths_of(rows)
     attended = rows.batch["attention_mask"]
     assert prompts.equal(attended[:, :-width].sum(-1)) and responses.equal(attended[:, -width:].sum(-1))
-    noted = batch.non_tensor_batch[lengths.RESPONSE_LENGTH][rows.non_tensor_batch["__trajectory__"]].tolist()
+    noted = batch.non_tensor_batch[phases.RESPONSE_LENGTH][rows.non_tensor_batch["__trajectory__"]].tolist()
     assert noted != responses.tolist()
 
 

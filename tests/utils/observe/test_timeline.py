@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl.single_controller.base.manager import Manager
-from verl.trainer.ppo.timelines import Timelines
+from verl.single_controller.base.worker_group import Manager
+from verl.trainer.ppo.run_records import Timelines
 from verl.utils.observe import timeline
 from verl.utils.observe.timeline import Clock, Part, Span
 

@@ -30,7 +30,7 @@ from verl.experimental.agent_loop.rows import joined
 from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.actor import Actor
-from verl.single_controller.base.manager import Manager
+from verl.single_controller.base.worker_group import Manager
 from verl.utils.failures import on_failure
 from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine

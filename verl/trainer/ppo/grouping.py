@@ -11,7 +11,7 @@ from verl.models.transformers.packing import packs_rows
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
-from verl.trainer.ppo.lengths import lengths_of
+from verl.trainer.ppo.phases import lengths_of
 from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 

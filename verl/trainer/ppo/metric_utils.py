@@ -14,7 +14,7 @@ from verl.algos.mismatch import gap_metrics_of_rows, gap_sums_of_rows
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import Workers, computed
 from verl.trainer.ppo.conversations import turn_metrics
-from verl.trainer.ppo.lengths import lengths_of
+from verl.trainer.ppo.phases import lengths_of
 from verl.trainer.ppo.segments import Joined, per_trajectory
 from verl.utils.metric import reduce_metrics as reduce_metrics
 from verl.workers.rollout.base import DROPPED_COLUMN

@@ -15,7 +15,6 @@ from verl.algos.config import AlgoConfig
 from verl.errors import ContractError
 from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import Workers, computed, is_lazy
-from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
 from verl.utils import envs
 from verl.workers.config import ActorConfig
 
@@ -93,6 +92,19 @@ def batch_keys(batch: DataProto | None) -> frozenset[str]:
 
 _CHECKED = ("prompts", "responses", "input_ids", "attention_mask", "response_mask", "rollout_log_probs")
 _ASKED = "asked_"
+PROMPT_LENGTH = "__prompt_length__"
+RESPONSE_LENGTH = "__response_length__"
+"""Arrays (B,) of a batch with columns by reference: attended tokens of prompt and response."""
+
+
+def lengths_of(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Return the attended tokens of prompt and response of each row, (B,), without reading a column by reference."""
+    columns = batch.non_tensor_batch
+    if RESPONSE_LENGTH in columns and is_lazy(batch):
+        return torch.from_numpy(columns[PROMPT_LENGTH]), torch.from_numpy(columns[RESPONSE_LENGTH])
+    attended = tensors_of(batch)["attention_mask"]
+    width = tensors_of(batch)["responses"].shape[-1]
+    return attended[:, :-width].sum(-1), attended[:, -width:].sum(-1)
 
 
 def check_rollout(

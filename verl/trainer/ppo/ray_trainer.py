@@ -36,18 +36,19 @@ from verl.trainer.ppo.resources import (
     planned_steps,
 )
 from verl.trainer.ppo.reward import ExtraColumns, PendingReward, RewardFn, add_scores, new_reward
-from verl.trainer.ppo.rollouts import Rollouts, start_agent_loops
-from verl.trainer.ppo.run_records import RunRecords
-from verl.trainer.ppo.sampling import (
+from verl.trainer.ppo.rollouts import (
+    Rollouts,
     Sampled,
     described,
     for_model,
     needs_greedy_baseline,
     refuse_all_dropped,
+    start_agent_loops,
     take_prompts,
     with_responses,
     without_metrics,
 )
+from verl.trainer.ppo.run_records import RunRecords
 from verl.trainer.ppo.segments import has_segments, rows_for_ranks, without_segments
 from verl.trainer.ppo.shaping import (
     add_rollout_weights,

@@ -24,8 +24,8 @@ from verl.protocol import DataProto, tensors_of
 from verl.protocol.lazy import digest_of, fetched, is_lazy
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.conversations import Call, Conversation, conversations, readable
-from verl.trainer.ppo.lengths import lengths_of
 from verl.trainer.ppo.metric_utils import without_dropped
+from verl.trainer.ppo.phases import lengths_of
 from verl.trainer.ppo.reward import ExtraColumns
 from verl.trainer.ppo.segments import SEGMENTS_COLUMN, earlier_segments, per_trajectory
 from verl.trainer.ppo.shaping import vetoed_rows

@@ -23,8 +23,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.config.rules.batch import workers_of_a_shard
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.grouping import Groups, groups_of, keep_groups
-from verl.trainer.ppo.lengths import PROMPT_LENGTH, RESPONSE_LENGTH
-from verl.trainer.ppo.phases import check_rollout
+from verl.trainer.ppo.phases import PROMPT_LENGTH, RESPONSE_LENGTH, check_rollout
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.py_functional import object_array
 from verl.utils.seqlen_balancing import Partition, get_seqlen_balanced_partitions, log_seqlen_unbalance

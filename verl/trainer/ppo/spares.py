@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from verl.experimental.agent_loop.rows import joined
 from verl.protocol import DataProto
 from verl.trainer.ppo.loaders import CollateFn, Rows
-from verl.trainer.ppo.sampling import Sampled
+from verl.trainer.ppo.rollouts import Sampled
 from verl.trainer.ppo.state import RunState
 from verl.utils.numerics.seeding import derive_seed, prompt_uids
 
