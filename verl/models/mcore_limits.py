@@ -7,9 +7,9 @@ file, so nothing here imports torch or Megatron-Core.
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from verl.utils.json_types import JsonObject
+from verl.utils.json_types import Json, JsonObject
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -31,7 +31,7 @@ class Limit(NamedTuple):
     """A field of ``config.json``, its value, and why it is not supported."""
 
     field: str
-    value: Any
+    value: Json
     fault: str
 
     def __str__(self) -> str:

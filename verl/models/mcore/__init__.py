@@ -12,14 +12,17 @@ from verl.models.mcore.families import supported_architectures as supported_arch
 from verl.utils.import_utils import lazy_exports
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig
+
+    from verl.utils.model import CausalLMOutputForPPO
 
 __getattr__ = lazy_exports(
     __name__, dict.fromkeys(("hf_to_mcore_config", "init_mcore_model"), "verl.models.mcore.gpt.build")
 )
 
 
-def get_mcore_forward_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:
+def get_mcore_forward_fn(hf_config: "PretrainedConfig") -> "Callable[..., Tensor | dict[str, Tensor]]":
     """Return the forward pass over padded rows, ``verl.models.mcore.gpt.forward.model_forward``.
 
     Raises: UnsupportedInput for an unknown architecture.
@@ -27,12 +30,12 @@ def get_mcore_forward_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:
     return _forward("model_forward", hf_config)
 
 
-def get_mcore_forward_fused_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:
+def get_mcore_forward_fused_fn(hf_config: "PretrainedConfig") -> "Callable[..., CausalLMOutputForPPO | Tensor]":
     """Return the forward pass to log-probabilities and entropies, ``fused_forward``. Raises: as above."""
     return _forward("fused_forward", hf_config)
 
 
-def get_mcore_forward_no_padding_fn(hf_config: "PretrainedConfig") -> Callable[..., Any]:
+def get_mcore_forward_no_padding_fn(hf_config: "PretrainedConfig") -> "Callable[..., Tensor | dict[str, Tensor]]":
     """Return the forward pass over jagged rows, ``model_forward_no_padding``. Raises: as above."""
     return _forward("model_forward_no_padding", hf_config)
 

@@ -6,9 +6,10 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from verl.models import mcore
@@ -16,7 +17,7 @@ from verl.models.mcore.families import WeightConverter, head_dim
 from verl.models.mcore.weights import QueryKeyValue, Stacked
 from verl.models.weight_loader_registry import get_weight_loader
 from verl.utils.fs import copy_to_local
-from verl.utils.json_types import JsonObject
+from verl.utils.json_types import ConfigJson, JsonObject
 from verl.utils.megatron.ranks import AXES
 from verl.utils.megatron_utils import get_model, unwrap_model
 
@@ -41,7 +42,7 @@ def make_megatron_module(
     tf_config: "TransformerConfig",
     hf_config: "PretrainedConfig",
     bridge: None = None,
-    override_model_config: Mapping[str, Any] | None = None,
+    override_model_config: ConfigJson | None = None,
     override_ddp_config: JsonObject | None = None,
 ) -> list[nn.Module]:
     """Build the chunks of a model on this rank, without loading weights.
@@ -144,7 +145,7 @@ class _FolderTensors(Mapping[str, Tensor]):
 
 
 def load_megatron_gptmodel_weights(
-    config: Any,
+    config: DictConfig,
     model_config: "PretrainedConfig",
     parallel_model: list[nn.Module],
     params_dtype: torch.dtype,

@@ -8,12 +8,16 @@ Tests without a GPU run ``flex_attention`` uncompiled on a CPU, against the writ
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +47,26 @@ def flex_serves(query: Tensor, dropout: float) -> bool:
     return query.is_cuda and dropout == 0
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, terms: Terms, scale: float | None) -> Tensor:
+def flex(query: Tensor, key: Tensor, value: Tensor, mask: "BlockMask", terms: Terms, scale: float | None) -> Tensor:
     """Attend where a block mask says: query (1, H, T, D), key (1, K, T, D), value (1, K, T, E) -> (1, H, T, E)."""
     return _flex_by(_compiled(), query, key, value, mask, terms, scale)
 
 
 def _flex_by(
-    kernel: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, terms: Terms, scale: float | None
+    kernel: Callable[..., tuple[Tensor, "AuxOutput"]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: "BlockMask",
+    terms: Terms,
+    scale: float | None,
 ) -> Tensor:
     def capped(score: Tensor, batch: Tensor, head: Tensor, at: Tensor, seen: Tensor) -> Tensor:
         return terms.capped(score)
 
     from torch.nn.attention.flex_attention import AuxRequest
 
-    options: dict[str, Any] = {"score_mod": capped} if terms.softcap is not None else {}
+    options = {"score_mod": capped} if terms.softcap is not None else {}
     out, found = kernel(
         query,
         key,
@@ -69,12 +79,13 @@ def _flex_by(
     )
     if terms.sinks is not None:
         # A sink adds exp(sink) to the sum of the exponentials, whose logarithm is lse.
+        assert found.lse is not None
         out = out * torch.sigmoid(found.lse - terms.sinks.float().view(1, -1, 1)).unsqueeze(-1).to(out.dtype)
     return out
 
 
 @cache
-def _compiled() -> Any:
+def _compiled() -> Callable[..., tuple[Tensor, "AuxOutput"]]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)

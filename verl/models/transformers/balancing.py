@@ -5,7 +5,7 @@ with transformers 5.16 to 5.19.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from verl.models.transformers.own_loss import balancing_coefficient
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.utils.generic import ModelOutput
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Balancing:
     model: "PreTrainedModel"
     coefficient: float
 
-    def of_output(self, output: Any) -> Tensor | None:
+    def of_output(self, output: "ModelOutput") -> Tensor | None:
         """Return the loss that the model has computed in a pass; None for a model that never adds one.
 
         Raises: WrongInput when its routers gave nothing, of which it makes the number 0.

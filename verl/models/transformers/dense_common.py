@@ -20,6 +20,7 @@ from verl.utils.model import CausalLMOutputForPPO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.utils.generic import ModelOutput
 
 _MARK = "_verl_fused_head"
 
@@ -57,7 +58,9 @@ def install_fused_head(model: "PreTrainedModel", backend: str = "torch") -> None
     head.forward = MethodType(_score, head)  # type: ignore[method-assign]
 
 
-def _forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
+def _forward(
+    self: "PreTrainedModel", *args: Tensor, head_request: HeadRequest | None = None, **kwargs: Any
+) -> "ModelOutput":
     plain, head_name = self.__dict__[_MARK]
     if head_request is None and kwargs.get("temperature") is None:
         return plain(*args, **kwargs)
@@ -78,7 +81,9 @@ def _forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **k
     return CausalLMOutputForPPO(log_probs=log_probs.view(ids.shape), entropy=entropy.view(ids.shape))
 
 
-def _score(self: nn.Linear, hidden: Tensor, request: HeadRequest | None = None) -> Any:
+def _score(
+    self: nn.Linear, hidden: Tensor, request: HeadRequest | None = None
+) -> Tensor | tuple[Tensor, Tensor | None]:
     """Replace the head's forward, because only there FSDP has gathered the head's weights."""
     plain, formula, backend = self.__dict__[_MARK]
     if request is None:
@@ -127,9 +132,9 @@ class _Stub(nn.Module):
     def __init__(self, value: "_Outputs | Tensor") -> None:
         super().__init__()
         self.value = value
-        self.seen: tuple[Any, ...] = ()
+        self.seen: tuple[Tensor, ...] = ()
 
-    def forward(self, *args: Any, **kwargs: Any) -> "_Outputs | Tensor":
+    def forward(self, *args: Tensor, **kwargs: Tensor | bool | None) -> "_Outputs | Tensor":
         self.seen = args
         return self.value
 
@@ -143,8 +148,8 @@ def own_forward(
     hidden: Tensor,
     logits: Tensor,
     router_logits: tuple[Tensor, ...] | None = None,
-    **inputs: Any,
-) -> tuple[Any, tuple[Any, ...]]:
+    **inputs: Tensor | None,
+) -> tuple[Any, tuple[Tensor, ...]]:
     """Run a causal model's own forward around stubs, which return known hidden states and logits.
 
     Returns: its output, and what its head was called with.

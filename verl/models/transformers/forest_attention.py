@@ -21,7 +21,7 @@ In plain form, with ``visible_until`` (T,)::
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -369,7 +369,7 @@ _KERNEL = {"BACKEND": "TRITON"}
 
 
 @cache
-def _flex() -> Any:
+def _flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)

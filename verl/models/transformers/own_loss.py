@@ -4,9 +4,8 @@ This imports no torch: the launching process asks too. Of transformers 5.19.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from verl.utils.json_types import ConfigJson
+from verl.utils.json_types import ConfigJson, Json
 
 
 def balancing_coefficient(config: ConfigJson) -> float:
@@ -22,7 +21,7 @@ def balancing_coefficient(config: ConfigJson) -> float:
     return float(next((value for value in (*names, of_dbrx) if value is not None), 0.0))
 
 
-def loss_problems(config: ConfigJson, strategy: str) -> Iterator[tuple[str, Any, str]]:
+def loss_problems(config: ConfigJson, strategy: str) -> Iterator[tuple[str, Json, str]]:
     """Yield the field, its value and the fault of each term that a policy on an engine cannot be trained with."""
     if weight := config.get("z_loss_coefficient"):
         fault = "asks for a loss over the logits of all tokens, which the engines do not make: set it to 0.0"

@@ -3,11 +3,14 @@
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _MAX_PADDING = 1.25
 """Largest ratio of padded to real tokens in a group of unequal sequences."""
@@ -91,7 +94,7 @@ class PackedSequences:
         self.device = device
         self.ends = ends
         self._chunks: dict[int, PackedSequences] = {}
-        self._block_masks: dict[int | None, Any] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
 
     @cached_property
     def prefixes(self) -> list[tuple[int, int, int]]:
@@ -186,13 +189,13 @@ class PackedSequences:
         until, lengths = (torch.tensor(each, device=self.device) for each in (ends, self.lengths))
         return until.repeat_interleave(lengths)
 
-    def block_mask(self, window: int | None = None) -> Any:
+    def block_mask(self, window: int | None = None) -> "BlockMask":
         """Return the mask for ``flex_attention``, built once and used by every layer."""
         if window not in self._block_masks:
             self._block_masks[window] = self._block_mask(window)
         return self._block_masks[window]
 
-    def _block_mask(self, window: int | None) -> Any:
+    def _block_mask(self, window: int | None) -> "BlockMask":
         """Make a mask by blocks.
 
         A block of queries sees something of an earlier block of keys if it begins before the last of these stops to be

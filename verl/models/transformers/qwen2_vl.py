@@ -1,20 +1,24 @@
 """Established import path of Qwen2-VL's and Qwen2.5-VL's positions, see ``verl.utils.vision.positions``."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from verl.utils.json_types import Json
 from verl.utils.vision.positions import rope_of
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 
 def get_rope_index(
-    processor: Any,
+    processor: "ProcessorMixin",
     input_ids: Tensor,
     image_grid_thw: Tensor | None = None,
     video_grid_thw: Tensor | None = None,
     second_per_grid_ts: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: Tensor | Json,
 ) -> Tensor:
     """Return the vision positions (3, L) of one sequence (L,).
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.transformers.names import LENGTH_ROPES
+from verl.utils.json_types import Json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -86,7 +87,7 @@ def packed_row_lengths(positions: Tensor, lengths: list[int]) -> Tensor:
 def has_length_rope(config: "PretrainedConfig") -> bool:
     """Return whether the language model of a configuration has a type whose frequencies depend on the length."""
     found = getattr(config.get_text_config(), "rope_parameters", None)
-    parameters: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    parameters: Mapping[str, Json] = found if isinstance(found, Mapping) else {}
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
     return any(each.get("rope_type", each.get("type")) in LENGTH_ROPES for each in kinds)
 
@@ -123,7 +124,7 @@ def row_rope_of(model: nn.Module) -> RowRope | None:
     return next((each.args[1] for each in replaced if isinstance(each, partial) and each.func is _forward), None)
 
 
-def _kinds(module: nn.Module) -> Mapping[str | None, Any]:
+def _kinds(module: nn.Module) -> Mapping[str | None, str | None]:
     """Return the types of a module of rotary positions, by kind of layer; None stands for all layers."""
     kinds = getattr(module, "rope_type", None)
     if not hasattr(module, "rope_type") or not hasattr(module, "config"):
@@ -211,12 +212,12 @@ def install_row_temperature(model: nn.Module) -> None:
             attention.q_proj.register_forward_hook(partial(_sharpen, attention))
 
 
-def _keep_positions(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_positions(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
     """Keep the positions of a pass, or of the part that the backward pass computes again."""
     layer.self_attn.__dict__[_POSITIONS] = kwargs["position_ids"]
 
 
-def _sharpen(attention: Any, projection: nn.Module, args: tuple[Any, ...], query: Tensor) -> Tensor:
+def _sharpen(attention: Any, projection: nn.Module, args: tuple[Tensor, ...], query: Tensor) -> Tensor:
     """Multiply queries (b, L, ...) by the temperature at their positions.
 
     Source: scalable softmax (arXiv:2501.19399), with the steps of Llama 4.

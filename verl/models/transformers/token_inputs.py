@@ -9,13 +9,16 @@ Works with transformers 5.16 to 5.19.
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from verl.base_config import ConfigError, Violation
 from verl.errors import WrongInput
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TYPES = "token_type_ids"
 MM_TYPES = "mm_token_type_ids"
@@ -40,7 +43,7 @@ class TokenInputs:
     """
 
     family: str
-    config: Any
+    config: "PretrainedConfig"
     takes: frozenset[str]
     unknown: str | None
     has_axes: bool

@@ -46,7 +46,7 @@ class Media:
     """
 
     sampled: Tensor
-    inputs: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
     shown: Mapping[str, Sequence[int]] = field(default_factory=dict)
     window: tuple[int, int] | None = None
     rows: Sequence[Mapping[str, Any]] = ()
@@ -70,7 +70,7 @@ def install_vision(model: "PreTrainedModel") -> None:
     inner.language_model.register_forward_pre_hook(_add_deep_features, with_kwargs=True)
 
 
-def _merge(model: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs] | None:
+def _merge(model: Any, args: tuple[Tensor, ...], kwargs: Kwargs) -> tuple[tuple[Tensor, ...], Kwargs] | None:
     """Replace ids and media by the embeddings for the language model."""
     media: Media | None = kwargs.pop(MEDIA, None)
     if media is None:
@@ -98,7 +98,9 @@ def _merge(model: Any, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any
     return args, kwargs
 
 
-def _add_deep_features(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[tuple[Any, ...], Kwargs] | None:
+def _add_deep_features(
+    _: nn.Module, args: tuple[Tensor, ...], kwargs: Kwargs
+) -> tuple[tuple[Tensor, ...], Kwargs] | None:
     """Pass the features of the tower's earlier layers to the language model."""
     if _FEATURES not in kwargs:
         return None
@@ -193,7 +195,7 @@ def as_shown(features: Tensor, sizes: list[int], order: list[int]) -> Tensor:
     return torch.cat([parts[index] for index in order])
 
 
-def _run_tower(tower: Any, pixels: Tensor, grid: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _run_tower(tower: nn.Module, pixels: Tensor, grid: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the features (n, hidden), and those of earlier layers if the language model reads them."""
     trained = any(p.requires_grad for p in tower.parameters())
     with torch.set_grad_enabled(trained and torch.is_grad_enabled()):

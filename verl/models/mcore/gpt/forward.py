@@ -1,7 +1,6 @@
 """Forward passes through a chunk of a ``GPTModel``, for callers that run Megatron-Core's schedules themselves."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -33,7 +32,7 @@ class _Row:
         lengths: list[int],
         device: torch.device,
         position_ids: Tensor | None = None,
-        media: dict[str, Any] | None = None,
+        media: dict[str, Tensor] | None = None,
     ) -> None:
         inner = unwrap_model(model)
         if media and not takes_axes(inner):
@@ -128,7 +127,7 @@ def model_forward(
     input_ids: Tensor,
     attention_mask: Tensor,
     position_ids: Tensor | None = None,
-    multi_modal_inputs: dict[str, Any] | None = None,
+    multi_modal_inputs: dict[str, Tensor] | None = None,
     logits_processor: LogitsProcessor | None = None,
     logits_processor_args: dict[str, Tensor] | None = None,
     value_model: bool = False,
@@ -160,7 +159,7 @@ def model_forward(
 def model_forward_no_padding(
     model: nn.Module,
     input_ids: Tensor,
-    multi_modal_inputs: dict[str, Any] | None = None,
+    multi_modal_inputs: dict[str, Tensor] | None = None,
     logits_processor: LogitsProcessor | None = None,
     logits_processor_args: dict[str, Tensor] | None = None,
     value_model: bool = False,
@@ -190,7 +189,7 @@ def fused_forward(
     labels: Tensor,
     labels_mask: Tensor,
     temperature: float = 1.0,
-    multi_modal_inputs: dict[str, Any] | None = None,
+    multi_modal_inputs: dict[str, Tensor] | None = None,
     *,
     vocab_size: int,
 ) -> CausalLMOutputForPPO | Tensor:
