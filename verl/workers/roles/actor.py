@@ -1,8 +1,9 @@
 """The actor alone, for trainers that keep generation elsewhere or bring their own loss."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.algos.mismatch import finish_gap_metrics
 from verl.base_config import omega_conf_to_dataclass
@@ -10,11 +11,12 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config.engine import NCCL_TIMEOUT_S
+from verl.workers.engine.base import LossFn
 from verl.workers.engine.passes import PassSpec, temperature_of
 from verl.workers.roles.accounting import memory_metrics
 from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import per_rank_mini_batch, policy_update_spec, training_spec
-from verl.workers.roles.losses import as_engine_loss, ppo_loss, select_tokens
+from verl.workers.roles.losses import LossResult, as_engine_loss, ppo_loss, select_tokens
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -38,8 +40,8 @@ class ActorWorker(EngineWorker):
             raise ValueError("actor.model_config=None: ActorWorker needs the model node there, an HFModelConfig")
         self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model_config)
         self.register_engine_mesh("actor", self.config)
-        self.loss_fn: Any = partial(ppo_loss, self.config)
-        self.prepare: Any = None
+        self.loss_fn: LossFn = partial(ppo_loss, self.config)
+        self.prepare: Callable[[DataProto, int, PassSpec], None] | None = None
         self.use_profilers(actor=self.config.profiler)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -62,7 +64,7 @@ class ActorWorker(EngineWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_loss_fn(self, loss_fn: Any) -> None:
+    def set_loss_fn(self, loss_fn: Callable[..., LossResult]) -> None:
         """Train with ``loss_fn(model_output=, data=)`` from now on; ``losses.ppo_loss`` documents its result."""
         self.loss_fn = as_engine_loss(loss_fn)
         self.prepare = None

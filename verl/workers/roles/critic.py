@@ -1,17 +1,19 @@
 """The critic: one value per token, and its updates."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.base_config import omega_conf_to_dataclass
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config import FSDPCriticConfig
+from verl.workers.engine.base import LossFn
 from verl.workers.engine.passes import PassSpec
 from verl.workers.roles.base import EngineWorker
 from verl.workers.roles.batching import per_rank_micro_batch, per_rank_mini_batch, training_spec
-from verl.workers.roles.losses import as_engine_loss, value_loss
+from verl.workers.roles.losses import LossResult, as_engine_loss, value_loss
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -26,7 +28,7 @@ class CriticWorker(EngineWorker):
         self.config: FSDPCriticConfig | McoreCriticConfig = omega_conf_to_dataclass(config)
         super().__init__(timeout_s=self.config.nccl_timeout)
         self.register_engine_mesh("critic", self.config)
-        self.loss_fn: Any = partial(value_loss, self.config)
+        self.loss_fn: LossFn = partial(value_loss, self.config)
         self.use_profilers(critic=self.config.profiler)
 
     @property
@@ -51,7 +53,7 @@ class CriticWorker(EngineWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_loss_fn(self, loss_fn: Any) -> None:
+    def set_loss_fn(self, loss_fn: Callable[..., LossResult]) -> None:
         """Train with ``loss_fn(model_output=, data=)`` from now on; ``losses.value_loss`` documents its result."""
         self.loss_fn = as_engine_loss(loss_fn)
 

@@ -7,7 +7,8 @@ for a row as long as the context, and so do actor and reference (``rope_length``
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from verl.errors import WrongInput
 from verl.models.transformers.names import LENGTH_ROPES
@@ -22,6 +23,27 @@ _ENGINES = ("vllm", "sglang")
 _OF_ONE_AXIS = ("linear", "llama3", "longrope", "proportional")
 """Types that the engines do not have for positions of three axes."""
 _KEY = "actor_rollout_ref.model.override_config.rope_scaling"
+
+
+class RopeParameters(TypedDict, total=False):
+    """The fields of ``rope_parameters``; each type of RoPE has a part of them."""
+
+    rope_type: str
+    type: str
+    rope_theta: float
+    partial_rotary_factor: float
+    mrope_section: list[int]
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None
+    attn_factor: float
+    alpha: float
+    mscale: float | None
+    mscale_all_dim: float | None
+    short_factor: list[float]
+    long_factor: list[float]
+    short_mscale: float
+    long_mscale: float
 
 
 def rope_length(config: "RolloutConfig", hf_config: "PretrainedConfig") -> int | None:
@@ -39,27 +61,29 @@ def engine_rope(
     Args: ``context_length`` is that of ``RolloutConfig``; the engine's may be longer by ``spare_tokens``.
     Raises: WrongInput for a scaling that the engine computes otherwise.
     """
-    text: Any = hf_config.get_text_config()
+    text = hf_config.get_text_config()
     fields = _text_fields(engine, text, context_length, spare_tokens)
     if text is hf_config or not fields:
         return fields
     return {next(name for name, value in vars(hf_config).items() if value is text): fields}
 
 
-def _text_fields(engine: str, text: Any, context_length: int, spare_tokens: int) -> dict[str, Any]:
+def _text_fields(engine: str, text: "PretrainedConfig", context_length: int, spare_tokens: int) -> dict[str, Any]:
     found = getattr(text, "rope_parameters", None)
     if not isinstance(found, Mapping):
         return {}
     is_nested = bool(found) and all(isinstance(each, Mapping | None) for each in found.values())
-    by_layer = {name: each for name, each in found.items() if each} if is_nested else {None: found}
-    changed: dict[Any, dict[str, Any]] = {}
+    by_layer: dict[str | None, Any] = (
+        {name: each for name, each in found.items() if each} if is_nested else {None: found}
+    )
+    changed: dict[str | None, RopeParameters] = {}
     fields: dict[str, Any] = {}
     is_scaled = False
     for layer, parameters in by_layer.items():
         kind = parameters.get("rope_type", "default")
         is_scaled = is_scaled or kind not in ("default", "mrope")
         _check(engine, layer, kind, parameters, context_length)
-        new = _parameters(engine, text, layer, kind, dict(parameters), context_length)
+        new = _parameters(engine, text, layer, kind, copy(parameters), context_length)
         if kind == "longrope":  # the engine's table of short factors, which are the chosen ones, covers all positions
             new["original_max_position_embeddings"] = context_length + spare_tokens
             if getattr(text, "original_max_position_embeddings", None) is not None:  # engines read it before the other
@@ -74,7 +98,7 @@ def _text_fields(engine: str, text: Any, context_length: int, spare_tokens: int)
     return fields
 
 
-def _check(engine: str, layer: str | None, kind: str, parameters: Mapping[str, Any], context_length: int) -> None:
+def _check(engine: str, layer: str | None, kind: str, parameters: RopeParameters, context_length: int) -> None:
     """Raise WrongInput for a scaling that the engine does not have, or computes otherwise than transformers."""
     if kind in _OF_ONE_AXIS and "mrope_section" in parameters:
         raise WrongInput(
@@ -103,12 +127,14 @@ def _check(engine: str, layer: str | None, kind: str, parameters: Mapping[str, A
 
 
 def _parameters(
-    engine: str, text: Any, layer: str | None, kind: str, parameters: dict[str, Any], length: int
-) -> dict[str, Any]:
+    engine: str, text: "PretrainedConfig", layer: str | None, kind: str, parameters: RopeParameters, length: int
+) -> RopeParameters:
     """Return rope parameters that make the engine compute as transformers does for a row of ``length`` tokens."""
-    if kind == "yarn" and engine == "sglang" and parameters.get("attention_factor") is not None:
-        own = {name: value for name, value in parameters.items() if name != "attention_factor"}
-        return own | {"attn_factor": parameters["attention_factor"] / _yarn_scale(parameters)}
+    scale = parameters.get("attention_factor")
+    if kind == "yarn" and engine == "sglang" and scale is not None:
+        del parameters["attention_factor"]
+        parameters["attn_factor"] = scale / _yarn_scale(parameters)
+        return parameters
     if kind not in LENGTH_ROPES:
         return parameters
     parameters.pop("type", None)
@@ -126,7 +152,7 @@ def _parameters(
     return parameters | {"rope_type": "default", "rope_theta": dynamic_theta(text, parameters, factor, length)}
 
 
-def dynamic_theta(text: Any, parameters: Mapping[str, Any], factor: float, length: int) -> float:
+def dynamic_theta(text: "PretrainedConfig", parameters: RopeParameters, factor: float, length: int) -> float:
     """Return the base of the frequencies that transformers has for a row of ``length`` with ``dynamic`` scaling.
 
     Source: the scaling by the neural tangent kernel that YaRN describes (arXiv:2309.00071, section 3.1).
@@ -137,7 +163,7 @@ def dynamic_theta(text: Any, parameters: Mapping[str, Any], factor: float, lengt
     return float(parameters["rope_theta"] * stretch ** (size / (size - 2)))
 
 
-def _longrope(text: Any, layer: str | None, parameters: dict[str, Any], length: int) -> dict[str, Any]:
+def _longrope(text: "PretrainedConfig", layer: str | None, parameters: RopeParameters, length: int) -> RopeParameters:
     """Return ``longrope`` whose short and long factors, and scales, are those of a row of ``length``."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -161,7 +187,7 @@ def _longrope(text: Any, layer: str | None, parameters: dict[str, Any], length: 
     }
 
 
-def _yarn_scale(parameters: Mapping[str, Any]) -> float:
+def _yarn_scale(parameters: RopeParameters) -> float:
     """Return the factor by which SGLang multiplies ``attn_factor``.
 
     Source: YaRN (arXiv:2309.00071), section 3.4, with the two weights of DeepSeek-V2.

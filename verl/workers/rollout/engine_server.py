@@ -26,7 +26,7 @@ from verl.workers.rollout.server import (
     TokenOutput,
 )
 from verl.workers.rollout.unread import stays_unread
-from verl.workers.rollout.weight_channel import Layout
+from verl.workers.rollout.weight_channel import Layout, Meeting, Received
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
@@ -337,7 +337,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         self._check_alive()
         return self._version
 
-    async def connect(self, meeting: dict[str, Any]) -> None:
+    async def connect(self, meeting: Meeting) -> None:
         """Let the engine's workers join the process group that broadcasts weights; see ``ServedEngine.connect``."""
         await self._ask(self._engine.connect(meeting), "a connection to the trainer", meeting["timeout_s"])
 
@@ -355,7 +355,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         self._check_alive()
         await self._ask(self._engine.load(layout, path), "the load of weights", timeout_s)
 
-    async def finish_update(self, version: int, timeout_s: float) -> dict[str, Any]:
+    async def finish_update(self, version: int, timeout_s: float) -> Received:
         """Complete the update, read the weights back, and drop cached prefixes; the server stays paused.
 
         Returns the ``checksums`` of the tensors that arrived, on all workers of the engine alike, and how many were
@@ -365,7 +365,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         received = await self._ask(self._engine.finish_update(version), "the end of an update", timeout_s)
         self._version = version
         self._usable = True
-        return dict(received)
+        return received
 
     async def abort_update(self) -> None:
         """Abort the update; the server stays paused, and needs a whole one."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from verl.errors import WrongInput
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.weight_channel import Layout
+    from verl.workers.rollout.weight_channel import Layout, Meeting, Received
 
 PromptT_co = TypeVar("PromptT_co", covariant=True)
 """The prompt of a request as an engine takes it."""
@@ -200,7 +200,7 @@ class ServedEngine(Protocol):
     async def set_version(self, version: int) -> None:
         """Set the version of the weights that the engine has loaded by itself."""
 
-    async def connect(self, meeting: dict[str, Any]) -> None:
+    async def connect(self, meeting: "Meeting") -> None:
         """Join the process group that broadcasts weights; ``meeting`` has the fields of ``Rendezvous``."""
 
     async def begin_update(self) -> None:
@@ -209,7 +209,7 @@ class ServedEngine(Protocol):
     async def load(self, layout: "Layout", path: str | None) -> None:
         """Load a bucket from shared memory, or from the group that ``connect`` has joined."""
 
-    async def finish_update(self, version: int) -> dict[str, Any]:
+    async def finish_update(self, version: int) -> "Received":
         """Complete the update, read the weights back, and drop what was computed with others.
 
         Returns the ``checksums`` of the tensors that arrived, on all workers alike, and how many were ``unverified``.

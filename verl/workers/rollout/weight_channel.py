@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,6 +27,28 @@ Layout = list[list[Any]]
 """Name, dtype, and shape of each tensor of a bucket: plain values, which any serializer takes."""
 
 _ALIGNMENT = 64
+
+
+class Meeting(TypedDict):
+    """The fields of ``Rendezvous``, as a call carries them."""
+
+    host: str
+    port: int
+    size: int
+    backend: str
+    timeout_s: float
+
+
+class Received(TypedDict):
+    """The outcome of an update of the weights of an engine.
+
+    ``checksums`` are those of the tensors that arrived, None where ranks differ; ``unverified`` counts those that could
+    not be read back; ``dtypes`` are those of the parameters that took them by plain copies.
+    """
+
+    checksums: Mapping[str, int | None]
+    unverified: int
+    dtypes: Mapping[str, str | None]
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,21 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from verl.utils.json_types import Json
 from verl.workers.config.model import read_config_json
 from verl.workers.rollout.sglang_rollout import engine_process, patch
 from verl.workers.rollout.sglang_rollout.importing import import_sglang
 from verl.workers.rollout.sglang_rollout.leftovers import SocketFolder, unlink_shared_memory
 from verl.workers.rollout.sglang_rollout.requests import GRAMMARS
-from verl.workers.rollout.weight_channel import Layout
+from verl.workers.rollout.weight_channel import Layout, Meeting, Received
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
     from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+    from sglang.srt.server_args import PortArgs, ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +157,7 @@ class SGLangEngine:
         """Wait for an answer of the schedulers."""
         await self._call("ping")
 
-    async def _call(self, verb: str, **arguments: Any) -> list[Any]:
+    async def _call(self, verb: str, **arguments: Json | Meeting) -> list[Received | None]:
         """Call a verb of ``WeightReceiver`` on all schedulers; return a result for each data-parallel group.
 
         Raises: RuntimeError with the messages of those that failed.
@@ -305,7 +308,7 @@ class SGLangEngine:
             UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
 
-    async def connect(self, meeting: dict[str, Any]) -> None:
+    async def connect(self, meeting: Meeting) -> None:
         """Let the schedulers join the process group that broadcasts weights."""
         await self._call("connect", meeting=meeting)
 
@@ -326,19 +329,20 @@ class SGLangEngine:
         """Load a bucket from the memory of GPUs: one payload of ``weights.serialized`` per tensor-parallel rank."""
         await self._call("load_handles", payloads=payloads)
 
-    async def finish_update(self, version: int) -> dict[str, Any]:
+    async def finish_update(self, version: int) -> Received:
         """Complete the update, read the weights back, and drop what was computed with others; it stays paused.
 
         Returns the ``checksums`` of the tensors that arrived, and how many of them are ``unverified``.
         Raises: RuntimeError naming tensors that are missing or differ.
         """
         received = engine_process.merged(await self._call("finish"))
+        assert received is not None
         unlike = [name for name, checksum in received["checksums"].items() if checksum is None]
         if unlike:
             raise RuntimeError(f"the schedulers of the engine got different weights, for instance {unlike[0]}")
         await self.set_version(version)
         self._is_usable = True
-        return dict(received)
+        return received
 
     async def abort_update(self) -> None:
         """End an update that failed; the engine needs a whole one."""
@@ -355,12 +359,16 @@ def _engine_class(log: str, batch_invariant: bool, sockets: SocketFolder) -> typ
         run_detokenizer_process_func = staticmethod(partial(engine_process.run_detokenizer, log))
 
         @classmethod
-        def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
+        def _launch_scheduler_processes(
+            cls, server_args: "ServerArgs", port_args: "PortArgs", *args: Any, **kwargs: Any
+        ) -> "tuple[SchedulerInitResult, list[BaseProcess] | None]":
             sockets.note(port_args.instance_id)
             return super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
 
         @classmethod
-        def _launch_detokenizer_subprocesses(cls, server_args: Any, **kwargs: Any) -> Any:
+        def _launch_detokenizer_subprocesses(
+            cls, server_args: "ServerArgs", **kwargs: Any
+        ) -> tuple[list[BaseProcess], list[str]]:
             if server_args.skip_tokenizer_init:  # nothing goes through it, and it imports for seconds
                 return [], []
             return super()._launch_detokenizer_subprocesses(server_args=server_args, **kwargs)
@@ -405,7 +413,7 @@ def _ending(code: int | None) -> str:
     return f"was ended by {signal.Signals(-code).name}"
 
 
-def _nothing(signum: int, frame: Any) -> None:
+def _nothing(signum: int, frame: FrameType | None) -> None:
     """Ignore a signal."""
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,19 @@ import torch
 from verl.utils.import_utils import hidden
 from verl.workers.rollout.sglang_rollout import patch
 from verl.workers.rollout.sglang_rollout.weights import EngineWeights, UnknownTensorError, deserialized
-from verl.workers.rollout.weight_channel import Bucket, Layout, Rendezvous, WeightGroup, common_dtypes, read_shared
+from verl.workers.rollout.weight_channel import (
+    Bucket,
+    Layout,
+    Meeting,
+    Received,
+    Rendezvous,
+    WeightGroup,
+    common_dtypes,
+    read_shared,
+)
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput, EndWeightUpdateReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 # They say at import what a CPU lacks, and would fill the log whose end explains a death.
@@ -94,7 +105,7 @@ class WeightReceiver:
     def ping(self) -> None:
         """Answer."""
 
-    def connect(self, meeting: dict[str, Any]) -> None:
+    def connect(self, meeting: Meeting) -> None:
         """Join the group of the trainer and this engine's schedulers."""
         self._group = None  # closes the connection to a sender that is gone
         self._group = WeightGroup(Rendezvous(**meeting), self._rank, self._device)
@@ -130,7 +141,7 @@ class WeightReceiver:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # the sender may reuse the memory
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Received:
         """Close the model, compare what it holds with what arrived, and drop what was computed with other weights.
 
         Returns the ``checksums`` of the tensors that arrived, the ``dtypes`` of the parameters that took them by plain
@@ -158,7 +169,7 @@ class WeightReceiver:
         except RuntimeError as missing:
             error = str(missing)
         group = self._manager.tp_cpu_group
-        found: list[Any] = [None] * torch.distributed.get_world_size(group=group)
+        found: list[tuple[str | None, set[str]]] = [(None, set())] * torch.distributed.get_world_size(group=group)
         torch.distributed.all_gather_object(found, (error, self._weights.ignored), group=group)
         errors = dict.fromkeys(each for each, _ in found if each is not None)
         if errors:
@@ -176,23 +187,24 @@ class WeightReceiver:
             _check(self._manager.end_weight_update(EndWeightUpdateReqInput()))
 
 
-def merged(results: list[Any]) -> Any:
+def merged(results: Sequence[Received | None]) -> Received | None:
     """Make one result of those of several ranks.
 
     Checksums on which they do not agree are None, so that they equal no checksum of a trainer.
     """
-    if results[0] is None:
+    received = [each for each in results if each is not None]
+    assert len(received) in (0, len(results)), "all ranks answer a verb, or none does"
+    if not received:
         return None
-    first = results[0]["checksums"]
     found = {
-        name: value if all(each["checksums"].get(name) == value for each in results) else None
-        for name, value in first.items()
+        name: value if all(each["checksums"].get(name) == value for each in received) else None
+        for name, value in received[0]["checksums"].items()
     }
-    dtypes = common_dtypes(each["dtypes"] for each in results)
-    return {"checksums": found, "unverified": max(each["unverified"] for each in results), "dtypes": dtypes}
+    dtypes = common_dtypes(each["dtypes"] for each in received)
+    return {"checksums": found, "unverified": max(each["unverified"] for each in received), "dtypes": dtypes}
 
 
-def _check(answer: Any) -> None:
+def _check(answer: "BeginWeightUpdateReqOutput | EndWeightUpdateReqOutput") -> None:
     if not answer.success:
         raise RuntimeError(f"weight sync: {answer.message}")
 

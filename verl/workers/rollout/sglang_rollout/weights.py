@@ -6,12 +6,13 @@ came last, the place in the parameter, and the checksum of what was written. A t
 place that nothing has written is missing, and a place whose checksum has changed by the end is wrong.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.workers.rollout.checksum import tensor_checksum
@@ -178,7 +179,9 @@ class _Record(TorchDispatchMode):
             yield self._name, self._tensor
         self._tensor = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.is_mutable and isinstance(args[0], Tensor) and args[0].numel():
             owners = self._parameters.get(_address(args[0]))
@@ -210,7 +213,7 @@ class _Record(TorchDispatchMode):
         self.writes[place] = Write(self._name, _address(target), checksum, target.dtype if is_as_it_came else None)
 
 
-def _written(func: Any, args: Any) -> Tensor | None:
+def _written(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
     """Return what an operator has written into its first argument: a tensor, or a number; None if it is unknown."""
     aten = torch.ops.aten
     if func is aten.copy_.default:

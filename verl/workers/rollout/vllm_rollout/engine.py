@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from verl.workers.rollout.weight_channel import Layout, common_dtypes
+from verl.workers.rollout.weight_channel import Layout, Meeting, Received, common_dtypes
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -74,11 +74,11 @@ class VLLMEngine:
         """Set the version of the weights that the engine has loaded by itself."""
         await self._llm.update_weight_version(str(version))
 
-    async def connect(self, meeting: dict[str, Any]) -> None:
+    async def connect(self, meeting: Meeting) -> None:
         """Join the process group that broadcasts weights."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(meeting))
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(meeting)))
 
     async def begin_update(self) -> None:
         """Open the model for new weights."""
@@ -90,7 +90,7 @@ class VLLMEngine:
 
         await self._llm.update_weights(WeightTransferUpdateRequest({"layout": layout, "path": path}))
 
-    async def finish_update(self, version: int) -> dict[str, Any]:
+    async def finish_update(self, version: int) -> Received:
         """Complete the update, read the weights back, and drop cached prefixes and images.
 
         Raises: RuntimeError if the workers got different weights.
@@ -102,7 +102,7 @@ class VLLMEngine:
         await self._llm.reset_mm_cache()
         # AsyncLLM.collective_rpc returns what the workers of the first data-parallel engine say, and no others.
         asked = self._llm.engine_core.call_utility_all_async("collective_rpc", "verl_received", None, (), None)
-        received = [each for workers in await asked for each in workers]
+        received: list[Received] = [each for workers in await asked for each in workers]
         if any(other["checksums"] != received[0]["checksums"] for other in received[1:]):
             raise RuntimeError("the workers of its engine got different weights")
         return received[0] | {"dtypes": common_dtypes(each["dtypes"] for each in received)}

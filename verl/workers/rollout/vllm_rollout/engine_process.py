@@ -8,7 +8,7 @@ import ctypes
 import dataclasses
 import logging
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +19,7 @@ from verl.workers.rollout.vllm_rollout.importing import import_vllm
 from verl.workers.rollout.vllm_rollout.media import use_training_positions
 from verl.workers.rollout.vllm_rollout.sockets import in_folder
 from verl.workers.rollout.vllm_rollout.weights import EngineWeights
-from verl.workers.rollout.weight_channel import Layout, Rendezvous, WeightGroup, name_of, read_shared
+from verl.workers.rollout.weight_channel import Layout, Received, Rendezvous, WeightGroup, name_of, read_shared
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -173,7 +173,7 @@ class WorkerExtension:
         self._weight_update_active = False
         self.weight_transfer_engine.abort()
 
-    def verl_received(self) -> dict[str, Any]:
+    def verl_received(self) -> Received:
         """Return checksums and dtypes of the tensors of the last update, and how many could not be read back."""
         receiver = self.weight_transfer_engine
         return {"checksums": receiver.received, "unverified": receiver.unverified, "dtypes": receiver.dtypes}
