@@ -6,25 +6,22 @@ import itertools
 import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from torch.utils.data import Sampler
 
-from verl.utils.dataset.factory import has_state
+from verl.utils.dataset.factory import HasState, SavedState, has_state
 from verl.utils.json_types import Json
 
 if TYPE_CHECKING:
-    from torchdata.stateful_dataloader.stateful import Stateful
-
     from verl.protocol import DataProto
 
 
 T = TypeVar("T")
-State = dict[str, Any]
 
 
 class PassState(TypedDict):
-    begin: State
+    begin: SavedState
     drawn: int
 
 
@@ -61,7 +58,7 @@ class Pass(Iterator[int]):
     """
 
     def __init__(
-        self, sampler: "Stateful", begin: State, rows: Iterator[int], again: Callable[[], Iterator[int]]
+        self, sampler: HasState, begin: SavedState, rows: Iterator[int], again: Callable[[], Iterator[int]]
     ) -> None:
         """Take the state before the pass, the rows of the pass, and a function that starts the pass again."""
         self._sampler = sampler
@@ -99,11 +96,13 @@ def _keeping_place(method: Callable[[T], Iterator[int]]) -> Callable[[T], Iterat
     """Let ``__iter__`` of a sampler with a state return a ``Pass``, unless its own iterator has a state."""
 
     @functools.wraps(method)
-    def passes(self: Any) -> Iterator[int]:
+    def passes(self: T) -> Iterator[int]:
+        again = functools.partial(method, self)
         if not has_state(self):
-            return method(self)
+            return again()
         begin = copy.deepcopy(self.state_dict())  # it may hold lists that go on changing
-        rows = method(self)
-        return rows if has_state(rows) else Pass(self, begin, rows, functools.partial(method, self))
+        rows = again()
+        keeps_place = has_state(rows)
+        return rows if keeps_place else Pass(self, begin, rows, again)
 
     return passes
