@@ -1,6 +1,8 @@
 """Time limits of code in this process: other threads, Ctrl-C, and errors without a message."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -33,6 +35,59 @@ def test_limits_of_other_threads():
     for thread in threads:
         thread.join()
     assert len(ends) == 3
+
+
+TRACED = """
+import sys, threading
+from verl.utils.process.time_limit import TimeLimitExceeded, time_limit
+
+def body():
+    try:
+        with time_limit({seconds}):
+            while {loops}:
+                pass
+    except TimeLimitExceeded:
+        print("exceeded")
+
+thread = threading.Thread(target=body)
+thread.start()
+thread.join()
+sys.{tool}(lambda *arguments: None)
+(lambda: None)()
+print("traced")
+"""
+
+
+@pytest.mark.parametrize("tool", ["settrace", "setprofile"])
+@pytest.mark.parametrize(
+    ("seconds", "loops", "expected"), [(60, False, ["traced"]), (0.1, True, ["exceeded", "traced"])]
+)
+def test_debuggers_and_profilers_work_after_a_limit_in_a_thread(tool, seconds, loops, expected):
+    program = TRACED.format(tool=tool, seconds=seconds, loops=loops)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert run.stdout.split() == expected, run.stderr
+
+
+def test_an_interrupt_that_the_body_swallows_does_not_reach_the_code_after_it():
+    ends = []
+
+    def swallow():
+        with time_limit(0.05) as limit:
+            while not limit.is_exceeded:
+                try:
+                    time.sleep(0.01)
+                except TimeLimitExceeded:
+                    break
+        for _ in range(1000):  # here an exception that was left over would be raised
+            pass
+        ends.append(limit.is_exceeded)
+
+    threads = [threading.Thread(target=swallow) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends == [True] * 20
 
 
 class Mute(Exception):
