@@ -126,7 +126,7 @@ def has_state(learner: T) -> TypeGuard[HasState]:
     return hasattr(learner, "state_dict") and hasattr(learner, "load_state_dict")
 
 
-def warn_of_lost_state(sampler: Sampler[int], dataset: Dataset[GivenRow] | None) -> None:
+def warn_of_lost_state(sampler: Sampler[int], dataset: T) -> None:
     """Warn once of a user's sampler or data set that a resume starts anew because it cannot save its state."""
     starts_anew = "has no state_dict and load_state_dict: a resumed run starts it anew"
     standard = isinstance(sampler, SequentialSampler | SeededRandomSampler)
