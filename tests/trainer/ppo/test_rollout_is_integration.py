@@ -33,7 +33,6 @@ OFF = {
 
 def trainer(**algorithm: Any) -> RayPPOTrainer:
     made = RayPPOTrainer.__new__(RayPPOTrainer)
-    made.actor_rollout_wg = None  # the columns are there
     base = {
         "adv_estimator": "grpo",
         "gamma": 1.0,

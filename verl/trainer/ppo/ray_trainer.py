@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from verl.algos.kl import get_kl_controller
 from verl.protocol import DataProto, tensors_of
+from verl.protocol.lazy import is_lazy
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders, profiling, validation
@@ -51,11 +52,11 @@ from verl.trainer.ppo.rollouts import (
 from verl.trainer.ppo.run_records import RunRecords
 from verl.trainer.ppo.segments import has_segments, rows_for_ranks, without_segments
 from verl.trainer.ppo.shaping import (
+    Reader,
     add_rollout_weights,
     apply_kl_penalty,
     compute_advantage,
     compute_response_mask,  # noqa: F401 (forks import it from here)
-    reading,
     with_rollout_log_probs,
 )
 from verl.trainer.ppo.spares import SparePrompts, replace_failed
@@ -444,8 +445,7 @@ class RayPPOTrainer:
         with self._timed("adv", timing):
             if algorithm.use_kl_in_reward:
                 kl_ctrl = self.kl_ctrl_in_reward
-                reader = reading(batch, self.actor_rollout_wg)
-                batch, found = apply_kl_penalty(batch, kl_ctrl, algorithm.kl_penalty, **reader)
+                batch, found = apply_kl_penalty(batch, kl_ctrl, algorithm.kl_penalty, **self._reader(batch))
                 metrics.update(found)
             else:
                 tensors_of(batch)["token_level_rewards"] = tensors_of(batch)["token_level_scores"].clone()
@@ -464,8 +464,12 @@ class RayPPOTrainer:
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             config=self.config.algorithm,  # an estimator of a fork may read keys that AlgoConfig does not have
             generator=self.state.generator("pf_ppo"),
-            **reading(batch, self.actor_rollout_wg),
+            **self._reader(batch),
         )
+
+    def _reader(self, batch: DataProto) -> Reader:
+        """Name the workers that read columns by reference; nothing else, since a fork's function need not take them."""
+        return {"group": self.actor_rollout_wg} if is_lazy(batch) else {}
 
     @property
     def trains_critic_only(self) -> bool:
@@ -524,7 +528,7 @@ class RayPPOTrainer:
 
         Raises: ValueError when the loss uses them and the rollout returned no log-probabilities.
         """
-        return add_rollout_weights(batch, self.run_config.algorithm, **reading(batch, self.actor_rollout_wg))
+        return add_rollout_weights(batch, self.run_config.algorithm, **self._reader(batch))
 
     def _add_scores(self, batch: DataProto, metrics: Metrics) -> None:
         """Wait for the reward that ``score`` started, and add scores and extras to the batch; once per batch."""

@@ -38,11 +38,6 @@ class Reader(TypedDict, total=False):
     group: Workers
 
 
-def reading(batch: DataProto, group: Workers) -> Reader:
-    """Name the workers that read columns by reference; nothing else, since a fork's function need not take them."""
-    return {"group": group} if is_lazy(batch) else {}
-
-
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl", group: Workers | None = None
 ) -> tuple[DataProto, dict[str, float]]:
