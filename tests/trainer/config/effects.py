@@ -179,7 +179,7 @@ READERS = [
     Reader(ROLLOUT, "over_sample_rate", "experimental/agent_loop/batch.py", "rollout", "tests/experimental/agent_loop/test_attempts.py::test_over_sampling_gives_up_the_last_ones"),
     Reader("actor_rollout_ref", "hybrid_engine", "trainer/ppo/resources.py", "node", STANDALONE),
     Reader(ROLLOUT, "nnodes n_gpus_per_node", "workers/rollout/standalone.py", "config", STANDALONE),
-    Reader(f"{ROLLOUT}.server", "max_start_wait_time", "workers/rollout/replica.py", "self.config.server", "tests/workers/rollout/test_standalone.py::test_servers_that_die_are_replaced"),
+    Reader(f"{ROLLOUT}.server", "max_start_wait_time", "workers/rollout/server_replica.py", "self.config.server", "tests/workers/rollout/test_standalone.py::test_servers_that_die_are_replaced"),
     Reader(f"{ROLLOUT}.server", "heartbeat_timeout", "workers/rollout/engine_server.py", "self.config.server", "tests/workers/rollout/test_server_contract.py::test_nobody_waits_for_an_engine_that_has_failed"),
     Reader(f"{ROLLOUT}.agent.custom_async_server", "path name", "workers/rollout/standalone.py", "custom", "tests/workers/rollout/test_standalone.py::test_classes_of_the_user"),
     Reader(ROLLOUT, "batch_invariant", "workers/rollout/engine_settings.py", "config", CONTRACT + "test_a_response_does_not_depend_on_the_others_of_its_batch"),

@@ -144,7 +144,7 @@ class Unable:
 def test_why_a_server_has_not_started(ray_cluster: None) -> None:
     import ray
 
-    from verl.workers.rollout.replica import cause_of_death
+    from verl.workers.rollout.server_replica import cause_of_death
 
     actor = ray.remote(Unable).options(num_cpus=0).remote()
     with pytest.raises(ray.exceptions.RayActorError) as failed:

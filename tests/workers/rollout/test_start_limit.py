@@ -10,7 +10,7 @@ import ray
 from verl.errors import ServerError
 from verl.workers.config import ServerConfig
 from verl.workers.config.rollout import start_limit_s
-from verl.workers.rollout import replica
+from verl.workers.rollout import server_replica as replica
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 

@@ -37,7 +37,7 @@ from verl.utils.observe.attempts import AttemptLine
 from verl.utils.py_functional import object_array
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL, ScoresOfParts
 from verl.workers.rollout.base import BEHIND_COLUMN, DROPPED_COLUMN, STAYS_AWAKE
-from verl.workers.rollout.replica import RolloutReplica
+from verl.workers.rollout.server_replica import RolloutReplica
 from verl.workers.rollout.standalone import ServerWatch, StandaloneServers, replica_class_of
 
 if TYPE_CHECKING:

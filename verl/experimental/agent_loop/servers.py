@@ -21,8 +21,8 @@ from verl.single_controller.base.actor import Actor, RemoteMethod
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
 from verl.workers.config.rollout import start_limit_s
-from verl.workers.rollout.replica import cause_of_death
 from verl.workers.rollout.server import ABORTED, GenerationRequest, SamplingParams, TokenOutput, cause_of
+from verl.workers.rollout.server_replica import cause_of_death
 
 logger = logging.getLogger(__name__)
 

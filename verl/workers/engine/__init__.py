@@ -3,8 +3,9 @@
 from typing import Any
 
 from verl.utils.import_utils import is_megatron_core_available
-from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithScoreHead, FSDPEngineWithValueHead
+from verl.workers.engine.registry import EngineRegistry
 
 MindspeedEngineWithLMHead = None
 

@@ -1,13 +1,11 @@
 """The training engine: one interface for every backend and role, and code that backends share."""
 
-import importlib
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -15,12 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from verl.algos.aggregate import Metric, Sum
-from verl.errors import WrongInput, WrongSetting
-from verl.utils.device import get_device_name
+from verl.errors import WrongInput
 from verl.utils.flops_counter import AdapterSizes
 from verl.utils.fsdp_utils import scale_to_norm
 from verl.workers.engine import passes
-from verl.workers.engine.backends import LATE_BACKENDS
 from verl.workers.engine.passes import MicroBatch, PassSpec, Shares
 
 if TYPE_CHECKING:
@@ -441,42 +437,3 @@ class BaseEngine(ABC):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are the ones collected."""
         return True
-
-
-class EngineRegistry:
-    """Engines by model type, backend and device."""
-
-    _engines: dict[tuple[str, str, str], type[BaseEngine]] = {}
-
-    @classmethod
-    def register(
-        cls, model_type: str, backend: str | Sequence[str], device: str | Sequence[str] = "cuda"
-    ) -> Callable[[type[BaseEngine]], type[BaseEngine]]:
-        """Enter the decorated class under every combination of the given names."""
-        backends = [backend] if isinstance(backend, str) else backend
-        devices = [device] if isinstance(device, str) else device
-
-        def enter(engine: type[BaseEngine]) -> type[BaseEngine]:
-            for name, kind in product(backends, devices):
-                cls._engines[model_type, name, kind] = engine
-            return engine
-
-        return enter
-
-    @classmethod
-    def get_engine_cls(cls, model_type: str, backend: str) -> type[BaseEngine]:
-        """Return the engine for the current device.
-
-        Raises: ValueError, which is also an AssertionError, when there is none.
-        """
-        if backend in LATE_BACKENDS:
-            importlib.import_module(LATE_BACKENDS[backend])
-        key = (model_type, backend, get_device_name())
-        if key not in cls._engines:
-            raise WrongSetting(f"no engine for (model_type, backend, device) {key}; known: {sorted(cls._engines)}")
-        return cls._engines[key]
-
-    @classmethod
-    def new(cls, model_type: str, backend: str, *args: Any, **kwargs: Any) -> BaseEngine:
-        """Construct the engine for the current device."""
-        return cls.get_engine_cls(model_type, backend)(*args, **kwargs)

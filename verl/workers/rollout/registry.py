@@ -1,11 +1,16 @@
-"""The rollout classes by ``rollout.name`` and ``rollout.mode``."""
+"""The rollout classes by ``rollout.name`` and ``rollout.mode``, and the classes of replicas by ``rollout.name``."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from verl.errors import WrongSetting
 from verl.workers.config.engines import NAMES, EngineFacts, class_outside
 from verl.workers.rollout.base import BaseRollout
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.server_replica import RolloutReplica
 
 ROLLOUT_CLASSES: dict[tuple[str, str], str] = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",
@@ -51,3 +56,43 @@ def class_problem(found: object) -> str | None:
     if not isinstance(found.facts, EngineFacts):
         return f"has facts={found.facts!r}: write EngineFacts(...) of verl.workers.config.engines"
     return None
+
+
+class RolloutReplicaRegistry:
+    """The classes of replicas by engine: those of ``REPLICA_CLASSES``, and those that are registered here."""
+
+    _loaders: "dict[str, Callable[[], type[RolloutReplica]]]" = {}
+
+    @classmethod
+    def register(cls, name: str, loader: "Callable[[], type[RolloutReplica]]") -> None:
+        """Let ``loader`` import the class of an engine; a later one replaces it."""
+        cls._loaders[name] = loader
+
+    @classmethod
+    def get(cls, name: str) -> "type[RolloutReplica]":
+        """Import the class of an engine.
+
+        Raises: ValueError, which is also an AssertionError, for an unknown name.
+        """
+        if name in cls._loaders:
+            return cls._loaders[name]()
+        dotted = REPLICA_CLASSES.get(name)
+        if class_outside(name) is not None:
+            dotted = get_rollout_class(name, "async").facts.replica
+        if dotted is None:
+            raise WrongSetting(
+                f"actor_rollout_ref.rollout.name={name!r} has no servers: write one of {cls.names()}, or "
+                "rollout.mode=sync"
+            )
+        found: type[RolloutReplica] = resolve_name(dotted)
+        return found
+
+    @classmethod
+    def names(cls) -> Sequence[str]:
+        """Return the names of the engines that can serve."""
+        return sorted({*REPLICA_CLASSES, *cls._loaders})
+
+
+def get_rollout_replica_class(rollout: str) -> "type[RolloutReplica]":
+    """Return the class of replicas of an engine; see ``RolloutReplicaRegistry.get``."""
+    return RolloutReplicaRegistry.get(rollout)

@@ -14,8 +14,9 @@ from verl.errors import ServerError, WrongInput
 from verl.single_controller.base.actor import Actor
 from verl.utils.import_utils import load_extern_type
 from verl.workers.rollout.base import NO_WEIGHTS
-from verl.workers.rollout.replica import RolloutReplica, cause_of_death, get_rollout_replica_class
+from verl.workers.rollout.registry import get_rollout_replica_class
 from verl.workers.rollout.server import cause_of
+from verl.workers.rollout.server_replica import RolloutReplica, cause_of_death
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig

@@ -39,7 +39,7 @@ from verl.utils.numerics.lr_schedules import num_warmup_steps, schedule_factor
 from verl.utils.numerics.seeding import compute_deterministically
 from verl.workers.config.engine import DEVICES, STRATEGIES
 from verl.workers.engine.background_load import wait_for_weights, when_filled
-from verl.workers.engine.base import AgreeOnDtypes, BaseEngine, EngineRegistry, OutputFn, Part
+from verl.workers.engine.base import AgreeOnDtypes, BaseEngine, OutputFn, Part
 from verl.workers.engine.fsdp import adapters
 from verl.workers.engine.fsdp.build import (
     ModelBuilder,
@@ -55,6 +55,7 @@ from verl.workers.engine.fsdp.layout import check_layout, is_sharded, make_layou
 from verl.workers.engine.fsdp.remote_code import check_remote_code
 from verl.workers.engine.fsdp.residence import move_tensors, resident_tensors
 from verl.workers.engine.passes import MicroBatch, PassSpec, Segment
+from verl.workers.engine.registry import EngineRegistry
 
 if TYPE_CHECKING:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig

@@ -26,11 +26,12 @@ from verl.utils.megatron.optimizer import (
 )
 from verl.utils.model import value_model_config
 from verl.workers.engine.background_load import wait_for_weights, when_filled
-from verl.workers.engine.base import AgreeOnDtypes, BaseEngine, EngineRegistry, OutputFn, Part, T
+from verl.workers.engine.base import AgreeOnDtypes, BaseEngine, OutputFn, Part, T
 from verl.workers.engine.megatron.build import ModelBuilder, gather_weights, model_dtype, share_folder, wrap
 from verl.workers.engine.megatron.forward import Forward, Round, check_positions
 from verl.workers.engine.megatron.layout import make_layout
 from verl.workers.engine.passes import MicroBatch, PassSpec, Segment
+from verl.workers.engine.registry import EngineRegistry
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

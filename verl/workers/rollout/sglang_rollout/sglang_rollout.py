@@ -35,8 +35,8 @@ from verl.workers.rollout.checksum import tensor_checksum
 from verl.workers.rollout.engine_group import EngineGroup
 from verl.workers.rollout.engine_settings import check_parallel_sizes
 from verl.workers.rollout.expansion import check_expansion
-from verl.workers.rollout.replica import MOST_CALLS, cause_of_death
 from verl.workers.rollout.server import FULL, GenerationRequest, RolloutServer, SamplingParams, TokenOutput
+from verl.workers.rollout.server_replica import MOST_CALLS, cause_of_death
 from verl.workers.rollout.sglang_rollout.engine_args import build_engine_args
 from verl.workers.rollout.sglang_rollout.sglang_server import HybridSGLangServer
 from verl.workers.rollout.weight_channel import SharedMemory, known_dtypes, layout_of

@@ -9,8 +9,8 @@ from verl.utils.net_utils import get_free_port
 from verl.utils.vision.multi_modal import SharedRow, resolve
 from verl.workers.rollout.engine_server import EngineServer, OpenRequest
 from verl.workers.rollout.engine_settings import is_batch_invariant
-from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.server import GenerationRequest, SamplingParams, TokenOutput
+from verl.workers.rollout.server_replica import RolloutReplica
 from verl.workers.rollout.sglang_rollout.engine_args import LONGER_CONTEXT, build_engine_args
 
 if TYPE_CHECKING:

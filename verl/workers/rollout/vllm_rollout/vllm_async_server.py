@@ -6,8 +6,8 @@ from verl.utils import envs
 from verl.utils.engine_versions import STANDALONE, check_vllm
 from verl.workers.rollout.engine_server import EngineServer, OpenRequest
 from verl.workers.rollout.engine_settings import is_batch_invariant
-from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.server import TokenOutput
+from verl.workers.rollout.server_replica import RolloutReplica
 from verl.workers.rollout.vllm_rollout.engine import VLLMEngine
 from verl.workers.rollout.vllm_rollout.engine_args import INVARIANT_VARIABLE, build_engine_args
 from verl.workers.rollout.vllm_rollout.importing import import_vllm
