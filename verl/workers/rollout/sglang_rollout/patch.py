@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,26 @@ from torch import Tensor
 
 from verl.utils.device import get_device_name
 from verl.utils.engine_versions import FIRST_SGLANG, LAST_SGLANG, has_sglang_kernels, installed_version
+from verl.utils.json_types import JsonObject
 from verl.utils.numerics.blocks import on_blocks, product_on_blocks
 from verl.utils.numerics.draws import draw_by_seed, keep_likely, log_probs_within
 
 if TYPE_CHECKING:
+    from tempfile import _TemporaryFileWrapper
+
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.logprob_processor import LogprobResult
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from sglang.srt.managers.io_struct import AbortReq, CheckWeightsReqInput
+    from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput, Req, ScheduleBatch
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from zmq import Socket
+
+ResultT = TypeVar("ResultT")
+"""The answer of a rank to a call."""
 
 
 def apply(batch_invariant: bool) -> None:
@@ -98,22 +112,24 @@ def draw_by_seeds() -> None:
     compute_logprobs = OutputLogprobProcessor.compute_logprobs
     drawn_from: dict[str, Tensor] = {}  # in this step: probabilities without excluded tokens, and the rows with limits
 
-    def with_seeds(cls: Any, batch: Any, vocab_size: int, **more: Any) -> Any:
+    def with_seeds(
+        cls: type[SamplingBatchInfo], batch: "ScheduleBatch", vocab_size: int, **more: Any
+    ) -> SamplingBatchInfo:
         info = from_schedule_batch(cls, batch, vocab_size, **more)
         if get_exec().kernel.sampling_backend == _SAMPLING_BACKEND and batch.spec_algorithm.is_none():
             seeds = [_seed_of(request) for request in batch.reqs]
             info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.device)
         return info
 
-    def init_exact(self: Any, **more: Any) -> None:
+    def init_exact(self: sampler.Sampler, **more: Any) -> None:
         init(self, **more)
         self.enable_deterministic = True  # it chooses log_softmax, and nothing else
 
-    def forward_of_step(self: Any, *args: Any, **more: Any) -> Any:
+    def forward_of_step(self: sampler.Sampler, *args: Any, **more: Any) -> Tensor:
         drawn_from.clear()
         return forward(self, *args, **more)
 
-    def compute_within(self: Any, logprobs: Tensor, *args: Any, **more: Any) -> Any:
+    def compute_within(self: OutputLogprobProcessor, logprobs: Tensor, *args: Any, **more: Any) -> "LogprobResult":
         if drawn_from:
             logprobs = log_probs_within(logprobs, **drawn_from)
         return compute_logprobs(self, logprobs, *args, **more)
@@ -137,7 +153,7 @@ def draw_by_seeds() -> None:
         return_filtered_probs: bool = False,
         max_top_k: int | None = None,
         **more: Any,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if sampling_seed is None or return_filtered_probs or more:
             more |= {"return_filtered_probs": return_filtered_probs, "max_top_k": max_top_k}
             return draw_limited(probs, top_ks, top_ps, min_ps, need_min_p_sampling, None, positions, **more)
@@ -155,7 +171,7 @@ def draw_by_seeds() -> None:
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = draw_limited_with
 
 
-def _seed_of(request: Any) -> int:
+def _seed_of(request: "Req") -> int:
     seed = request.sampling_params.sampling_seed
     if seed is None:
         return int.from_bytes(hashlib.blake2b(request.rid.encode(), digest_size=8).digest(), signed=True)
@@ -177,13 +193,15 @@ def choose_products() -> None:
     apply_linear = UnquantizedLinearMethod.apply
     compute_lm_head = LogitsProcessor._compute_lm_head
 
-    def apply_on_blocks(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
+    def apply_on_blocks(
+        self: UnquantizedLinearMethod, layer: "LinearBase", x: Tensor, bias: Tensor | None = None, **more: Any
+    ) -> Tensor:
         return apply_linear(self, layer, x, bias, **more) if more else product_on_blocks(x, layer.weight, bias)
 
     def compute_on_blocks(
-        self: Any,
+        self: LogitsProcessor,
         hidden_states: Tensor,
-        lm_head: Any,
+        lm_head: "VocabParallelEmbedding",
         embedding_bias: Tensor | None = None,
         *,
         out: Tensor | None = None,  # memory that the result may take; blocks are joined in memory of their own
@@ -209,7 +227,13 @@ def skip_experts_of_others() -> None:
         return
     compute = fused_moe_native.moe_forward_native
 
-    def compute_own(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any, **more: Any) -> Tensor:
+    def compute_own(
+        layer: torch.nn.Module,
+        x: Tensor,
+        topk_output: "StandardTopKOutput",
+        moe_runner_config: "MoeRunnerConfig",
+        **more: Any,
+    ) -> Tensor:
         experts = topk_output.topk_ids
         elsewhere = experts < 0
         if not elsewhere.any():
@@ -233,24 +257,23 @@ def standardize_towers() -> None:
     """
     from transformers import PretrainedConfig
 
-    config_class: Any = PretrainedConfig
-    skipping: Any = getattr(config_class, "standardize_rope_params", None)
-    if getattr(skipping, "__name__", "") != "_safe_standardize" or installed_version("sglang") != "0.5.21":
+    skipping = getattr(PretrainedConfig, "standardize_rope_params", None)
+    if installed_version("sglang") != "0.5.21" or skipping is None or skipping.__name__ != "_safe_standardize":
         return
     (original,) = (cell.cell_contents for cell in skipping.__closure__)
 
-    def standardize(self: Any, **more: Any) -> None:
+    def standardize(self: PretrainedConfig, **more: Any) -> None:
         try:
             original(self, **more)
         except AttributeError as error:
             if "max_position_embeddings" not in str(error):
                 raise
 
-    config_class.standardize_rope_params = standardize
+    PretrainedConfig.standardize_rope_params = standardize  # type: ignore[assignment, method-assign]
 
 
 @contextmanager
-def sockets_in(folder: Path, opened: "list[Socket[Any]]") -> Iterator[None]:
+def sockets_in(folder: Path, opened: "list[Socket[bytes]]") -> Iterator[None]:
     """Let an engine that starts meanwhile make the sockets between its processes in a folder.
 
     ``opened`` gets those of this process, whoever starts the engine closes them: SGLang never does. If Python collects
@@ -264,13 +287,13 @@ def sockets_in(folder: Path, opened: "list[Socket[Any]]") -> Iterator[None]:
 
     config_socket = network.config_socket
 
-    def config_noted(socket: "Socket[Any]", *args: Any, **more: Any) -> None:
+    def config_noted(socket: "Socket[bytes]", *args: Any, **more: Any) -> None:
         opened.append(socket)
         config_socket(socket, *args, **more)
 
     class Sockets:
         @staticmethod
-        def NamedTemporaryFile(*args: Any, **options: Any) -> Any:
+        def NamedTemporaryFile(*args: Any, **options: Any) -> "_TemporaryFileWrapper[bytes]":
             return tempfile.NamedTemporaryFile(*args, **{"dir": folder} | options)
 
     server_args.tempfile = Sockets
@@ -293,7 +316,7 @@ def answer_aborted() -> None:
 
     abort_request = Scheduler.abort_request
 
-    def answer_and_abort(self: Any, request: Any, **more: Any) -> Any:
+    def answer_and_abort(self: Scheduler, request: "AbortReq", **more: Any) -> None:
         begun = [
             each
             for each in self.waiting_queue
@@ -318,7 +341,7 @@ def sleep_in_pauses() -> None:
 
     record_state = Scheduler._record_scheduler_state_for_paused_engine
 
-    def record_and_sleep(self: Any, **more: Any) -> None:
+    def record_and_sleep(self: Scheduler, **more: Any) -> None:
         record_state(self, **more)
         self.maybe_sleep_on_idle()
 
@@ -335,7 +358,7 @@ def end_at_own_tokens() -> None:
 
     check = Req._check_token_based_finish
 
-    def check_own(self: Any, new_accepted_tokens: list[int], **more: Any) -> bool:
+    def check_own(self: Req, new_accepted_tokens: list[int], **more: Any) -> bool:
         if not self.sampling_params.ignore_eos or more:
             return bool(check(self, new_accepted_tokens, **more))
         own = self.sampling_params.stop_token_ids or ()
@@ -359,7 +382,7 @@ def penalise_tokens_of_prompts() -> None:
 
     prepare = BatchedRepetitionPenalizer._prepare
 
-    def prepare_with_prompts(self: Any, **more: Any) -> None:
+    def prepare_with_prompts(self: BatchedRepetitionPenalizer, **more: Any) -> None:
         prepare(self, **more)
         penalties = self.cumulated_repetition_penalties
         for row, request in enumerate(self.orchestrator.reqs()):
@@ -396,7 +419,8 @@ CALL = "verl:"
 
 
 def answer_calls(
-    serve: "Callable[[SchedulerWeightUpdaterManager, str, dict[str, Any]], Any]", merge: Callable[[list[Any]], Any]
+    serve: "Callable[[SchedulerWeightUpdaterManager, str, JsonObject], ResultT]",
+    merge: Callable[[list[ResultT]], ResultT],
 ) -> None:
     """Let ``serve`` answer calls of ours on all ranks of a scheduler, given a verb and its arguments.
 
@@ -412,7 +436,9 @@ def answer_calls(
 
     check_weights = SchedulerWeightUpdaterManager.check_weights
 
-    def check_or_serve(self: Any, request: Any, **more: Any) -> Any:
+    def check_or_serve(
+        self: SchedulerWeightUpdaterManager, request: "CheckWeightsReqInput", **more: Any
+    ) -> CheckWeightsReqOutput:
         if more or not request.action.startswith(CALL):
             return check_weights(self, request, **more)
         call = json.loads(request.action.removeprefix(CALL))
@@ -430,7 +456,7 @@ def answer_calls(
     SchedulerWeightUpdaterManager.check_weights = check_or_serve
 
 
-def take_encoded_media(manager: Any) -> None:
+def take_encoded_media(manager: "TokenizerManager") -> None:
     """Let requests to a tokenizer manager bring images and videos that a processor has already encoded.
 
     Versions: 0.5.21 to 0.5.23, whose processors encode a prompt again, and choose pixels and positions by rules of
@@ -441,7 +467,9 @@ def take_encoded_media(manager: Any) -> None:
         return
     encode = manager.mm_processor.process_mm_data_async
 
-    async def given(image_data: list[Any], *args: Any, **more: Any) -> Any:
+    async def given(
+        image_data: "list[MultimodalProcessorOutput]", *args: Any, **more: Any
+    ) -> "MultimodalProcessorOutput":
         inspect.signature(encode).bind(image_data, *args, **more)
         return image_data[0]
 
@@ -457,7 +485,7 @@ def see_frame_by_frame() -> None:
 
     forward = Qwen2_5_VisionTransformer.forward
 
-    def forward_frames(self: Any, x: Tensor, grid_thw: Tensor, **more: Any) -> Tensor:
+    def forward_frames(self: Qwen2_5_VisionTransformer, x: Tensor, grid_thw: Tensor, **more: Any) -> Tensor:
         grids = torch.repeat_interleave(grid_thw, grid_thw[:, 0], dim=0)
         grids[:, 0] = 1
         frames: Tensor = forward(self, x, grids, **more)

