@@ -1,4 +1,4 @@
-"""The contract of generation engines, and the steps that they share from a batch of prompts to one of responses."""
+"""The contract of generation engines, and the shared steps from a batch of prompts to a batch of responses."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,10 +31,10 @@ DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
 """Non-tensors that only generation reads; the driver keeps those that training needs."""
 
 DROPPED_COLUMN = "__dropped__"
-"""The column that says which rows only fill a batch: no attempt at their trajectory has ended well."""
+"""The column that marks rows which only fill a batch, because every attempt at their trajectory failed."""
 
 BEHIND_COLUMN = "versions_behind"
-"""The column that says by how many versions the weights that sampled a row were older than the trainer's."""
+"""The column with the age of the weights that sampled a row, in versions behind the trainer."""
 
 STAYS_AWAKE = "stays_awake"
 """Meta of a batch of prompts: the next call on the devices is another generation, with the same weights."""
@@ -108,7 +108,7 @@ class BaseRollout(ABC):
     def _sampling_seeds(self, prompts: DataProto) -> list[int] | None:
         """Return the seed of each row, from ``self.seeds`` if the caller has sent none.
 
-        None where the most likely tokens are taken, which needs no seed.
+        None under greedy sampling, which needs no seed.
         """
         if is_greedy(prompts, self.config):
             return None
@@ -222,7 +222,7 @@ class BaseRollout(ABC):
         self._drop_weights()
 
     def finish_shared_update(self, version: int) -> None:
-        """Drop what was computed with other weights, and record the version."""
+        """Drop cached results of older weights, and record the version."""
         BaseRollout.finish_update(self, version)
 
     def prompt_log_probs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -350,7 +350,7 @@ def is_greedy(prompts: DataProto, config: "RolloutConfig") -> bool:
 
 
 def sampling_values(prompts: DataProto, config: "RolloutConfig") -> dict[str, float]:
-    """Return what ``sampling_of`` does, for a batch."""
+    """Return the sampling parameters of a batch; see ``sampling_of``."""
     return sampling_of(config, is_greedy(prompts, config), bool(prompts.meta_info.get("validate", False)))
 
 

@@ -49,7 +49,7 @@ class EngineGroup:
         return self.rank == 0
 
     def by_leader(self, work: Callable[[], T]) -> T:
-        """Let the leader work; return its result, or raise its error, on all ranks."""
+        """Run a function on the leader; return its result, or raise its error, on all ranks."""
         if self._group is None:
             return work()
         if self.leads:

@@ -1,4 +1,4 @@
-"""What the servers of all engines have in common: open requests, pause, updates of weights, deadlines and death."""
+"""The base of the servers of all engines: open requests, pause, weight updates, deadlines, and death of the engine."""
 
 import asyncio
 import contextlib
@@ -113,11 +113,11 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         """Let the engine answer a request."""
 
     def _refusals(self) -> tuple[type[Exception], ...]:
-        """Return what the engine raises for a request that it refuses."""
+        """Return the exceptions by which the engine refuses a request."""
         return (ValueError,)
 
     def _deaths(self) -> tuple[type[Exception], ...]:
-        """Return what the engine raises when it is gone."""
+        """Return the exceptions that the engine raises when it is gone."""
         return ()
 
     # ---- life and death

@@ -25,7 +25,7 @@ FULL = "length"
 
 
 def cause_of(error: Exception) -> Exception:
-    """Return the error that a server has raised, whose message does not begin with Ray's trace, or that of Ray."""
+    """Return the error that a server has raised, without Ray's trace in its message; an error of Ray itself stays."""
     cause = getattr(error, "cause", None)  # of a RayTaskError
     return cause if isinstance(cause, Exception) else error
 
@@ -210,7 +210,7 @@ class ServedEngine(Protocol):
         """Load a bucket from shared memory, or from the group that ``connect`` has joined."""
 
     async def finish_update(self, version: int) -> "Received":
-        """Complete the update, read the weights back, and drop what was computed with others.
+        """Complete the update, read the weights back, and drop cached results of older weights.
 
         Returns the ``checksums`` of the tensors that arrived, on all workers alike, and how many were ``unverified``.
         Raises: RuntimeError naming tensors that are missing or differ.
@@ -221,7 +221,7 @@ class ServedEngine(Protocol):
 
 
 class RequestForm(Protocol[PromptT_co, ParamsT]):
-    """Turns a request into what the engine takes."""
+    """Converts a request to the engine's own form of prompt and sampling parameters."""
 
     def prompt(self, request: GenerationRequest) -> PromptT_co:
         """Return the prompt with its images and videos.

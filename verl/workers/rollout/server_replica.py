@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def cause_of_death(error: ray.exceptions.RayActorError) -> str:
-    """Return what Ray says of the end of an actor; of one that has not started the exception, without its trace."""
+    """Return Ray's account of the death of an actor; for one that failed to start, the exception without its trace."""
     text = str(error)
     if not error.actor_init_failed:
         return text
@@ -61,8 +61,8 @@ class RolloutReplica(ABC):
     """One engine, which tensor parallelism may spread over several workers.
 
     A standalone replica is a Ray actor with the methods of ``RolloutServer``. Ray starts the actor again if its process
-    ends, and ``restart`` ends it, so ``server_handle`` stays the same. What callers see of a death is ``ServerError``
-    (the engine has ended) or Ray's ``RayActorError`` (the actor has, or does not run yet).
+    ends, and ``restart`` ends it, so ``server_handle`` stays the same. Callers see a death as ``ServerError`` (the
+    engine has ended) or as Ray's ``RayActorError`` (the actor has ended, or does not run yet).
 
     Args:
         replica_rank: number of this replica.
@@ -257,6 +257,6 @@ class RolloutReplica(ABC):
 MOST_CALLS = 100_000
 _POLL_S = 0.2
 _TELL_S = 60.0
-"""How often the wait for a server that starts is told."""
+"""The time between two log lines about a server that is still starting."""
 _RESTART_S = 30.0
 """How long Ray may take, on a busy machine, to hear that it has ended an actor."""

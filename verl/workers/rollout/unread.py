@@ -27,7 +27,7 @@ STREAMED = {
         )
     ),
 }
-"""Engine -> values of ``model_type`` whose stream of weights fills all that the engine computes with, as tests show."""
+"""By the engine, values of ``model_type`` whose stream of weights fills every tensor of the engine, as tests show."""
 
 
 def stays_unread(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> bool:
@@ -48,7 +48,7 @@ def fill_with_nan(model: nn.Module) -> None:
 
 
 def check_nothing_is_nan(model: nn.Module) -> None:
-    """Check that an update has written all that ``fill_with_nan`` fills.
+    """Check that an update has written every tensor that ``fill_with_nan`` fills.
 
     Raises: RuntimeError naming a tensor that is still NaN.
     """

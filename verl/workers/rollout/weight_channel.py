@@ -105,7 +105,7 @@ class SharedMemory:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def fill(self, bucket: Bucket) -> None:
-        """Replace what the memory holds by the tensors of a bucket."""
+        """Overwrite the memory with the tensors of a bucket."""
         places, size = _places(layout_of(bucket))
         if size > self._size:
             # It only grows: readers map as much as their layout says.

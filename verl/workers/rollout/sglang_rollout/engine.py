@@ -173,7 +173,7 @@ class SGLangEngine:
         return [json.loads(answer.message) for answer in answers]
 
     def _listen(self) -> None:
-        """Start to read what the engine's processes send; SGLang's own way ends this process if that fails.
+        """Start to read the messages of the engine's processes; SGLang's own reader ends this process if that fails.
 
         Raises: StoppedError.
         """
@@ -226,7 +226,7 @@ class SGLangEngine:
         return dict(result)
 
     async def abort(self, rid: str) -> bool:
-        """End a request, which then returns what it has; return whether the engine knows it."""
+        """End a request, which then returns its tokens so far; return whether the engine knows it."""
         key = self._keys.get(rid)
         state = self._manager.rid_to_state.get(key)
         if key is None or state is None or self._is_stopped:
@@ -330,7 +330,7 @@ class SGLangEngine:
         await self._call("load_handles", payloads=payloads)
 
     async def finish_update(self, version: int) -> Received:
-        """Complete the update, read the weights back, and drop what was computed with others; it stays paused.
+        """Complete the update, read the weights back, and drop cached results of older ones; it stays paused.
 
         Returns the ``checksums`` of the tensors that arrived, and how many of them are ``unverified``.
         Raises: RuntimeError naming tensors that are missing or differ.

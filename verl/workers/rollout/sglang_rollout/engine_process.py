@@ -84,7 +84,7 @@ def _end() -> None:
 class WeightReceiver:
     """Loads the weights of the trainer into the model of a scheduler, whole or not at all.
 
-    What the parameters hold after the load is read back and compared with what arrived.
+    After the load it reads the parameters back, and compares them with the tensors that arrived.
     """
 
     def __init__(self, manager: "SchedulerWeightUpdaterManager") -> None:
@@ -142,7 +142,7 @@ class WeightReceiver:
             torch.accelerator.synchronize(self._device)  # the sender may reuse the memory
 
     def finish(self) -> Received:
-        """Close the model, compare what it holds with what arrived, and drop what was computed with other weights.
+        """Close the model, compare it with the tensors that arrived, and drop cached results of older weights.
 
         Returns the ``checksums`` of the tensors that arrived, the ``dtypes`` of the parameters that took them by plain
         copies, and how many of them are ``unverified``.
@@ -188,7 +188,7 @@ class WeightReceiver:
 
 
 def merged(results: Sequence[Received | None]) -> Received | None:
-    """Make one result of those of several ranks.
+    """Merge the results of several ranks into one.
 
     Checksums on which they do not agree are None, so that they equal no checksum of a trainer.
     """

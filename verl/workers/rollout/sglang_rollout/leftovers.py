@@ -15,8 +15,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 class SocketFolder:
     """The folder of the sockets between the processes of an engine.
 
-    ``opened`` are the sockets of this process. ``close`` closes them; no message is waited for, as whoever would take
-    it is gone.
+    ``opened`` are the sockets of this process. ``close`` closes them; it waits for no message, because
+    the receiver is gone.
 
     The folder is removed by ``close``, and by a process that waits for the end of the owner, however that ends. The
     folders of owners that were killed with all their processes are removed when the next one is made.
@@ -35,14 +35,14 @@ class SocketFolder:
         self._folder.note_shared_memory(_counters_of(instance))
 
     def close(self) -> None:
-        """Close the sockets, and remove the folder and what is left of the engine's counters."""
+        """Close the sockets, and remove the folder and the engine's remaining counters."""
         while self.opened:
             self.opened.pop().close(linger=0)
         self._folder.remove()
 
 
 def _counters_of(instance: str) -> str:
-    """Return how the names of an engine's counters begin."""
+    """Return the prefix of the names of an engine's counters."""
     return f"sglang_loads_{instance}_"
 
 

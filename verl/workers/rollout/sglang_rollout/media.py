@@ -48,7 +48,7 @@ class _Encoded:
     """The processor's output for an image or a video.
 
     Attributes:
-        tokens: what stands for it in the prompt.
+        tokens: its tokens in the prompt.
         inputs: pixels and grid.
         seconds: between two patches of a video, for families whose positions are times.
         digest: tells it from others.

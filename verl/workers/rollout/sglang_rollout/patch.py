@@ -1,7 +1,7 @@
 """All patches of SGLang, with the versions that need them and the condition for their removal.
 
-They were written for and tested with SGLang 0.5.21 to 0.5.23. What takes the place of a function of SGLang hands
-keywords on that it does not know. They change the process of a scheduler before it starts,
+They were written for and tested with SGLang 0.5.21 to 0.5.23. A replacement of a function of SGLang hands
+on the keywords that it does not know. The patches change the process of a scheduler before it starts,
 ``sockets_in`` that of the engine's owner, as long as the engine starts, and ``standardize_towers`` any process that
 imports SGLang.
 """
@@ -375,7 +375,7 @@ def end_at_own_tokens() -> None:
 def penalise_tokens_of_prompts() -> None:
     """Count the tokens of the prompt in the repetition penalty, as vLLM and transformers do, and those of a retraction.
 
-    Versions: 0.5.21 to 0.5.23, which count what was sampled since the request last joined a batch. Remove when they
+    Versions: 0.5.21 to 0.5.23, which count the tokens sampled since the request last joined a batch. Remove when they
     count both.
     """
     from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer

@@ -214,7 +214,7 @@ class _Record(TorchDispatchMode):
 
 
 def _written(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
-    """Return what an operator has written into its first argument: a tensor, or a number; None if it is unknown."""
+    """Return the tensor or number that an operator has written into its first argument; None if it is unknown."""
     aten = torch.ops.aten
     if func is aten.copy_.default:
         return args[1]

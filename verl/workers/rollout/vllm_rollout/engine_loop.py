@@ -70,7 +70,7 @@ class _Abort:
 
 @dataclass
 class _Switch:
-    """From here on the engine runs, or does not."""
+    """The start or the end of a pause of the engine."""
 
     paused: bool
 

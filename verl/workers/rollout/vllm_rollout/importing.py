@@ -69,6 +69,6 @@ def _without_use_on_a_cpu() -> list[str]:
     """Return the optional packages of vLLM that a text model on a CPU does not use.
 
     vLLM adds its operators to a list of torch's compiler. That takes a CPU second, and 80 MB of a worker that is a
-    fork. It also imports what decodes audio and video, 30 MB; ``patch.load_media_on_use`` imports that when it is used.
+    fork. It also imports decoders of audio and video, 30 MB; ``patch.load_media_on_use`` imports these when used.
     """
     return [*_MEDIA, *([_COMPILER] if envs.read("TORCHDYNAMO_DISABLE") == "1" else [])]

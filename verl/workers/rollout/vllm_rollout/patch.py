@@ -1,7 +1,7 @@
 """All patches of vLLM, with the versions that need them and the condition for their removal.
 
 They were written for vLLM 0.32; those that older versions get ran with 0.25.1, too. Each patch is applied once per
-process. What takes the place of a function of vLLM hands keywords on that it does not know.
+process. A replacement of a function of vLLM hands on the keywords that it does not know.
 """
 
 import contextlib
@@ -313,7 +313,7 @@ def _find_partial_blocks(manager: "KVCacheManager") -> None:
     ) -> "KVCacheBlocks | None":
         is_prefill = new_computed_blocks is not None or request.num_computed_tokens < request.num_prompt_tokens
         if not is_prefill and partial.has_room(request, num_new_tokens + num_lookahead_tokens):
-            return manager.empty_kv_cache_blocks  # what vLLM finds in ten times the time, once per token
+            return manager.empty_kv_cache_blocks  # vLLM finds the same in ten times the time, once per token
         blocks = allocate_slots(
             request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, **more
         )
@@ -525,7 +525,7 @@ def zero_dummy_weights() -> None:
 def load_media_on_use() -> None:
     """Replace vLLM's placeholder of a package by the package itself, imported at first use.
 
-    Versions: 0.32 on a CPU, where ``import_vllm`` leaves out what decodes audio and video. Remove when vLLM imports
+    Versions: 0.32 on a CPU, where ``import_vllm`` leaves out the decoders of audio and video. Remove when vLLM imports
     these packages at first use.
     """
     from vllm.utils.import_utils import PlaceholderModule, _PlaceholderModuleAttr

@@ -94,11 +94,11 @@ class VLLMRequestForm:
 
 
 NO_SEED = -1
-"""Taken by vLLM for no seed: it then draws one, and each rank of a tensor-parallel group its own."""
+"""The seed that vLLM takes for none: each rank of a tensor-parallel group then draws its own."""
 
 
 def greedy_seed(config: "RolloutConfig") -> int | None:
-    """Return the seed of a request for the most likely tokens, which nothing is drawn by.
+    """Return the seed of a greedy request, by which nothing is drawn.
 
     Several ranks get one: for a request without a seed vLLM draws one on each of them.
     """
@@ -106,7 +106,7 @@ def greedy_seed(config: "RolloutConfig") -> int | None:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Return what vLLM raises for a request that it refuses."""
+    """Return the exceptions by which vLLM refuses a request."""
     from vllm import exceptions
 
     return TypeError, ValueError, exceptions.VLLMClientError

@@ -26,7 +26,7 @@ _PACKAGES = (
 
 
 def import_traces_on_use() -> None:
-    """Import ``vllm.tracing`` without OpenTelemetry, and let it trace as with it once something is traced.
+    """Import ``vllm.tracing`` without OpenTelemetry, and import that when something is traced.
 
     Versions: 0.32. When its modules are imported vLLM decides which of their functions can be traced, and imports
     OpenTelemetry for that, 14 MB, although only a run with ``otlp_traces_endpoint`` uses it. Call this after ``import
@@ -61,7 +61,7 @@ def _is_in_use() -> bool:
 
 
 class _SpanKind:
-    """The kinds of spans, which are asked for while something is traced."""
+    """The kinds of spans, looked up in OpenTelemetry when one is asked for."""
 
     def __init__(self, load: Callable[[], ModuleType]) -> None:
         self._load = load
