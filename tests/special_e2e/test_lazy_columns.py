@@ -49,7 +49,9 @@ def test_a_run_with_columns_by_reference_equals_the_plain_run(workspace, request
         found, expected = lazy.numbers(step), plain.numbers(step)
         extra = only_of_lazy(found)
         assert found.keys() - extra.keys() == expected.keys()
-        assert {metric: found[metric] for metric in expected} == expected, f"step {step}"
+        for metric, value in expected.items():
+            # Sums over fp32 tokens are taken in another order; advantages of about 1 have means of rounding only.
+            assert found[metric] == pytest.approx(value, rel=2e-5, abs=2e-6), (step, metric)
         # The driver has read the prompts and responses of two samples, and no other row.
         assert 0 < extra["driver/column_bytes"] <= 2 * (2 * 48 + 3 * 16 + 2 * 16) * 8
     entries = [read_entries(run.folder / "metrics.jsonl") for run in (plain, lazy)]
