@@ -30,6 +30,7 @@ OPTIONAL = {
     "mlflow",
     "modelscope",
     "nvtx",
+    "opentelemetry",
     "qwen_vl_utils",
     "rich",
     "sglang",
