@@ -236,7 +236,7 @@ def test_differences_from_the_whole_conversation_are_logged(
         with caplog.at_level(logging.WARNING, logger="verl.compat.rollout_requests"):
             request.finalize(tokenizer, {})
     assert len(caplog.records) == warnings
-    assert all("it stays as it is" in record.message for record in caplog.records)
+    assert all("they stay as they are" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v"])

@@ -251,9 +251,9 @@ DAMAGES = {
     "other number of ranks": (lambda at: changed(at / LAYOUT, world_size=4), "rank_0.json is missing: rank 0 did not"),
     "manifest of another rank": (
         lambda at: shutil.copy(at / MANIFESTS[0], at / MANIFESTS[1]),
-        f"{MANIFESTS[1]} cannot be read (it is that of rank 0 of 2)",
+        f"{MANIFESTS[1]} cannot be read (it is the manifest of rank 0 of 2, not of rank 1 of 2)",
     ),
-    "manifest of another number": (lambda at: changed(at / MANIFESTS[0], world_size=4), "it is that of rank 0 of 4"),
+    "manifest of another number": (lambda at: changed(at / MANIFESTS[0], world_size=4), "the manifest of rank 0 of 4"),
     "manifest of another step": (lambda at: changed(at / MANIFESTS[1], global_step=9), "different steps, [1, 9]"),
     "shard twice": (
         lambda at: replaced(at, SHARDS[1], lambda path: shutil.copy(at / SHARDS[0], path)),

@@ -84,8 +84,8 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -
     """Call a registered estimator with the inputs that it has parameters for.
 
     A row whose mask is zero everywhere, such as that of a trajectory that failed, only fills the batch: the estimator
-    does not see it, and its advantages and returns are zero. Nor does an estimator that compares the samples of a
-    prompt see the only sample left of several: there is nothing to compare it with.
+    does not see such a row, and the row's advantages and returns are zero. If only one of several samples of a prompt
+    is left, an estimator that compares the samples of a prompt does not see this one either.
 
     Raises: ValueError for an unknown name, or when a required parameter is not among the inputs.
     """
@@ -118,7 +118,10 @@ def _on_used_rows(estimator: AdvantageFn, inputs: dict[str, Any], compares: bool
 
 
 def rows_to_use(mask: Tensor, index: Index | None) -> Tensor:
-    """Return which rows (B,) have a token and, with the numbers of their prompts, another sample to compare with."""
+    """Return a mask (B,) of the rows to use: rows with a token.
+
+    With the ``index`` of groups, a row is left out if it is the only one with a token in a group of several.
+    """
     used = mask.any(dim=-1)
     if index is not None:
         group = as_torch_index(index, device=mask.device)
@@ -150,10 +153,10 @@ def _option(
 
 
 def _scores(rewards: Tensor, mask: Tensor, index: Index | None) -> tuple[Tensor, Tensor]:
-    """Return the score of each response and the number of its prompt, both (B,).
+    """Return the score of each response (the sum of its token rewards) and the index of its prompt's group, both (B,).
 
-    Scores are in float64, so that equal scores of a group cancel to the last bit. A caller of its own may put a reward
-    on a token that the model did not sample, so only NaN is dropped outside the mask.
+    Scores are float64, so that equal scores within a group cancel exactly. Rewards outside the mask count too, since a
+    caller may place a reward on a token that the model did not sample; only a NaN outside the mask is treated as 0.
 
     Raises: ValueError when the index is missing or the inputs disagree on their shapes.
     """

@@ -5,8 +5,8 @@ all micro-batches of all data-parallel ranks and divides once, by the count of t
 neither the micro-batch size nor the number of ranks changes a loss, a gradient or a metric.
 
 A trajectory may be several rows. ``SHARE_COLUMN`` then says for each row which share of the sampled tokens of its
-trajectory it holds. The sequence is the trajectory: its rows count as their shares, and its mean over tokens is that
-over the tokens of all its rows. So a trajectory gives the same loss in several rows as in one.
+trajectory it holds. The rows of a trajectory count as one sequence: each row counts as its share, and the mean over
+tokens is taken over the tokens of all rows. So a trajectory gives the same loss in several rows as in one.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,8 @@ Metric = Sum | Extreme
 def count_units(mask: Tensor, shares: Tensor | None = None) -> Tensor:
     """Count the units of a (B, T) mask in the order of ``UNITS``: a float64 tensor (3,).
 
-    A row without a token only fills the batch, and is no sequence. ``shares`` are those of the rows (B,).
+    A row without a token only fills the batch, and does not count as a sequence. ``shares`` (B,) say which share of its
+    trajectory's tokens each row holds.
     """
     lengths = mask.sum(-1)
     counts = torch.ones(len(UNITS), dtype=torch.float64, device=mask.device)
@@ -57,7 +58,7 @@ def count_units(mask: Tensor, shares: Tensor | None = None) -> Tensor:
 def unit_count(lengths: Tensor, unit: Unit, shares: Tensor | None = None) -> Tensor:
     """Count a unit in rows of (B,) lengths, one if there is none: a 0-dim float64 tensor.
 
-    A mean is a sum divided by this. A row without a token is no sequence.
+    A mean is a sum divided by this count. A row without a token does not count as a sequence.
     """
     if unit == "token":
         return lengths.sum(dtype=torch.float64).clamp(min=1)
@@ -78,7 +79,7 @@ def sum_of_mean(mean: Tensor, mask: Tensor, unit: Unit) -> Sum:
 
 
 def by_length(loss: Sum, loss_agg_mode: str, width: int, length: int | None) -> Sum:
-    """Divide by the configured length in place of the width (T) by which a loss has divided, if its mode divides so."""
+    """Rescale a loss divided by the width (T) of its batch to the configured length, if its mode divides by length."""
     if loss_agg_mode != BY_LENGTH or length is None:
         return loss
     return Sum(loss.total * (width / length), loss.unit)
@@ -123,8 +124,8 @@ def agg_sum(
 
     Plain form: ``((loss_mat * loss_mask).sum(-1) * row_weights(...)).sum()``.
 
-    ``length`` is the constant of ``seq-mean-token-sum-norm``; it defaults to the width of the mask. ``shares`` (B,) are
-    those of the rows in their trajectories.
+    ``length`` is the constant of ``seq-mean-token-sum-norm``; it defaults to the width of the mask. ``shares`` (B,) say
+    which share of its trajectory's tokens each row holds.
     """
     masked = torch.where(loss_mask.bool(), loss_mat, 0.0)
     if loss_mask.is_floating_point():  # a mask may hold weights

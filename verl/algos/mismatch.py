@@ -142,8 +142,9 @@ def _sums_of_rows(old: Tensor, ratio: Tensor, keep: Tensor, veto: float | None) 
 def _weigh(ratio: Tensor, keep: Tensor, columns: Columns, options: WeightOptions) -> tuple[Tensor, Columns]:
     """Return the importance weights (B, T) and the sums of the rows for their metrics.
 
-    The weight of a token is the ratio of its own, or of its whole sequence. Above or below the thresholds it is cut or
-    becomes zero, and a token below the veto threshold makes all weights of its sequence zero.
+    The weight of a token is its own ratio, or the ratio of its whole sequence. A weight outside the thresholds becomes
+    zero or, by ``truncate``, is capped at the upper one. A token below the veto threshold makes all weights of its
+    sequence zero.
     """
     if options.level == "token":
         log_weight = ratio

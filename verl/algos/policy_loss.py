@@ -115,7 +115,7 @@ def register_token_loss(
 def _established(
     name: str, fn: TokenLossFn, only_mode: str | None, selector: TokenSelector | None, needs_config: bool
 ) -> Callable[..., PolicyLossOutput]:
-    """Give a formula over tokens the established signature, which returns means."""
+    """Wrap a formula over tokens in the signature of the established verl interface, which returns means."""
 
     def established(
         old_log_prob: Tensor,
@@ -194,11 +194,11 @@ def policy_loss_sums(
     """Compute the named loss over a micro-batch (B, T) as sums: mean x count.
 
     A loss that a user registered can only divide by the counts of the tensors that it is given. The losses of this
-    module take the same way, so that all losses have one way to the engine. To hand their sums over directly would save
-    two roundings, and change the numbers of every run with several mini-batches by 1e-7 of their value.
+    module are computed in the same way, so that all losses reach the engine by one path. Handing over their sums
+    directly would save two roundings, and change the losses of a run with several mini-batches by 1e-7 of their value.
 
-    Args: ``length`` replaces the width of the mask as the constant of ``seq-mean-token-sum-norm``; ``shares`` (B,) are
-        those of the rows in their trajectories.
+    Args: ``length`` replaces the width of the mask as the constant of ``seq-mean-token-sum-norm``; ``shares`` (B,) say
+        which share of its trajectory's tokens each row holds.
     Raises: ValueError for an unknown name.
     """
     parts = rows_by_share(shares, effective_loss_agg_mode(name, inputs.loss_agg_mode))

@@ -48,8 +48,8 @@ def need(config: ActorLossConfig | None, name: str) -> ActorLossConfig:
 def token_keys(seeds: Tensor, width: int, draw: int = 0) -> Tensor:
     """Return a random number of 63 bits for each token, (B, width) int64.
 
-    It depends only on the seed of the row, (B,) int64, on the number of the draw and on the token's place in the
-    response.
+    The number depends only on the seed of the row, (B,) int64, on the number of the draw and on the token's position in
+    the response.
     """
     columns = np.arange(1, width + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -80,7 +80,7 @@ def _covariance(inputs: LossInputs, across: Whole) -> tuple[Tensor, int]:
 
 
 def _threshold(values: Tensor, candidates: Tensor, count: int, across: Whole) -> Tensor:
-    """Return the ``count``-th smallest value of the candidates of all shards, the largest number if they are fewer."""
+    """Return the ``count``-th smallest value of the candidates of all shards; the dtype's maximum if they are fewer."""
     info = torch.finfo(values.dtype) if values.is_floating_point() else torch.iinfo(values.dtype)
     pool = values[candidates]
     own = pool.topk(min(count, pool.numel()), largest=False).values
@@ -106,7 +106,7 @@ def select_clip_cov(inputs: LossInputs, keys: Tensor, across: Whole) -> Tensor:
     upper = 5.0 if options.clip_cov_ub is None else options.clip_cov_ub
     covariance, tokens = _covariance(inputs, across)
     ratio = inputs.ratio.detach()
-    # Which way an advantage of zero goes is irrelevant.
+    # An advantage of zero may fall on either side: its token has no gradient.
     clipped = torch.where(inputs.advantages > 0, ratio > 1 + high, ratio < 1 - low)
     candidates = inputs.response_mask.bool() & (covariance > lower) & (covariance < upper) & ~clipped
     return _first(keys, candidates, max(1, int(share * tokens)), across)

@@ -70,22 +70,22 @@ class FinishReasonTypeEnum(StrEnum):
 class AsyncRolloutRequest(BaseModel):
     """One trajectory while it grows.
 
-    Tokens are appended and never made anew from text: what the model sampled stays as it was sampled, and what follows
-    it comes from the chat template. Tensors have one row, (1, T); ``position_ids`` are (4, T) for models with vision
-    axes. Prompt and response have the same fields with ``prompt_`` and ``response_`` before their names.
+    Tokens are appended, and text is never encoded again: sampled tokens stay as they are, and the tokens after them
+    come from the chat template. Tensors have one row, (1, T); ``position_ids`` are (4, T) for models with vision axes.
+    Prompt and response have the same fields with ``prompt_`` and ``response_`` before their names.
 
     Attributes:
         messages: the conversation, that of the prompt first.
         multi_modal_data: images by ``image``, and videos, each as (frames, metadata), by ``video``.
-        multi_modal_inputs: what the model takes of them.
+        multi_modal_inputs: the processor's tensors of these images and videos.
         loss_mask: 1 for what the assistant said, 0 for the prompt, tools and users.
         rollout_log_probs: (1, R), 0 where the loss mask is; None if a turn came without.
         reward_scores: rewards by tool, and ``user_turn_rewards``.
-        metrics: what ``update_metrics`` was told, by tool.
+        metrics: the values that ``update_metrics`` was given, by tool.
         use_inference_chat_template: let the engine see the conversation as the template writes it as a whole.
         apply_chat_template_kwargs: arguments of the template.
         mm_processor_kwargs: arguments of the processor for images and videos.
-        media: what images and videos of tools may be, the node ``data.media``.
+        media: limits of the images and videos of tools, the node ``data.media``.
 
     Args:
         processing_class: tokenizer, or the processor of a model that sees images.
@@ -338,7 +338,7 @@ class AsyncRolloutRequest(BaseModel):
             )
 
     def _write(self, chat: ChatFormat, *, generation_prompt: bool) -> None:
-        """Write the messages after what stands; before the first turn they are the prompt, which waits for it."""
+        """Encode the messages that have no tokens yet; before the first turn the whole conversation is the prompt."""
         shown: dict[str, Any] = {f"{kind}s": (self.multi_modal_data or {}).get(kind) or () for kind in _KINDS}
         if not self._num_standing:
             messages = self._as_chat(chat)
@@ -429,8 +429,8 @@ class AsyncRolloutRequest(BaseModel):
         found = whole_differences(chat, self._as_chat(chat)[: self._num_standing], ids, mode)
         if found:
             logger.warning(
-                "request %s: tokenization_sanity_check_mode=%s: it is not what the chat template makes of its messages "
-                "in %d places, %s; it stays as it is",
+                "request %s: tokenization_sanity_check_mode=%s: the tokens differ from the conversation that the chat "
+                "template renders as a whole in %d places, %s; they stay as they are",
                 *(self.request_id, mode, len(found), found[0]),
             )
 

@@ -23,5 +23,5 @@ from verl.utils.batch.serialization import serialize_tensordict as serialize_ten
 from verl.utils.py_functional import union_two_dict as union_two_dict
 from verl.utils.tensordict_utils import union_tensor_dict
 
-# The established interface; every other name above is established too and is imported by name.
+# Names that ``import *`` takes, as in the established verl interface; the other names above are imported by name.
 __all__ = ["DataProto", "union_tensor_dict"]

@@ -276,7 +276,7 @@ class DataProto:
         self.batch = batch
         return batch
 
-    if not TYPE_CHECKING:  # it would give every name a type
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
             """Copy the tensors of a received batch when they are first used."""

@@ -41,7 +41,7 @@ T = TypeVar("T")
 class Block(dict[str, TensorTriple]):
     """Some rows of several columns, as the object store holds them: dtype, shape and bytes of each column."""
 
-    # A block stands for itself, as its reference does.
+    # Blocks are compared and hashed by identity, as references to blocks are.
 
     def __eq__(self, other: T) -> bool:
         return self is other
@@ -82,7 +82,7 @@ class Rows:
         self.blocks = tuple(blocks)
         self.block = block
         self.row = row
-        # Rows that were derived from these, for the next column. Weak, because rows keep their blocks alive.
+        # Results of operations on these rows, which the next column takes again. Weak: rows keep their blocks alive.
         self._made: weakref.WeakValueDictionary[Hashable, Rows] = weakref.WeakValueDictionary()
         self._parts: Sequence[weakref.ref[Rows]] = ()
 
@@ -124,12 +124,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Places:
-    """The places of the values of a column, and figures of them.
+    """The places of a column's values in the object store, with sums and digests of the values.
 
     Attributes:
         sums: the sum of each row over the last dim, (B,); None unless the column has two dims.
-        digests: the digest of each row, (B,) uint64; None for some of the columns of a column.
-        window: first and last column, of those in the blocks; None for all.
+        digests: the digest of each row, (B,) uint64; None if ``window`` leaves out a part of the rows.
+        window: start and end of the part that this column takes of each row in the blocks; None for whole rows.
     """
 
     rows: Rows
@@ -343,7 +343,7 @@ def _caller() -> str:
 
 
 def _slice(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Answer:
-    # Values that were written are only here, so the addresses would answer with older ones.
+    # Written values are in this process only, so a slice by addresses would have the old values.
     if dim % x.dim() > 1 or x.is_written:
         return None
     first, last, step = slice(start, end, step).indices(x.shape[dim % x.dim()])
@@ -545,12 +545,12 @@ def computed(
     group: Workers | None = None,
     **options: T,
 ) -> DataProto:
-    """Return a formula of some columns: from this process if it has them all, else from the first worker of ``group``.
+    """Compute a formula of some columns in this process if it has them all, else on the first worker of ``group``.
 
-    It is the same formula over all rows in both cases. Without a group this process reads the columns.
+    The formula sees all rows in both cases. Without a group this process reads the columns.
 
-    Args: ``columns`` and ``arrays`` are those that the formula reads, as far as the batch has them; ``options`` are its
-        ``meta_info``.
+    Args: ``columns`` and ``arrays`` name what the formula reads; names that the batch lacks are left out. ``options``
+        become the ``meta_info`` of the formula's batch.
     """
     assert data.batch is not None
     known = {str(name) for name in data.batch.keys()}

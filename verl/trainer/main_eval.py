@@ -209,7 +209,7 @@ def _takes_extra_info(scorer: Scorer) -> bool:
     try:
         parameters = inspect.signature(scorer).parameters.values()
     except (TypeError, ValueError):
-        return False  # a compiled function has no signature
+        return False  # a function written in C may have no signature
     return any(each.name == "extra_info" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 

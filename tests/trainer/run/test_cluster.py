@@ -60,7 +60,7 @@ def test_one_node_stays_private(clusters: list[RunningCluster], ray_init: dict[s
 def test_addresses_that_are_refused(clusters: list[RunningCluster], monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("127.0.0.1:6379", "localhost:6379", "[::1]:6379", "127.0.1.1:6379", "ray://127.0.0.1:10001"):
         assert is_loopback(address)
-        with pytest.raises(WrongInput, match="address=.*: other nodes cannot reach this address, and trainer.nnodes=2"):
+        with pytest.raises(WrongInput, match="address=.*: this is a loopback address.*, but trainer.nnodes=2 needs"):
             choose_cluster(RayConfig(ray_init={"address": address}), TWO)
         choose_cluster(RayConfig(ray_init={"address": address}), ONE)
     assert not is_loopback(HEAD)

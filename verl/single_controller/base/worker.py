@@ -35,7 +35,7 @@ class WorkerHelper:
     @staticmethod
     @deprecated("get_available_master_addr_port")
     def get_availale_master_addr_port() -> tuple[str, str]:
-        """Return the same; this misspelt name is established."""
+        """Return the same; the established verl interface has this misspelt name."""
         return WorkerHelper.get_available_master_addr_port()
 
 
@@ -192,7 +192,7 @@ class DistProfilerExtension:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def read_profile_files(self, folder: str, names: dict[int, list[str]]) -> dict[str, bytes]:
-        """Return the content of the files whose ``names`` stand at this rank."""
+        """Return the contents of the files in ``folder`` that ``names`` lists for this rank."""
         return {name: Path(folder, name).read_bytes() for name in names.get(self.rank, ())}  # type: ignore[attr-defined]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

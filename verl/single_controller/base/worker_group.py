@@ -129,7 +129,10 @@ class Manager:
 
 
 def adapted(manager: T) -> T:
-    """Give a manager of a fork that does not derive from ``Manager`` the methods that it lacks, and return it."""
+    """Return ``manager`` with the methods of ``Manager`` that it lacks.
+
+    A user's fork of verl may have its own class of managers that does not derive from ``Manager``.
+    """
     for name, method in vars(Manager).items():
         if not name.startswith("_") and not hasattr(manager, name):
             setattr(manager, name, MethodType(method, manager))

@@ -230,7 +230,7 @@ class RayWorkerGroup(WorkerGroup):
         actor: ActorOptions = {"runtime_env": runtime_env, "name": name}
         # On a CPU the actors of a bundle divide its one core; on an accelerator a bundle has a core for each actor.
         actor["num_cpus"] = _share(pool.max_colocate_count) if self.device_name == "cpu" else 1
-        if _is_async(cia.raw_class):  # Ray's limit is 1,000: with more requests, health and abort would wait for them
+        if _is_async(cia.raw_class):  # Ray's default is 1,000: beyond it, calls of health and abort would wait
             actor["max_concurrency"] = cia._options.get("max_concurrency", _MOST_CALLS)
         if detached:
             actor["lifetime"] = "detached"

@@ -1,4 +1,4 @@
-"""Keys beyond the YAML files, and those of other versions in a tree."""
+"""Keys of a tree that no YAML file of verl has, and keys of other versions of verl."""
 
 import pkgutil
 import re

@@ -1,4 +1,4 @@
-"""Keys of other versions of the established project, and the command's treatment of each.
+"""Keys of other versions of verl, and how the command treats each of them.
 
 ``ROWS`` is the one table: the command line, files of the user, ``--help``, and the page "Coming from another version"
 show or apply it. ``verl.trainer.config.translation`` applies it.
@@ -55,12 +55,12 @@ Translator = Callable[[Values, Read], Translated]
 
 @dataclass(frozen=True)
 class Row:
-    """A key, or a node with all keys below it; ``*`` stands for any end of a name.
+    """A key of another version, or a node with all keys below it; ``*`` stands for any end of a name.
 
     ``to`` is our key or node, or a function of all values that are given for the rows that share it. ``accepts`` are
     the values that need nothing; a row that accepts none and is ``accepted`` accepts all, with its ``notice``. With
-    ``only`` the row is about these values of the key. The readers of a key that ``is_ours`` check it. ``roots`` are the
-    nodes of which a tree has one if the row applies to it; none: all trees.
+    ``only`` the row applies to these values of the key. A key that ``is_ours`` is checked by the code that reads it.
+    A row with ``roots`` applies to trees that have one of these nodes, a row without ``roots`` to all trees.
     """
 
     key: str
@@ -212,7 +212,10 @@ def _score_processes(given: Values, read: Read) -> Translated:
 
 
 def _reward_model(given: Values, read: Read) -> Translated:
-    """Translate the reward model: the keys of its engine stand in its own node here."""
+    """Translate the keys of the reward model.
+
+    Keys that other versions have below ``reward_model.rollout`` are directly below ``reward_model`` in this version.
+    """
     values: dict[str, Json] = {}
     for key, value in given.items():
         name = key.removeprefix("reward.reward_model.").removeprefix("rollout.")

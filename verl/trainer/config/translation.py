@@ -142,7 +142,10 @@ class Translation:
 
 
 def row_of_other_version(key: str, value: Json, tree: Mapping[str, Json], known: Iterable[str]) -> Row | None:
-    """Return the row of a key that is not ours; None if there is none. Of a null above rows it is one of theirs."""
+    """Return the row of a key that is not ours; None if there is none.
+
+    A node that is null or empty gets one of the rows of the keys below it.
+    """
     row = row_of(key, value, tree)
     if row is None and value in (None, {}) and key not in known:
         return next((row for row in ROWS if row.key.startswith(f"{key}.") and not row.is_ours), None)

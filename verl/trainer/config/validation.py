@@ -317,8 +317,8 @@ def _give_notices(run: RunConfig, tree: Tree, use_reference: bool) -> None:
     cuts = [f"{name}={as_yaml(rollout[name])}" for name, off in _CUTS.items() if rollout[name] not in off]
     if cuts and rollout.do_sample and rollout.calculate_log_probs:
         logger.warning(
-            "actor_rollout_ref.rollout: log-probs of the rollout are those of what it draws from, with %s, and those "
-            "of training are not: all that compares the two, metrics and importance weights, includes this difference",
+            "actor_rollout_ref.rollout: log-probs of the rollout are computed with %s, and log-probs of training "
+            "without: metrics and importance weights that compare the two include this difference",
             ", ".join(cuts),
         )
     for notice in (rope_notice(run), noise_notice(run)):

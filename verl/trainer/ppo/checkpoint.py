@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 
 class DriverState(TypedDict, total=False):
-    """What a checkpoint holds of the driver; those of older versions lack fields."""
+    """The driver's part of a checkpoint; checkpoints of older versions lack some fields."""
 
     step: int
     seed: int
@@ -128,10 +128,11 @@ def remove_emptied_folders(root: str | Path) -> None:
 
 @dataclass
 class DataPosition:
-    """A place in the training data: the state of the loader, and the number of finished passes.
+    """A position in the training data: the state of the loader, and the number of finished passes.
 
-    ``learned`` is the state that the sampler has once the next batch is drawn, if it has learned since. ``learners``
-    and ``spares_drawn`` are what the driver knew there, if a checkpoint of that moment may still be written.
+    ``learned`` is the state of a sampler that has learned since the last batch; it counts once the next batch is drawn.
+    ``learners`` and ``spares_drawn`` are kept if a checkpoint may still be written for this position: the driver's
+    state at that moment.
     """
 
     loader_state: Mapping[str, SavedState]
@@ -202,7 +203,7 @@ class Checkpoints:
         return options.save_freq > 0 or options.save_on_sigterm_s is not None
 
     def keep_start_of_step(self) -> None:
-        """Keep where a step begins, with what the driver knows then: the step may end before it is full."""
+        """Keep the data position and the driver's state at the start of a step, which may end before it is full."""
         position = self.position()
         position.learners = copy.deepcopy(self._learned())
         position.spares_drawn = self.state.spares_drawn

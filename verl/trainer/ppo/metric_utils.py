@@ -33,7 +33,7 @@ _PROMPTS_AT_ONCE = 256
 def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
     """Return ``prompt_length`` and ``response_length`` in tokens, (B,) floats, and ``response_mask``, (B, R).
 
-    The mask is that of attention. Forks import this function, and tests of users replace it.
+    ``response_mask`` is the attention mask of the response. Forks import this function, and tests of users replace it.
     """
     tensors = tensors_of(batch)
     width = tensors["responses"].shape[-1]
@@ -171,7 +171,7 @@ def without_dropped(batch: DataProto) -> DataProto:
 
 
 def _failures(batch: DataProto) -> list[str | None] | None:
-    """Return why trajectories could not be scored, of those that have been made; None if nothing says it."""
+    """Return the reason for each trajectory that was not scored, None for others; None if no column holds reasons."""
     columns = per_trajectory(batch).non_tensor_batch
     if "reward_failure" not in columns:
         return None

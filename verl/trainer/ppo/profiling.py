@@ -86,9 +86,9 @@ def captured(
     start: Callable[[bool], None],
     stop: Callable[[bool], None],
 ) -> Iterator[None]:
-    """Start the profilers before a listed step, and stop them after it, unless they run on from step to step.
+    """Start the profilers before a listed step, and stop them after it unless the capture goes on into the next step.
 
-    A step that fails leaves them to ``end_profiling``.
+    After a step that fails, ``end_profiling`` stops them.
     """
     if starts_profiling(profiler, state):
         with marked_timer("start_profile", timing):

@@ -76,7 +76,8 @@ def compute_reward(data: DataProto, reward_fn: RewardFn, validate: bool = False)
     Rows without a trajectory are not shown to the function: their scores are zero, and their extras None. A score on a
     token that the policy did not sample moves to the last sampled one before it.
 
-    Our managers keep ``batch_timeout_s`` themselves. The limit here, with time to start processes, is for others.
+    The library's reward managers enforce ``batch_timeout_s`` themselves. This function enforces it, with additional
+    time to start processes, for managers of users.
 
     Raises: RewardError when more responses cannot be scored than ``reward_model.scoring.max_failed_ratio`` allows, or
         when the reward function does not end.

@@ -24,9 +24,9 @@ FIRST_SEED = 2**32
 
 
 class SparePrompts:
-    """The training set in random orders of its own, one pass after the other.
+    """Spare prompts from the training set, pass after pass, each pass in another random order.
 
-    The order depends on the seed of the run only. ``state.spares_drawn`` is the position; checkpoints keep it.
+    The orders depend on the seed of the run only. ``state.spares_drawn`` is the position, which checkpoints hold.
     """
 
     def __init__(self, dataset: Dataset[Rows], collate_fn: CollateFn, state: RunState) -> None:

@@ -92,7 +92,10 @@ def _check_written(named: str, address: str, asking: str | None) -> None:
     Raises: WrongInput naming key or variable.
     """
     if asking and is_loopback(address):
-        raise WrongInput(f"{named}: other nodes cannot reach this address, and {asking}: name the head by its network")
+        raise WrongInput(
+            f"{named}: this is a loopback address, which other nodes cannot reach, but {asking} needs them: give the "
+            "address of the Ray head node in the network of the nodes"
+        )
     owners = {each.is_own for each in running_clusters() if each.address == address}
     if owners == {False}:
         raise WrongInput(f"{named}: another user has started this cluster, and its processes would run as that user")

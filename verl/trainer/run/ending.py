@@ -40,12 +40,12 @@ class EndRequested(RuntimeError):
 class Ending:
     """The last checkpoint and the command that goes on, for the last line of a run that a signal ends.
 
-    It is made before the run trains, since the folder may hold what earlier runs left.
+    It is made before the run trains, since the folder may hold checkpoints of earlier runs.
 
-    Attributes: ``folder`` is that of the run; ``resume_mode`` and ``resume_from_path`` say what the command resumes
-        from, the latter only if it reads it; ``report`` is whether the run writes one; ``save_s`` holds the seconds
-        after SIGTERM in which the run may save, None if it does not; ``is_here`` is whether the trainer surely runs on
-        this machine.
+    Attributes: ``folder`` is the folder of the run; ``resume_mode`` and ``resume_from_path`` are keys of the command
+        that resumes, the latter only if the mode reads it; ``report`` is whether the run writes a report; ``save_s``
+        holds the seconds after SIGTERM in which the run may save, None if it does not save; ``is_here`` is whether the
+        trainer is known to run on this machine.
     """
 
     folder: Path

@@ -43,7 +43,7 @@ def check_environment(cluster: RayConfig, trackers: Iterable[str], findings: Fin
 
 
 def check_hub_variable() -> None:
-    """Check that ModelScope, if a variable asks for it, is there.
+    """Check that the package of ModelScope is installed if a variable asks for it.
 
     Raises: WrongInput naming the variable.
     """

@@ -74,12 +74,11 @@ def run_on_ray(
     ending: Ending | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> None:
-    """Let ``talk``, in a thread, use Ray, which is started or joined before and left afterwards; report a failure.
+    """Start or join Ray, run ``talk`` in a thread, and leave Ray; report a failure.
 
-    ``timeout_s`` is that of the trainer; see ``Watch``. For ``serves_metrics``, ``fork_server`` and ``variables`` see
-    ``start_ray``.
-    The report of a failure comes before the end of Ray, which may take a while. A signal is told in the last line,
-    which is that of ``ending`` if the run trains.
+    ``timeout_s`` is the timeout of the trainer; see ``Watch``. For ``serves_metrics``, ``fork_server`` and
+    ``variables`` see ``start_ray``. A failure is reported before Ray ends, which may take a while. The last line names
+    the signal that ended the run; if the run trains, ``ending`` writes this line.
 
     Raises: SystemExit after a short message on standard error, with the whole trace in ``error.log`` of ``folder``:
         its code is 2 for a wrong input, that of the signal for an interruption, and else 1.
@@ -90,7 +89,7 @@ def run_on_ray(
     has_left = False
     earlier = descendants()
     catch_signals()
-    owns_ray = True  # until start_ray answers: the start itself may be interrupted
+    owns_ray = True  # assumed until start_ray returns: the start itself may be interrupted
     grace = Grace() if ending is None else Grace(ending.save_s, ending.has_unsaved_step)
 
     def write_timeline() -> None:
@@ -199,7 +198,7 @@ def start_ray(
         ways.enter_context(lean)
         ray.init(**options)
         if cluster.is_local:
-            # Of a dead GCS, Ray's agents take a minute to notice that nobody hears their last words.
+            # After the death of the GCS, Ray's agents take a minute to end. This guard ends them at once.
             _ray_processes[:] = psutil.Process().children(recursive=True)
             end_with_this_process(_ray_processes)
     if cluster.is_local:

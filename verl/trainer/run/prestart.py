@@ -48,10 +48,10 @@ _VLLM = (
 
 
 class _Plan(NamedTuple):
-    """The needs that a run has of its fork server; ``engine`` is that of the workers, if they are forks and have one.
+    """Settings of the fork server of a run; ``engine`` is the rollout engine of the workers, if they are forked.
 
-    ``last_of_general`` and ``last_of_workers`` say how many processes of each kind come, if that is known: the server
-    becomes the last of them itself. With ``only_trainer`` it becomes the trainer, which is the first one.
+    ``last_of_general`` and ``last_of_workers`` are the numbers of processes of each kind, if they are known: the server
+    itself becomes the last process. With ``only_trainer`` the server becomes the trainer, which is the first process.
     """
 
     engine: str
@@ -153,7 +153,7 @@ def _plan_of(config: Any, has_own_runner: bool) -> _Plan | None:
         return None
     strategies = {get("actor_rollout_ref.actor.strategy"), get("critic.strategy")}
     kinds = frozenset("megatron" if strategy == "megatron" else "fsdp" for strategy in strategies)
-    if get("trainer.device") == "cuda":  # what holds the driver of a device cannot be forked
+    if get("trainer.device") == "cuda":  # a process that has opened the CUDA driver cannot be forked
         if has_own_runner:
             if get(KEY):
                 logger.warning("%s=true has no effect on a GPU with the task runner of a recipe", KEY)

@@ -11,8 +11,8 @@ RUNTIME_ENV_VARS = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true",
     "NCCL_CUMEM_ENABLE": "0",
 }
-# Megatron-Core orders its kernels by one queue, so that communication starts before the computation beside it. FSDP
-# and the engines overlap theirs by streams, which one queue serializes.
+# Megatron-Core needs a single hardware queue: communication then starts before the computation that overlaps it. FSDP
+# and the rollout engines overlap kernels by CUDA streams, which a single queue would serialize.
 MEGATRON_ENV_VARS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # Every worker process has one core. vLLM disables torch.set_num_threads, so the variable must be set before.
 CPU_ENV_VARS = {
@@ -22,7 +22,7 @@ CPU_ENV_VARS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# A run on one machine needs no other interface. torch's own rendezvous and stores listen on all of them nevertheless.
+# A run on one machine needs the loopback interface only. torch's own rendezvous and stores listen on all interfaces.
 LOOPBACK_ENV_VARS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 

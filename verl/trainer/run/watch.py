@@ -25,7 +25,7 @@ POLL_S = 0.2
 WARN_AFTER_S = 30.0
 RAY_TIMEOUT_S = 30.0
 """Seconds that Ray's own processes may be stopped; Ray gives up later, and ends the launching process unannounced."""
-_LONGEST_POLL_S = 1.0  # of a longer one, this process has been stopped itself
+_LONGEST_POLL_S = 1.0  # if a poll took longer, this process itself was stopped
 _LOSS_GRACE_S = 2.0  # an error of Ray and the death that caused it may show in either order
 _LEAVE_S = 3.0
 _RAY_PROCESSES = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}

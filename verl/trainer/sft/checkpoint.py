@@ -56,7 +56,7 @@ class CheckpointHandler:
         default_local_dir: root of the checkpoints.
         max_ckpt_to_keep: number of checkpoints to keep; None for all.
         default_hdfs_dir: finished checkpoints are copied there.
-        resume_mode: ``auto`` resumes from ``resume_from_path`` if given, else from the latest; ``disable`` starts anew.
+        resume_mode: ``auto`` resumes from ``resume_from_path`` if given, else from the latest; ``disable`` never does.
         resume_from_path: a folder ``global_step_<N>``.
         trusted_classes: classes that the state of the loader may hold.
 

@@ -200,7 +200,10 @@ def read_manifest(folder: StrPath, world_size: int, rank: int) -> Manifest:
         if type(content["global_step"]) is not int or not all(isinstance(record.name, str) for record in files):
             raise ValueError("global_step must be an integer, and the name of each file a text")
         if (content["world_size"], content["rank"]) != (world_size, rank):
-            raise ValueError(f"it is that of rank {content['rank']} of {content['world_size']}")
+            raise ValueError(
+                f"it is the manifest of rank {content['rank']} of {content['world_size']}, "
+                f"not of rank {rank} of {world_size}"
+            )
         return Manifest(content["world_size"], content["rank"], content["global_step"], files)
 
 
@@ -250,7 +253,9 @@ def backend_problem(folder: StrPath, strategy: str) -> str | None:
 
 
 def world_size_problem(folder: StrPath, world_size: int) -> str | None:
-    """Return why ``world_size`` ranks cannot read a checkpoint; None if they can. Any number reads one of Megatron.
+    """Return why ``world_size`` ranks cannot read a checkpoint; None if they can.
+
+    Any number of ranks can read a Megatron checkpoint.
 
     Raises: CheckpointError when ``fsdp_config.json`` is missing or truncated.
     """

@@ -54,7 +54,7 @@ def start_process(command: Sequence[str], **options: Any) -> "subprocess.Popen[b
     ``options`` go to ``subprocess.Popen``. If the wait for the start is interrupted, the process is killed.
     """
     started = _starter().submit(partial(_popen, command, options))
-    with ExitStack() as interrupted:  # the wait; that must not leave the process behind
+    with ExitStack() as interrupted:  # if the wait is interrupted, the process is killed once it has started
         interrupted.callback(started.add_done_callback, _kill_started)
         process = started.result()
         interrupted.pop_all()

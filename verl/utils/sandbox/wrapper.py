@@ -115,7 +115,7 @@ def run_apart(
         verdict, reason = exchange.check(test_code, (answers[0], requests[1]))
     if verdict != exchange.PASSED:
         os.write(2, reason.encode(errors="replace"))
-        os._exit(REFUSED if verdict == exchange.REFUSED else 1)  # and the program with it
+        os._exit(REFUSED if verdict == exchange.REFUSED else 1)  # this kills the program too
     os.close(requests[1])
     exit_code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     if exit_code == 0:

@@ -1,4 +1,4 @@
-"""Processes that start from one that has imported: ``ray_kwargs.fork_workers``."""
+"""Rules of ``ray_kwargs.fork_workers``: processes of the run are forked from one that has imported their modules."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,11 +23,11 @@ def fork_rules(run: RunConfig) -> Iterator[Violation]:
 
 
 def obstacles(device: str, ray_init: Mapping[str, Json], profiler: str | None) -> Iterator[str]:
-    """Yield each obstacle to forking Ray's processes from one that has imported, with a remedy.
+    """Yield each obstacle to forking Ray's processes from the fork server, with a remedy.
 
-    Without a choice these processes start by themselves then. A fork must not share the libraries of an accelerator, it
-    lives on the machine of the launch, and it starts with what the launch has imported, whatever its own environment
-    says. With ``cuda`` nothing forks: only the trainer starts as a process that has imported.
+    If the key is null, an obstacle lets Ray start these processes by itself. A fork must not share the libraries of an
+    accelerator. It runs on the machine of the launch, and starts with the modules that the fork server has imported,
+    whatever its own environment says. With ``cuda`` nothing forks: the fork server itself becomes the trainer.
     """
     if sys.platform != "linux":
         yield f"needs Linux, and this machine runs {sys.platform}: write false or null"

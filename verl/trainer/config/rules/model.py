@@ -103,7 +103,7 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             yield from remote_code.tokenizer_trust_rules(tokenizer or path, "data.trust_remote_code", trust)
             yield from remote_code.family_rules(run, hf_config)
         elif is_text_only and not list(path_problems(policy.path)) and "vision_config" in read_config_json(policy.path):
-            # It would read the image tokens and not the images.
+            # A text-only model would read the image tokens and not the images.
             expected = "is a text-only model, and the policy of actor_rollout_ref.model.path reads images"
             yield Violation(f"{key}.path", path, f"{expected}: name a vision-language model")
     for key, rank, modules in adapters:
@@ -229,7 +229,7 @@ def _size_rules(run: RunConfig, hf_config: Mapping[str, Json], broken: set[str])
 
 
 def noise_notice(run: RunConfig) -> str | None:
-    """Return that updates of the policy draw what its old log-probabilities are computed without; None if they do not.
+    """Return a notice if the policy trains with dropout or other noise that its old log-probabilities lack; else None.
 
     A field that the model does not read is named, too.
     """
@@ -245,7 +245,7 @@ def noise_notice(run: RunConfig) -> str | None:
 
 
 def rope_notice(run: RunConfig) -> str | None:
-    """Return that tokens are sampled by other rotary frequencies than they are scored by; None if they are not."""
+    """Return a notice if RoPE (dynamic, longrope) has other frequencies in sampling than in scoring; None otherwise."""
     shared = run.actor_rollout_ref
     if shared.rollout.name != "hf":
         return None

@@ -1,4 +1,4 @@
-"""Established path of a program's tests in the sandbox of this machine; see ``verl.utils.reward_score.prime_code``."""
+"""Run the test cases of a program in the sandbox of this machine: ``run_test`` of the established verl interface."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from verl.utils.reward_score import code_tests
 from verl.utils.reward_score.code_tests import RawTestCases, Result
 from verl.utils.reward_score.prime_code import check_correctness
 
-_FAILURES = {  # result -> the established result, code and message
+_FAILURES = {  # result of ``code_tests`` -> result, error_code and error_message that ``run_test`` returns
     code_tests.COMPILE_ERROR: (-2, -1, "Compilation Error"),
     code_tests.TIMEOUT: (-1, -3, "Time Limit Exceeded"),
     code_tests.RUNTIME_ERROR: (-1, -4, "Runtime Error"),

@@ -151,9 +151,9 @@ class Wire:
             TypeError,
             ValueError,
         ) as error:
-            raise Unreadable(f"the program's value cannot be read: {type(error).__name__}: {error}") from None
+            raise Unreadable(f"a message from the program cannot be decoded: {type(error).__name__}: {error}") from None
         if type(value) is not tuple:
-            raise Unreadable("the program's message is no tuple")
+            raise Unreadable("the program's message is not a tuple")
         return kind, list(value)
 
 
