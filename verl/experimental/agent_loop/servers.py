@@ -176,13 +176,15 @@ class AsyncLLMServerManager:
 
     async def _timed(self, server: _Server, request: GenerationRequest, size: int) -> TokenOutput:
         """Ask a server, and record when and for how long."""
-        begin = time.monotonic()
+        name = server.short_name
         prompt_tokens = len(request.prompt_ids)
         with timeline.span("generate", "turn", request=request.request_id, prompt_tokens=prompt_tokens) as shown:
+            # Measured within the turn, so that the request lies within it however long this process is interrupted.
+            begin = time.monotonic()
             output = await self._ask(server, request, size)
+            timeline.add_request(name, begin, output.queue_s, output.sample_s, request=request.request_id)
             shown.update(tokens=len(output.token_ids), cached=output.num_cached_tokens, end=output.finish_reason)
-            shown.update(server=server.short_name, queue_s=output.queue_s, sample_s=output.sample_s)
-        timeline.add_request(server.short_name, begin, output.queue_s, output.sample_s, request=request.request_id)
+            shown.update(server=name, queue_s=output.queue_s, sample_s=output.sample_s)
         return output
 
     async def _ask(self, server: _Server, request: GenerationRequest, size: int) -> TokenOutput:
