@@ -363,12 +363,15 @@ def test_an_environment_that_ends_its_thread_fails(action: str, error: str) -> N
 
 
 def test_a_row_of_another_environment_is_refused() -> None:
-    with pytest.raises(WrongInput, match="seed 7: the first observation is 'I think .* make the rows anew"):
+    with pytest.raises(
+        WrongInput, match="seed 7: the environment's first observation is 'I think .* regenerate the data set"
+    ):
         play(environment(), ["3"], seed=7, observation="Another game.")
 
 
 @pytest.mark.parametrize(
-    ("factory", "message"), [("OldGuessing", "must return observation, reward"), ("NumberedGuessing", "observes list")]
+    ("factory", "message"),
+    [("OldGuessing", "must return a tuple .observation, reward"), ("NumberedGuessing", "observes list")],
 )
 def test_environments_of_another_interface_are_named(factory: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):

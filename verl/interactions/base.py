@@ -9,7 +9,7 @@ from verl.utils.json_types import Json, JsonObject
 
 Message = Mapping[str, Any]
 Answered = tuple[bool, str, float, JsonObject]
-"""Whether the conversation ends here, the text of the next user message, the score of this turn, and further facts."""
+"""Whether the conversation ends here, the text of the next user message, the score of this turn, and further info."""
 
 
 class BaseInteraction(ABC):
@@ -36,7 +36,7 @@ class BaseInteraction(ABC):
         """Answer the conversation, whose last message is the model's.
 
         Returns: whether it ends here (the text is not shown to the model then), the text of the next user message, the
-            score of this turn, and further facts.
+            score of this turn, and further info.
         """
 
     async def calculate_score(self, instance_id: str, **kwargs: Json) -> float:

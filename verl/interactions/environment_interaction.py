@@ -1,7 +1,7 @@
-"""A text environment with the interface of gymnasium: the model's messages are its actions, its observations replies.
+"""A text environment with the interface of Gymnasium: the model's messages are actions, the observations are replies.
 
-Nothing of gymnasium is imported. An environment has ``reset(seed=..., options=...)``, which returns an observation and
-facts, and ``step(action)``, which returns observation, reward, terminated, truncated and facts; it may have ``close``.
+This module does not import Gymnasium. An environment has ``reset(seed=..., options=...)``, which returns (observation,
+info), and ``step(action)``, which returns (observation, reward, terminated, truncated, info); it may have ``close``.
 """
 
 import functools
@@ -57,18 +57,18 @@ class TextEnvironment(Protocol):
     """The methods that an environment must have."""
 
     def reset(self, *, seed: Json = None, options: Json = None) -> tuple[Json, Mapping[str, Json]]:
-        """Begin anew and return the first observation, and facts."""
+        """Begin an episode and return (first observation, info)."""
 
     def step(self, action: Json) -> Stepped:
-        """Act and return observation, reward, terminated, truncated and facts."""
+        """Take an action and return (observation, reward, terminated, truncated, info)."""
 
 
 @dataclass
 class _Episode:
     """An environment and the course of its episode.
 
-    At most one thread works in the environment. If the episode is closed meanwhile, that thread closes the environment
-    once it is done, since environments need not bear two threads.
+    At most one thread uses the environment at a time, since an environment might not be thread-safe. If the episode is
+    closed during a call, the thread that makes the call closes the environment afterwards.
     """
 
     environment: TextEnvironment | None = None
@@ -80,7 +80,7 @@ class _Episode:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def work(self, call: Callable[[], T]) -> T:
-        """Call something that uses the environment."""
+        """Call a function that uses the environment."""
         with self.lock:
             self.is_busy = True
         try:
@@ -109,8 +109,8 @@ class _Episode:
 class EnvironmentInteraction(BaseInteraction):
     """Steps an environment by the model's messages.
 
-    Rows give ``seed`` and ``options`` of ``reset`` in ``interaction_kwargs``, and ``observation``, the first one, which
-    is in their prompt (``reset_text``).
+    Rows of the data set give ``seed`` and ``options`` of ``reset`` in ``interaction_kwargs``, and ``observation``, the
+    first observation, which their prompt contains (``reset_text``).
     """
 
     def __init__(self, config: JsonObject) -> None:
@@ -125,7 +125,7 @@ class EnvironmentInteraction(BaseInteraction):
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Json) -> str:
         """Make an environment and reset it with ``seed`` and ``options``.
 
-        Raises: WrongInput if its first observation is not ``observation``, which the prompt of the row has.
+        Raises: WrongInput if the first observation is not ``observation``, which the prompt of the row contains.
         """
         instance_id = await super().start_interaction(instance_id)
         episode = self._episodes[instance_id] = _Episode()
@@ -138,9 +138,9 @@ class EnvironmentInteraction(BaseInteraction):
         expected = kwargs.get("observation")
         if expected is not None and text != expected:
             raise WrongInput(
-                f"interaction {self.name}, seed {kwargs.get('seed')}: the first observation is "
-                f"{one_line(text)!r}, but interaction_kwargs.observation is {one_line(str(expected))!r}: "
-                "make the rows anew with this environment"
+                f"interaction {self.name}, seed {kwargs.get('seed')}: the environment's first observation is "
+                f"{one_line(text)!r}, but the data set's row has interaction_kwargs.observation="
+                f"{one_line(str(expected))!r}: regenerate the data set with this environment"
             )
         return instance_id
 
@@ -161,7 +161,7 @@ class EnvironmentInteraction(BaseInteraction):
         if not isinstance(stepped, tuple) or len(stepped) != 5:
             raise RuntimeError(
                 f"{type(environment).__name__}.step returned {one_line(str(stepped))}: "
-                "it must return observation, reward, terminated, truncated and facts"
+                "it must return a tuple (observation, reward, terminated, truncated, info)"
             )
         observation, reward, terminated, truncated, facts = stepped
         episode.steps += 1
@@ -181,7 +181,7 @@ class EnvironmentInteraction(BaseInteraction):
             await self._run(episode.close)
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Call something in a thread; if the caller is cancelled, its place is free again though the thread goes on."""
+        """Call a function in a thread; a cancelled caller frees its slot, although the thread goes on."""
         async with self._limit.slot():
             return await in_thread(work, f"environment-{self.name}")
 
@@ -200,12 +200,13 @@ class EnvironmentInteraction(BaseInteraction):
 def reset_text(environment: TextEnvironment, seed: Json = None, options: Json = None) -> str:
     """Reset an environment and return its first observation, for the prompt of a row.
 
-    Raises: RuntimeError if it returns anything else than an observation and facts.
+    Raises: RuntimeError if ``reset`` does not return (observation, info).
     """
     found = environment.reset(seed=seed, options=options)
     if not isinstance(found, tuple) or len(found) != 2:
         raise RuntimeError(
-            f"{type(environment).__name__}.reset returned {one_line(str(found))}: it must return observation and facts"
+            f"{type(environment).__name__}.reset returned {one_line(str(found))}: "
+            "it must return a tuple (observation, info)"
         )
     return _text(environment, found[0])
 
@@ -221,7 +222,7 @@ def _text(environment: TextEnvironment, observation: Json) -> str:
 def load_factory(name: str) -> Callable[..., T]:
     """Import the object of a dotted name.
 
-    Raises: WrongInput if that cannot be called.
+    Raises: WrongInput if the object cannot be called.
     """
     if "." not in name.strip("."):
         raise WrongInput(f"config.factory={name!r}: {WANTED}")

@@ -60,7 +60,7 @@ class _Chat:
 
 
 class SimulatedUserInteraction(BaseInteraction):
-    """Asks a model for the next user message. A trajectory fails with ``EndpointError`` if that gives no answer.
+    """Asks a model for the next user message. A trajectory fails with ``EndpointError`` without an answer.
 
     Rows give ``goal``, what the user wants, in ``interaction_kwargs``.
     """

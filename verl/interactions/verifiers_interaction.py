@@ -1,8 +1,9 @@
 """Environments of the package ``verifiers`` (0.1) as interactions: they answer, end and score the conversation.
 
-The environment runs its own rollout. Its model client is ours: it hands in the messages that the policy has sampled,
-and what the environment asks next is the answer to the policy. Environments whose tools the model calls natively, and
-rubrics that compare the samples of a prompt, are refused. From verifiers 0.4 on environments drive the model over HTTP.
+The environment runs its own rollout. Its model client is verl's: the client returns the messages that the policy has
+sampled, and the environment's next messages are the answer to the policy. Environments whose tools the model calls
+natively, and rubrics that compare the samples of a prompt, are refused. From verifiers 0.4 on environments drive the
+model over HTTP.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ VerifiersMessage = Mapping[str, Json] | BaseModel
 
 
 class _State(TypedDict, total=False):
-    """What the interaction reads of the state of a rollout, in which the environment may hold more."""
+    """The fields of a rollout's state that the interaction reads; the environment may add others."""
 
     reward: Required[float]
     metrics: Required[dict[str, Json] | None]

@@ -1,4 +1,4 @@
-"""Established names of the FSDP workers: the classes are those of ``verl.workers.roles`` for every strategy."""
+"""The FSDP workers of the established verl interface: the classes of ``verl.workers.roles``, for every strategy."""
 
 from verl.utils.fsdp_utils import get_sharding_strategy
 from verl.utils.model import get_vl_model_vision_tower

@@ -1,4 +1,4 @@
-"""Established names of the workers on Megatron-Core: the roles, which can also tell their place in its layout."""
+"""The Megatron-Core workers of the established verl interface: the roles, which also know their place in its layout."""
 
 from verl.single_controller.base.megatron import MegatronWorker
 from verl.workers import roles

@@ -584,7 +584,7 @@ class Rude(BaseInteraction):
     "says, message",
     [
         (KeyError("a"), "failed: KeyError: 'a'"),
-        ((False, "a", 1.0), r"returned \(False, 'a', 1.0\): it must return \(ends, text, score, facts\)"),
+        ((False, "a", 1.0), r"returned \(False, 'a', 1.0\): it must return \(ends, text, score, info\)"),
         ((False, {"text": "a"}, 1.0, {}), "returned the text {'text': 'a'}: it must be a str"),
         ((True, "a", float("nan"), {}), "returned the score nan: it must be a finite number"),
         ((True, "a", "high", {}), "returned the score 'high': it must be a finite number"),

@@ -1,4 +1,4 @@
-"""Established import path of the parts of agent loops."""
+"""Import path of the parts of agent loops in the established verl interface."""
 
 from verl.experimental.agent_loop.base import AgentLoopBase as AgentLoopBase
 from verl.experimental.agent_loop.base import AgentLoopMetrics as AgentLoopMetrics

@@ -38,7 +38,7 @@ class TrajectoryInputError(TrajectoryError, WrongInput):
 
 
 class DeadlineError(TimeoutError):
-    """An attempt has not ended before its deadline, or that of the step; the message names the key."""
+    """An attempt missed its own deadline or the deadline of the step; the message names the key."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Attempt:
     """One try at a trajectory.
 
     Attributes:
-        id: ``<step>-<kind>-<uid>-<sample>-<number>``, the only one of its kind in a run.
-        sample: number of the trajectory among those of its prompt.
+        id: ``<step>-<kind>-<uid>-<sample>-<number>``, unique in a run.
+        sample: index of the trajectory in its group.
         loop: name of the agent loop.
         seed: seed of the row, which is that of the first turn; None without sampling.
         servers: the server of each request, in order; one more for each that died.
@@ -56,7 +56,7 @@ class Attempt:
         reason: why it ended, unless it is ``ok``.
         oldest_version: the oldest version of the weights that sampled a token of it; None if no server says.
         is_cancelled: whether its loop has been told to end.
-        is_left: whether its loop goes on all the same, and nobody waits for it any more.
+        is_left: whether its loop ignores that and goes on, and nobody waits for it any more.
     """
 
     id: str

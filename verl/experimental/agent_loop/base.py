@@ -107,7 +107,7 @@ class AgentLoopOutput(BaseModel):
 
 
 class WholeConfig:
-    """The configuration of the run, wrapped so that Hydra passes it on as it is; Hydra would build a dataclass anew."""
+    """The configuration of the run, wrapped so that Hydra passes it on unchanged; Hydra would rebuild a dataclass."""
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
@@ -123,7 +123,7 @@ class AgentLoopBase(ABC):
         processor: its processor, if it has one.
         kwargs: what the loop's entry in the YAML file says beyond its name and class.
 
-    Raises: WrongInput for an argument that no constructor takes, if only those of verl can.
+    Raises: WrongInput for an argument that no constructor takes, unless a user's constructor might read it.
     """
 
     _class_initialized: ClassVar[bool] = False
@@ -152,7 +152,10 @@ class AgentLoopBase(ABC):
         processor: "ProcessorMixin | None" = None,
         **kwargs: Json,
     ) -> None:
-        """Prepare what all instances of a process share; called for each, so a subclass does its work only once."""
+        """Prepare the state that all instances of a process share.
+
+        Each instance calls this method, so a subclass must do the work only the first time.
+        """
         cls._class_initialized = True
 
     @abstractmethod
@@ -167,7 +170,7 @@ class AgentLoopBase(ABC):
 
 
 def _refuse_unread(loop: type[AgentLoopBase], kwargs: Collection[str]) -> None:
-    """Refuse arguments that nobody reads; a class of the user with a constructor of its own may read any."""
+    """Refuse arguments that nobody reads; a user's class with its own constructor may read any argument."""
     if not kwargs or not all(maker.__module__.startswith("verl.") for maker in (loop.__init__, loop.init_class)):
         return
     known = {

@@ -34,7 +34,7 @@ END_S = 60.0
 
 
 class Place(NamedTuple):
-    """The position of a trajectory: row in the step, prompt, and number among the samples of the prompt."""
+    """The position of a trajectory: its row in the step, its group, and its index in the group."""
 
     row: int
     uid: str
@@ -73,7 +73,7 @@ class Policy:
         num_retries: further attempts at a failed trajectory.
         trajectory_timeout_s: limit of one attempt.
         step_timeout_s: limit of the batch.
-        over_sample_rate: share of the trajectories that are given up, the last ones.
+        over_sample_rate: share of the trajectories, the last to end, that are given up.
     """
 
     on_failure: str = "fail"
@@ -136,7 +136,8 @@ class BatchOfAttempts:
         self._ended = 0
         self._needed = max(1, int(len(tasks) * (1 - policy.over_sample_rate) + 1e-9)) if tasks else 0
         self._stop = asyncio.Event()
-        self._stopped: tuple[str, str] = (CANCELLED, "the run was interrupted")  # outcome and reason of what is open
+        # Outcome and reason of the attempts that still run.
+        self._stopped: tuple[str, str] = (CANCELLED, "the run was interrupted")
 
     async def results(self) -> list[AgentLoopOutput | None]:
         """Return the trajectory of each task; None for one that was given up.
@@ -163,7 +164,7 @@ class BatchOfAttempts:
         return self._outputs
 
     async def _make(self, index: int) -> None:
-        """Make one trajectory, and say so when enough have ended, or when one ends the run."""
+        """Make one trajectory; signal when enough trajectories have ended, or when a failure ends the run."""
         try:
             self._outputs[index] = await self._trajectory(self._tasks[index])
         except TrajectoryError as error:
@@ -266,7 +267,7 @@ _LEFT: "set[asyncio.Task[AgentLoopOutput | BaseException]]" = set()  # the event
 
 
 async def _end(work: "asyncio.Task[AgentLoopOutput | BaseException]", attempt: Attempt) -> None:
-    """Cancel an agent loop, and wait for its end; one that swallows CancelledError is left behind."""
+    """Cancel an agent loop, and wait for its end; a loop that swallows CancelledError is left running."""
     attempt.is_cancelled = True
     work.cancel()
     try:
@@ -280,10 +281,10 @@ async def _end(work: "asyncio.Task[AgentLoopOutput | BaseException]", attempt: A
 
 
 def _text_of(error: BaseException) -> str:
-    """Return type and text of an error; classes of users may fail to say anything."""
+    """Return type and text of an error; the ``__str__`` of a user's class may fail."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception as own:  # its __str__ may raise anything
+    except Exception as own:  # the __str__ of a user's error may raise anything
         return f"{type(error).__name__}, which has no text: {type(own).__name__} in its __str__"
 
 

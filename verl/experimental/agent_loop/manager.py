@@ -60,9 +60,10 @@ class PendingGeneration:
         parts: the part of each worker that has one.
         callers: names and handles of these workers.
         refs: their answers.
-        scores: what scores parts that have ended, if a reward model does.
-        planned_version: the version of the weights that is to sample all rows, if the trainer goes on meanwhile.
-        watch: starts servers again that die while the trainer goes on.
+        scores: scores the parts that have ended, if there is a reward model.
+        planned_version: the version of the weights that should sample all rows, if the trainer goes on during the
+            generation.
+        watch: restarts servers that die while the trainer goes on.
     """
 
     prompts: DataProto
@@ -174,8 +175,9 @@ class AgentLoopManager(Manager):
     def begin(self, prompts: DataProto, trains_meanwhile: bool = False) -> PendingGeneration:
         """Wake the engines with the current weights, and let the workers begin with a batch; ``finish`` waits for it.
 
-        With ``trains_meanwhile`` the trainer goes on until ``finish``, which standalone servers allow. They keep their
-        weights until then. One that dies is started again, and gets weights only if no other server has them.
+        With ``trains_meanwhile`` the trainer goes on until ``finish``, which needs standalone servers. The servers keep
+        their weights until then. A server that dies is restarted, and gets weights only if no other server has the old
+        ones.
         """
         self.wait_until_ready()
         self.wake_up(prompts.meta_info.get("global_steps"))
@@ -193,7 +195,7 @@ class AgentLoopManager(Manager):
         """Return a trajectory for each row of a batch that has begun, in their order.
 
         Non-tensor ``versions_behind`` says of each row by how many versions the weights that sampled it are older than
-        the trainer's, if the trainer went on meanwhile; None where no server says.
+        the trainer's, if the trainer went on during the generation; None where no server says.
         """
         prompts = pending.prompts
         with on_failure(partial(self._keep_account, prompts)):
@@ -309,7 +311,7 @@ class AgentLoopManager(Manager):
             self.servers.sync(self._sender(step))
 
     def _watched(self, step: int | None, keeps_weights: bool) -> AbstractContextManager[None]:
-        """Replace standalone servers that die meanwhile."""
+        """Replace standalone servers that die inside the context."""
         if self.servers is None:
             return nullcontext()
         return self.servers.watched(self._sender(step), keeps_weights)

@@ -102,7 +102,7 @@ def build_agent_loop(name: str, config: DictConfig, **parts: Any) -> "AgentLoopB
     try:
         loop: AgentLoopBase = hydra.utils.instantiate(node, trainer_config=whole, **parts)
     except InstantiationException as error:
-        raise error.__cause__ or error from None  # Hydra hides the constructor's error in one of its own
+        raise error.__cause__ or error from None  # Hydra wraps the constructor's error in its own
     return loop
 
 

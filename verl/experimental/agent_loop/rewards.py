@@ -1,4 +1,4 @@
-"""Rewards where trajectories are made: one is scored as soon as it ends, while others still grow."""
+"""Score each trajectory in its agent loop worker as soon as it ends, while others still grow."""
 
 import asyncio
 import logging
@@ -68,10 +68,10 @@ class TrajectoryScorer:
     """The reward manager of a process; it is made at the first trajectory.
 
     Trajectories that end while others are scored are scored together afterwards, which costs far less than one after
-    the other. The limits of ``reward_model.scoring`` hold for each response. What share of a batch may fail is for the
-    trainer to judge, who sees the batch.
+    the other. The limits of ``reward_model.scoring`` hold for each response. The trainer, which sees the whole batch,
+    checks the share of failures.
 
-    Attributes: ``extra_keys`` are the names of all that the scorer has returned besides scores.
+    Attributes: ``extra_keys`` are the names of all extras that the scorer has returned.
     """
 
     def __init__(self, config: DictConfig, tokenizer: PreTrainedTokenizerBase, rows_of: RowsOf) -> None:
@@ -85,7 +85,7 @@ class TrajectoryScorer:
         self._scoring: asyncio.Task[None] | None = None
 
     async def add_score(self, outputs: Sequence[AgentLoopOutput], batch: DataProto, index: int) -> None:
-        """Score a trajectory by its last segment; all its segments get the score, and what the scorer says beyond it.
+        """Score a trajectory by its last segment; all its segments get the score and the extras.
 
         Args: ``batch`` holds the request of the trajectory in row ``index``, with ``SCORING_COLUMNS``.
         """
@@ -117,7 +117,7 @@ class TrajectoryScorer:
         try:
             scored = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, together)
         except Exception as error:
-            if len(together) > 1:  # one of them may be the reason
+            if len(together) > 1:  # one of these trajectories may be the reason
                 for each in together:
                     await self._answer([each])
             elif together and not together[0].answer.done():
@@ -148,7 +148,7 @@ class TrajectoryScorer:
 def named_extras(
     extras: Mapping[str, Value], reserved: Collection[str] = (), data_columns: Collection[str] = ()
 ) -> dict[str, Value]:
-    """Return what scorers say beyond scores by names that are free: ``extra/<name>`` for a name of the batch.
+    """Return the extras of scorers under free names: ``extra/<name>`` if the batch already uses the name.
 
     Args: ``reserved`` are names that are taken besides ``RESERVED``. An extra replaces one of ``data_columns``, as a
         metric of the name that the data have too.

@@ -1,4 +1,4 @@
-"""Trajectories of several segments: a loop that rewrites its history starts a new segment, with a prompt of its own."""
+"""Trajectories of several segments: a loop that rewrites its history starts a new segment with a new prompt."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def last_segment(
 
     Args: ``prompt_length`` and ``response_length`` are those of a row. What a later prompt has beyond the first goes
         to the head of the response; None for no limit.
-    Raises: ValueError for an empty list; TypeError for what is no output.
+    Raises: ValueError for an empty list; TypeError for anything but an AgentLoopOutput.
     """
     if isinstance(outputs, AgentLoopOutput):
         return outputs

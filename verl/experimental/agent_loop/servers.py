@@ -1,4 +1,4 @@
-"""The way from agent loops to the rollout servers."""
+"""Send the requests of agent loops to the rollout servers."""
 
 import asyncio
 import copy
@@ -41,7 +41,10 @@ MOST_LOST = 5
 
 @dataclass(eq=False)
 class _Server:
-    """A server as this process sees it; ``gone`` says why it takes no more requests, ``is_over`` that it will not."""
+    """A server as this process sees it.
+
+    ``gone`` says why it takes no requests at present, ``is_over`` whether its actor has failed for good.
+    """
 
     handle: Actor
     name: str
@@ -65,7 +68,7 @@ class AsyncLLMServerManager:
     """Chooses the server of each request, and finds another one if it dies.
 
     A new conversation goes to the server with the fewest tokens in flight from here. Its later turns go to the same
-    server, which has its prefix in the cache, unless this one is overloaded (``OVERLOAD``) or gone. A request whose
+    server, which has its prefix in the cache, unless that server is overloaded (``OVERLOAD``) or gone. A request whose
     server dies is sent to another one. While requests wait, servers are asked for their health; one that has not
     answered for ``rollout.agent.server_timeout_s`` is gone.
 
@@ -166,7 +169,7 @@ class AsyncLLMServerManager:
             except (ServerError, RayActorError) as error:
                 self._take_out(server, _loss_of(error))
                 lost += 1
-                if lost == MOST_LOST:  # the request itself may be what ends them
+                if lost == MOST_LOST:  # the request itself may be what crashes the servers
                     raise ServerError(
                         f"request {request.request_id} of {len(prompt_ids)} tokens: {lost} rollout servers were "
                         f"lost while they had it, at last {server.name}: {server.gone}"
@@ -209,7 +212,7 @@ class AsyncLLMServerManager:
         finally:
             server.tokens -= size
             server.waiting.discard(answer)
-            if not is_answered:  # a server that is only slow would go on with it
+            if not is_answered:  # a slow server would otherwise go on with the request
                 answer.cancel()
                 _abort(server, request.request_id)
             if not server.waiting and server.watch is not None:
@@ -243,7 +246,7 @@ class AsyncLLMServerManager:
         return known
 
     async def _server_for(self, conversation: str, prompt_tokens: int) -> _Server:
-        """Return the server of a conversation; servers of their own may come back, those of the trainer do not.
+        """Return the server of a conversation; standalone servers may come back, the trainer's own do not.
 
         Raises: ServerError when no server is left.
         """
@@ -299,7 +302,7 @@ async def _illness(server: _Server, limit_s: float) -> str | None:
             await server.handle.health.remote(timeout_s=limit_s)
     except TimeoutError:
         return f"{server.name} has not answered for rollout.agent.server_timeout_s={limit_s:g}"
-    except Exception as error:  # servers of users may raise anything; what cannot tell its health is not used
+    except Exception as error:  # a user's server may raise anything; a server that cannot report its health is not used
         server.is_over = isinstance(error, RayActorError) and error.actor_init_failed
         return _loss_of(error)
     return None
@@ -327,7 +330,7 @@ def without_events(method: RemoteMethod) -> RemoteMethod:
     Its state service keeps about 4 kB for each of the last 100,000 calls, and every process reports its part of them
     once a second.
     """
-    if not hasattr(method, "options"):  # a server need not be an actor
+    if not hasattr(method, "options"):  # a server might not be a Ray actor
         return method
     return method.options(enable_task_events=False)
 

@@ -1,4 +1,4 @@
-"""The loop of a model that calls tools, and of one that talks with a user who is a program."""
+"""The agent loop of a model that calls tools, or that talks with a simulated user."""
 
 import asyncio
 import logging
@@ -63,7 +63,7 @@ class AgentState(Enum):
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that all trajectories of a process share; ``differences`` holds the first one that was logged."""
+    """The objects that all trajectories of a process share; ``differences`` holds the first logged difference."""
 
     config: DictConfig
     tools: Mapping[str, "BaseTool"]
@@ -112,9 +112,9 @@ class Conversation:
     Attributes:
         messages: the chat, as the template takes it, with cuts in what tools and users say.
         trajectory: its tokens since the prompt, or since the template showed earlier turns differently.
-        earlier: what came before that, each a row of its own.
-        instances: of tools, by name; each is made at the first call.
-        calls: those that the last turn of the model has written.
+        earlier: the segments before that, each of which becomes a row.
+        instances: tool instances by name, each made at the first call.
+        calls: the tool calls in the model's last turn.
     """
 
     messages: list[Message]
@@ -139,7 +139,7 @@ class Conversation:
 
 @dataclass
 class AgentData:
-    """One trajectory while it grows, for loops of forks, which import it; ``ToolAgentLoop`` has ``Conversation``.
+    """The state of a trajectory for loops in users' forks of verl; ``ToolAgentLoop`` itself uses ``Conversation``.
 
     A loop fills what its constructor does not take.
     """
@@ -244,7 +244,7 @@ class ToolAgentLoop(AgentLoopBase):
         return talk
 
     def _usual_interaction(self) -> str | None:
-        """Return the interaction of rows that name none, which established data sets leave out with SGLang."""
+        """Return the interaction of rows that name none: data sets for verl with SGLang leave out the usual name."""
         is_known = self._is_sglang and _USUAL_INTERACTION in self.parts.interactions
         return _USUAL_INTERACTION if is_known else None
 
@@ -307,7 +307,7 @@ class ToolAgentLoop(AgentLoopBase):
         running = [asyncio.create_task(self._recorded_call(talk, call)) for call in talk.calls]
         try:
             results = await asyncio.gather(*running)
-        finally:  # if one has ended the trajectory, the others must not go on
+        finally:  # if one call has ended the trajectory, the other calls must not go on
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -372,7 +372,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     async def _created(self, talk: Conversation, tool: "BaseTool") -> tuple[str, ToolResponse]:
-        """Begin the instance of a tool; a task of its own, since several calls may wait for it."""
+        """Begin the instance of a tool, in a separate task, since several calls may wait for it."""
         made = tool.create(create_kwargs=talk.tool_kwargs(tool.name, "create"))
         given = await asyncio.wait_for(answer_of(made, f"create of {tool.name}"), self.tool_timeout_s)
         if not isinstance(given, tuple | list) or len(given) != 2:
@@ -517,7 +517,7 @@ class ToolAgentLoop(AgentLoopBase):
             rewards["user_turn_rewards"] = list(talk.turn_scores)
         segments = [*talk.earlier, talk.trajectory]
         shared = {"turn_scores": talk.turn_scores, "tool_rewards": talk.tool_rewards, "reward_scores": rewards}
-        if self._is_sglang:  # the established column of its rollouts
+        if self._is_sglang:  # SGLang rollouts have this column in the established verl interface
             shared["messages"] = {"messages": [SchemaMessage(**message) for message in uncut(talk.messages)]}
         num_turns = 1 + sum(len(each.turns) for each in segments)
         outputs = [
@@ -581,7 +581,7 @@ def _checked_answer(interaction: "BaseInteraction", given: Any) -> tuple[bool, s
     """
     where = f"generate_response of the interaction {interaction.name} returned"
     if not isinstance(given, tuple | list) or len(given) != 4:
-        raise RuntimeError(f"{where} {_SHORT.repr(given)}: it must return (ends, text, score, facts)")
+        raise RuntimeError(f"{where} {_SHORT.repr(given)}: it must return (ends, text, score, info)")
     ends, text, score, _ = given
     if text is not None and not isinstance(text, str):
         raise RuntimeError(f"{where} the text {_SHORT.repr(text)}: it must be a str")

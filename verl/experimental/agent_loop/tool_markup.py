@@ -44,7 +44,7 @@ def find_calls(text: str, read: Read[Call], broken: Callable[[str], Call]) -> Fo
         if mark[0] == THINK:
             thinks = has_thought = True
         elif mark[0] == END_OF_THOUGHT:
-            if not has_thought:  # the prompt has opened it, so all before was a thought
+            if not has_thought:  # the prompt has opened the thought, so all text before the end tag is a thought
                 kept = []
                 calls = []
                 copied = 0
@@ -148,10 +148,10 @@ class Elements:
         none = len(self.tags)
         self._is_clean = [True] * (none + 1)  # no end tag is left over before the next call
         self._next_call = [none] * (none + 1)
-        self._next_stop = [none] * (none + 1)  # of a call
-        self._next_end = [none] * (none + 1)  # of an argument
+        self._next_stop = [none] * (none + 1)  # the next stop of a call
+        self._next_end = [none] * (none + 1)  # the next end of an argument
         self._next_clean_end = [none] * (none + 1)
-        self._next_own_end = [none] * (none + 1)  # on a line of its own
+        self._next_own_end = [none] * (none + 1)  # the next end of an argument on its own line
         for place in reversed(range(none)):
             tag = self.tags[place]
             after = place + 1

@@ -41,12 +41,12 @@ class Shown:
         return bool(self.images or self.videos)
 
     def extend(self, other: "Shown") -> None:
-        """Append those of another answer."""
+        """Append the images and videos of another answer."""
         self.images += other.images
         self.videos += other.videos
 
     def parts(self, text: str) -> list[dict[str, str]]:
-        """Return the content of a message with them: images, videos, text."""
+        """Return the content of a message with the images, the videos and a text."""
         media = [{"type": "image"} for _ in self.images] + [{"type": "video"} for _ in self.videos]
         return [*media, {"type": "text", "text": text}] if text else media
 
@@ -56,9 +56,9 @@ class MediaRules:
     """Limits on the images and videos in tool and user messages.
 
     Attributes:
-        processor: of the policy; None if it reads text only.
-        tokens: those that stand for images and videos; none for a family whose positions are not known.
-        texts: how these tokens are written.
+        processor: the policy's processor; None if the policy reads text only.
+        tokens: the placeholder tokens of images and videos; none for a family whose positions are not known.
+        texts: the texts of these tokens.
         limits: the most images and videos of a conversation by kind; None for the engine's own limit.
         media: what they may be.
     """
@@ -147,7 +147,7 @@ class MediaRules:
             loaded = [load_video(each, image_patch_size=patch_size, media=self.media) for each in given["video"]]
             videos: list[Video] = [(frames.numpy(), metadata) for frames, metadata in loaded]
         except MissingVideoSupportError as error:
-            raise WrongInput(f"the tool {tool} answered with a video: {error}") from error
+            raise WrongInput(f"the tool {tool} answered with a video, which cannot be loaded: {error}") from error
         except MediaError as error:
             kind = "video" if given["video"] and not given["image"] else "image"
             raise MediaError(f"the tool {tool} answered with {_a(kind)}: {error}") from error

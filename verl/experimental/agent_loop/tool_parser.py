@@ -39,7 +39,7 @@ class FunctionCall:
 
     Attributes:
         name: the tool; empty if the call is too broken to tell.
-        arguments: JSON text of an object, or what stands in its place if ``error`` says that it is none.
+        arguments: JSON text of an object, or the model's text if ``error`` says that it is no JSON object.
         error: what is wrong with the form of the call, to be told to the model; None if nothing is.
     """
 
@@ -56,7 +56,7 @@ Parser = TypeVar("Parser", bound="type[ToolParser]")
 class ToolParser:
     """Finds the calls in the tokens of one turn. A call that is broken is returned with its error, never raised.
 
-    A subclass has ``parse``, or ``extract_tool_calls``, which need not take ``tools`` or ``prompt_ids``.
+    A subclass defines ``parse``, or ``extract_tool_calls``, whose ``tools`` and ``prompt_ids`` are optional.
     """
 
     _registry: ClassVar[dict[str, "type[ToolParser]"]] = {}
@@ -87,7 +87,7 @@ class ToolParser:
         """Return the text of a turn without its calls, and the calls.
 
         Args:
-            tools: tells formats that write arguments without types which type they have.
+            tools: the schemas that give arguments without types their types.
             prompt_ids: what the model saw before the turn; it may end with the opening of a thought.
         """
         opening = self._opening(prompt_ids)
@@ -301,7 +301,7 @@ class GptOssToolParser(ToolParser):
                 body, position = whole[1:]
             else:
                 end = self._END.search(text, start)
-                assert end is not None  # the end of the text is one
+                assert end is not None  # the end of the text counts as an end
                 body = text[start : end.start()]
                 position = end.end()
             if recipient is not None:

@@ -1,4 +1,4 @@
-"""A trajectory while it grows: tokens are appended, and never made anew from text."""
+"""A trajectory while it grows: tokens are appended, and never tokenized again from text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -117,7 +117,7 @@ class Trajectory:
         return True
 
     def output(self, **fields: Any) -> AgentLoopOutput:
-        """Return the trajectory as it is; ``fields`` are others of ``AgentLoopOutput``, or replace those made here."""
+        """Return the trajectory so far; ``fields`` set further fields of ``AgentLoopOutput``, or replace fields."""
         seconds = dict.fromkeys((MODEL, "tool"), 0.0)
         for turn in self.turns:
             seconds[turn.role] = seconds.get(turn.role, 0.0) + turn.seconds

@@ -97,8 +97,8 @@ class AgentLoopWorkerBase:
     async def prepare(self, names: Sequence[str] | None = None) -> None:
         """Build each of these loops once, by default the loop of rows without ``agent_name``.
 
-        What goes wrong here, a file of tools for instance, is wrong for every trajectory, and so is not left to
-        ``rollout.agent.on_failure``.
+        An error at this point, such as a wrong file of tools, affects every trajectory, so ``rollout.agent.on_failure``
+        does not apply to it.
 
         Raises: WrongInput naming the loop.
         """
@@ -108,7 +108,7 @@ class AgentLoopWorkerBase:
             with replacing_errors(partial(_not_built, name)):
                 self._build(name, self.server_manager)
             self._prepared.add(name)
-        if names is None:  # an actor starts: what is here now stays, and the collector need not look at it again
+        if names is None:  # an actor starts: its present objects stay, so the garbage collector can skip them
             gc.collect()
             gc.freeze()
 
@@ -133,7 +133,7 @@ class AgentLoopWorkerBase:
         await self.server_manager.revive()
         params = self._sampling_params(batch)
         places = places_of(batch)
-        if places and places[0].row == 0:  # one worker says it
+        if places and places[0].row == 0:  # only one worker warns
             self._warn_of_idle_files(names)
         tasks = [
             Task(place, name, params[index].get("seed"), self._runner(batch, index, name, params[index], place))
@@ -152,7 +152,7 @@ class AgentLoopWorkerBase:
             part = timeline.take("agent loops")
         self._send_traces()
         result = self._as_rows(outputs, batch)
-        for name in SCORING_COLUMNS:  # the trainer keeps them
+        for name in SCORING_COLUMNS:  # the trainer keeps these columns
             result.non_tensor_batch.pop(name, None)
         result.meta_info["reward_extra_keys"] = sorted(self.scorer.extra_keys & result.non_tensor_batch.keys())
         result.meta_info["seconds"] = [output.metrics.model_dump() for output in outputs if output is not None]
@@ -212,7 +212,7 @@ class AgentLoopWorkerBase:
                 output = last_segment(outputs, width, self.rollout_config.response_length)
                 if "messages" in output.extra_fields:  # the account of attempts knows it by this id
                     output.extra_fields.setdefault("request_id", attempt.id)
-                # Here it costs the attempt, and later it would end the run.
+                # An error at this point fails the attempt; the same error in the trainer would end the run.
                 check_output(place.row, output, width, self._vocab_size)
                 check_sampled(place.row, output, self.rollout_config.response_length)
                 _check_sendable(place.row, output)
@@ -279,7 +279,7 @@ def own(value: Any) -> Any:
     """Copy the lists and mappings of a value, but not their other members, such as images."""
     if isinstance(value, dict):
         return {key: own(each) for key, each in value.items()}
-    if isinstance(value, list):  # tokens are many, and hold nothing
+    if isinstance(value, list):  # lists of tokens are long, and hold no lists or mappings
         return value.copy() if value and isinstance(value[0], int) else [own(each) for each in value]
     if isinstance(value, np.ndarray) and value.dtype == object:
         copied = value.copy()

@@ -100,7 +100,7 @@ def _keeping_place(method: Callable[[T], Iterator[int]]) -> Callable[[T], Iterat
         again = functools.partial(method, self)
         if not has_state(self):
             return again()
-        begin = copy.deepcopy(self.state_dict())  # it may hold lists that go on changing
+        begin = copy.deepcopy(self.state_dict())  # the state may hold lists that change later
         rows = again()
         keeps_place = has_state(rows)
         return rows if keeps_place else Pass(self, begin, rows, again)

@@ -68,7 +68,7 @@ class DynamicGenDataset(RLHFDataset):
         self.on_batch_end()
         if not has_state(self.data_generator) and vars(self.data_generator).keys() > {"config"}:
             name = type(self.data_generator).__name__
-            logger.warning("data.datagen: %s has no state_dict and load_state_dict: a resume starts it anew", name)
+            logger.warning("data.datagen: %s has no state_dict and load_state_dict: a resume begins it again", name)
 
     def append_dataframe(self, new_dataframe: datasets.Dataset) -> None:
         """Append those of the rows that are not overlong, after the checks that rows of files get."""

@@ -22,9 +22,9 @@ def initialize_interactions_from_config(interaction_config_file: str) -> dict[st
 
 
 def get_interaction_class(cls_name: str) -> type[BaseInteraction]:
-    """Import the class of a dotted name, for forks and tests, which import this function.
+    """Import the class of a dotted name, for users' forks of verl and tests that import this function.
 
-    Raises: WrongInput, whatever the import raises.
+    Raises: WrongInput for any error of the import.
     """
     item = ClassItem("get_interaction_class", cls_name, {}, {})
     return import_class(item, BaseInteraction)  # type: ignore[type-abstract]

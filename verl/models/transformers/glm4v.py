@@ -1,3 +1,3 @@
-"""Established import path of GLM-4V's positions, see ``verl.utils.vision.positions``."""
+"""Import path of GLM-4V's positions in the established verl interface, see ``verl.utils.vision.positions``."""
 
 from verl.models.transformers.qwen2_vl import get_rope_index as get_rope_index

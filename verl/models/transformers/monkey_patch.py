@@ -1,4 +1,4 @@
-"""Established path of ``apply_monkey_patch``."""
+"""Import path of ``apply_monkey_patch`` in the established verl interface."""
 
 from verl.compat.monkey_patch import apply_monkey_patch
 

@@ -1,4 +1,7 @@
-"""Established import path of Qwen2-VL's and Qwen2.5-VL's positions, see ``verl.utils.vision.positions``."""
+"""Import path of Qwen2-VL's and Qwen2.5-VL's positions in the established verl interface.
+
+See ``verl.utils.vision.positions``.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Established path of ``DataParallelPPOActor``."""
+"""Import path of ``DataParallelPPOActor`` in the established verl interface."""
 
 from verl.workers.roles.own_actor import DataParallelPPOActor
 

@@ -1,4 +1,4 @@
-"""Established path of ``MegatronPPOActor``."""
+"""Import path of ``MegatronPPOActor`` in the established verl interface."""
 
 from verl.compat.workerless import MegatronPPOActor
 

@@ -1,4 +1,4 @@
-"""Established path of the configuration of the actor."""
+"""Import path of the configuration of the actor in the established verl interface."""
 
 from verl.workers.config.actor_critic import ActorConfig as ActorConfig
 from verl.workers.config.actor_critic import FSDPActorConfig as FSDPActorConfig

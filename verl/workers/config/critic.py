@@ -1,4 +1,4 @@
-"""Established path of the configuration of the critic."""
+"""Import path of the configuration of the critic in the established verl interface."""
 
 from verl.workers.config.actor_critic import CriticConfig as CriticConfig
 from verl.workers.config.actor_critic import FSDPCriticConfig as FSDPCriticConfig

@@ -1,4 +1,4 @@
-"""Established names of the critic around a module that the caller has built."""
+"""Names of the established verl interface for the critic around a module that the caller has built."""
 
 from verl.compat.workerless import BasePPOCritic, DataParallelPPOCritic
 

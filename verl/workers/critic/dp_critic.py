@@ -1,4 +1,4 @@
-"""Established path of ``DataParallelPPOCritic``."""
+"""Import path of ``DataParallelPPOCritic`` in the established verl interface."""
 
 from verl.compat.workerless import DataParallelPPOCritic
 

@@ -1,4 +1,4 @@
-"""Established path of ``MegatronPPOCritic``."""
+"""Import path of ``MegatronPPOCritic`` in the established verl interface."""
 
 from verl.compat.workerless import MegatronPPOCritic
 

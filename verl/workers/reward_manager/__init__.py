@@ -1,4 +1,4 @@
-"""Established path of the reward managers of ``verl.workers.rewards``."""
+"""Import path of the reward managers of ``verl.workers.rewards`` in the established verl interface."""
 
 from verl.workers.rewards.managers import AbstractRewardManager as AbstractRewardManager
 from verl.workers.rewards.managers import BatchRewardManager as BatchRewardManager

@@ -1,3 +1,3 @@
-"""Established path of ``BatchRewardManager``."""
+"""Import path of ``BatchRewardManager`` in the established verl interface."""
 
 from verl.workers.rewards.managers import BatchRewardManager as BatchRewardManager

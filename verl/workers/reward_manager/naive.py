@@ -1,3 +1,3 @@
-"""Established path of ``NaiveRewardManager``."""
+"""Import path of ``NaiveRewardManager`` in the established verl interface."""
 
 from verl.workers.rewards.managers import NaiveRewardManager as NaiveRewardManager

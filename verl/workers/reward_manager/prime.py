@@ -1,4 +1,4 @@
-"""Established path of ``PrimeRewardManager``, and of scoring in processes."""
+"""Import path of ``PrimeRewardManager``, and of scoring in processes, in the established verl interface."""
 
 from verl.utils.import_utils import lazy_exports
 from verl.workers.rewards.managers import PrimeRewardManager as PrimeRewardManager

@@ -1,4 +1,4 @@
-"""Established path of the registry of reward managers."""
+"""Import path of the registry of reward managers in the established verl interface."""
 
 from verl.workers.rewards.managers import REWARD_MANAGER_REGISTRY as REWARD_MANAGER_REGISTRY
 from verl.workers.rewards.managers import get_reward_manager_cls as get_reward_manager_cls

@@ -111,7 +111,7 @@ def resolve_reward(config: Config) -> tuple[type[AbstractRewardManager], RawScor
     scorer = get_custom_reward_fn(config)
     manager = get_reward_manager_cls(node.get("reward_manager") or RewardModelConfig.reward_manager)
     if scorer is not None:
-        if hasattr(manager, "call_scorer_example"):  # a user's manager may derive from nothing
+        if hasattr(manager, "call_scorer_example"):  # a user's manager might not derive from AbstractRewardManager
             check_scorer_signature(scorer, manager)
     elif manager.__name__ != "BatchRewardManager":
         scorer = built_in_scorer(node)
@@ -141,7 +141,9 @@ _isolated: dict[tuple[str, str, str], IsolatedFunction] = {}
 
 
 def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
-    """Load the function that ``custom_reward_function`` names in a process, where it can neither stop nor end this one.
+    """Load the function that ``custom_reward_function`` names in a separate process.
+
+    There the function can neither block nor end this process.
 
     Returns: None if it names none; if ``reward_model.scoring.isolate`` is false; or if that is null and the file
         imports ray, because another process would not find the actors of this run.
@@ -177,7 +179,7 @@ def isolate_custom_reward_fn(config: Config) -> IsolatedFunction | None:
             "correct the file, or raise the limit"
         ) from error
     except UserCodeFailed:
-        return None  # to import it here raises the same error, which ``get_custom_reward_fn`` explains
+        return None  # ``get_custom_reward_fn`` imports the file again and reports the same error
     _isolated[key] = isolated
     return isolated
 
@@ -189,7 +191,7 @@ def _imports_ray(path: str) -> bool:
         return False
     try:
         module = ast.parse(file.read_bytes(), str(file))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # its import explains that
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # importing the file later reports this error
         return False
     imported = [
         name

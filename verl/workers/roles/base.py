@@ -58,7 +58,7 @@ class EngineWorker(Worker, DistProfilerExtension):
         super().__init__()
         self._engine: BaseEngine | None = None
         if get_device_name() == "cpu":
-            keep_freed_host_memory()  # each step takes its activations and gradients again
+            keep_freed_host_memory()  # each step allocates activations and gradients again
         initialize_global_process_group_ray(timeout_second=timeout_s)
         self._weights_digest: tuple[int, str] | None = None
         self.flops_counters: dict[int, FlopsCounter] = {}
@@ -129,12 +129,13 @@ class EngineWorker(Worker, DistProfilerExtension):
     ) -> BaseEngine:
         """Construct and initialize the engine of a role's node, and seed this process for it.
 
-        Without ``initialize`` it has no model, and the caller lets it ``adopt`` one. With Megatron-Core and without
-        ``load_weight``, its weights come from a seed.
+        Without ``initialize`` the engine has no model, and the caller passes one to ``adopt``. With Megatron-Core and
+        without ``load_weight``, the weights come from a seed.
         """
         engine_config = engine_config_of(config)
         trained = config if isinstance(config, AnyTrainedConfig) else None
-        # The spec lists four keywords for engines, so a user's engine may not take these three.
+        # The spec promises engines only the four keywords below. A user's engine may lack the three options, so each is
+        # passed only if it differs from its default.
         options: dict[str, bool | int] = {"freeze_vision_tower": True} if freeze_vision_tower else {}
         if rope_length is not None:
             options["rope_length"] = rope_length

@@ -23,7 +23,7 @@ NUM_TRAJECTORIES = "num_trajectories"
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """Facts about a batch from its ``meta_info``, apart from the options of a pass (``PassSpec.from_meta``).
+    """Information about a batch from its ``meta_info``, apart from the options of a pass (``PassSpec.from_meta``).
 
     Args:
         step: the global step.
@@ -43,7 +43,7 @@ class BatchInfo:
 
     @classmethod
     def of(cls, data: "DataProto") -> Self:
-        """Read the established keys of ``meta_info``."""
+        """Read the keys of the established verl interface in ``meta_info``."""
         meta = data.meta_info
         return cls(
             step=meta.get("global_steps"),

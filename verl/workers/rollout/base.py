@@ -213,7 +213,8 @@ class BaseRollout(ABC):
     def weight_places(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return where the engine holds each tensor of the named checkpoint, as views of what it computes with now.
 
-        Raises: WrongInput when the engine has none of that name, one that is not named, or another form of it.
+        Raises: WrongInput if the engine lacks a named tensor, has a tensor that is not named, or holds one in another
+            form.
         """
         raise self._apart()
 
@@ -245,7 +246,7 @@ class BaseRollout(ABC):
     ) -> None:
         """Load a whole stream as one update, without buckets."""
         self.begin_update()
-        with on_failure(lambda error: self.abort_update()):  # it leaves a mixture of old and new weights
+        with on_failure(lambda error: self.abort_update()):  # a failed load leaves a mixture of old and new weights
             for pair in weights:
                 self.load([pair])
         self.finish_update(self.weights_version + 1 if version is None else version)

@@ -233,15 +233,19 @@ class HFRollout(BaseRollout):
         return [row[:length] for row, length in made], [row[:length] for row, length in scored]
 
     def _rows(self, positions: Tensor, mask: Tensor) -> AbstractContextManager[None]:
-        """Let rotary positions choose their frequencies by the length of each row so far, if they choose."""
+        """Return a context in which RoPE of the types dynamic and longrope uses the current length of each row.
+
+        The frequencies of these types depend on the length. For other models the context does nothing.
+        """
         if self._rope is None:
             return nullcontext()
         return self._rope.rows(row_lengths(positions, mask[:, -positions.shape[-1] :]))
 
     def _switches(self, position: Tensor) -> bool:
-        """Return whether a row leaves the frequencies of the pretraining with the token at this position.
+        """Return whether a row leaves the pretraining's RoPE frequencies with the token at this position.
 
-        Its cache holds keys of the earlier choice, so it is computed anew, as transformers does for Phi-3.
+        The cached keys of the row have the earlier frequencies, so the row is computed again, as transformers does for
+        Phi-3.
         """
         rope = self._rope
         if rope is None or rope.length is not None or not rope.switches:
@@ -351,7 +355,7 @@ def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.M
         class_of(auto_class, hf_config),
         torch.device(get_device_name()),
         dtype,
-        None if asked == PACKED else asked,  # the packed one has no cache
+        None if asked == PACKED else asked,  # packed attention has no cache
     )
     options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": model_config.trust_remote_code}
     with preserved_random_state():

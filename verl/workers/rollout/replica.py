@@ -1,4 +1,4 @@
-"""Established path of the replicas of rollout servers and of their registry."""
+"""Import path of the replicas of rollout servers and of their registry in the established verl interface."""
 
 from verl.workers.rollout.registry import RolloutReplicaRegistry as RolloutReplicaRegistry
 from verl.workers.rollout.registry import get_rollout_replica_class as get_rollout_replica_class

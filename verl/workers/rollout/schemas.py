@@ -1,4 +1,4 @@
-"""Established path of conversations that user code drives."""
+"""Import path of conversations that user code drives in the established verl interface."""
 
 from verl.compat.rollout_requests import AsyncRolloutRequest, AsyncRolloutRequestStateEnum, FinishReasonTypeEnum
 from verl.tools.schemas import Message

@@ -1,4 +1,4 @@
-"""Established path of ``FSDPUlyssesShardingManager``."""
+"""Import path of ``FSDPUlyssesShardingManager`` in the established verl interface."""
 
 from verl.compat.ulysses_context import FSDPUlyssesShardingManager
 

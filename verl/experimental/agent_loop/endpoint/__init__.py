@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint, by which agents that are programs of their own produce trajectories."""
+"""The OpenAI-compatible endpoint, with which separate agent programs produce trajectories."""
 
 from verl.utils.import_utils import lazy_exports
 

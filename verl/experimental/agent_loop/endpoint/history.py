@@ -47,7 +47,8 @@ class Answer:
     def call_id(self, number: int) -> str:
         """Return the id of a tool call.
 
-        It is the same in a replay, since templates may show it, and has nine characters, as those of Mistral ask for.
+        The id is the same in a replay, since templates may show it. It has nine characters, as Mistral's templates
+        require.
         """
         segment, turn = self.place
         return f"c{segment % 100:02d}{turn % 1000:03d}{number % 1000:03d}"
@@ -69,7 +70,7 @@ class Answer:
 
 @dataclass
 class ChatHistory:
-    """A conversation: all messages, the last being the assistant's; ``rests`` are those of answers, by their place."""
+    """A conversation: all messages, the last one by the assistant; ``rests`` has the rests of answers by place."""
 
     tools: list[JsonObject]
     messages: list[Message] = field(default_factory=list)
@@ -116,7 +117,10 @@ class ChatHistory:
 
 @dataclass
 class TextHistory:
-    """A text that completions continue: all of it, if they are texts, and its tokens, which may have a rest."""
+    """A text that completion requests continue: its tokens, and its text if the requests send texts.
+
+    ``rest`` is the rest of the last answer.
+    """
 
     text: str | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -140,7 +144,7 @@ class TextHistory:
         return prompt[size:] if prompt[:size] == self.token_ids else None
 
     def repeats(self, request: CompletionRequest) -> bool:
-        """Never: a client that repeats a completion wants another one."""
+        """Return False: a client that repeats a completion request wants another completion."""
         return False
 
     def record(self, request: CompletionRequest, answer: Answer) -> None:
@@ -164,8 +168,8 @@ def refused_templates() -> Iterator[None]:
 def _same(kept: Message, came: Message, rest: Rest) -> bool:
     """Whether two messages are the same.
 
-    Clients leave out empty fields, strip the text of the assistant, write the arguments of calls anew, and add the stop
-    text that an answer lacks.
+    Clients leave out empty fields, strip the text of the assistant, serialize the arguments of calls again, and add the
+    stop text that an answer lacks.
     """
     if kept["role"] != came["role"]:
         return False

@@ -1,4 +1,4 @@
-"""The agent loop whose agent is a program of its own: it gets a base URL and a key, and may return a reward."""
+"""The agent loop of a separate agent program, which gets a base URL and a key, and may return a reward."""
 
 import asyncio
 import inspect
@@ -37,7 +37,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 @lru_cache(maxsize=1)
 def warn_of_unseen_media() -> None:
-    """Say once that the model gets no image: programs may use those of their row in other ways."""
+    """Warn once that the model sees no images; a program may use the images of its row in other ways."""
     logger.warning(
         "rows hold images or videos, and the endpoint takes none: the model does not see them, unless your agent "
         "describes them in words"
@@ -49,8 +49,9 @@ class EndpointAgentLoop(AgentLoopBase):
 
     Args:
         host: where the endpoint of this process listens; ``0.0.0.0`` lets agents on other machines in, by their keys.
-        client_sampling: what to do with a temperature, or the like, that differs from that of the run: ``refuse`` the
-            request, ``ignore`` the value, or ``apply`` it, which trains on tokens as if the run had sampled them.
+        client_sampling: what to do with a sampling parameter, such as temperature, that differs from the run's:
+            ``refuse`` the request, ``ignore`` the value, or ``apply`` it, which trains on tokens as if the run had
+            sampled them.
         answer_timeout_s: the most seconds of a request.
         most_body_mb, most_messages, most_tools, most_stops: the most megabytes, messages, tools and stop texts of a
             request.
@@ -98,7 +99,7 @@ class EndpointAgentLoop(AgentLoopBase):
 
     @abstractmethod
     async def act(self, base_url: str, api_key: str, row: JsonObject) -> float | None:
-        """Let the agent work on a row; what it asks the endpoint becomes the trajectory.
+        """Let the agent work on a row; its requests to the endpoint become the trajectory.
 
         A plain ``def act`` is called in a thread. An ``async def`` must not block: the endpoint answers on its event
         loop.

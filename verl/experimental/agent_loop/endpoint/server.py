@@ -74,15 +74,16 @@ class Access:
 
 
 class Endpoint:
-    """Serves the OpenAI API to agents that are programs of their own: each trajectory by its own URL and key.
+    """Serves the OpenAI API to separate agent programs; each trajectory has its own URL and key.
 
     Args:
-        host: the address to listen on; anything but this machine's own asks every request for a key.
+        host: the address to listen on; any but a loopback address needs a key for every request.
         port: 0 takes a free one.
-        advertised: the address in base URLs, where it is another than ``host``, such as that of the node for 0.0.0.0.
-        policy: the policy of requests without a trajectory, ``/v1/...``; each is a conversation of its own. Without it
-            they are refused.
-        token: the key of these requests, and of ``/health``. Without one they need no key, and ``host`` must be local.
+        advertised: the address in base URLs if it differs from ``host``, such as the node's address for 0.0.0.0.
+        policy: the policy of requests without a trajectory, ``/v1/...``; each request is a separate conversation.
+            Without a policy such requests are refused.
+        token: the key of these requests, and of ``/health``. Without a token they need no key, and ``host`` must be a
+            loopback address.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             app.router.add_post(f"{prefix}/v1/completions", self._complete)
         # A client that closes its connection cancels its request, and with it the work of the rollout server.
-        # One that sends no whole request is shut out; a request may take as long as it likes.
+        # A client that sends no whole request is disconnected; the answer to a whole request may take any time.
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -146,7 +147,7 @@ class Endpoint:
 
     @contextmanager
     def opened(self, session: Session) -> Iterator[Access]:
-        """Serve a trajectory; afterwards its key is worth nothing, and its open requests are cancelled."""
+        """Serve a trajectory; afterwards its key is invalid, and its open requests are cancelled."""
         key = secrets.token_urlsafe(32)
         self._sessions[session.name] = (key, session, set())
         try:
@@ -172,7 +173,7 @@ class Endpoint:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # as the openai package says it
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # the openai package sends this header
         with _noted(session), self._underway(session):
             limits = self._limits
             asked = await self._parsed(
@@ -302,7 +303,7 @@ async def _errors(
         refused = RequestError(f"{request.method} {request.path}: {error.reason}", status=error.status)
     except (RecursionError, UnicodeError) as error:
         refused = RequestError(f"the request cannot be read: {one_line(str(error))}")
-    except Exception as error:  # a fault of ours costs one request, not the worker
+    except Exception as error:  # a bug in verl must cost one request, not the worker
         logger.exception("the endpoint failed at %s %s", request.method, request.path)
         refused = RequestError(f"{type(error).__name__}: {one_line(str(error), 500)}", status=500)
     return web.json_response(error_body(refused), status=refused.status)

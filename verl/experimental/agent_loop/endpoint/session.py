@@ -48,8 +48,8 @@ class Policy:
         model: the name of the model in answers.
         parser: finds tool calls in what the model wrote.
         prompt_length, response_length: the most tokens of the first prompt of a segment, and of all that follows.
-        client_sampling: what to do with a temperature, or the like, that differs from that of the run: ``refuse`` the
-            request, ``ignore`` the value, or ``apply`` it.
+        client_sampling: what to do with a sampling parameter, such as temperature, that differs from the run's:
+            ``refuse`` the request, ``ignore`` the value, or ``apply`` it.
         keep_history: whether what the model sampled stays in later prompts as it was, also where the chat template
             shows earlier turns differently; else a new segment starts there.
         most_calls: the most tool calls of an answer; further ones stay in its tokens only. None: all.
@@ -139,7 +139,7 @@ def _texts_of(request: ChatRequest) -> Iterator[_Text]:
 
 
 class Session:
-    """One trajectory of an agent that is a program of its own.
+    """One trajectory of a separate agent program.
 
     A request continues the segment whose history it repeats, and adds its new messages as tokens; what the model
     sampled stays as it was. A request that continues no segment starts one.

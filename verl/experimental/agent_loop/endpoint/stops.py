@@ -18,9 +18,9 @@ class Rest:
     """The tokens of an answer after its text: the stop text, or the end of the turn.
 
     Attributes:
-        text: it, with what the last token adds to a stop text.
-        size: how much of it a client writes that adds it to the answer: the stop text.
-        ends_turn: whether it is a token by which the model has ended its turn.
+        text: the text of these tokens, whose last one may go beyond the stop text.
+        size: how many characters of ``text`` a client writes that adds the stop text to the answer.
+        ends_turn: whether the model has ended its turn with these tokens.
     """
 
     text: str = ""
@@ -28,7 +28,7 @@ class Rest:
     ends_turn: bool = False
 
     def taken_from(self, later: str) -> str:
-        """Return a text that follows the answer without this, if it begins with it: the tokens have it already."""
+        """Return the text after an answer without this rest at its beginning, which the tokens already contain."""
         shared = len(os.path.commonprefix([self.text, later]))
         return later[shared:] if shared >= self.size else later
 
@@ -62,7 +62,7 @@ def _end_of_turn(tokenizer: "PreTrainedTokenizerBase", output: TokenOutput) -> R
 
 
 def first_tokens(output: TokenOutput, size: int) -> TokenOutput:
-    """Return the first tokens of an output, as one that ended by itself."""
+    """Return the first tokens of an output, as an output with the finish reason ``stop``."""
     versions = []
     left = size
     for version, count in output.versions:

@@ -70,7 +70,7 @@ class Templates:
     async def write(self, size: int, work: "Callable[[Templates], T]") -> T:
         """Run ``work``, on texts with so many characters, in the one thread that has the tokenizer; return its result.
 
-        Raises: RequestError if that takes too long; what ``work`` raises.
+        Raises: RequestError if the work takes too long; any error that ``work`` raises.
         """
         is_given_up = threading.Event()
 
@@ -107,7 +107,7 @@ class Templates:
 
     @property
     def _of_long(self) -> "Templates":
-        """The templates of long texts, which have a tokenizer of their own."""
+        """The templates for long texts, with a separate tokenizer."""
         with self._copying:
             return self._copied
 

@@ -1,4 +1,4 @@
-"""Established path of ``left_right_2_no_padding``."""
+"""Import path of ``left_right_2_no_padding`` in the established verl interface."""
 
 from verl.workers.roles.padding import left_right_2_no_padding, no_padding_2_padding
 

@@ -1,6 +1,6 @@
 """Code that runs in the processes of SGLang's engine: our patches, and the receiver of weights.
 
-SGLang's engine starts its processes by name of these functions; multiprocessing imports this module there.
+SGLang's engine starts its processes with these functions, which multiprocessing imports by name.
 """
 
 import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput, EndWeightUpdateReqOutput
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-# They say at import what a CPU lacks, and would fill the log whose end explains a death.
+# Both packages warn at import of what a CPU lacks. The warnings would fill the log, whose end explains a death.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"(sglang|megatron)\.")
 
 
@@ -43,7 +43,8 @@ def run_scheduler(log: str, batch_invariant: bool, *args: Any, **kwargs: Any) ->
     """
     _log_to(log)
     _lock_without_name()
-    with hidden(["wandb"]):  # SGLang imports it by way of Megatron-Core; its folders stay when the process is killed
+    # SGLang imports wandb through Megatron-Core; the folders of wandb stay if the process is killed.
+    with hidden(["wandb"]):
         from sglang.srt.managers.scheduler import run_scheduler_process
 
         patch.apply(batch_invariant)
@@ -69,7 +70,10 @@ def _log_to(path: str) -> None:
 
 
 def _lock_without_name() -> None:
-    """Let progress bars take a lock of this process; their own is a semaphore that a killed engine would leave."""
+    """Make tqdm use a thread lock.
+
+    Its default lock includes a named semaphore, which a killed engine would leave behind in the system.
+    """
     from tqdm import tqdm
 
     tqdm.set_lock(threading.RLock())
@@ -107,7 +111,7 @@ class WeightReceiver:
 
     def connect(self, meeting: Meeting) -> None:
         """Join the group of the trainer and this engine's schedulers."""
-        self._group = None  # closes the connection to a sender that is gone
+        self._group = None  # dropping the old group closes the connection to a sender that is gone
         self._group = WeightGroup(Rendezvous(**meeting), self._rank, self._device)
 
     def begin(self) -> None:
@@ -159,9 +163,10 @@ class WeightReceiver:
         return {"checksums": self._weights.received, "unverified": unverified, "dtypes": self._weights.dtypes}
 
     def _check_complete(self) -> None:
-        """Raise RuntimeError on all ranks if one lacks tensors, or if none has a place for one.
+        """Raise RuntimeError on all ranks if any rank lacks tensors, or if some tensor has a place on no rank.
 
-        Ranks may hold different experts, and SGLang's end of an update waits for all ranks.
+        Ranks may hold different experts, so one rank cannot decide alone. All ranks must raise together, because
+        SGLang's end of an update waits for all of them.
         """
         error = None
         try:
@@ -175,7 +180,7 @@ class WeightReceiver:
         if errors:
             raise RuntimeError("; ".join(errors))
         nowhere = set.intersection(*(ignored for _, ignored in found))
-        if nowhere and not self._has_stages:  # other stages have other layers
+        if nowhere and not self._has_stages:  # with pipeline stages, another stage may hold the layer of the tensor
             raise UnknownTensorError(min(nowhere))
 
     def abort(self) -> None:

@@ -39,7 +39,7 @@ class vLLMAsyncRollout(vLLMRollout, RolloutServer):
         super().__init__(config, model_config, device_mesh)
         self.run_step: int | None = None  # of the trainer, for messages
         self._serial = itertools.count()
-        self._changed_at = time.monotonic()  # the weights; a request that began later has seen no others
+        self._changed_at = time.monotonic()  # when the weights changed; a request that began later has seen no others
         self._keys: dict[str, set[str]] = {}  # keys of the open requests by the id that the caller gave
         engine = self._llm.model_config
         self._form = VLLMRequestForm(
@@ -61,7 +61,7 @@ class vLLMAsyncRollout(vLLMRollout, RolloutServer):
     async def answer(self, request: GenerationRequest) -> TokenOutput:
         """Continue a prompt; see ``RolloutServer.answer``."""
         prompt = self._form.prompt(request)
-        if not self._loop.is_paused:  # else the request waits, if need be for weights
+        if not self._loop.is_paused:  # otherwise the request waits, for weights too if there are none
             self._check_usable()
         params = self._form.params(request)
         request_id = request.request_id
@@ -83,7 +83,7 @@ class vLLMAsyncRollout(vLLMRollout, RolloutServer):
         if isinstance(output, NotStartedError):
             return self._form.not_started(params)
         if isinstance(output, refusals()):
-            raise WrongInput(f"request {request_id}: {output}") from output
+            raise WrongInput(f"vLLM refused request {request_id}: {output}") from output
         if isinstance(output, BaseException):
             raise output
         version = self.weights_version if output.started >= self._changed_at else None
@@ -111,7 +111,7 @@ class vLLMAsyncRollout(vLLMRollout, RolloutServer):
     # ---- a whole batch, as ``vLLMRollout`` takes it
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Generate a response for each prompt; single requests wait meanwhile."""
+        """Generate a response for each prompt; single requests wait during the call."""
         was_paused = self._loop.is_paused
         self._loop.pause()
         try:

@@ -54,7 +54,8 @@ def media_of(data: Mapping[str, Any]) -> Request:
     if not data.get("video"):
         return {"multi_modal_data": dict(data)}
     unsampled = {"do_sample_frames": False}
-    chosen = [(frames, metadata | unsampled) for frames, metadata in data["video"]]  # where vLLM's GLM-4V reads it
+    # GLM-4V in vLLM reads do_sample_frames from the metadata.
+    chosen = [(frames, metadata | unsampled) for frames, metadata in data["video"]]
     return {"multi_modal_data": {**data, "video": chosen}, "mm_processor_kwargs": unsampled}
 
 
