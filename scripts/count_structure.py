@@ -137,10 +137,17 @@ def uses_of_any(sources: list[Source]) -> Iterator[str]:
 
 
 def aliases_of_any(source: Source) -> Iterator[str]:
-    """Yield the names that a module gives to ``Any``."""
+    """Yield the names that a module gives to ``Any``, or to a union with it, which allows as much."""
     for node in source.tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == "Any":
+        if isinstance(node, ast.Assign) and "Any" in members(node.value):
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def members(union: ast.expr) -> set[str]:
+    """Return the names in a union, such as ``int | Any``; that of the expression if it is a name."""
+    if isinstance(union, ast.BinOp) and isinstance(union.op, ast.BitOr):
+        return members(union.left) | members(union.right)
+    return {union.id} if isinstance(union, ast.Name) else set()
 
 
 def quoted_names(source: Source) -> Iterator[tuple[int, str]]:

@@ -148,6 +148,13 @@ def test_the_check_names_each_limit_that_a_change_breaks(limited: Path) -> None:
     assert broken == {figure for entries in tomllib.loads(LIMITS).values() for figure in entries}
 
 
+def test_a_union_with_any_counts_like_any(package: Path) -> None:
+    (package / "verl/names.py").write_text(
+        "from typing import Any\n\nFound = int | None | Any\nx: Found\ny: list[Found]\n"
+    )
+    assert count(package)["Any, aliases of it included"] == 2 + len(["import", "Any", "Found", "x", "y"])
+
+
 def test_a_facade_is_no_exception_and_an_exception_counts_once(package: Path) -> None:
     listed = '"verl.a -> verl.b", "verl.a -> verl.b", "verl.facade -> verl.compat"'
     (package / "pyproject.toml").write_text(PROJECT.replace('"verl.a -> verl.b"', listed))
