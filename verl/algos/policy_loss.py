@@ -2,10 +2,10 @@
 
 A loss of this module is ``fn(inputs, config) -> TokenLoss``: it gets inputs that are zero outside the mask and returns
 the loss of each token. ``reduce_tokens`` weighs, masks and sums all of them. ``register_token_loss`` also enters the
-loss under the established signature (``PolicyLossFn``), which returns ``(pg_loss, pg_clipfrac, ppo_kl,
-pg_clipfrac_lower)``: the loss aggregated by ``effective_loss_agg_mode``, the other three as means over tokens. A user
-may register a loss of either kind. ``policy_loss_sums`` gives a worker the sums of any registered loss, because an
-engine adds micro-batches and ranks before it divides.
+loss under ``PolicyLossFn``, the signature of the established verl interface, which returns ``(pg_loss, pg_clipfrac,
+ppo_kl, pg_clipfrac_lower)``: the loss aggregated by ``effective_loss_agg_mode``, the other three as means over tokens.
+A user may register a loss of either kind. ``policy_loss_sums`` gives a worker the sums of any registered loss, because
+an engine adds micro-batches and ranks before it divides.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 class PolicyLossFn(Protocol):
-    """The established signature of a loss. A loss with a selector also takes ``selection`` (B, T)."""
+    """A loss by the signature of the established verl interface. With a selector it also takes ``selection`` (B, T)."""
 
     def __call__(
         self,
@@ -389,7 +389,7 @@ def kl_cov(inputs: LossInputs, config: ActorLossConfig) -> TokenLoss:
     return TokenLoss(-inputs.advantages * inputs.ratio + penalty, kl=distance)
 
 
-# The established names
+# Names of the established verl interface
 compute_policy_loss_vanilla = POLICY_LOSS_REGISTRY["vanilla"]
 compute_policy_loss_gspo = POLICY_LOSS_REGISTRY["gspo"]
 compute_policy_loss_gpg = POLICY_LOSS_REGISTRY["gpg"]

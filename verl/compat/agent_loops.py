@@ -1,4 +1,4 @@
-"""Helpers by the established names of ``verl.experimental.agent_loop.agent_loop``; workers of forks import them."""
+"""Helpers under the established names of ``verl.experimental.agent_loop.agent_loop``, for users' forks."""
 
 from collections.abc import Sequence
 from typing import Any

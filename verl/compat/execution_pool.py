@@ -1,4 +1,4 @@
-"""Pools of Ray that run functions within a limit, for tools of forks, which import them from the modules of our tools.
+"""Pools of Ray that run functions within a limit; tools of users' forks import them from the modules of verl's tools.
 
 Our tools need no actor: see ``verl.utils.concurrency``.
 """

@@ -1,4 +1,4 @@
-"""Helpers by the established names of ``verl.utils.fsdp_utils``; workers of forks that build their model."""
+"""Helpers under the established names of ``verl.utils.fsdp_utils``, for workers of users' forks that build a model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Helpers by the established names of ``verl.utils.megatron``: batches of pipelines, marks of sequence parallelism."""
+"""Helpers under the established names of ``verl.utils.megatron``, for pipelines and sequence parallelism."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar

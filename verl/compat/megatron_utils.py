@@ -1,4 +1,4 @@
-"""Helpers by the established names of ``verl.utils.megatron_utils``; workers of forks that build their model."""
+"""Helpers under the established names of ``verl.utils.megatron_utils``, for users' forks that build their model."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Helpers by the established names of ``verl.utils.model``; recipes and workers of forks."""
+"""Helpers under the established names of ``verl.utils.model``, for recipes and workers of users' forks."""
 
 import logging
 from collections.abc import Mapping

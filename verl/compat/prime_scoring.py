@@ -1,4 +1,4 @@
-"""Scoring in processes by the established names of ``verl.workers.reward_manager.prime``; forks and tests import them.
+"""Scoring in processes, under the established names of ``verl.workers.reward_manager.prime``, for users' forks.
 
 ``PrimeRewardManager`` scores without these.
 """

@@ -1,7 +1,7 @@
 """A conversation as code of users drives it: messages go in; tokens, masks, positions and rewards come out.
 
-``AsyncRolloutRequest`` is the established name for it with SGLang. Agent loops are the way to train with turns; both
-write conversations by ``verl.utils.chat``.
+The established verl interface calls it ``AsyncRolloutRequest`` and uses it with SGLang. Agent loops are the way to
+train with turns; both write conversations by ``verl.utils.chat``.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Helpers by the established names of ``verl.utils.megatron.tensor_parallel``; models of forks on Megatron-Core."""
+"""Helpers under the established names of ``verl.utils.megatron.tensor_parallel``, for models of users' forks."""
 
 import sys
 

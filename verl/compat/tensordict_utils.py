@@ -1,4 +1,4 @@
-"""Helpers by the established names of ``verl.utils.tensordict_utils``; trainers of forks."""
+"""Helpers under the established names of ``verl.utils.tensordict_utils``, for trainers of users' forks."""
 
 import logging
 from typing import Any

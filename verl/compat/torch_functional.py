@@ -1,4 +1,4 @@
-"""Helpers by the established names of ``verl.utils.torch_functional``; actors, critics and recipes of forks."""
+"""Helpers under the established names of ``verl.utils.torch_functional``, for users' forks and recipes."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -42,7 +42,7 @@ class MegatronPPOActor(BasePPOActor["McoreActorConfig"]):
 
     Args:
         config: an actor node, whose batch sizes count rows of this data-parallel rank.
-        model_config: not read; part of the established signature, like ``tf_config``.
+        model_config: not read; part of the signature of the established verl interface, like ``tf_config``.
         actor_module: the chunks of this rank, in Megatron-Core's ``DistributedDataParallel`` if they train.
         actor_optimizer: an optimizer of Megatron-Core; None for an actor that only infers.
     """

@@ -1,4 +1,4 @@
-"""Established path of the environment of all Ray processes; see ``verl.trainer.run.launch``."""
+"""Import path of the established verl interface for the environment of Ray processes (``verl.trainer.run.launch``)."""
 
 from verl.trainer.run.launch import runtime_env
 from verl.trainer.run.variables import RUNTIME_ENV_VARS

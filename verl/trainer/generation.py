@@ -95,7 +95,7 @@ class Generation:
         self.done = _Done(self.output.with_name(f".{self.output.name}.part.jsonl"), self._fingerprint())
 
     def _give_notices(self) -> None:
-        """Warn of keys that change no response here."""
+        """Warn of keys that have no effect on the responses of this run."""
         template = templater_of(self.tokenizer, self.processor).chat_template
         tell_unread_options(self.config.data.apply_chat_template_kwargs, template)
         rollout = self.rollout

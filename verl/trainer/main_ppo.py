@@ -155,10 +155,10 @@ def _controller_options(run_config: RunConfig) -> JsonObject:
 class TaskRunner:
     """Builds workers, data and trainer, and trains; recipes derive from it and override a method.
 
-    Attributes: ``role_worker_mapping`` (role to Ray actor class) and ``mapping`` (role to the name of its pool);
-        ``recipe_nodes`` names the nodes of the configuration that a recipe reads, and the main trainer refuses, and
-        ``recipe_rules``, a static method, yields what the recipe refuses; in a class that has neither, any code may
-        run, and the checks before the start leave to it what only it can know.
+    Attributes: ``role_worker_mapping`` (role to Ray actor class) and ``mapping`` (role to the name of its pool).
+        ``recipe_nodes`` names nodes of the configuration that a recipe reads and the main trainer refuses.
+        ``recipe_rules``, a static method, yields settings that the recipe refuses. If a class has neither of the two,
+        the checks before the start accept settings that only its code can judge.
     """
 
     recipe_nodes: tuple[str, ...] = ()

@@ -68,7 +68,7 @@ def check_inputs(
     """Check everything that can be checked before Ray starts, and return the parsed configuration.
 
     ``recipe_nodes`` are nodes that the recipe reads, and that the main trainer refuses; ``recipe_rules`` yields what
-    the recipe refuses. What only the code of a fork can know is left to it.
+    the recipe refuses. Settings that only the code of a user's fork of verl can judge are left to that code.
 
     Raises: WrongInput with everything that is wrong: the dotted key or the file, the value, and what would be right.
     """

@@ -1,4 +1,4 @@
-"""Established path of the helpers that read the configuration tree."""
+"""Import path of the established verl interface for the helpers that read the configuration tree."""
 
 from collections.abc import Collection, MutableMapping
 from typing import Any
@@ -19,7 +19,7 @@ def update_dict_with_config(dictionary: MutableMapping[str, Json], config: Any) 
 def validate_config(
     config: DictConfig, use_reference_policy: bool, use_critic: bool, recipe_nodes: Collection[str] = ()
 ) -> None:
-    """Check the tree of a fork before anything starts, as its own main program does.
+    """Check the configuration tree of a user's fork of verl before anything starts, called by the fork's main program.
 
     The fork may add keys, register names and draw prompts for itself; a setting that only its code can judge passes.
     ``recipe_nodes`` are further nodes that it reads.

@@ -107,9 +107,9 @@ def verify_copy(src: str, dest: str) -> bool:
 def copy_to_shm(src: str) -> str:
     """Copy a local file, folder or hub id into shared memory, and return the copy, which is as the source is now.
 
-    A source has one copy. A record next to it lists the files that were copied. If they have changed, it is made anew;
-    but if another process reads it, if it cannot be copied, or if its folder is not this user's alone, the result is
-    ``src``, with a warning.
+    A source has one copy. A record next to the copy lists the files that were copied. If the source has changed, it is
+    copied again. The result is ``src``, with a warning, if another process still reads the old copy, if the source
+    cannot be copied, or if the folder of the copies is not private to this user.
     """
     if not os.path.exists(src):
         from huggingface_hub import snapshot_download

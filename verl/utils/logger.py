@@ -1,4 +1,4 @@
-"""Established path of log lines that name their rank."""
+"""Import path of the established verl interface for log lines that name their rank."""
 
 from verl.compat.logger import (
     DecoratorLoggerBase,

@@ -1,4 +1,4 @@
-"""Helpers for Megatron-Core modules under their established names; each imports Megatron-Core when it is called."""
+"""Helpers for Megatron-Core modules, by names of the established verl interface; each call imports Megatron-Core."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

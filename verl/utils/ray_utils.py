@@ -51,8 +51,9 @@ def hide_other_devices() -> None:
 def loopback() -> Iterator[None]:
     """Let ``ray.init`` in the block start a cluster whose processes bind to 127.0.0.1 where they can.
 
-    Ray 2.60 replaces a loopback address by that of the network, except where it supports no cluster of several
-    machines; in the block it takes this machine for such a system. This can go when Ray keeps the address given.
+    Ray 2.60 replaces a loopback address by the machine's network address, except on systems where it supports no
+    cluster of several machines; in the block Ray takes this machine for such a system. Remove this when Ray keeps the
+    given address.
     """
     from ray._private import ray_constants
 
@@ -67,8 +68,8 @@ def loopback() -> Iterator[None]:
 def serialize_without_arrow() -> None:
     """Make Ray serialize without pyarrow in this process, so that it is never imported.
 
-    Ray 2.60 registers pyarrow's tables with the first object that it serializes, if pyarrow is installed. Pickle can do
-    them too, but would send the whole table of a slice. Remove when Ray waits for a table.
+    Ray 2.60 imports pyarrow, if it is installed, when it serializes the first object, to register pyarrow's tables.
+    Pickle can serialize tables too, but sends the whole table for a slice. Remove this when Ray waits for a table.
     """
     if "pyarrow" in sys.modules:
         return
@@ -94,11 +95,11 @@ exec cat"""
 def lean_cluster(keep_agent: bool, worker_command: Sequence[str] | None = None) -> Iterator[None]:
     """Let ``ray.init`` in the block start a cluster without the processes that a run on one machine does not use.
 
-    These are the autoscaler, the server of the dashboard, which loads without its pages too, the log monitor, whose
-    work ``LogForwarder`` does in a thread, and, unless ``keep_agent``, the agent that serves metrics and the dashboard
-    of this machine. Together they take 240 MB and more than 3 CPU seconds. ``worker_command`` takes the place of the
-    interpreter in the command that starts a worker. Without the agent, this process does not import its packages
-    either.
+    These are the autoscaler, the server of the dashboard (which Ray starts even without the web pages), the log
+    monitor, whose work ``LogForwarder`` does in a thread, and, unless ``keep_agent``, the agent that serves metrics and
+    the dashboard of this machine. Together they take 240 MB and more than 3 CPU seconds. ``worker_command`` takes the
+    place of the interpreter in the command that starts a worker. Without the agent, this process does not import its
+    packages either.
 
     Versions: Ray 2.60, which starts all of them without asking. Remove an entry when ``ray.init`` has an option for it.
     """
@@ -181,7 +182,7 @@ class LogForwarder:
         import ray
         from ray._private.log_monitor import LogMonitor, is_proc_alive
 
-        # Of a dead GCS, the launching process tells by itself.
+        # The launching process itself reports a dead GCS.
         logging.getLogger("ray._private.log_monitor").setLevel(logging.CRITICAL)
         node: Any = ray._private.worker._global_node
         client = ray._raylet.GcsClient(address=node.gcs_address)  # type: ignore[attr-defined]

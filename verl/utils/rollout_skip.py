@@ -1,4 +1,4 @@
-"""Established path of ``verl.trainer.ppo.rollout_skip``."""
+"""Import path of the established verl interface for ``verl.trainer.ppo.rollout_skip``."""
 
 from verl.trainer.ppo.rollout_skip import DataProto, RolloutSkip
 

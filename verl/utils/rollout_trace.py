@@ -1,4 +1,4 @@
-"""Established import path of ``verl.utils.observe.rollout_trace``."""
+"""Import path of the established verl interface for ``verl.utils.observe.rollout_trace``."""
 
 from verl.utils.observe.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 

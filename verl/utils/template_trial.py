@@ -66,7 +66,7 @@ def _try(template: str) -> None:
     try:
         environment.parse(template)
     except jinja2.TemplateSyntaxError as error:
-        if "unknown tag" not in str(error):  # tags of a processor of its own
+        if "unknown tag" not in str(error):  # the model's processor may define such tags
             _write(FAULT, f"is not valid Jinja, line {error.lineno}: {error.message}")
         return
     for name, chat in _chats():

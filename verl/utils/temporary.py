@@ -35,10 +35,10 @@ children of an actor."""
 
 
 class TemporaryFolder:
-    """A folder among those for temporary files, until ``remove`` or the end of this process.
+    """A temporary folder, which exists until ``remove`` or the end of this process.
 
     Args:
-        kind: whose files it takes, a word of its name.
+        kind: a word in the folder's name that says what the folder is for.
         is_guarded: whether another process waits for the end of this one, and removes the folder then.
     """
 
@@ -52,8 +52,8 @@ class TemporaryFolder:
         self._handles = [lock, _guard(self.path)] if is_guarded else [lock]
 
     def note_shared_memory(self, start: str) -> None:
-        """Note how the names of shared memory begin that is removed with the folder."""
-        with suppress(OSError):  # a disk that is full costs the note
+        """Note the prefix of the names of shared memory that is to be removed with the folder."""
+        with suppress(OSError):  # on a full disk there is no note
             (self.path / _SHARED_MEMORY_NAME).write_text(f"{start}\n", encoding="utf-8")
 
     def remove(self) -> None:
@@ -65,7 +65,7 @@ class TemporaryFolder:
 
 
 def _guard(folder: Path) -> int:
-    """Start a process that removes a folder when the handle is closed which this returns."""
+    """Start a process that removes a folder once the returned handle is closed."""
     end, life = os.pipe()
     nothing = subprocess.DEVNULL
     subprocess.run(["sh", "-c", _GUARD, "sh", str(folder)], stdin=end, stdout=nothing, stderr=nothing, check=False)

@@ -1,4 +1,4 @@
-"""Established import path of ``verl.utils.observe.tracking``."""
+"""Import path of the established verl interface for ``verl.utils.observe.tracking``."""
 
 from verl.utils.observe.tracking import Tracking, ValidationGenerationsLogger
 

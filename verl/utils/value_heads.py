@@ -42,7 +42,9 @@ def stored_head(
             "remove them to start with a new head"
         )
     if not found and os.path.isfile(os.path.join(os.path.expanduser(folder), _PICKLED_HEAD_FILE)):
-        raise ValueError(f"it holds {_PICKLED_HEAD_FILE}: save this head as {HEAD_FILE}, or remove it to start anew")
+        raise ValueError(
+            f"it holds {_PICKLED_HEAD_FILE}: save this head as {HEAD_FILE}, or remove it to start with a new head"
+        )
     return found[0] if found else None
 
 

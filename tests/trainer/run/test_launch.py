@@ -313,7 +313,7 @@ def test_a_worker_that_the_system_killed_for_lack_of_memory_has_died(monkeypatch
     death = launch.ray.exceptions.ActorDiedError()
     monkeypatch.setattr(lifetime, "oom_kills", lambda: 7)
     told = launch.describe(explain(site, seats, [None], 0, death, killed_before=6))
-    assert told.endswith("; the kernel has killed a process on this machine meanwhile because memory ran out")
+    assert told.endswith("; since then the kernel has killed a process on this machine because memory ran out")
     assert "memory" not in launch.describe(explain(site, seats, [None], 0, death, killed_before=7))
 
 

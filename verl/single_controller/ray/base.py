@@ -1,4 +1,4 @@
-"""Established import path of ``verl.single_controller.ray``."""
+"""Import path of the established verl interface for ``verl.single_controller.ray``."""
 
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup
 from verl.single_controller.ray import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Established path of the configuration of ``verl.algos``."""
+"""Import path of the established verl interface for the configuration of ``verl.algos``."""
 
 from verl.algos.config import AlgoConfig, FilterGroupsConfig, KLControlConfig
 

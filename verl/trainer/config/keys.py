@@ -224,7 +224,7 @@ def unknown_keys(tree: Mapping[str, Json], known: Collection[str]) -> list[str]:
 
 
 def _field_names(target: Json) -> set[str] | None:
-    """Return the fields of the class of a node, none of a class of the user, which checks them; None without one."""
+    """Return the field names of a node's class: None without a class, none for a user's class, which checks itself."""
     if target is None:
         return None
     if not str(target).startswith(("verl.", "recipe.")):

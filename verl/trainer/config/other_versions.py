@@ -249,7 +249,7 @@ def _adamw(given: Values, read: Read) -> Translated:
 
 
 def _processor(given: Values, read: Read) -> Translated:
-    """Translate arguments of the processor of images and videos: the engine has them here, and data sets follow it."""
+    """Translate arguments of the processor of images and videos: here a key of vLLM sets them for the data sets too."""
     arguments = {key.removeprefix("data.mm_processor_kwargs").lstrip("."): value for key, value in given.items()}
     if read(f"{_ROLLOUT}.name") == "sglang":
         expected = f"write {_ROLLOUT}.engine_kwargs.sglang.mm_process_config, with the nodes image and video"

@@ -66,7 +66,7 @@ def fitted_overrides(
 ) -> list[str]:
     """Return the overrides in the spelling that Hydra takes, whether their key is in the YAML or not.
 
-    Without a ``command`` the file is that of one: all its keys exist. ``config_dir`` is a further folder of files.
+    Without a ``command`` all keys of the configuration file exist. ``config_dir`` is a further folder of files.
 
     Raises: ConfigError listing every key that does not exist and, without ``multirun``, those with several values.
     """

@@ -1,4 +1,4 @@
-"""The configuration of a supervised run: one tree from either of the two established ones, its types, its checks."""
+"""The configuration of a supervised run: its types and checks, for the trees of both supervised trainers."""
 
 import math
 from collections.abc import Iterator, Mapping

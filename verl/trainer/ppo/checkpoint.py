@@ -148,10 +148,10 @@ class Checkpoints:
 
     Attributes: ``groups`` maps a role to its workers, and ``keep`` actor and critic to the number of checkpoints that
         are kept, None for all; a role that a recipe trains has the number of the actor. With ``in_background`` workers
-        write while training continues. ``extra_files`` are those that a recipe has written to the
-        loaded checkpoint. ``learners`` are further objects by name; those with a state are saved with the driver.
-        ``reference`` holds what the forward of a reference with a model of its own reads of ``config.json``.
-        ``newest_step`` is that of the last checkpoint that this run has written or resumed from.
+        write while training continues. ``extra_files`` are the files that a recipe has written to the loaded
+        checkpoint. ``learners`` are further objects by name; the state of those that have one is saved with the driver.
+        ``reference`` holds the fields of ``config.json`` that the forward of a separate reference model reads.
+        ``newest_step`` is the step of the last checkpoint that this run has written or resumed from.
     """
 
     run: RunConfig
@@ -192,7 +192,7 @@ class Checkpoints:
         return self.state.is_last_step or self.state.step % options.save_freq == 0
 
     def position(self) -> DataPosition:
-        """Return where the run stands in its data."""
+        """Return the position of the run in its data."""
         # A sampler may return a list that goes on changing.
         return DataPosition(copy.deepcopy(self.loader.state_dict()), self.state.epoch)
 
@@ -380,7 +380,7 @@ class Checkpoints:
 
 
 def reference_fields(shared: ActorRolloutRefConfig) -> JsonObject:
-    """Return what the forward of the reference reads of ``config.json``, if it has a model of its own."""
+    """Return the fields of ``config.json`` that the forward of the reference reads, if it is a separate model."""
     if shared.ref is None or not shared.ref.model_path:
         return {}
     return forward_fields(None, shared.model.changed(shared.ref.model or {}).hf_config)

@@ -1,4 +1,4 @@
-"""The established path of the algorithms; the code is in ``verl.algos``."""
+"""Import path of the established verl interface for the algorithms; the code is in ``verl.algos``."""
 
 from verl.algos.advantage import *  # noqa: F403
 from verl.algos.aggregate import agg_loss as agg_loss

@@ -23,7 +23,7 @@ class Groups(NamedTuple):
     responses: Sequence[int]
 
     def filled(self, count: int) -> "Groups":
-        """Return these and ``count`` more rows of one token, each a group of its own."""
+        """Return these groups and ``count`` more rows of one token, each row a separate group."""
         others: list[Hashable] = [f"fills place {at}" for at in range(count)]
         return Groups([*self.names, *others], [*self.prompts, *[1] * count], [*self.responses, *[0] * count])
 

@@ -69,7 +69,7 @@ def build_data(
 ) -> Data:
     """Build the data sets and the sampler that were not given, and the loaders.
 
-    Args: ``config`` is the whole tree, because data sets and samplers of a fork may read keys that DataConfig has not.
+    Args: ``config`` is the whole tree, because data sets and samplers of users may read keys that DataConfig lacks.
     """
     complete_data_node(config)
     node = config.data
@@ -92,7 +92,7 @@ def train_loader(
 ) -> StatefulDataLoader:
     """Return the loader of full training batches, in the order of the sampler.
 
-    It has at most as many processes as this process may use cores, and says so if that is fewer than wanted.
+    The loader has at most one process per core that this process may use, and says so if that is fewer than wanted.
 
     Raises: WrongSetting when the data do not fill one batch.
     """

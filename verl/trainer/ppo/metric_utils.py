@@ -214,7 +214,7 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     }
 
 
-compute_throughout_metrics = compute_throughput_metrics  # the established spelling
+compute_throughout_metrics = compute_throughput_metrics  # the spelling of the established verl interface
 
 
 # Validation

@@ -1,4 +1,4 @@
-"""Established path of the importance weights of ``verl.algos.mismatch``."""
+"""Import path of the established verl interface for the importance weights of ``verl.algos.mismatch``."""
 
 from verl.algos.mismatch import compute_is_metrics, compute_mismatch_metrics, compute_rollout_importance_weights
 

@@ -134,9 +134,9 @@ class RayPPOTrainer:
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
     records: RunRecords | None = None
-    """What ``fit`` publishes and keeps of each step; None in the loop of a fork."""
+    """The records and metrics of each step of ``fit``; None in the training loop of a user's fork of verl."""
     course: Course | None = None
-    """When the run of ``fit`` validates, saves and ends; None in the loop of a fork."""
+    """Decides when ``fit`` validates, saves and ends; None in the training loop of a user's fork of verl."""
     _may_end_before: tuple[str, ...] = ("score", "infer", "shape")
     """Phases before which a step may end: it has not yet changed what a checkpoint of the last step holds."""
     _scores_while_generating = True
@@ -468,7 +468,10 @@ class RayPPOTrainer:
         )
 
     def _reader(self, batch: DataProto) -> Reader:
-        """Name the workers that read columns by reference; nothing else, since a fork's function need not take them."""
+        """Return the argument that names the workers that read columns by reference; none for a plain batch.
+
+        The function of a user's fork might not have this parameter.
+        """
         return {"group": self.actor_rollout_wg} if is_lazy(batch) else {}
 
     @property

@@ -198,7 +198,7 @@ def steps_known_early(run: RunConfig) -> int | None:
 def take_steps_later(classes: Iterable[WorkerClass]) -> bool:
     """Whether these worker classes can be constructed before the number of training steps is known.
 
-    They can unless a constructor is not one of ``EngineWorker``: that of a fork may read it.
+    The workers of the library can. The constructor of a worker in a user's fork of verl may read that number.
     """
     plain = (getattr(cls, "__ray_actor_class__", cls) for cls in classes)
     return all(

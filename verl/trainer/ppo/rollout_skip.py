@@ -117,7 +117,7 @@ def _name(*names: str | None) -> str:
 
 
 def _fits(kept: DataProto, prompts: DataProto | None) -> bool:
-    """Whether a rollout was generated from these prompts, as far as both say which."""
+    """Whether a rollout was generated from these prompts; True if one of the two does not hold its prompts."""
     if not isinstance(prompts, DataProto) or kept.batch is None or prompts.batch is None:
         return True
     held = kept.batch.get("prompts", None)

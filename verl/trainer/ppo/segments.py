@@ -98,7 +98,7 @@ def segment_rows(batch: DataProto) -> DataProto:
 
 
 def _put_tensors(rows: DataProto, parts: Sequence[EarlierSegments], places: Sequence[int]) -> None:
-    """Write the tokens of earlier segments, and seeds of their own, to their rows."""
+    """Write the tokens of earlier segments, and a new seed for each, to the rows of these segments."""
     tensors = tensors_of(rows)
     if "rollout_log_probs" in tensors.keys() and not all("rollout_log_probs" in part["tensors"] for part in parts):
         _warn_once(

@@ -266,14 +266,14 @@ def runtime_env(device: str, chosen: Mapping[str, Json], more: Mapping[str, str]
 def stop_ray(earlier: Set[psutil.Process], kill: bool = False) -> bool:
     """Leave Ray, and end its processes if this process has started them; return whether Ray lets go of this process.
 
-    A start that was interrupted has not told which they are: all processes that were started since the ``earlier`` ones
-    are killed then. They are killed with ``kill``, after ``SHUTDOWN_TIMEOUT_S``, or at another Ctrl-C.
+    If the start was interrupted, Ray's processes are unknown: they are then all processes that were started since the
+    ``earlier`` ones. They are killed with ``kill``, after ``SHUTDOWN_TIMEOUT_S``, or at another Ctrl-C.
     """
     stop_forwarding()
     processes = {*_ray_processes, *(descendants() - earlier)}
     has_left = not ray.is_initialized() or (not kill and ended_within(SHUTDOWN_TIMEOUT_S, ray.shutdown))
-    # The others see the end of the raylet, and end themselves; an agent takes a minute, and is killed by the guard,
-    # which a start that was interrupted has not got.
+    # Other processes end themselves when the raylet ends. An agent takes a minute, so the guard kills it; a start that
+    # was interrupted has no guard yet.
     end_all(processes, only_stopped=has_left and bool(_ray_processes))
     return has_left
 

@@ -115,8 +115,9 @@ def start_early(words: Sequence[str]) -> None:
 def fork_server_of(config: Any, has_own_runner: bool = False) -> ForkServer | None:
     """Return the fork server for the composed configuration; None if Ray starts the processes by itself.
 
-    It does so if the configuration asks for that, or where there can be no server; the checks refuse what asks for one
-    nevertheless. ``has_own_runner`` is for a task runner of a recipe, which may start any processes.
+    Ray does so if the configuration asks for that, or where no fork server is possible. A configuration that asks for a
+    fork server then is refused by the checks. ``has_own_runner``: the task runner is that of a recipe, which may start
+    any processes.
     """
     from verl.trainer.config.invocation import only_checks
 

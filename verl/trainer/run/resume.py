@@ -71,7 +71,7 @@ def find_resume_folder(run: RunConfig) -> Path | None:
 
 
 def refuse_unnamed(root: Path) -> None:
-    """Refuse to start from scratch beside complete checkpoints that no tracker names, or if the named one is gone.
+    """Refuse to start from scratch next to complete checkpoints that no tracker names, or if the named one is gone.
 
     Raises: WrongSetting naming the newest one, and the ways on.
     """

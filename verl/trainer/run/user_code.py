@@ -48,9 +48,9 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 class UserCode:
     """The modules and classes of the user that a configuration names.
 
-    Attributes: ``modules`` by their key, ``classes`` by the place that names them. One of the modules, or our own code,
-        must register each of ``names``, which are given by their key; ``more_names`` are known beyond that.
-        ``demands`` has the arguments of the ``Demand`` on each rollout class, by its place.
+    Attributes: ``modules`` by their key, ``classes`` by the place that names them. Each of ``names``, given by their
+        key, must be registered by one of the modules or by the library, or be among ``more_names``. ``demands`` holds
+        the arguments of the ``Demand`` on each rollout class, by its place.
     """
 
     modules: dict[str, list[str]] = field(default_factory=dict)

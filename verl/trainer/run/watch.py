@@ -70,7 +70,7 @@ class Watch:
             for child in psutil.Process().children()
             if child.name() in _RAY_PROCESSES
         ]
-        self._questions = 0  # an odd number while one waits for its answer
+        self._questions = 0  # odd while a question waits for its answer
         self._last_question = 0
         self._question_s = 0.0
 

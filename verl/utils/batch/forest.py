@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MIN_SHARED_TOKENS = 8
-"""Shorter common beginnings are not worth a node, whose attention is a call of its own."""
+"""Shorter common beginnings are not worth a node, which needs a separate call of attention."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _fill(own: np.ndarray, lengths: np.ndarray, limit: int) -> list[tuple[int, i
 def neighbours(keys: Tensor, attended: Tensor) -> Neighbours:
     """Sort rows such that common beginnings are neighbours.
 
-    Args: keys (b, L, C) say what the model sees at a token, attended (b, L) where there is one.
+    Args: ``keys`` (b, L, C) are the model's inputs at each token, ``attended`` (b, L) marks the tokens.
     """
     held = attended.bool().cpu()
     lengths = held.sum(-1)

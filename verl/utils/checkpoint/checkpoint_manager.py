@@ -49,8 +49,8 @@ class BaseCheckpointManager(ABC):
 
     ``source_folder`` and ``source_dtype`` describe the model that training started from; its dtype may differ from
     the training dtype. ``keeps_settings`` lets a loaded optimizer keep learning rate, weight decay and betas of the
-    checkpoint where those of this run differ. ``source_files`` are those that a folder for
-    ``from_pretrained`` takes over. ``schedule`` holds the keys of ``optim`` that ``lr_scheduler`` was made of, if any.
+    checkpoint where the settings of this run differ. ``source_files`` are the files of the source model, from which a
+    folder for ``from_pretrained`` is made. ``schedule`` holds the keys of ``optim`` that define ``lr_scheduler``.
     """
 
     model: nn.Module | list[nn.Module]

@@ -80,7 +80,7 @@ class SourceFiles:
         before, after = (json.loads(each.to_json_string(use_diff=False)) for each in (self.read, config))
         kept = _OF_THE_RUN - self.overridden
         fields = _merged(fields, _changes(before, after, kept), after)
-        for name in before.keys() - after.keys() - kept:  # such as the quantization of weights that are no more
+        for name in before.keys() - after.keys() - kept:  # such as the quantization of the source's weights
             fields.pop(name, None)
         return fields if dtype is None else with_dtype(fields, dtype)
 
@@ -123,9 +123,9 @@ def _merged(fields: Mapping[str, Json], changes: Mapping[str, Json], whole: Mapp
 
 
 def with_dtype(fields: Mapping[str, Json], dtype: torch.dtype) -> Fields:
-    """Return the fields of a ``config.json`` that name another dtype, in each node that names one.
+    """Return the fields of a ``config.json`` with another dtype, in each node that names a dtype.
 
-    They stay as they are if they name it already: their parts may have others.
+    Fields that name this dtype already stay as they are: nodes below them may have other dtypes on purpose.
     """
     written = str(dtype).removeprefix("torch.")
     if written in (fields.get(name) for name in _DTYPE_FIELDS):
@@ -183,7 +183,7 @@ def _copy_settings(folder: Path, source: SourceFiles, config: Any, dtype: torch.
 
 
 def _copy_tokenizer(folder: Path, source: SourceFiles, processing_class: "Processing | None") -> None:
-    """Copy the files of the tokenizer; one with other tokens than the source's writes its own."""
+    """Copy the tokenizer's files from the source; save a tokenizer that has other tokens than the source."""
     if processing_class is None:
         return
     read = source.read_tokenizer(processing_class)
@@ -201,7 +201,7 @@ def _copy_tokenizer(folder: Path, source: SourceFiles, processing_class: "Proces
 
 
 def _replace_template(folder: Path, template: str | Mapping[str, str] | None) -> None:
-    """Write the chat template into the file that counts, and take the one before out of the others."""
+    """Write the chat template into the file that transformers prefers, and remove the old template from other files."""
     for path in (folder / "chat_template.json", folder / _TEMPLATE_FILE):
         path.unlink(missing_ok=True)
     settings = folder / "tokenizer_config.json"

@@ -116,10 +116,10 @@ def fields_problem(saved: Mapping[str, Json], own: Mapping[str, Json]) -> str | 
 
 
 def start_problem(folder: Path, content: Mapping[str, Json], lora_alpha: float | None = None) -> str | None:
-    """Return, before a model is built, how it differs from that of a checkpoint; None if its files do not tell.
+    """Return how a model that is not built yet differs from the model of a checkpoint; None if no file shows it.
 
-    transformers may change a field that it reads, so one counts only if it took the value in the file of the checkpoint
-    as it is. The engine compares all fields when it loads.
+    transformers may change a field that it reads, so a field counts only if its value is the same in the checkpoint's
+    ``config.json`` and in the saved fields. The engine compares all fields when it loads.
 
     Args: ``content`` is ``config.json`` with the changes of the run; ``lora_alpha`` is None without adapters.
     """

@@ -88,10 +88,10 @@ def apply_settings(groups: Sequence[dict[str, Any]], saved: Sequence[Settings], 
 
 
 def follow_schedule(optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> None:
-    """Let a loaded schedule start from the groups' base rates, and the next step use the rate that it gives.
+    """Let a loaded schedule start from the base rates of the parameter groups, and the next step use its rate.
 
-    A schedule of another length or warm-up gives another rate at the same step. For an unchanged one this writes the
-    values that are there.
+    A schedule of another length or warm-up gives another rate at the same step. For an unchanged schedule nothing
+    changes.
     """
     groups = optimizer.param_groups
     if not all("initial_lr" in group for group in groups):

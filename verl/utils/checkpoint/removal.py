@@ -89,9 +89,9 @@ def _is_removed_by(mark: Path) -> bool:
 
 @contextmanager
 def _lock_of(path: Path) -> Iterator[int | None]:
-    """Hold the lock of a file meanwhile; yield its handle, None if another process has the lock or there is no file.
+    """Hold the lock of a file in the block; yield its handle, None if another process has the lock or there is no file.
 
-    What cannot be removed stays.
+    Files that the block cannot remove stay.
     """
     handle = None
     has_lock = False

@@ -136,7 +136,7 @@ class DataConfig(BaseConfig):
             return cls(**defaults | given | without, media=media)
 
     def media_columns(self) -> dict[str, str]:
-        """Return the column of each kind of media whose markers are no text."""
+        """Return the column of each kind of media that has one; markers of other kinds are plain text."""
         columns = {"image": self.image_key, "video": self.video_key}
         return {kind: name for kind, name in columns.items() if name is not None}
 

@@ -127,8 +127,8 @@ def has_state(learner: T) -> TypeGuard[HasState]:
 
 
 def warn_of_lost_state(sampler: Sampler[int], dataset: T) -> None:
-    """Warn once of a user's sampler or data set that a resume starts anew because it cannot save its state."""
-    starts_anew = "has no state_dict and load_state_dict: a resumed run starts it anew"
+    """Warn once of a user's sampler or data set that a resumed run starts from scratch: it cannot save its state."""
+    starts_anew = "has no state_dict and load_state_dict: a resumed run starts it from scratch"
     standard = isinstance(sampler, SequentialSampler | SeededRandomSampler)
     if not standard and not has_state(sampler) and not has_state(iter(sampler)):
         name = type(sampler).__name__

@@ -1,3 +1,3 @@
-"""Established path of ``verl.utils.dataset.sft_dataset.MultiTurnSFTDataset``."""
+"""Import path of the established verl interface for ``verl.utils.dataset.sft_dataset.MultiTurnSFTDataset``."""
 
 from verl.utils.dataset.sft_dataset import MultiTurnSFTDataset as MultiTurnSFTDataset

@@ -1,3 +1,3 @@
-"""Established path of ``verl.utils.dataset.sft_dataset.RMDataset``."""
+"""Import path of the established verl interface for ``verl.utils.dataset.sft_dataset.RMDataset``."""
 
 from verl.utils.dataset.sft_dataset import RMDataset as RMDataset

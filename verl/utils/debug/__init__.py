@@ -1,4 +1,4 @@
-"""The established path of the timers, marks and profilers of ``verl.utils.profiler``."""
+"""Import path of the established verl interface for the timers, marks and profilers of ``verl.utils.profiler``."""
 
 from verl.utils import profiler
 from verl.utils.import_utils import lazy_exports

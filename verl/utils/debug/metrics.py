@@ -1,4 +1,4 @@
-"""Established path of ``verl.algos.mismatch.calculate_debug_metrics``."""
+"""Import path of the established verl interface for ``verl.algos.mismatch.calculate_debug_metrics``."""
 
 from verl.algos.mismatch import calculate_debug_metrics
 

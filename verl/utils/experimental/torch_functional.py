@@ -1,4 +1,4 @@
-"""Established path of ``FusedLinearForPPO``."""
+"""Import path of the established verl interface for ``FusedLinearForPPO``."""
 
 from verl.compat.fused_linear import FusedLinearForPPO
 

@@ -74,9 +74,9 @@ def ask(folder: str, command: list[str]) -> bool:
         connection.sendall(content)
         if connection.recv(1) != b"y":
             return False
-        connection.sendall(b"y")  # from here on the process is the server's: a second one would take its place at Ray
+        connection.sendall(b"y")  # now the server makes the process; Ray would take a second one for the same worker
         connection.settimeout(None)
-        return connection.recv(1) != _FAILED  # else it has forked, or has ended
+        return connection.recv(1) != _FAILED  # otherwise the server has forked, or has ended
 
 
 def main(folder: str, command: list[str]) -> None:

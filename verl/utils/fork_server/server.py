@@ -2,15 +2,15 @@
 
 ``python server.py SETTINGS``, a JSON object with ``parent`` (id of the launching process), ``listeners`` (handles of
 the sockets for all processes, and perhaps for workers), ``path`` (``sys.path`` of the launching process) and lists of
-modules to import, of which ``module:function`` is called as well: ``first``, ``general``, which may import ray, and
-``workers``, which only the workers of a worker group need, and which a second server imports, a fork of the first one.
+modules to import: ``first``, ``general``, which may import ray, and ``workers``, which only the workers of a worker
+group need; these are imported in a second server, a fork of the first. ``module:function`` also calls the function.
 ``last_of_general`` and ``last_of_workers`` are the numbers of processes of each kind, or null. With ``only_first`` the
 server never forks: it becomes the process of the first request, unless that is a worker. ``assumed`` holds variables
 that Ray sets in this process before anything is imported there, unless they are set. Modules in ``absent`` cannot be
 imported until a process has started: libraries that try to import them go on without them.
 
-A fork of a process with threads may hang, so one with threads refuses to fork: the request is then answered with no,
-and so is one whose environment could have changed what was imported.
+A fork of a process with threads may hang, so a server that has threads refuses to fork and answers a request with no.
+It also refuses a request whose environment could have changed what was imported.
 """
 
 import ctypes
@@ -64,13 +64,13 @@ def load(names: Sequence[str]) -> None:
 
 
 def keep_shared() -> None:
-    """Take all objects out of the sight of collections, which write to each and so copy the pages that forks share."""
+    """Hide all objects from the garbage collector: it writes to each object, and so copies pages that forks share."""
     gc.collect(0)  # imports leave some garbage among new objects and next to none among older ones
     gc.freeze()
 
 
 class Wanted(TypedDict):
-    """A process that Ray wants: its script and arguments, and what it takes over from who asks for it."""
+    """A process that Ray wants: its script and arguments, and the properties that it takes over from the client."""
 
     words: list[str]
     folder: str
@@ -100,7 +100,7 @@ class Settings(TypedDict):
 
 
 def receive(connection: socket.socket) -> tuple[Wanted, list[int]]:
-    """Return a request, and the standard streams of who has sent it.
+    """Return a request, and the standard streams of its sender.
 
     Raises: ValueError or OSError if it does not arrive.
     """
@@ -147,7 +147,7 @@ def end_with_threads() -> None:
 
 
 class Request(NamedTuple):
-    """A request, where it came from, who waits for its answer, and the standard streams of the process to be."""
+    """A request: its listening socket, the connection to the client, and the standard streams of the new process."""
 
     listener: socket.socket
     connection: socket.socket
@@ -155,19 +155,19 @@ class Request(NamedTuple):
     handles: list[int]
 
     def is_wanted(self) -> bool:
-        """Whether who asks still waits, and now leaves the process to the server."""
+        """Whether the client still waits, and now leaves the process to the server."""
         with suppress(OSError):
             self.connection.sendall(b"y")
             return self.connection.recv(1) == b"y"
         return False
 
     def fail(self) -> None:
-        """Tell who waits for the process that it could not be made."""
+        """Tell the client that the process could not be made."""
         with suppress(OSError):
             self.connection.sendall(b"n")
 
     def close(self) -> None:
-        """Let go of who asks, who starts the process without the server unless it has left it to the server."""
+        """Close the connection; a client that gets no answer starts the process without the server."""
         self.connection.close()
         for handle in self.handles:
             os.close(handle)
@@ -375,7 +375,7 @@ def become(request: Wanted, handles: Sequence[int], path: Sequence[str], launch_
 
 
 def draw_seeds() -> None:
-    """Seed the random generators of this fork anew, as in a new process; Python reseeds its own generator."""
+    """Give the random generators of this fork new seeds, as in a new process; Python reseeds its own generator."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

@@ -24,10 +24,10 @@ def has_accelerators() -> bool:
 
 
 class ForkServer:
-    """The server, which imports while this process goes on; it ends with this process, or with the cluster.
+    """The fork server, which imports while this process goes on; it ends with this process, or with the cluster.
 
-    Args: ``environment`` is that of the processes without what is special to each. ``first`` names modules that do not
-        import ray, and ``general`` all others that every process needs; ``workers`` those that only workers need.
+    Args: ``environment`` holds the variables that all processes share. ``first`` names modules that do not import ray,
+        and ``general`` all other modules that every process needs; ``workers`` those that only workers need.
         ``last_of_general`` and ``last_of_workers`` say how many processes of each kind will come, if that is known.
         With ``only_first`` the server never forks: it becomes the first process, unless that is a worker. ``assumed``
         holds variables that Ray sets in that process unless they are set. Modules in ``absent`` are not there while the
@@ -71,8 +71,8 @@ class ForkServer:
     def worker_command(self) -> list[str]:
         """Return the words that take the place of the interpreter in Ray's command for workers.
 
-        There is no script among them: a folder for temporary files may not allow to execute one, and a shell drops
-        variables whose names it could not assign to.
+        The command has no shell script: files in a temporary folder might not be executable, and a shell drops
+        variables with names that it cannot assign to.
         """
         return [sys.executable, "-I", "-S", client.__file__, str(self._folder.path), sys.executable]
 

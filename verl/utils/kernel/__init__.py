@@ -1,1 +1,1 @@
-"""Kernels that spare a large intermediate result."""
+"""Kernels that avoid a large intermediate result."""

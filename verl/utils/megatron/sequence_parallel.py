@@ -1,4 +1,4 @@
-"""Established path of helpers of sequence parallelism."""
+"""Import path of the established verl interface for helpers of sequence parallelism."""
 
 from verl.compat.megatron_parallel import (
     is_sequence_parallel_param,

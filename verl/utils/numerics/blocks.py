@@ -1,7 +1,8 @@
-"""Matrix products whose rows do not depend on how many others come with them.
+"""Matrix products in which a row of the result does not depend on the number of rows.
 
-A plain product picks its kernel by the number of rows. On blocks of a fixed number of rows it does not, if one thread
-computes it. Most kernels for more rows add in the same order, and are faster: each is used once it has shown that.
+torch chooses the kernel of a product by the number of rows. On blocks of a fixed number of rows, computed by one
+thread, the kernel is always the same. Most kernels for more rows add in the same order and are faster: each is used
+once a trial has shown that it gives the same bits.
 """
 
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def _gives_same_bits(size: int, weight: Tensor, bias: Tensor | None, product: Pr
     found = _may_replace.get(key)
     if found is not None:
         return found
-    # A generator of its own, so that the run's random numbers do not depend on which sizes have been probed.
+    # A separate generator: the run's random numbers must not depend on which sizes have been probed.
     draw = torch.Generator().manual_seed(size)
     x = torch.randn(size, weight.shape[1], generator=draw).to(weight.dtype)
     linear = torch.nn.functional.linear

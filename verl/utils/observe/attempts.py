@@ -1,4 +1,4 @@
-"""The account of agent loops: ``attempts.jsonl`` in the folder of a run, one line for each attempt at a trajectory."""
+"""The log of agent loops: ``attempts.jsonl`` in the folder of a run, one line for each attempt at a trajectory."""
 
 import json
 import logging

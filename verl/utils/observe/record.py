@@ -169,7 +169,7 @@ _LONGEST_NAME = 200
 def shaped(value: Any, hint: Any) -> Any:
     """Convert a value of a record, which may hold anything, to the type of its place in ``Entry``.
 
-    A number that is none becomes NaN, a text that is none its ``str``; keys without a place are dropped.
+    A value in place of a number becomes NaN, one in place of a text becomes its ``str``; unknown keys are dropped.
     """
     origin = get_origin(hint)
     arguments = get_args(hint)

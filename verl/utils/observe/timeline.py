@@ -171,8 +171,8 @@ def span(name: str, category: str = "", on: str | None = None, **args: Json) -> 
 def add_request(server: str, begin: float, queue_s: float, sample_s: float, **args: Json) -> None:
     """Record a request that a server has answered just now, by the durations that the server has measured.
 
-    Its clock may be another one. So the request is put in the middle of the time that the caller has waited, which is
-    wrong by half the time of the transport at most.
+    The server's clock may differ from the clock of this process. So the request is put in the middle of the time that
+    the caller has waited, which is wrong by half the transport time at most.
 
     Args: ``begin`` is when the caller sent it.
     """

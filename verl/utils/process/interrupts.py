@@ -2,8 +2,8 @@
 
 Python turns Ctrl-C into a KeyboardInterrupt wherever the main thread is. In a function that C code calls back, such
 as a hook of a fork or of garbage, it is printed as "Exception ignored", and the program goes on. In the hook that
-releases the lock of ``logging`` after a fork, which Ray's start makes for each of its processes, it also leaves that
-lock taken: every other thread that logs then waits for ever. A second one interrupts the clean-up after the first.
+releases the lock of ``logging`` after a fork (Ray's start forks for each of its processes), Ctrl-C also leaves that
+lock taken: every other thread that logs then waits for ever. A second Ctrl-C interrupts the clean-up after the first.
 """
 
 import _thread

@@ -74,7 +74,8 @@ def _kill_started(started: "Future[subprocess.Popen[bytes]]") -> None:
 def passes_in_fork(check: Callable[[], object]) -> bool:
     """Run a check in a fork of this process, which throws away its imports and its memory.
 
-    Returns: False if the check has failed there, or if no fork is possible: run it here then, and it says why.
+    Returns: False if the check has failed in the fork, or if no fork is possible: run the check in this process then,
+        and its error says why.
     """
     if sys.platform != "linux" or not _has_only_own_threads():
         return False
@@ -115,8 +116,8 @@ def end_with_this_process(processes: Iterable[psutil.Process], folders: Iterable
 def guarded_group() -> Iterator[int]:
     """Kill the processes that the block starts in the group that it yields if it fails, or if this process ends in it.
 
-    They may start others meanwhile, which nobody could list. In a group of their own they get no signal of the
-    terminal, nor one that a scheduler sends to the group of this process.
+    These processes may start further ones, which cannot all be listed, so the whole group is killed. A separate group
+    gets no signal of the terminal, nor one that a scheduler sends to the group of this process.
     """
     leader = _start_guard([], [guard.GROUP], process_group=0)
     _guards.append(leader)
@@ -161,7 +162,7 @@ def out_of_memory_since(before: int | None) -> str:
     now = oom_kills()
     if before is None or now is None or now <= before:
         return ""
-    return "; the kernel has killed a process on this machine meanwhile because memory ran out"
+    return "; since then the kernel has killed a process on this machine because memory ran out"
 
 
 def collect_garbage_rarely() -> None:

@@ -1,8 +1,8 @@
 """One owner per folder: a run refuses to start where another run keeps its checkpoints, records or dumps.
 
 The owner holds a lock of the operating system on a small file in the folder. The system takes the lock back when the
-process ends, however it ends, and not while it is stopped. The file names the owner, for everyone who cannot see the
-lock: other machines, and file systems without locks.
+process ends, however it ends; a stopped process keeps its lock. The file names the owner, for processes that cannot see
+the lock: on other machines, and on file systems without locks.
 """
 
 import atexit
@@ -280,7 +280,7 @@ def _lock(file: Path) -> int | None:
             if error.errno not in _WITHOUT_LOCKS:
                 os.close(handle)
                 raise
-        # The file may have been removed and made anew between the two calls; a lock on a removed file keeps nobody out.
+        # Another process may have replaced the file between the two calls; a lock on a removed file keeps nobody out.
         if _is_at(handle, file):
             return handle
         os.close(handle)  # its owner has just ended and removed it

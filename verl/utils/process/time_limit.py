@@ -159,10 +159,10 @@ def _set_exception(thread: int) -> None:
 
 
 def _take_back() -> None:
-    """Let no exception reach the code after the body: one that waits to be raised in this thread is raised here.
+    """Let no exception reach the code after the body: an exception pending in this thread is raised, and caught, now.
 
-    To set None would take it back too, but CPython until 3.11 then believes for good that one waits, and a debugger or
-    a profiler never gets beyond its next function call, in any thread.
+    Setting None would withdraw the exception too, but CPython until 3.11 then takes one to be pending for ever, and a
+    debugger or a profiler never gets beyond its next function call, in any thread.
     """
     try:
         _set_exception(threading.get_ident())

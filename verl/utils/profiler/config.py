@@ -47,7 +47,7 @@ class TorchProfilerToolConfig(BaseConfig):
         return self.step_start if self.active is None else self.skip_first + self.wait + self.warmup
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown contents, an empty range of steps, and cycles that are none or stand beside a range."""
+        """Yield unknown contents, an empty range of steps, invalid cycles, and cycles given together with a range."""
         # With Python stacks, torch 2.13 sets a tracer in every Python thread. A process with the threads of Ray and of
         # several tests never went on: its threads handed the interpreter's lock round. A worker must not hang.
         if "stack" in self.contents:

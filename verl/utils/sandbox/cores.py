@@ -65,7 +65,7 @@ def cores() -> FilePermits:
 
 
 def waiting_line() -> FilePermits:
-    """Return the permit of the one who looks for a free core while the others wait."""
+    """Return the permit to look for a free core; one process at a time has it, and the others wait."""
     return FilePermits("programs under test wait", 1, place=PLACE)
 
 

@@ -32,7 +32,7 @@ def is_too_full(folder: str, limit_bytes: int) -> bool:
                         total += ENTRY_BYTES + _size(entry)
                     if total > limit_bytes:
                         return True
-        except (FileNotFoundError, NotADirectoryError):  # the program removed it meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # the program has just removed it
             continue
         except OSError:  # no permission, or a path that is too long
             return True

@@ -52,7 +52,7 @@ class FilePermits:
     def try_take(self) -> IO[bytes] | None:
         """Return a permit that is free, for ``give_back``; None if there is none now.
 
-        It is a file, which an exception that comes at the wrong moment closes, and so frees the permit.
+        The permit is an open file: if an exception drops it, Python closes the file, which frees the permit.
         """
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
         for number in random.sample(self.numbers, self.count):

@@ -29,7 +29,7 @@ NOT_ISOLATED, COMPILING, RUNNING = range(3)
 LOOK_EVERY_S = 0.1
 SIGN_OF_LIFE_EVERY_S = 1.0
 MOST_ROUNDS = 1000
-"""Number of attempts to kill processes that a program has started, which may start others meanwhile."""
+"""Number of attempts to kill processes that a program has started: between attempts they may start others."""
 ERROR_TAIL_BYTES = 1 << 16
 """Bytes of a program's errors that are kept."""
 SUPERVISOR = os.getpid()

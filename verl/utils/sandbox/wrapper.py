@@ -109,7 +109,7 @@ def run_apart(
     os.close(requests[0])
     os.close(answers[1])
     here = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
-    sys.path[:] = [path for path in sys.path if path not in here]  # where the program may put modules for the test
+    sys.path[:] = [path for path in sys.path if path not in here]  # the program may write modules there
     mark, test_code = json.loads(sys.stdin.buffer.read())
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         verdict, reason = exchange.check(test_code, (answers[0], requests[1]))

@@ -11,7 +11,7 @@ from verl.utils.failures import replacing_errors
 from verl.utils.masking import MaskedError
 from verl.utils.vision.limits import MediaConfig
 
-_HEAD_BYTES = 16  # by which Pillow knows a format
+_HEAD_BYTES = 16  # Pillow recognizes a format by these bytes
 
 
 class MediaError(MaskedError, WrongInput):

@@ -160,10 +160,9 @@ def vision_rules(hf_config: Mapping[str, Json], path: tuple[str, str], workers: 
 def packing_rules(
     model: Mapping[str, Json], key: str, hf_config: Mapping[str, Json], device: str, trains: bool = True
 ) -> Iterator[Violation]:
-    """Yield an attention that drops what a model asks for, packed rows of a model that carries states along them, and
-    shared prefixes that cannot be computed.
+    """Yield attention without a cap that the model needs, and packed rows or shared prefixes that it does not support.
 
-    Padded rows share nothing; a notice says so.
+    Padded rows share no prefixes; a notice says so.
 
     Args: ``key`` is the node of the model, ``hf_config`` its config.json, empty if that is not known yet.
     """

@@ -219,7 +219,7 @@ def _changed(
             yield key, value, default
 
 
-# ---- not supported, and there for established commands
+# ---- keys that are not supported, and accepted for commands of the established verl interface
 
 
 class Unsupported(NamedTuple):
@@ -236,7 +236,7 @@ class Unsupported(NamedTuple):
 
 
 _NO_HTTP = "is not supported: requests are calls of a server's actor, and rollout.agent.turn_timeout_s is their limit"
-_ONE_MODE = "is not supported: actor_rollout_ref.hybrid_engine=false starts servers on devices of their own"
+_ONE_MODE = "is not supported: actor_rollout_ref.hybrid_engine=false starts servers on separate devices"
 _TRAINS = "is not supported for a role that trains"
 
 UNSUPPORTED = [

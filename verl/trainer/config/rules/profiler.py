@@ -82,7 +82,7 @@ def tool_rules(tree: Tree) -> Iterator[Violation]:
 
 
 def _tool_config_rules(key: str, options: Json, tools: tuple[str, ...]) -> Iterator[Violation]:
-    """Yield options that are no mapping or do not exist, and tools whose options are not read there."""
+    """Yield options that are not a mapping or do not exist, and tools whose options are not read under this key."""
     if options is not None and not isinstance(options, Mapping):
         yield Violation(key, options, f"must be null or a mapping of {', '.join(tools)}")
         return

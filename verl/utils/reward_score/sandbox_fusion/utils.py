@@ -1,6 +1,7 @@
-"""Established path of single requests to a SandboxFusion service; ``verl.utils.reward_score.sandbox_fusion`` scores.
+"""Single requests to a SandboxFusion service, as the established verl interface makes them.
 
-Everything goes through ``call_sandbox_api`` of this module, so a test that replaces it needs no service.
+Each request goes through ``call_sandbox_api`` of this module, so a test that replaces this function needs no service.
+``verl.utils.reward_score.sandbox_fusion`` scores programs.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -87,7 +88,7 @@ def _runner(
 
 
 def _established(metadata: Metadata, cases: TestCases, index: int) -> Metadata:
-    """Return details with the established names: ``wrong_answer`` for "wrong answer", and the data of the case."""
+    """Return details by the names of the established verl interface, ``wrong_answer`` for one, and the case's data."""
     of_case = {}
     if index < len(cases.inputs) and index < len(cases.outputs):
         of_case = {"input": cases.inputs[index], "expected_output": cases.outputs[index]}

@@ -121,7 +121,7 @@ class Checker(Peer):
         return value
 
     def same(self, value: Value) -> Value:
-        """Return one and the same stand-in for an object of the program, and any other value as it is."""
+        """Return the same stand-in each time for an object of the program, and any other value as it is."""
         return self._stand_in(value._remote_id, False) if isinstance(value, Guarded) else value
 
     def kind(self, value: Value) -> type | Guarded:

@@ -183,7 +183,7 @@ class Peer:
 
 
 def plain_text(value: Value) -> str:
-    """Return a text, which no object may stand for.
+    """Return a value that must be a plain text, not an object that imitates one.
 
     Raises: TypeError.
     """

@@ -22,7 +22,7 @@ _STARTER = compile(
     "<starter>",
     "exec",
 )
-"""Imports that established judges run before a program, whose starter may say ``List[int]`` without importing it."""
+"""Imports that common judges run before a program, whose starter code may use ``List[int]`` without importing it."""
 RECURSION_LIMIT = 600_000
 _lent: set[str] = set()
 """Names of the starter that the program does not bind: it can use them, and does not define them."""
@@ -97,8 +97,8 @@ def run_program(
 ) -> str | None:
     """Run the program as the main module of this process, answer its checker, and return its function's value as JSON.
 
-    It begins with the names and the recursion limit of the established judges. The checker decides even if the program
-    calls ``exit()``.
+    It begins with the names and the recursion limit that common judges give a program. The checker decides even if the
+    program calls ``exit()``.
     """
     main = ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -138,7 +138,7 @@ def _stored_globals(code: CodeType) -> set[str]:
 def _find_function(module: ModuleType, name: str) -> Callable[..., Value]:
     """Return the method of the program's class ``Solution``, or its function.
 
-    The method comes first, as in the established judges: the program may use a function of that name in it.
+    The method comes first, as in common judges: the program may use a function of that name in it.
     """
     function = getattr(module.Solution(), name, None) if hasattr(module, "Solution") else None
     if function is None and name not in _lent:
