@@ -123,7 +123,7 @@ def vision_rope_limits(hf: "Fields") -> Iterator[Limit]:
     """Yield the limits of rotary positions with the three axes of a vision-language model."""
     rope = rope_of(hf)
     kind = rope.get("rope_type", "default")
-    if kind not in ("default", "mrope"):  # the second is an older name of the first
+    if kind not in ("default", "mrope"):  # mrope is an older name of default
         yield Limit("rope_scaling", rope, f"of type {kind} {NOT_SUPPORTED} for this model, which knows default")
 
 
@@ -210,7 +210,7 @@ _CLASSIFIERS = re.compile("For(Token|Sequence)Classification$")
 
 
 def causal_name(architecture: str) -> str:
-    """Return the architecture that generates of a classifier; other names are returned unchanged."""
+    """Return the causal architecture of a classifier's architecture; other names are returned unchanged."""
     seeing = _CLASSIFIERS.sub("ForConditionalGeneration", architecture)
     return seeing if seeing in LIMITS else _CLASSIFIERS.sub("ForCausalLM", architecture)
 

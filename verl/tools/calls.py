@@ -82,8 +82,9 @@ def unknown_tool(name: str, known: Iterable[str]) -> CallResult:
 async def answer_of(made: Awaitable[T], what: str) -> T:
     """Await a tool method's result; none of its exceptions ends the event loop that all trajectories share.
 
-    Args: ``made`` is what the call of the method gave; ``what`` names both.
-    Raises: ToolMethodError for a method that is no ``async def``; ToolError for what is no Exception, such as exit.
+    Args: ``made`` is what the method returned; ``what`` names tool and method in errors.
+    Raises: ToolMethodError for a method that is no ``async def``; ToolError for errors that are no ``Exception``, such
+        as exit.
     """
     if not inspect.isawaitable(made):
         raise ToolMethodError(f"{what} returned {type(made).__name__} at once: write it as async def")
@@ -134,14 +135,14 @@ async def execute_call(
     if not done:
         await _abort(tool, instance_id, call)
         return ended(ToolOutcome.TIMEOUT, f"the tool did not answer within {timeout_s:g} s.")
-    if call.cancelled():  # by the tool itself: nobody cancelled the trajectory
+    if call.cancelled():  # the tool cancelled the call: nobody cancelled the trajectory
         return ended(ToolOutcome.ERROR, "the tool cancelled the call.")
     try:
         given = call.result()
         if not isinstance(given, tuple | list) or len(given) != 3:
             raise TypeError(f"execute returned {type(given).__name__}, not (ToolResponse, reward, metrics)")
         response, reward, metrics = given
-        metrics = metrics or {}  # the established tools may return None
+        metrics = metrics or {}  # tools of the established verl interface may return None
         if not isinstance(metrics, Mapping):
             raise TypeError(f"execute returned {type(metrics).__name__} as its metrics, not a mapping")
         outcome = ToolOutcome(str(metrics.get(OUTCOME, ToolOutcome.OK)))

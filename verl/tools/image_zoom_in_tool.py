@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 T = TypeVar("T")
-_POOL = ("PoolMode", "TokenBucketWorker", "init_visual_execution_pool")  # forks and tests import them
+# Users' forks of verl and tests import these names.
+_POOL = ("PoolMode", "TokenBucketWorker", "init_visual_execution_pool")
 __getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.compat.execution_pool"))
 
 FAILED = -0.05

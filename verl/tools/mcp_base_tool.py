@@ -33,9 +33,9 @@ class McpToolConfig(BaseConfig):
 
 
 class MCPBaseTool(BaseTool):
-    """Calls the tool of its name on ``server``, which whoever reads the tool file sets.
+    """Calls the tool of the same name on ``server``, which the reader of the tool file sets.
 
-    A subclass can override ``_parse_tool_result``, which makes text and metrics of what the server answers.
+    A subclass can override ``_parse_tool_result``, which turns the server's answer into text and metrics.
     """
 
     server: McpServer | None = None
@@ -77,7 +77,7 @@ class MCPBaseTool(BaseTool):
 
 
 def _content(data: str) -> bytes:
-    """Return an encoded image; the agent loop opens it, as those of other tools. Raises: ToolError."""
+    """Return an encoded image; the agent loop decodes the image, as for other tools. Raises: ToolError."""
     try:
         return base64.b64decode(data)
     except ValueError as error:

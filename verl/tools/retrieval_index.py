@@ -122,7 +122,7 @@ class DenseIndex:
     Args:
         model: folder or name of an encoder of transformers, such as ``intfloat/e5-base-v2``.
         cache: file that keeps the embeddings of the corpus; it is written if it is missing.
-        query_prefix, passage_prefix: what stands before each text; those of E5 by default for models of that name.
+        query_prefix, passage_prefix: prefixes of the texts; for models named E5 the defaults are E5's prefixes.
 
     Raises: WrongInput if the cache is of another corpus or model.
 

@@ -76,7 +76,7 @@ class Asked:
 class Retriever:
     """Answers requests from an index, one after another in a thread, so that the server can always be reached.
 
-    Args: ``key`` is what a request must have; None for requests without one.
+    Args: ``key`` is the key that a request must send; None if requests need no key.
     """
 
     def __init__(self, documents: list[Document], index: Index, topk: int, key: str | None = None) -> None:
@@ -152,7 +152,7 @@ def _refused(why: str, status: int) -> web.Response:
 
 async def serve(retriever: Retriever, host: str, port: int) -> None:
     """Serve until the process ends."""
-    # A client that goes away takes its request with it; one that sends nothing is shut out.
+    # A client that disconnects cancels its request; a client that sends nothing is disconnected.
     options: Any = {"handler_cancellation": True, "keepalive_timeout": READ_TIMEOUT_S}
     runner = web.AppRunner(retriever.application(), access_log=None, **options)
     await runner.setup()

@@ -22,7 +22,8 @@ from verl.utils.json_types import Json, JsonObject
 from verl.utils.sandbox import Run, Test, isolation_problem, run_tests
 from verl.utils.sandbox.remote import Part, RemoteSandboxError, Reply, run_remotely_async
 
-_POOL = ("ExecutionWorker", "PoolMode", "TokenBucketWorker", "init_execution_pool")  # forks and tests import them
+# Users' forks of verl and tests import these names.
+_POOL = ("ExecutionWorker", "PoolMode", "TokenBucketWorker", "init_execution_pool")
 __getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.compat.execution_pool"))
 
 PYTHON = "python"
@@ -63,7 +64,7 @@ class Ran:
 
 
 class SandboxFusionTool(BaseTool):
-    """Runs ``code`` and answers with its output. Each call starts anew, without state of earlier calls."""
+    """Runs ``code`` and answers with its output. Each call starts without state of earlier calls."""
 
     def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
@@ -96,7 +97,7 @@ class SandboxFusionTool(BaseTool):
     async def execute(self, instance_id: str, parameters: JsonObject, **kwargs: Json) -> Executed:
         """Run ``code``, by default for ``default_timeout`` seconds in ``default_language``.
 
-        Returns: what it wrote, reward 0, and ``status``. A program that fails is an answer as others.
+        Returns: what it wrote, reward 0, and ``status``. The failure of a program is an ordinary answer.
 
         Raises: BadArguments without code, ToolError if the sandbox fails.
         """

@@ -19,7 +19,8 @@ from verl.utils.json_types import Json, JsonObject
 from verl.utils.masking import MaskedError
 from verl.utils.parsing import parse_json
 
-_POOL = ("PoolMode", "TokenBucketWorker", "init_search_execution_pool")  # forks and tests import them
+# Users' forks of verl and tests import these names.
+_POOL = ("PoolMode", "TokenBucketWorker", "init_search_execution_pool")
 __getattr__ = lazy_exports(__name__, dict.fromkeys(_POOL, "verl.compat.execution_pool"))
 
 RETRIED = frozenset({500, 502, 503, 504})

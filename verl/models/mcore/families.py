@@ -171,7 +171,7 @@ def rope_arguments(hf: "PretrainedConfig") -> Arguments:
 
 
 def partial_rope_arguments(hf: "PretrainedConfig") -> Arguments:
-    """Return the same for a model that rotates only the first ``partial_rotary_factor`` of each head.
+    """Return the arguments for RoPE that rotates only the first ``partial_rotary_factor`` of each head.
 
     Raises: as ``rope_arguments``.
     """

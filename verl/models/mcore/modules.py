@@ -1,4 +1,4 @@
-"""Building of Megatron-Core modules, and their weights in both directions, under the established signatures.
+"""Build Megatron-Core modules and convert their weights, under the signatures of the established verl interface.
 
 ``verl.utils.megatron_utils`` and ``verl.utils.model`` export these names.
 """

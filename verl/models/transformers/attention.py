@@ -3,7 +3,7 @@
 A packed row holds several sequences end to end. flash-attn and torch's varlen kernel take the boundaries, if they
 support the device and dtype. Otherwise neighbouring sequences of similar length are padded and share one batched SDPA
 call. It needs no mask, because causal attention never looks at padding after a sequence. A cap of the logits, sinks,
-windows and chunks are applied as the model asks for them; what else it asks for is refused.
+windows and chunks are applied as the model asks for them; any other term is refused.
 
 Works with transformers 5.16 to 5.19 (AttentionInterface and AttentionMaskInterface).
 """
@@ -99,7 +99,7 @@ def _torch_varlen() -> Callable[..., Tensor]:
     """Return torch's varlen attention: torch 2.11 shares key and value heads unasked, later ones by ``enable_gqa``."""
     from torch.nn.attention.varlen import varlen_attn
 
-    kernel = cast(Callable[..., Tensor], varlen_attn)  # a pair only if one asks for more
+    kernel = cast(Callable[..., Tensor], varlen_attn)  # returns a pair only if the caller asks for more
     return partial(kernel, enable_gqa=True) if "enable_gqa" in inspect.signature(kernel).parameters else kernel
 
 
@@ -226,12 +226,14 @@ def varlen_attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each sequence of a packed row; without ``packed_sequences`` as ``sdpa`` and by what it drops.
+    """Attend within each sequence of a packed row; without ``packed_sequences`` in each padded row.
+
+    Padded rows use ``sdpa``, and attention written out where ``sdpa`` drops a term.
 
     Args: query (1, H, T, D), key and value (1, K, T, D); with Ulysses, T is this rank's slice. ``softcap`` and
         ``s_aux`` (H,) are transformers' names of the cap of the logits and of the sinks.
     Returns: (1, T, H, D).
-    Raises: WrongInput for what packed rows cannot have.
+    Raises: WrongInput for an option that packed rows do not support.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     terms = Terms(softcap, s_aux)
@@ -275,7 +277,7 @@ def _unpacked_attention(
     terms: Terms,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Run transformers' ``sdpa`` or, where it drops something, the same written out."""
+    """Run transformers' ``sdpa`` or, where ``sdpa`` drops a term, attention written out with that term."""
     length = query.shape[2]
     if isinstance(attention_mask, LocalMask):
         attention_mask = causal_mask(length, query.device, attention_mask.window, attention_mask.chunk)[None, None]

@@ -29,7 +29,7 @@ class Balancing:
     def of_output(self, output: "ModelOutput") -> Tensor | None:
         """Return the loss that the model has computed in a pass; None for a model that never adds one.
 
-        Raises: WrongInput when its routers gave nothing, of which it makes the number 0.
+        Raises: WrongInput if the routers returned nothing, for which the model returns the loss 0.
         """
         loss = getattr(output, "aux_loss", None)
         if loss is None or isinstance(loss, Tensor):

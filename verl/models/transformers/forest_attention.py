@@ -250,7 +250,7 @@ class _OnCpu:
     def forward(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         parts = (_batched(each, call.group) for each in (query, key, value))
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, call.within, scale=scale)
-        exact = torch.promote_types(query.dtype, torch.float32)  # of what is merged
+        exact = torch.promote_types(query.dtype, torch.float32)  # the dtype in which results are merged
         return _rows(out, call.group).to(exact), _rows(sums.unsqueeze(-1), call.group).squeeze(-1)
 
     def backward(
@@ -294,7 +294,7 @@ class _Flash:
         sums: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of dropout, which is off
         unused = torch.empty(0, device=query.device)
         parts = (grad, query, key, value, out, sums.transpose(0, 1).contiguous())
         kernel = torch.ops.aten._flash_attention_backward

@@ -1,6 +1,6 @@
 """Terms that a model of transformers adds to its own loss, besides the likelihood of the tokens.
 
-This imports no torch: the launching process asks too. Of transformers 5.19.
+This imports no torch: the launching process asks too. Written for transformers 5.19.
 """
 
 from collections.abc import Iterator

@@ -35,13 +35,13 @@ class PaddedGroup:
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth that others stand below: the tokens below each attend to it.
+    """The nodes of one depth that have children: the tokens below each node attend to the node.
 
     Attributes:
         queries: the tokens below the nodes, node by node.
         keys: the tokens of the nodes.
         query_bounds: the (n + 1,) int32 offsets of the nodes in ``queries``.
-        key_bounds: those in ``keys``.
+        key_bounds: the int32 offsets of the nodes in ``keys``.
         max_queries: the most tokens below a node.
         max_keys: the most tokens of a node.
     """
@@ -61,7 +61,7 @@ class Paths:
     Attributes:
         keys: the (n,) tokens of the paths, path by path.
         query_bounds: the int32 offsets of the nodes.
-        key_bounds: those of the paths in ``keys``.
+        key_bounds: the int32 offsets of the paths in ``keys``.
         max_queries: the most tokens of a node.
         max_keys: the most tokens of a path.
         places: the (n,) places of the tokens in ``keys``, token by token.
@@ -83,7 +83,7 @@ class PackedSequences:
     Args: with ``ends`` the sequences are the nodes of a forest in depth-first order, and the tokens up to ``ends[i]``
         see those of node i (``verl.utils.batch.forest``).
 
-    ``is_read`` tells whether an attention has asked for them.
+    ``is_read`` tells whether an attention has asked for the boundaries.
     """
 
     is_read = False
@@ -135,7 +135,7 @@ class PackedSequences:
 
     @cached_property
     def _paths(self) -> list[list[int]]:
-        """Return for each node those above it and itself."""
+        """Return for each node its ancestors and itself."""
         assert self.ends is not None
         found: list[list[int]] = []
         above: list[int] = []

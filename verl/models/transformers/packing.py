@@ -1,7 +1,7 @@
 """Decide which models may read packed rows: several rows in one sequence, with boundaries for the attention.
 
-Layers that carry a state along the sequence are not told, and would go on from the state of the row before. This
-imports no torch: the launching process asks too.
+Layers that carry a state along the sequence do not get the boundaries, and would continue from the state of the
+previous row. This imports no torch: the launching process asks too.
 """
 
 from verl.utils.json_types import ConfigJson

@@ -121,7 +121,7 @@ def _check_parts(model: "PreTrainedModel") -> None:
 
 
 class _KimiVL(nn.Module):
-    """What the forward pass reads of Kimi-VL."""
+    """The parts of Kimi-VL that the forward pass reads."""
 
     config: "PretrainedConfig"
     language_model: nn.Module
@@ -140,7 +140,7 @@ class _Slices(TypedDict):
 
 
 class _MiniCPMO(nn.Module):
-    """What the forward pass reads of MiniCPM-o."""
+    """The parts of MiniCPM-o that the forward pass reads."""
 
     config: "PretrainedConfig"
     llm: nn.Module
@@ -300,7 +300,7 @@ def _slice_places(ids: Tensor, media: Media) -> Tensor:
 
 
 class _LatentAttention(nn.Module):
-    """What the packed pass reads of the attention in DeepSeek-V3's published code."""
+    """The parts of the attention in DeepSeek-V3's published code that the packed pass reads."""
 
     q_lora_rank: int | None
     kv_lora_rank: int

@@ -1,11 +1,12 @@
-"""Rotary positions of types whose frequencies depend on the length of the row, and attention temperatures that depend
-on the place in it: each row gets its own.
+"""RoPE by row: frequencies that depend on the length of a row, and attention temperatures that depend on the position.
 
 For the types ``dynamic`` and ``longrope`` transformers chooses the frequencies once for all rows of a pass, by the
-longest one, and keeps the choice for later passes (``dynamic_rope_update``). Here each row gets the frequencies that it
-gets alone, or all rows get those of one length, as an engine that generates by one choice for the whole run.
+longest one, and keeps the choice for later passes (``dynamic_rope_update``). With this module each row gets the
+frequencies that it would get alone. Or all rows get the frequencies of one length, like a generation engine that uses
+one length for the whole run.
 
-Works with transformers 5.16 to 5.19. It can go when transformers chooses row by row and accepts the length of a run.
+Works with transformers 5.16 to 5.19. Remove this module when transformers chooses row by row and accepts the length of
+a run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,12 +34,12 @@ _POSITIONS = "_verl_positions"
 
 
 class RowRope:
-    """The lengths by which the rotary positions of a model choose their frequencies.
+    """The lengths that select the RoPE frequencies of a model.
 
     Attributes:
-        length: it holds for all rows; with None each row has its own.
-        pretrained: the longest row that has the frequencies of the pretraining.
-        switches: longer rows have one other choice (``longrope``), not one for each length.
+        length: the length for all rows; None if each row uses its own.
+        pretrained: the longest row that uses the frequencies of the pretraining.
+        switches: whether all longer rows share one other set of frequencies (``longrope``), not one for each length.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class RowRope:
 
     @contextmanager
     def rows(self, lengths: Tensor) -> Iterator[None]:
-        """Let the passes inside choose by the lengths (b, L) of the rows that their tokens belong to."""
+        """Let passes inside the context choose frequencies by ``lengths`` (b, L), the row length of each token."""
         self._rows = lengths
         try:
             yield
@@ -67,7 +68,7 @@ class RowRope:
 
 
 def row_lengths(positions: Tensor, attended: Tensor) -> Tensor:
-    """Return for each token of padded rows the length of its row: the last position that is attended, and 1.
+    """Return for each token of padded rows the length of its row: the last attended position plus 1.
 
     Args: positions are (b, L) or (C, b, L), ``attended`` is (b, L). Returns: (b, L).
     """
@@ -101,9 +102,9 @@ def foreign_rope(config: "PretrainedConfig") -> str:
 
 
 def install_row_rope(model: nn.Module, length: int | None = None) -> RowRope | None:
-    """Let the rotary positions of a model choose by row, or by one length; None if none of them chooses.
+    """Let the RoPE of a model choose frequencies by row, or by one length; None if they do not depend on the length.
 
-    A model that has them already keeps them, and gets the ``length``.
+    A model that already has a ``RowRope`` keeps it, and gets the ``length``.
     """
     found = row_rope_of(model) or RowRope()
     found.length = length
@@ -176,7 +177,7 @@ def _choices(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Tens
 
 
 def _pretrained(rotary: Any, kind: str, layer_type: str | None) -> int:
-    """Return the longest row that has the frequencies of the pretraining."""
+    """Return the longest row that uses the frequencies of the pretraining."""
     if kind == "dynamic":
         return int(rotary.original_max_seq_len)
     parameters = rotary.config.rope_parameters

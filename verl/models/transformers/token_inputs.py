@@ -1,8 +1,8 @@
 """Inputs per token besides the id for vision-language models of transformers without an entry.
 
-A processor returns it for a prompt: which tokens stand for images, or belong to the prefix. Here it is made from the
-tokens of a whole row, because a response follows the prompt and a tool may show images in it.
-``verl.models.transformers.vision`` has no need of it: its families get their positions with the rows.
+A processor returns these inputs for a prompt: which tokens stand for images, or belong to the prefix. This module makes
+them from the tokens of a whole row, because a response follows the prompt and a tool may show images in it. The
+families of ``verl.models.transformers.vision`` do not need these inputs: they get their positions with the rows.
 
 Works with transformers 5.16 to 5.19.
 """

@@ -148,7 +148,7 @@ def _mcp_tools(item: ClassItem) -> list[BaseTool]:
 
 
 def _own_options(item: ClassItem) -> JsonObject:
-    """Return the part of ``config`` that says how servers are asked; a class of the user may have further keys."""
+    """Return the keys of ``config`` that concern servers; a user's class may have further keys."""
     names = list(McpToolConfig())
     return {key: value for key, value in item.config.items() if key in names}
 

@@ -65,7 +65,7 @@ class McoreRefConfig(RefConfig):
 
 
 def ref_class(node: Mapping[str, Json]) -> type[FSDPRefConfig | McoreRefConfig]:
-    """Return the dataclass of a ``ref`` node, by the layout that it holds: the node names none."""
+    """Return the dataclass of a ``ref`` node: the node names no strategy, so the key ``megatron`` decides."""
     return McoreRefConfig if isinstance(node.get("megatron"), Mapping) else FSDPRefConfig
 
 

@@ -65,7 +65,7 @@ NAMES = f"{', '.join(ROLLOUTS)}, a class as package.module.Class, or an entry po
 
 @cache
 def class_outside(name: str) -> str | None:
-    """Return the dotted name of the class of an engine that is not ours; None for ours, and for no name of one."""
+    """Return the dotted class name of a user's engine; None for verl's engines, and for any other text."""
     if name in ENGINES:
         return None
     for declared in entry_points(group=ENTRY_POINTS, name=name):

@@ -163,7 +163,7 @@ def _base_config(config: "HFModelConfig") -> "PretrainedConfig":
             config.local_hf_config_path, trust_remote_code=config.trust_remote_code, **options
         )
         if config.trust_remote_code and type(hf_config).__module__.startswith("vllm."):
-            # vLLM registers classes of its own, with other fields than the code of the model reads.
+            # vLLM registers its own classes, whose fields differ from those that the model's code reads.
             reference = hf_config.auto_map["AutoConfig"]
             own_class: Any = get_class_from_dynamic_module(reference, config.local_hf_config_path)
             hf_config = own_class.from_pretrained(config.local_hf_config_path, **options)

@@ -70,7 +70,7 @@ class SamplingConfig(BaseConfig):
     do_sample: bool = setting(False, "draw tokens; else take the most likely")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield sampling without a temperature, or with one that is next to none."""
+        """Yield sampling without a temperature, or with a temperature close to 0."""
         yield from cold_rules(self.temperature)
         if self.do_sample and self.temperature == 0:
             yield Violation("temperature", self.temperature, "must be above 0 with do_sample=true")
@@ -101,7 +101,7 @@ class MultiTurnConfig(BaseConfig):
 
 @dataclass
 class CustomAsyncServerConfig(BaseConfig):
-    """A server class of the user's own."""
+    """A user's server class."""
 
     path: str | None = setting(None, "Python file that holds the class")
     name: str | None = setting(None, "name of the class")
@@ -264,7 +264,7 @@ class RolloutConfig(LogProbConfig):
     def rules(self) -> Iterator[Violation]:
         """Yield a name of no engine, layouts that the engines do not have, and keys that exclude each other.
 
-        An engine from outside answers for itself when its class is imported; see ``Demand``.
+        A user's engine is checked when its class is imported; see ``Demand``.
         """
         yield from cold_rules(self.temperature)
         if self.name == "???":

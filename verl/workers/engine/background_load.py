@@ -24,7 +24,7 @@ def load_in_background() -> Iterator[None]:
     Until then only shapes and dtypes of parameters may be read, and nothing may move or replace their memory. The work
     in the block may change the default dtype and the random state of the process: loading depends on neither.
 
-    Raises: the error of a load, also where the block has failed, since that may be a consequence.
+    Raises: the error of a load, also if the block has failed, since the block's failure may be a consequence.
     """
     with ThreadPoolExecutor(1, "load-weights") as thread:
         loads = _Loads(thread)
@@ -39,9 +39,9 @@ def load_in_background() -> Iterator[None]:
 
 
 def fill(memory: Iterable[Tensor], read: Callable[[], Values], at_once: bool = False) -> None:
-    """Let ``read`` fill the memory of parameters: in the thread of the block around this call; without one, now.
+    """Let ``read`` fill the memory of parameters: in the thread of the enclosing block, or now without a block.
 
-    It is also done now if it has to be ``at_once``, or if the host has no room for values that wait for an accelerator.
+    Filling also happens now with ``at_once``, or if the host has no room for values that wait for an accelerator.
 
     Args: ``read`` hands each value to ``place``, and yields what that yields.
     """
@@ -55,8 +55,9 @@ def fill(memory: Iterable[Tensor], read: Callable[[], Values], at_once: bool = F
 def place(value: Tensor, memory: Tensor) -> Values:
     """Copy a value into memory of the host; yield memory of an accelerator with its value, for ``fill``.
 
-    That value gets there in the process's own thread: from another one it could break a CUDA graph that an engine
-    captures meanwhile. Since the memory is there already, an engine that measures what is free sees the whole model.
+    The process's own thread copies the value to the accelerator: a copy from another thread could break a CUDA graph
+    that an engine captures at the same time. Since the memory is there already, an engine that measures what is free
+    sees the whole model.
     """
     if memory.device.type == "cpu":
         with torch.no_grad():
@@ -66,7 +67,7 @@ def place(value: Tensor, memory: Tensor) -> Values:
 
 
 def when_filled(work: Callable[[], None]) -> None:
-    """Run work that needs the weights, or moves them: when those of the block around this call are there, else now."""
+    """Run work that needs or moves the weights: after the load of the enclosing block, or now without a block."""
     loads = _running.get()
     if loads is None:
         work()
@@ -97,7 +98,7 @@ class _Loads:
         self._room = psutil.virtual_memory().available // 2 // workers
 
     def has_room_for(self, memory: Iterable[Tensor]) -> bool:
-        """Whether the values of memory on an accelerator may wait on the host; if so, they take their part of it."""
+        """Return whether values for an accelerator may wait in host memory; if so, reserve the room."""
         needed = sum(each.nbytes for each in memory if each.device.type != "cpu")
         if needed > self._room:
             return False

@@ -66,8 +66,8 @@ class BaseEngine(ABC):
     Args:
         freeze_vision_tower: keep the weights of the vision tower.
         load_weight: load the pretrained weights; Megatron-Core can draw them from a seed instead.
-        rope_length: the length by which all rows choose rotary frequencies that depend on it; by default each row
-            chooses by its own. Only FSDP has such frequencies.
+        rope_length: the length that selects RoPE frequencies (dynamic, longrope) for all rows; by default each row uses
+            its own. Only FSDP supports such RoPE.
 
     Attributes:
         adapter_sizes: how large the adapters are, set by ``initialize`` when only adapters learn.
@@ -144,7 +144,8 @@ class BaseEngine(ABC):
             self._set_training(True)
             try:
                 yield
-                self._finish_updates()  # skipped after an error: it is collective and other ranks may not come
+                # Skipped after an error: the call is collective, and other ranks might not make it.
+                self._finish_updates()
             finally:
                 self.optimizer_zero_grad()
                 self._set_training(False)
@@ -332,9 +333,9 @@ class BaseEngine(ABC):
         return 0
 
     def adopt(self, module: Any, optimizer: Any, lr_scheduler: Any) -> None:
-        """Take a model, an optimizer and a schedule that code of the user has built, or changed, instead of the own.
+        """Replace model, optimizer and schedule by those that the user's code has built or changed.
 
-        Raises: ValueError for an engine that cannot take another one.
+        Raises: ValueError for an engine that cannot take another model, optimizer or schedule.
         """
         for name, part in (("module", module), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
             if part is not getattr(self, name):
@@ -363,8 +364,9 @@ class BaseEngine(ABC):
         """Yield like ``named_weights`` for a receiver that holds most tensors in a smaller dtype; collective.
 
         An engine that gathers its weights asks once for the dtypes in which the receiver holds the tensors that it
-        makes of each parameter, and casts before it gathers. The receiver then has the bits that it would have made
-        itself. What needs arithmetic, such as merged adapters, is cast after it. This engine leaves it to the receiver.
+        makes of each parameter, and casts before it gathers. The receiver then has the same bits as if it had cast the
+        tensors itself. Tensors that need arithmetic, such as merged adapters, are cast afterwards. This base class
+        leaves the casts to the receiver.
         """
         return self.named_weights(before=before)
 

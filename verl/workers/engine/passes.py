@@ -63,8 +63,9 @@ class PassSpec:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Read the keys of the established verl interface in ``meta_info``. Only this class and ``temperature_of`` read
-        them.
+        """Read the keys of the established verl interface in ``meta_info``.
+
+        Only this class and ``temperature_of`` read these keys.
 
         Engines name the cut ``micro_batch_size_per_gpu`` and ``max_token_len_per_gpu``, actors and critics around
         a module (``DataParallelPPOActor``) ``micro_batch_size`` and ``max_token_len``.

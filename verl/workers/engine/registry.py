@@ -1,4 +1,4 @@
-"""The training engines by model type, backend and device, and the packages that have ours."""
+"""The training engines by model type, backend and device, and the packages that define verl's engines."""
 
 import importlib
 from collections.abc import Callable, Sequence

@@ -149,7 +149,7 @@ class Judge:
         raise ValueError(f"it returned {value!r}, which is not a finite number")
 
     def _of_user(self, function: str, row: int, text: str, call: Callable[[], T]) -> T | None:
-        """Return the result of a call that runs a function of the user; None after a line in the log if it fails."""
+        """Run a call of the user's function; if the call fails, log the failure and return None."""
         try:
             return call()
         except (Exception, TimeLimitExceeded) as error:  # user code may raise anything

@@ -124,7 +124,7 @@ class AbstractRewardManager:
         return {"reward_tensor": reward, "reward_extra_info": scoring.gather_extras(scores, self._known_extras)}
 
     def _give_lowest(self, samples: list[Sample], scores: list[Score]) -> None:
-        """Give failures whose score nothing states the lowest of their data source in the batch."""
+        """Give failures without a stated score the lowest score of their data source in the batch."""
         if all(score.failure is None for score in scores):
             return
         sources = [sample.data_source for sample in samples]
@@ -135,7 +135,7 @@ class AbstractRewardManager:
                 score.value = lowest[source]
 
     def _check_given(self, data: "DataProto") -> None:
-        """Judge and log scores that agent loops have made, as if they were made here.
+        """Check and log scores from agent loops in the same way as scores of this manager.
 
         Raises: RewardError when more responses failed than ``reward_model.scoring.max_failed_ratio`` allows.
         """

@@ -315,7 +315,7 @@ def failure_score_of(reward_fn: Callable[..., RewardOutput], data_source: str) -
 
 
 def stated_failure_score(limits: ScoringLimits, scorer: RawScorer, data_source: str) -> float | None:
-    """Return the same for a scorer."""
+    """Return the score of failures, as ``failure_score_of`` does, for a scorer."""
     if limits.failure_score is not None:
         return limits.failure_score
     inner = _inner(scorer)
@@ -450,6 +450,6 @@ def _valid_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
 def _short(value: RawScore | GroundTruth, limit: int = SHOWN_CHARS) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # of a class of the user, or an integer with too many digits
+    except Exception as error:  # the text of a user's class may fail, and so may an integer with too many digits
         return f"a {type(value).__name__}, whose repr raises {type(error).__name__}"
     return text if len(text) <= limit else text[:limit] + "..."

@@ -1,4 +1,4 @@
-"""The arguments of each reward manager, those by which it calls a scorer, and the check that a scorer takes them.
+"""The arguments of each reward manager and of its calls of a scorer, and the check that a scorer takes them.
 
 This module imports nothing heavy: the launching process uses it on the source of a scorer, before torch is loaded.
 """

@@ -122,7 +122,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @property
     def optimizer_nodes(self) -> "list[OptimizerConfig | DictConfig]":
-        """The actor's, in its typed configuration and in ``config``, which a subclass may read."""
+        """The actor's optimizer nodes: in its typed configuration, and in ``config``, which a subclass may read."""
         return [self.actor_config.optim, self.config.actor.optim] if self._is_actor else []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -234,7 +234,7 @@ class ActorRolloutRefWorker(EngineWorker):
         return engine
 
     def _rope_options(self, model_config: "HFModelConfig") -> dict[str, Any]:
-        """Return the length by which the rollout chooses rotary frequencies, if they depend on one."""
+        """Return the length that selects the rollout's RoPE frequencies, if they depend on the length."""
         length = rope_length(self.rollout_config, model_config.hf_config)
         return {} if length is None else {"rope_length": length}
 
@@ -283,7 +283,7 @@ class ActorRolloutRefWorker(EngineWorker):
         return engine.module, engine.optimizer, engine.lr_scheduler, model_config.hf_config
 
     def _begin_rollout(self) -> None:
-        """Let an engine that starts apart do so while the models are built here."""
+        """Start the engine while this process builds the models, if the engine can start apart."""
         builds_its_own = type(self)._build_rollout is not ActorRolloutRefWorker._build_rollout
         name = self.rollout_config.name
         mode = self.rollout_config.mode
@@ -337,7 +337,7 @@ class ActorRolloutRefWorker(EngineWorker):
         prompts.meta_info.setdefault("pad_token_id", self.model_config.pad_token_id)
         timing = self._sync_timing
         self._sync_timing = {}
-        if not timing:  # else the peak and the seconds began with the sync
+        if not timing:  # otherwise the peak and the seconds began with the sync
             begin_peak()
         self._step = batching.BatchInfo.of(prompts).step
         with simple_timer("wake_and_sync", timing):
@@ -392,7 +392,7 @@ class ActorRolloutRefWorker(EngineWorker):
         await self.sharding_manager.give_to_trainer()
 
     def _sleep_rollout(self) -> None:
-        """Free the memory of a rollout that was synced but has not generated, as in a fork's own loop."""
+        """Free the memory of a rollout that was synced but has not generated, as in a user's fork of verl."""
         if self._is_rollout and self.sharding_manager.is_awake:
             complete(self.trainer_mode())
 

@@ -43,13 +43,13 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker, RolloutServer):
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     async def rollout_server(self) -> "Actor | None":
-        """Return the actor that answers requests, None if that is this one or on a worker that does not lead."""
+        """Return the actor that answers requests; None if this worker answers, and on workers that do not lead."""
         return getattr(self.rollout, "server", None)
 
     generate = register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(RolloutServer.generate)
 
     async def answer(self, request: GenerationRequest) -> TokenOutput:
-        """Continue a prompt; see ``RolloutServer.answer``. The rollout may be of a user, who knows no ``answer``."""
+        """Continue a prompt; see ``RolloutServer.answer``. A user's rollout might not have ``answer``."""
         return await self.rollout.generate(**request.arguments())
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)

@@ -109,8 +109,8 @@ def training_spec(config: "ActorConfig | CriticConfig", dp_size: int = 1) -> Pas
 def policy_update_spec(spec: PassSpec, config: "ActorConfig", data: "DataProto", temperature: float) -> PassSpec:
     """Return the options of a policy update, which is cut as ``spec`` says.
 
-    Without ``old_log_probs``, or with those of the rollout, no pass came before. The update then returns the entropy,
-    which that pass would have.
+    Without ``old_log_probs``, or with those of the rollout, no log-probability pass came before the update. The update
+    then returns the entropy in place of that pass.
     """
     is_first = config.use_rollout_log_probs or "old_log_probs" not in tensors_of(data).keys()
     return dataclasses.replace(

@@ -33,7 +33,7 @@ class CriticWorker(EngineWorker):
 
     @property
     def optimizer_nodes(self) -> "list[OptimizerConfig | DictConfig]":
-        """The critic's."""
+        """The optimizer nodes of the critic."""
         return [self.config.optim]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -80,7 +80,8 @@ def _kl_to_reference(kl_loss_type: str, model_output: ModelOutput, batch: Mappin
     Raises: ValueError if the engine has not computed the exact divergence.
     """
     if kl_loss_type != "full":
-        reference = torch.where(batch["response_mask"].bool(), batch["ref_log_prob"], 0.0)  # as log_probs are there
+        # Outside the mask ``log_probs`` are 0, too.
+        reference = torch.where(batch["response_mask"].bool(), batch["ref_log_prob"], 0.0)
         return kl_penalty(model_output["log_probs"], reference, kl_loss_type)
     if "full_kl" not in model_output:
         raise ValueError("kl_loss_type='full' needs the reference's distribution in the actor's engine: set_reference")

@@ -1,4 +1,4 @@
-"""Actors of forks: a worker runs the methods that a subclass overrides, in its own engine.
+"""Actors of users' forks of verl: a worker runs the methods that a subclass overrides, in the worker's engine.
 
 The workers call an actor only where a subclass has overridden a method. With a module that the caller has built, an
 actor also works without a worker.
@@ -111,7 +111,7 @@ class DataParallelPPOActor(BasePPOActor["FSDPActorConfig"]):
 
     @classmethod
     def around(cls, engine: FSDPEngine, config: "FSDPActorConfig") -> Self:
-        """Return an actor whose passes run in an engine that exists, in which the batch sizes count rows."""
+        """Return an actor whose passes run in an existing engine; the batch sizes of ``config`` count rows."""
         actor = cls.__new__(cls)
         BasePPOActor.__init__(actor, config)
         actor.actor_module = engine.module

@@ -62,7 +62,8 @@ class RewardModelWorker(EngineWorker):
         config = self.config
         was_checked = cached_folder(config.model.path) is not None
         model_config = config.model.as_model_config()
-        if config.model.input_tokenizer is not None and not was_checked:  # else before the run has started
+        # A folder that was there before is checked before the run starts.
+        if config.model.input_tokenizer is not None and not was_checked:
             check_template({}, model_config.tokenizer.chat_template)
         if config.is_generative:
             rollout = build_rollout(config.as_rollout_config(), model_config)

@@ -1,8 +1,8 @@
-"""RoPE scaling of an engine: the frequencies that the actor computes with, in a form that the engine computes alike.
+"""RoPE scaling of an engine: the actor's frequencies, in a form from which the engine computes the same ones.
 
 vLLM and SGLang choose the frequencies of the types ``dynamic`` and ``longrope`` once for a run, each by another rule;
-SGLang's ``longrope`` even by the longest request of a step, and wrongly at the boundary. Both get what transformers has
-for a row as long as the context, and so do actor and reference (``rope_length``).
+SGLang's ``longrope`` even by the longest request of a step, and wrongly at the boundary. Both get the frequencies that
+transformers uses for a row as long as the context, and so do actor and reference (``rope_length``).
 """
 
 import math
@@ -47,7 +47,7 @@ class RopeParameters(TypedDict, total=False):
 
 
 def rope_length(config: "RolloutConfig", hf_config: "PretrainedConfig") -> int | None:
-    """Return the length by which all rows of a run choose rotary frequencies; None if each row chooses by its own."""
+    """Return the length that selects the RoPE frequencies of all rows of a run; None if each row uses its own."""
     if config.name not in _ENGINES or not has_length_rope(hf_config):
         return None
     return int(config.context_length)

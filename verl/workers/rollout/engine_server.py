@@ -53,12 +53,12 @@ class OpenRequest:
 
 
 class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
-    """An engine in processes of its own; see ``RolloutServer`` for the contract.
+    """An engine in separate processes; see ``RolloutServer`` for the contract.
 
-    It is paused from ``pause`` or ``begin_update`` on until ``resume``; then requests wait here. A server that
-    ``waits_for_weights`` of a trainer starts paused. An engine that has died, or has not answered for
-    ``server.heartbeat_timeout`` seconds, is ended: every caller that waits gets a ``ServerError``, and so does every
-    later one.
+    The server is paused from ``pause`` or ``begin_update`` until ``resume``; requests wait in the server during that
+    time. A server that ``waits_for_weights`` of a trainer starts paused. An engine that has died, or has not answered
+    for ``server.heartbeat_timeout`` seconds, is ended: every caller that waits gets a ``ServerError``, and so does
+    every later one.
 
     Args: ``name`` is that of the actor; ``replica_rank`` is its number among the servers.
     """
@@ -174,7 +174,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
             await asyncio.sleep(_GLANCE_S)
 
     async def _ask(self, call: Awaitable[T], what: str, timeout_s: float | None = None) -> T:
-        """Wait for a call of the engine, until a deadline; a call may wait for ever if the engine dies meanwhile.
+        """Wait for a call of the engine, until a deadline; without one, a call could wait forever if the engine dies.
 
         Raises: ServerError if the engine is gone or does not answer, which ends it; RuntimeError of the call itself.
         """
@@ -188,7 +188,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
                 return task.result()
             except self._deaths() as error:
                 raise self._end(f"its engine has died: {error!r}") from error
-            except Exception as error:  # engines hand on the text of an error in one of their processes
+            except Exception as error:  # engines pass on the text of an error in one of their processes
                 raise RuntimeError(f"rollout server {self.name}, asked for {what}: {error}") from error
         finally:
             self._asked -= 1
@@ -228,7 +228,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         if self._heart is None and not self._is_hybrid:
             await self._begin()
         prompt = self._form.prompt(request)
-        if not self._is_paused:  # else the request waits, if need be for weights
+        if not self._is_paused:  # otherwise the request waits, for weights too if there are none
             self._check_usable()
         params = self._form.params(request)
         request_id = request.request_id
@@ -243,7 +243,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
                 return self._form.not_started(params)
             output = work.result()
         except self._refusals() as error:
-            raise WrongInput(f"request {request_id}: {error}") from error
+            raise WrongInput(f"the rollout engine refused request {request_id}: {error}") from error
         except self._deaths() as error:
             raise self._end(f"its engine has died: {error!r}") from error
         finally:
@@ -277,7 +277,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
             while entry.started and entry.key in self._open.get(request_id, {}):
                 if await self._ask(self._engine.abort(entry.key), "the end of a request"):
                     break
-                await asyncio.sleep(_POLL_S)  # it is on its way to the engine
+                await asyncio.sleep(_POLL_S)  # the request is on its way to the engine
         return bool(entries)
 
     async def health(self, timeout_s: float = 10.0) -> dict[str, float]:
@@ -333,7 +333,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         self._gate.set()
 
     async def version(self) -> int:
-        """Return the version of the weights; -1 for none of a trainer."""
+        """Return the version of the weights; -1 without weights of a trainer."""
         self._check_alive()
         return self._version
 

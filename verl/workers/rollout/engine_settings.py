@@ -56,7 +56,7 @@ def check_context(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> int
 
 
 def check_prefill(config: "RolloutConfig", context_length: int) -> None:
-    """Raise WrongInput if a prompt that may not be cut does not fit into a pass."""
+    """Raise WrongInput if prompts must not be cut into chunks and the longest does not fit into a pass."""
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < context_length:
         raise WrongInput(
             f"{_NODE}.max_num_batched_tokens={config.max_num_batched_tokens} is below the context {context_length} and "

@@ -60,13 +60,13 @@ class GenerationRequest:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the established ``generate``, without media that are empty.
 
-        Servers of users may not take both forms of images.
+        A user's server might not take both forms of images.
         """
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if name not in _MEDIA or value}
 
     def token_ids(self, vocab_size: int) -> list[int]:
-        """Return the prompt as a list; an engine takes unknown tokens for zeros, or ends.
+        """Return the prompt as a list; an engine treats unknown tokens as zeros, or dies.
 
         Raises: WrongInput for an empty prompt, and for a token that the model does not have.
         """
@@ -170,7 +170,7 @@ class RolloutServer(ABC):
 
 
 class ServedEngine(Protocol):
-    """An engine in processes of its own, as the server that owns it sees it; the server has the deadlines."""
+    """An engine in separate processes, as the server that owns it sees it; the server has the deadlines."""
 
     workers: int
     """How many processes hold a part of the model."""

@@ -105,7 +105,7 @@ class RolloutReplica(ABC):
         self.launch_servers()
 
     def init_standalone(self, waits_for_weights: bool = False) -> None:
-        """Start a server on devices of its own, the pool ``rollout_pool_<rank>``; it starts in the background.
+        """Start a server on its own devices, the pool ``rollout_pool_<rank>``; it starts in the background.
 
         Args: with ``waits_for_weights`` it does not serve before it has the weights of a trainer.
         Raises: WrongInput for an engine that is larger than a node; PlacementError if the devices are not there.
@@ -232,10 +232,10 @@ class RolloutReplica(ABC):
     def restart(self) -> None:
         """End a standalone server, whatever state it is in; Ray starts it again, under the same handle.
 
-        Requests that it has fail. If it ``waits_for_weights``, it serves again after an update of them.
+        Its open requests fail. If it ``waits_for_weights``, it serves again after an update of them.
         """
         self._ended_pid, self._may_end_until = self._pid, time.monotonic() + _RESTART_S
-        # It returns before the process has ended.
+        # ray.kill returns before the process has ended.
         ray.kill(self.server_handle, no_restart=False)  # type: ignore[arg-type]  # a handle, see `Actor`
 
     def shutdown(self) -> None:

@@ -115,10 +115,10 @@ class StandaloneServers:
 
     @contextmanager
     def watched(self, send: Send | None, keeps_weights: bool = False) -> Iterator[None]:
-        """Replace servers that die meanwhile, and give them the current weights if there is a trainer to ``send`` them.
+        """Replace servers that die inside the context, and ``send`` them the current weights if there is a trainer.
 
-        With ``keeps_weights`` the servers have older weights that a batch goes on with: none gets others while one of
-        them lives.
+        With ``keeps_weights`` a batch goes on with the servers' older weights: no server gets other weights while a
+        server with the older ones lives.
 
         Raises: the error that made this impossible; all servers are ended then, so that nobody waits for one.
         """
@@ -181,7 +181,7 @@ class StandaloneServers:
             if error.actor_init_failed:
                 why = cause_of_death(error)
                 raise ServerError(f"rollout server {replica.server_name} cannot start again: {why}") from error
-        except Exception as error:  # it starts, or a server of a user raises anything
+        except Exception as error:  # the server is starting, or a user's server raises anything
             logger.debug("rollout server %s has no version: %r", replica.server_name, error)
 
     def _make_ready(self, replica: RolloutReplica) -> None:
@@ -192,7 +192,7 @@ class StandaloneServers:
         except ServerError as error:
             self._replace(replica, str(cause_of(error)))
             place = replica.wait_until_ready()
-        if self._pids.get(name, place["pid"]) != place["pid"]:  # Ray starts it without being asked
+        if self._pids.get(name, place["pid"]) != place["pid"]:  # Ray has restarted the process by itself
             logger.warning("rollout server %s has started again: its process has died", name)
         self._pids[name] = place["pid"]
 

@@ -1,4 +1,4 @@
-"""Engines that start without reading weights: the models for which a server does, and the check of the first update."""
+"""Engines that start without reading weights: the models whose servers do so, and the check of the first update."""
 
 from typing import TYPE_CHECKING
 

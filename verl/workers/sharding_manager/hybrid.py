@@ -128,7 +128,7 @@ class HybridShardingManager(BaseShardingManager):
         if self._prepared_for is None:
             return
         self._prepared_for = None
-        # The trainer changes shared weights in place, so no request may go on meanwhile.
+        # The trainer changes shared weights in place, so no request may run at the same time.
         if self.rollout.config.free_cache_engine or self.shared is not None:
             await self.rollout.release()
         _empty_cache()

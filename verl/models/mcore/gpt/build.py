@@ -191,7 +191,7 @@ def init_mcore_model(
 def _mark_shards(model: GPTModel, hf_config: "PretrainedConfig", is_value_model: bool) -> None:
     """Mark parameters that tensor parallelism shards, as Megatron-Core does when it initialises them, which is skipped.
 
-    The gradient of one that is not marked would count as replicated, and the gradient norm would be wrong.
+    The gradient of an unmarked parameter would count as replicated, and the gradient norm would be wrong.
     """
     for named in named_parameters(model, hf_config, is_value_model):
         if named.rule.shard_dim is not None and not hasattr(named.parameter, "tensor_model_parallel"):

@@ -130,7 +130,7 @@ def adapters_of(model: "PreTrainedModel", folder: Path) -> nn.Module:
     from peft import LoraConfig
 
     lora = LoraConfig.from_pretrained(str(folder))
-    lora.base_model_name_or_path = model.name_or_path  # peft warns of another one
+    lora.base_model_name_or_path = model.name_or_path  # peft warns if this name differs
     wrapped = _wrapped(model, lora)
     _refuse_tied(wrapped)
     return wrapped

@@ -280,7 +280,7 @@ class ModelBuilder:
             install_liger(model)
         if self.model_config.use_fused_kernels and not self.is_value_model:
             backend = self.model_config.fused_kernel_options["impl_backend"]
-            backend_of(backend, self.layout.device)  # raises if it cannot run there
+            backend_of(backend, self.layout.device)  # raises if the backend cannot run on the device
             install_fused_head(model, backend)
         if self.model_config.enable_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

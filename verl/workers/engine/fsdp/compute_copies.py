@@ -104,7 +104,10 @@ class ComputeCopies:
             yield
 
     def _places(self) -> dict[Tensor, list[Place]]:
-        """Return where the module holds each of its weights; nothing if a user has sharded it, whose dtypes count."""
+        """Return where the module holds each of its weights.
+
+        Empty if the user has sharded the module: then the user's dtypes apply.
+        """
         places: dict[Tensor, list[Place]] = {}
         if is_sharded(self._module):
             return places

@@ -214,9 +214,9 @@ class FSDPEngine(BaseEngine):
             raise ConfigError(found)
 
     def _row_rope(self) -> RowRope | None:
-        """Let rotary positions choose their frequencies row by row, or by ``rope_length``.
+        """Let RoPE choose its frequencies row by row, or by ``rope_length``.
 
-        Raises: ConfigError for code that is not transformers' own, whose choice nobody can make.
+        Raises: ConfigError for RoPE code that is not transformers' own, whose choice verl cannot control.
         """
         config = getattr(self.base_model, "config", None)
         if config is None or not has_length_rope(config):
@@ -308,7 +308,7 @@ class FSDPEngine(BaseEngine):
                     torch.autograd.backward(loss)
 
     def _computing(self, trains: bool) -> AbstractContextManager[None]:
-        """Return a context in which the module computes in the configured dtype, if FSDP does not see to that."""
+        """Return a context in which the module computes in the configured dtype, if FSDP does not cast to it."""
         copies = ComputeCopies.of(self.module)
         return nullcontext() if copies is None else copies.in_place(trains)
 
@@ -365,7 +365,7 @@ class FSDPEngine(BaseEngine):
         return 0 if self.lr_scheduler is None else self.lr_scheduler.last_epoch
 
     def adopt(self, module: nn.Module, optimizer: Any, lr_scheduler: Any) -> None:
-        """Take a model, an optimizer and a schedule that code of the user has built, or changed, instead of the own."""
+        """Replace model, optimizer and schedule by those that the user's code has built or changed."""
         if not hasattr(self, "layout"):  # not initialized: the model was built elsewhere
             self.layout = make_layout(self.engine_config, must_wrap=isinstance(module, FSDPModule))
         if module is not self.module:

@@ -69,8 +69,8 @@ class Forward:
         takes_media: the model merges images itself (``verl.models.transformers.vision``).
         fused_head: the head scores tokens without making logits (``verl.models.transformers.dense_common``).
         shares_prefixes: tokens with which several rows begin pass through the model once.
-        asks_for_rows: the model, as errors name it, whose attention must ask where packed rows begin; None if another
-            way tells it.
+        asks_for_rows: the name of the model in errors, if its attention must ask where packed rows begin; None if the
+            model learns it in another way.
         balancing: the loss of the model's experts that a gradient needs; None if its configuration asks for none.
         rope: the rotary positions whose frequencies depend on the length of a row.
         token_inputs: what a vision-language model takes for each token, if it does not take ``Media``.
@@ -216,7 +216,7 @@ class Forward:
         if given.dim() == 3:
             given = given.transpose(0, 1)
         counts_own = given.dim() == 2 and self.token_inputs is not None and self.token_inputs.has_axes and bool(inputs)
-        positions = None if counts_own else given  # else the rows would have those of text
+        positions = None if counts_own else given  # otherwise the rows would get the positions of text
         rows, width = packed.shape
         length = ids.shape[1]
         before = length - width - self.lead
@@ -314,7 +314,7 @@ class Forward:
         return self.rope is not None and self.rope.length is None
 
     def _rows(self, lengths: Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which rotary positions choose by the lengths of rows, if they do."""
+        """Return a context in which RoPE chooses its frequencies by the lengths of rows, if they depend on it."""
         return nullcontext() if self.rope is None or lengths is None else self.rope.rows(lengths)
 
     def _activations(self) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def resident_tensors(module: nn.Module, model: "PreTrainedModel") -> dict[str, Tensor]:
     """Return the tensors in which one rank holds a whole model, by the names of a published checkpoint.
 
-    Of a parameter that ``fully_shard`` has wrapped it is the local tensor. A tied parameter is there once.
+    A parameter that ``fully_shard`` has wrapped is there as its local tensor, and a tied parameter once.
 
     Raises: WrongInput for adapters, for a shard, and for a tensor that a checkpoint holds in another form.
     """
@@ -67,7 +67,10 @@ def _local(name: str, tensor: Tensor) -> Tensor:
 
 
 def _only_name(model: "PreTrainedModel", name: str, tensor: Tensor) -> str:
-    """Return the name of a tensor in a checkpoint. Raises: WrongInput unless it stands there as it is in memory."""
+    """Return the name of a tensor in a checkpoint.
+
+    Raises: WrongInput unless the checkpoint holds the tensor in the form that it has in memory.
+    """
     stored = list(checkpoint_names(model, iter([(name, tensor)])))
     if len(stored) != 1 or _place(stored[0][1]) != _place(tensor):
         names = ", ".join(each for each, _ in stored[:3])

@@ -1,7 +1,8 @@
 """Read parts of a model's tensors from files that hold them under other names or in another layout.
 
 transformers knows what leads from the files to the model: renamings, and conversions of one or several tensors, such as
-stacking the experts of a layer. Its own operations run here, on the parts that a rank needs: no rank reads for others.
+stacking the experts of a layer. This module runs transformers' own operations on the parts that a rank needs: no rank
+reads for others.
 """
 
 import logging

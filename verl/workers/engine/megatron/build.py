@@ -268,7 +268,7 @@ class ModelBuilder:
         return self.bridge is None and not self.engine_config.use_dist_checkpointing and not shares_files
 
     def load(self, chunks: Sequence[nn.Module], at_once: bool = True) -> None:
-        """Bring the weights of the chunks; collective unless ``reads_alone``, and only then may it be not ``at_once``.
+        """Bring the weights of the chunks; collective unless ``reads_alone``; only then may ``at_once`` be false.
 
         Raises: ModelWeightsError naming the file, or the tensor that is missing or of the wrong shape.
         """

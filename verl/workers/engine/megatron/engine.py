@@ -96,7 +96,7 @@ class MegatronEngine(BaseEngine):
             self.lr_scheduler = get_megatron_optimizer_param_scheduler(self.optimizer, self.optimizer_config)
         if loads_last:
             builder.load(self.models, at_once=False)
-            if self.optimizer is not None:  # which may hold copies in fp32
+            if self.optimizer is not None:  # the optimizer may hold copies in fp32
                 when_filled(self.optimizer.reload_model_params)
         if not is_own(type(self)):  # an engine of the user, which may read the weights
             wait_for_weights()
@@ -107,8 +107,8 @@ class MegatronEngine(BaseEngine):
     def _needs_weights(self) -> bool:
         """Whether the weights must be there when the optimizer is made.
 
-        They are offloaded next, so that an engine finds the memory free; or an option makes copies of them that
-        ``reload_model_params`` does not make again.
+        They must if the weights are offloaded next, so that an engine finds the memory free, or if an option copies
+        them in a way that ``reload_model_params`` does not repeat.
         """
         config = self.engine_config
         optimizer = self.optimizer_config
@@ -336,7 +336,7 @@ class MegatronEngine(BaseEngine):
         return 0 if self.lr_scheduler is None else int(self.lr_scheduler.num_steps)
 
     def adopt(self, module: Any, optimizer: Any, lr_scheduler: Any) -> None:
-        """Take an optimizer and a schedule that code of the user has built, or changed, instead of the own.
+        """Replace optimizer and schedule by those that the user's code has built or changed.
 
         Raises: ValueError for another model: the optimizer and the exported weights belong to the chunks built here.
         """

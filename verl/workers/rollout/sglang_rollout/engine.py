@@ -44,10 +44,10 @@ class StoppedError(RuntimeError):
 
 
 class SGLangEngine:
-    """SGLang's engine in processes of its own; see ``ServedEngine``.
+    """SGLang's engine in separate processes; see ``ServedEngine``.
 
     All its coroutines run on one event loop. It has no deadlines: the server has them. SGLang ends the process that
-    owns an engine when one of the engine's processes fails; this one leaves that to the server, which asks for
+    owns an engine when one of the engine's processes fails; this class leaves that to the server, which asks for
     ``death``.
 
     Args:
@@ -80,14 +80,15 @@ class SGLangEngine:
             self._processes = [each for each in multiprocessing.active_children() if each not in before]
             self.stop()
             raise RuntimeError(why) from error
-        atexit.unregister(self._engine.shutdown)  # it ends all children of this process, whoever started them
+        # SGLang's shutdown ends all children of this process, whoever started them.
+        atexit.unregister(self._engine.shutdown)
         self._processes = [each for each in multiprocessing.active_children() if each not in before]
         self._manager: Any = self._engine.tokenizer_manager
         patch.take_encoded_media(self._manager)
         has_readers = self._engine.server_args.dp_size > 1  # of the counters by which requests are distributed
         unlink_shared_memory(self.pids, None if has_readers else self._engine.port_args.instance_id)
         watchdog = self._manager._subprocess_watchdog
-        watchdog.stop()  # it ends this process when one of the engine's is gone
+        watchdog.stop()  # the watchdog ends this process when a process of the engine is gone
         self._names = {process.pid: name for process, name in zip(watchdog._processes, watchdog._names, strict=True)}
         self._manager._subprocess_watchdog = None
         for pid in set(self.pids) - {process.pid for process in self._processes}:  # schedulers of a controller
@@ -149,7 +150,8 @@ class SGLangEngine:
                 signal.pidfd_send_signal(descendant, signal.SIGKILL)
             multiprocessing.connection.wait([descendant], _END_S)
             os.close(descendant)
-        unlink_shared_memory([each.pid for each in self._processes if each.pid], None)  # of one that has not started
+        # An engine that has not started may leave shared memory.
+        unlink_shared_memory([each.pid for each in self._processes if each.pid], None)
         self._sockets.close()
         self._log.close()
 
@@ -291,7 +293,7 @@ class SGLangEngine:
         """Allocate memory that has been released again; weights need an update afterwards."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        due = sorted(set(tags) & self._released)  # a scheduler dies of others
+        due = sorted(set(tags) & self._released)  # a scheduler dies of other tags
         if due:
             self._listen()
             await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=due))
@@ -369,7 +371,7 @@ def _engine_class(log: str, batch_invariant: bool, sockets: SocketFolder) -> typ
         def _launch_detokenizer_subprocesses(
             cls, server_args: "ServerArgs", **kwargs: Any
         ) -> tuple[list[BaseProcess], list[str]]:
-            if server_args.skip_tokenizer_init:  # nothing goes through it, and it imports for seconds
+            if server_args.skip_tokenizer_init:  # the detokenizer would have no work, and its imports take seconds
                 return [], []
             return super()._launch_detokenizer_subprocesses(server_args=server_args, **kwargs)
 
@@ -390,7 +392,7 @@ class _Log:
         with open(self._source, "rb") as source:
             for line in source:
                 self._lines.append(line.decode(errors="replace").rstrip())
-                with contextlib.suppress(OSError):  # nobody may read ours
+                with contextlib.suppress(OSError):  # nobody might read the standard error of this process
                     os.write(2, line)
 
     def tail(self) -> str:
@@ -406,7 +408,7 @@ class _Log:
 
 
 def _ending(code: int | None) -> str:
-    if code is None:  # somebody else has waited for it
+    if code is None:  # other code has waited for the process
         return "has ended"
     if code >= 0:
         return f"has ended with exit code {code}"
@@ -421,7 +423,7 @@ def _ignore_quit() -> None:
     """Ignore SIGQUIT, by which a process of the engine that fails would end this one.
 
     Python sets handlers in the main thread only, and SGLang sets its own there; it takes ``custom_sigquit_handler``.
-    Elsewhere a function of C that does nothing is the handler. ``SIG_IGN`` would be inherited by the engine's
+    In other threads the handler is a C function that does nothing. ``SIG_IGN`` would be inherited by the engine's
     processes: with data parallelism the one that distributes requests has to end when a scheduler fails.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -431,7 +433,7 @@ def _ignore_quit() -> None:
 
 @contextlib.contextmanager
 def _kept_logging() -> Iterator[None]:
-    """Keep this process's logging, which SGLang sets up anew."""
+    """Keep this process's logging, which SGLang replaces."""
     about_quit = logging.getLogger("sglang.srt.entrypoints.engine")
     about_quit.addFilter(lambda record: "custom SIGQUIT handler" not in str(record.msg))
     root = logging.getLogger()

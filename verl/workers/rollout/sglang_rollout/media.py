@@ -37,7 +37,7 @@ Item = Any  # an image of PIL, or a video as (frames, metadata)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the engine takes it: all tokens of its images and videos, and these; None for text."""
+    """A prompt as the engine takes it: the tokens, with all those of the media, and the media; None for text."""
 
     token_ids: list[int]
     media: "MultimodalProcessorOutput | None" = None
@@ -51,7 +51,7 @@ class _Encoded:
         tokens: its tokens in the prompt.
         inputs: pixels and grid.
         seconds: between two patches of a video, for families whose positions are times.
-        digest: tells it from others.
+        digest: identifies the image or video.
     """
 
     kind: str

@@ -204,12 +204,13 @@ def choose_products() -> None:
         lm_head: "VocabParallelEmbedding",
         embedding_bias: Tensor | None = None,
         *,
-        out: Tensor | None = None,  # memory that the result may take; blocks are joined in memory of their own
+        # Memory that the result may take; it is not used, since blocks are joined in new memory.
+        out: Tensor | None = None,
         **more: Any,
     ) -> Tensor:
         return on_blocks(lambda block: compute_lm_head(self, block, lm_head, embedding_bias, **more), hidden_states)
 
-    if not has_sglang_kernels():  # which pack the weights
+    if not has_sglang_kernels():  # SGLang's kernels pack the weights
         UnquantizedLinearMethod.apply = apply_on_blocks
         LogitsProcessor._compute_lm_head = compute_on_blocks
         fused_moe_native.F = SimpleNamespace(linear=product_on_blocks, silu=F.silu, gelu=F.gelu)
@@ -274,10 +275,10 @@ def standardize_towers() -> None:
 
 @contextmanager
 def sockets_in(folder: Path, opened: "list[Socket[bytes]]") -> Iterator[None]:
-    """Let an engine that starts meanwhile make the sockets between its processes in a folder.
+    """Let an engine that starts inside the context make the sockets between its processes in a folder.
 
-    ``opened`` gets those of this process, whoever starts the engine closes them: SGLang never does. If Python collects
-    them open, the owner of the engine waits without end, since their context may be collected first.
+    ``opened`` gets the sockets of this process. The code that starts the engine closes them: SGLang never does. If
+    Python collects them open, the owner of the engine waits without end, since their context may be collected first.
 
     Versions: 0.5.21 to 0.5.23, which make them among all temporary files, and leave them there. Remove when an engine
     has a folder for them, and closes them when it ends or does not start.

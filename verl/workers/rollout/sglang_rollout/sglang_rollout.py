@@ -160,7 +160,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
         except ray.exceptions.RayActorError as error:
             raise ServerError(f"rollout server {self.name}: its process has died: {cause_of_death(error)}") from error
         except ray.exceptions.RayTaskError as error:
-            raise error.cause from error  # whose message does not begin with Ray's trace
+            raise error.cause from error  # the message of the cause does not begin with Ray's trace
 
     # ---- generation
 

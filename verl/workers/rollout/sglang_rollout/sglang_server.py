@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SGLangServer(EngineServer["SGLangEngine", "Unexpanded", "EngineParams"]):
-    """An SGLang engine in processes of its own; see ``EngineServer``."""
+    """An SGLang engine in separate processes; see ``EngineServer``."""
 
     _form: "SGLangRequestForm"
 

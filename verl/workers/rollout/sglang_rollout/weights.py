@@ -1,9 +1,9 @@
 """Load streamed weights into an SGLang model, and read back what its parameters hold.
 
-SGLang stacks projections, splits them over ranks and renames tensors, in the loader of each model. So nothing here
-knows where a tensor belongs. While a loader runs, each write into a parameter is recorded: the checkpoint tensor that
-came last, the place in the parameter, and the checksum of what was written. A tensor that nothing takes is unknown, a
-place that nothing has written is missing, and a place whose checksum has changed by the end is wrong.
+SGLang stacks projections, splits them over ranks and renames tensors, in the loader of each model. So this module does
+not know where a tensor belongs. While a loader runs, each write into a parameter is recorded: the checkpoint tensor
+that came last, the place in the parameter, and the checksum of what was written. A tensor that nothing takes is
+unknown, a place that nothing has written is missing, and a place whose checksum has changed by the end is wrong.
 """
 
 from collections.abc import Iterator, Sequence

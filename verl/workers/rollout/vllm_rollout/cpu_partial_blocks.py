@@ -1,8 +1,8 @@
 """Find blocks of vLLM's key-value cache that begin with the tokens a new request needs.
 
 vLLM finds whole blocks only. So every sample of a prompt computes the prompt's last tokens again (all tokens, if they
-fill no block), and a turn computes again what its last turn left behind the last whole block. Here the beginning of a
-block has a key as well, where a prompt ends and where a request ends.
+fill no block), and a turn computes again what its last turn left behind the last whole block. With this module the
+beginning of a block has a key as well, where a prompt ends and where a request ends.
 
 A request that finds one is what vLLM calls a partial hit: it gets a block of its own, and the worker copies into it.
 ``patch.share_partial_blocks`` puts this in place.

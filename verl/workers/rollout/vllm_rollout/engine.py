@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VLLMEngine:
-    """vLLM's engine in processes of its own; see ``ServedEngine``."""
+    """vLLM's engine in separate processes; see ``ServedEngine``."""
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._llm: Any = llm
@@ -98,7 +98,7 @@ class VLLMEngine:
         await self._llm.finish_weight_update(weight_version=str(version))
         # Requests that are under way compute their keys and values again, with the new weights.
         await self._llm.reset_prefix_cache(reset_running_requests=True)
-        await self._llm.reset_encoder_cache()  # outputs of the old vision tower
+        await self._llm.reset_encoder_cache()  # drops outputs of the old vision tower
         await self._llm.reset_mm_cache()
         # AsyncLLM.collective_rpc returns what the workers of the first data-parallel engine say, and no others.
         asked = self._llm.engine_core.call_utility_all_async("collective_rpc", "verl_received", None, (), None)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _NODE = "actor_rollout_ref.rollout"
 _CPU_BLOCK_TOKENS = 32
 """The smallest size that vLLM's CPU attention takes: it wastes less of a block, and caches shorter prefixes."""
-_LATENT_SIZE = 576  # of DeepSeek-V2 and later, the only one that vLLM's CPU kernel has
+_LATENT_SIZE = 576  # latent size of DeepSeek-V2 and later; vLLM's CPU kernel has no other
 
 
 _CPU_LATENT_ATTENTION: dict[str, Any] = {
@@ -51,7 +51,7 @@ def build_engine_args(
 ) -> dict[str, Any]:
     """Return the keyword arguments of ``vllm.LLM``; ``engine_kwargs.vllm`` overrides them.
 
-    Args: a ``standalone`` engine has processes of its own, and gets its weights from another one.
+    Args: a ``standalone`` engine has separate processes, and gets its weights from another process.
     Raises: ValueError naming the key of a size that cannot work.
     """
     on_cpu = get_device_name() == "cpu"

@@ -178,7 +178,7 @@ class EngineLoop:
             try:
                 return answer.result(_POLL_S)
             except TimeoutError:
-                if answer.done():  # the function's own
+                if answer.done():  # the function itself raised the error
                     raise
                 self._check_alive()
 
@@ -229,7 +229,7 @@ class EngineLoop:
         self._thread.join()
 
     def _put(self, event: _Event) -> None:
-        """Hand an event to the thread, unless that reads no more."""
+        """Hand an event to the thread, unless the thread has ended."""
         with self._closing:
             self._check_alive()
             self._inbox.put(event)
@@ -358,7 +358,7 @@ class EngineLoop:
 
     def _abort(self, key: str) -> None:
         number = self._numbers.get(key)
-        if number is None:  # it has ended in the meantime
+        if number is None:  # the request has ended in the meantime
             return
         last = _LastOutput()
         own_id = self._open[number].own_id

@@ -1,7 +1,7 @@
 """Code that runs in the processes of a server's engine: our patches, and the receiver of weights.
 
-vLLM imports this module there by ``worker_extension_cls``, before it loads the model. Nothing else imports it: it
-changes the process.
+vLLM imports this module there by ``worker_extension_cls``, before it loads the model. No other code imports this
+module, because its import changes the process.
 """
 
 import ctypes
@@ -86,7 +86,7 @@ class WeightReceiver(base.WeightTransferEngine[Connection, Arrival]):
         """Join the group of the trainer and this engine's workers."""
         parallel = self.vllm_config.parallel_config
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = None  # closes the connection to a sender that is gone
+        self._group = None  # dropping the old group closes the connection to a sender that is gone
         self._group = WeightGroup(Rendezvous(**dataclasses.asdict(init_info)), rank, self._device)
 
     def start_weight_update(self) -> None:

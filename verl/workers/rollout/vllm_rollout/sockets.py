@@ -15,7 +15,8 @@ _LONGEST_ADDRESS = 107
 def collect_sockets() -> None:
     """Let the engines of this process make their sockets in one folder; vLLM never removes them.
 
-    They stay where they are if the variable is set, or if their addresses would become too long.
+    A place that the user has set in the environment stays, and so does vLLM's default if the addresses in the folder
+    would become too long.
     """
     if envs.read(_PLACE_VARIABLE) is None:
         remove_folders_of_the_dead()

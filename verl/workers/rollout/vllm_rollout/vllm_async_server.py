@@ -1,4 +1,4 @@
-"""vLLM on resources of its own: the actor that serves, and the replicas of both placements."""
+"""vLLM on its own resources: the actor that serves, and the replicas of both placements."""
 
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class vLLMServer(EngineServer[VLLMEngine, Request, "EngineParams"]):
-    """A vLLM engine in processes of its own; see ``EngineServer``."""
+    """A vLLM engine in separate processes; see ``EngineServer``."""
 
     def _start_engine(self, model_config: "HFModelConfig") -> tuple[VLLMEngine, VLLMRequestForm]:
         check_vllm(STANDALONE)

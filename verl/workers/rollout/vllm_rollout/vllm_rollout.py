@@ -180,7 +180,7 @@ class vLLMRollout(BaseRollout):
     async def release(self, tags: list[str] | None = None) -> None:
         """Free the engine's memory, if the engine can sleep. vLLM frees all tags at once; on a CPU the cache goes.
 
-        Requests that are under way wait, and compute their keys and values anew afterwards.
+        Requests that are under way wait, and compute their keys and values again afterwards.
         """
         if self._caches and self._llm.reset_prefix_cache(reset_running_requests=True):
             patch.free_cache_pages(self._caches)
@@ -224,7 +224,7 @@ class vLLMRollout(BaseRollout):
     def _drop_cached(self) -> None:
         # Requests that are under way compute their keys and values again, with the new weights.
         self._llm.reset_prefix_cache(reset_running_requests=True)
-        self._llm.llm_engine.engine_core.reset_encoder_cache()  # outputs of the old vision tower
+        self._llm.llm_engine.engine_core.reset_encoder_cache()  # drops outputs of the old vision tower
         self._llm.reset_mm_cache()  # images of the last batch, which seldom appear again
 
     def abort_update(self) -> None:
