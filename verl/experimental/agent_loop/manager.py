@@ -113,7 +113,7 @@ class AgentLoopManager(Manager):
         self._init_agent_loop_workers()
 
     servers: StandaloneServers | None = None
-    """The servers on devices of their own, with ``hybrid_engine=false``."""
+    """The standalone servers, with ``hybrid_engine=false``."""
 
     def _init_replicas(self) -> None:
         node = self.config.actor_rollout_ref
@@ -358,7 +358,7 @@ def _account_of(prompts: DataProto, error: BaseException) -> list[AttemptLine]:
     lines: list[AttemptLine] = []
     cause: BaseException | None = error
     while cause is not None:
-        cause_of_task = getattr(cause, "cause", None)  # of Ray's RayTaskError
+        cause_of_task = getattr(cause, "cause", None)  # the cause of Ray's RayTaskError
         found = cause if isinstance(cause, TrajectoryError) else cause_of_task
         if isinstance(found, TrajectoryError):
             lines = list(found.attempts)

@@ -111,7 +111,8 @@ class TrajectoryScorer:
             first = self._waiting[0].batch
             together = [each for each in self._waiting if each.batch is first]
             self._waiting = [each for each in self._waiting if each.batch is not first]
-            await self._answer([each for each in together if not each.answer.done()])  # else it was cancelled
+            # A trajectory whose answer is done was cancelled.
+            await self._answer([each for each in together if not each.answer.done()])
 
     async def _answer(self, together: Sequence[_Waiting]) -> None:
         try:

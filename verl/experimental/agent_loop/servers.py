@@ -204,7 +204,7 @@ class AsyncLLMServerManager:
                     f"request {request.request_id}: {server.name} has not answered within "
                     f"rollout.agent.turn_timeout_s={self._turn_timeout_s:g}"
                 )
-            if answer.cancelled():  # by _take_out
+            if answer.cancelled():  # _take_out has cancelled the request
                 raise ServerError(server.gone or f"{server.name} cancelled the request")
             is_answered = True
             output: TokenOutput = answer.result()

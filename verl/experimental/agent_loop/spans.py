@@ -55,7 +55,7 @@ def _traced(output: AgentLoopOutput) -> JsonObject:
 def activity(name: str, category: str, inputs: Mapping[str, Json], on: str | None = None) -> Iterator[Keep]:
     """Record a part of a trajectory, such as a tool call; yields a function that takes its result.
 
-    Args: ``category`` is ``tool``, ``user`` or ``reward``; ``on`` names who did it, for a track of its own.
+    Args: ``category`` is ``tool``, ``user`` or ``reward``; ``on`` names who did it, and gets a separate track.
     """
     with timeline.span(name, category, on=on, **inputs) as shown, rollout_trace_span(name, dict(inputs)) as keep:
 

@@ -1,1 +1,1 @@
-"""Helpers of interactions, at their established paths."""
+"""Helpers of interactions, at their paths in the established verl interface."""

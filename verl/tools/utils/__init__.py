@@ -1,1 +1,1 @@
-"""Helpers of tools, at their established paths."""
+"""Helpers of tools, at their paths in the established verl interface."""

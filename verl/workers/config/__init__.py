@@ -34,4 +34,4 @@ from verl.workers.config.rollout import ServerConfig as ServerConfig
 from verl.workers.config.rollout import TraceConfig as TraceConfig
 
 MegatronEngineConfig = McoreEngineConfig
-"""The name that established files of reference and reward model give as ``_target_``."""
+"""The name that configuration files for verl give as ``_target_`` of reference and reward model."""

@@ -82,7 +82,7 @@ class ActorRolloutRefConfig(BaseConfig):
 
     @property
     def engine_mode(self) -> str:
-        """The mode of the rollout's engines: ``rollout.mode``, or ``standalone`` with devices of their own."""
+        """The mode of the rollout's engines: ``rollout.mode``, or ``standalone`` if they have their own devices."""
         return self.rollout.mode if self.hybrid_engine else STANDALONE
 
     @property

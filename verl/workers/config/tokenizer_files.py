@@ -115,7 +115,7 @@ def _tokens(tokenizer: Mapping[str, Json], shown: str) -> Iterator[tuple[str, in
     """
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocab, list):  # of a unigram model: pairs of token and score
+    if isinstance(vocab, list):  # a unigram model has pairs of token and score
         yield "the last token", len(vocab) - 1
     elif isinstance(vocab, dict):
         yield from ((token, number) for token, number in vocab.items() if isinstance(number, int))

@@ -7,5 +7,5 @@
 - ``judge``: a generative reward model.
 - ``chat_rendering``: the chats of a reward model whose chat template differs from the policy's.
 
-``verl.workers.reward_manager`` is the established path of the managers.
+``verl.workers.reward_manager`` is the path of the managers in the established verl interface.
 """

@@ -170,7 +170,7 @@ class ActorRolloutRefWorker(EngineWorker):
             per_rank["ppo_micro_batch_size_per_gpu"] = self.train_spec.micro_batch_size
             self.actor = DataParallelPPOActor.around(self.engine, dataclasses.replace(config, **per_rank))
             if isinstance(self.config, DictConfig):
-                # A subclass may give ``self.config.actor`` to an actor of its own, which counts rows of this rank.
+                # A subclass may give ``self.config.actor`` to its own actor, which counts rows of this rank.
                 known = {name: value for name, value in per_rank.items() if name in self.config.actor}
                 merged: Any = OmegaConf.merge(self.config, {"actor": known})
                 self.config = merged
@@ -410,7 +410,7 @@ class ActorRolloutRefWorker(EngineWorker):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Restore this rank's part of a checkpoint; the rollout, which may share its weights, sleeps meanwhile."""
+        """Restore this rank's part of a checkpoint; the rollout, which may share its weights, sleeps during the call."""
         self._sleep_rollout()
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
@@ -492,7 +492,8 @@ class ActorRolloutRefWorker(EngineWorker):
         with self.accounted(metrics, "actor", data, self.actor_config.ppo_epochs), self.engine.train_mode():
             metrics |= reduce_metrics(self.actor.update_policy(data=data))
         if self.engine.weights_version == version:
-            self.engine.weights_version += 1  # it has stepped the optimizer itself, which the rollout must learn of
+            # The actor has stepped the optimizer itself, and the rollout must learn of the new weights.
+            self.engine.weights_version += 1
         metrics["actor/lr"] = self.engine.lr_scheduler_step()
         return metrics
 

@@ -27,7 +27,7 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker, RolloutServer):
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     async def wake_up(self, step: int | None = None) -> bool:
         """Give devices and current weights to the engine; collective over the workers. Returns True."""
-        if not self._sync_timing:  # else the peak and the seconds began with the sync
+        if not self._sync_timing:  # otherwise the peak and the seconds began with the sync
             begin_peak()
         self._step = self.rollout.run_step = step
         with simple_timer("wake_and_sync", self._sync_timing):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MESHES = ("reward", "reward_model")
-"""Both established names of the one mesh."""
+"""Both names of the one mesh in the established verl interface."""
 
 
 class RewardModelWorker(EngineWorker):

@@ -87,7 +87,8 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         self._engine, self._form = self._start_engine(model)
         self._deadline_s = self.config.server.heartbeat_timeout
         self._serial = itertools.count()
-        self._open: dict[str, dict[str, OpenRequest]] = {}  # by the id that the caller gave, and by the engine's
+        # Open requests by the caller's id, and then by the engine's id.
+        self._open: dict[str, dict[str, OpenRequest]] = {}
         self._version = NO_WEIGHTS
         self._usable = not waits_for_weights
         self._gate = asyncio.Event()
@@ -252,7 +253,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
             del self._open[request_id][entry.key]
             if not self._open[request_id]:
                 del self._open[request_id]
-        if output.finish_reason == ABORTED and not entry.aborted:  # as vLLM answers when it is told to end
+        if output.finish_reason == ABORTED and not entry.aborted:  # vLLM answers this when it is told to end
             raise self._end("its engine has ended a request that nobody aborted")
         return output
 

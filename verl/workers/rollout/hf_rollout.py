@@ -340,7 +340,7 @@ def _next_positions(positions: Tensor, steps: int) -> Tensor:
 
 
 NaiveRollout = HFRollout
-"""The established second name."""
+"""The second name of the class in the established verl interface."""
 
 
 def _build_model(config: "RolloutConfig", model_config: "HFModelConfig") -> nn.Module:

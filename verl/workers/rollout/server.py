@@ -26,7 +26,7 @@ FULL = "length"
 
 def cause_of(error: Exception) -> Exception:
     """Return the error that a server has raised, without Ray's trace in its message; an error of Ray itself stays."""
-    cause = getattr(error, "cause", None)  # of a RayTaskError
+    cause = getattr(error, "cause", None)  # the cause of a RayTaskError
     return cause if isinstance(cause, Exception) else error
 
 
@@ -41,7 +41,7 @@ class GenerationRequest:
         prompt_ids: its tokens, (P,), with one token for each image or video.
         sampling_params: how to sample.
         request_id: the name by which ``abort`` knows it; several requests may share one.
-        image_data: its images, the established form of ``multi_modal_data={"image": ...}``.
+        image_data: its images, as the established verl interface gives them: ``multi_modal_data={"image": ...}``.
         multi_modal_data: its images by ``image``, and its videos, each as (frames, metadata), by ``video``.
     """
 
@@ -58,7 +58,7 @@ class GenerationRequest:
         return {kind: items for kind, items in media.items() if items}
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the established ``generate``, without media that are empty.
+        """Return the arguments of ``generate`` in the established verl interface, without media that are empty.
 
         A user's server might not take both forms of images.
         """
@@ -139,7 +139,7 @@ class RolloutServer(ABC):
         image_data: Sequence[Any] | None = None,
         multi_modal_data: Mapping[str, Any] | None = None,
     ) -> TokenOutput:
-        """Continue a prompt: the established form of ``answer``."""
+        """Continue a prompt: the form of ``answer`` in the established verl interface."""
         return await self.answer(
             GenerationRequest(prompt_ids, sampling_params, request_id, image_data, multi_modal_data)
         )

@@ -40,9 +40,9 @@ class RolloutMode(Enum):
     HYBRID = "hybrid"
     """In the processes of the trainer, which take turns with it."""
     COLOCATED = "colocated"
-    """On the devices of the trainer, in processes of its own."""
+    """On the devices of the trainer, in separate processes."""
     STANDALONE = "standalone"
-    """On devices of its own."""
+    """On its own devices."""
 
 
 class ServerPool(RayResourcePool):
@@ -128,7 +128,7 @@ class RolloutReplica(ABC):
         Raises: UnsupportedInput.
         """
         raise UnsupportedInput(
-            "rollout servers do not share the devices of another pool in processes of their own: call init_hybrid "
+            "rollout servers in separate processes do not share the devices of another pool: call init_hybrid "
             "(actor_rollout_ref.hybrid_engine=true) or init_standalone (actor_rollout_ref.hybrid_engine=false)"
         )
 

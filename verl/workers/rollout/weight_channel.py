@@ -1,7 +1,7 @@
 """Buckets of weights between the trainer's rank 0 and the engine of a server in another process.
 
 On one node of CPUs a bucket goes through shared memory. Elsewhere a process group of the trainer's rank 0 and the
-workers of one engine broadcasts its tensors; each engine has a group of its own, so that the loss of one does not
+workers of one engine broadcasts its tensors; each engine has its own group, so that the loss of one engine does not
 disturb the others. Sender and receiver compute the checksum of each tensor.
 """
 

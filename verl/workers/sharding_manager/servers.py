@@ -142,7 +142,7 @@ class ServerWeights:
                 try:
                     target.group.send(bucket)
                 # The answer of the call tells more than the broken connection, so its error goes first.
-                except RuntimeError as error:  # of torch.distributed: the other side is gone, or has refused
+                except RuntimeError as error:  # torch.distributed raises it: the other side is gone, or has refused
                     self._call(loaded)
                     raise ServerError(f"the connection to rollout server {target.name} broke: {error}") from error
             self._call(loaded)

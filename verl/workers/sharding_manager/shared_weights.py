@@ -134,7 +134,7 @@ class SharedWeights:
         """
         with self._engine.eval_mode():
             scored = self._engine.infer_batch(self._probe, PassSpec())
-        self._engine.take_segments()  # they are not those of a task
+        self._engine.take_segments()  # the segments of the probe belong to no task
         self._engine.take_images()
         trained = scored["log_probs"].double()
         prompts = tensors_of(self._probe)["input_ids"].tolist()

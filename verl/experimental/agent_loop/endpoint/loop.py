@@ -130,7 +130,7 @@ class EndpointAgentLoop(AgentLoopBase):
         for segment in segments:
             extra = {"segments": len(segments), TURNS_COLUMN: turn_columns(segment.trajectory.turns)}
             outputs.append(segment.trajectory.output(num_turns=num_turns, extra_fields=extra))
-        outputs[-1].reward_score = reward  # that of the whole trajectory
+        outputs[-1].reward_score = reward  # the reward of the whole trajectory
         return outputs if len(outputs) > 1 else outputs[0]
 
     async def _acted(self, session: Session, base_url: str, api_key: str, row: JsonObject) -> float | None:

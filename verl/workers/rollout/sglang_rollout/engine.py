@@ -85,7 +85,8 @@ class SGLangEngine:
         self._processes = [each for each in multiprocessing.active_children() if each not in before]
         self._manager: Any = self._engine.tokenizer_manager
         patch.take_encoded_media(self._manager)
-        has_readers = self._engine.server_args.dp_size > 1  # of the counters by which requests are distributed
+        # With data parallelism another process reads the counters that distribute requests.
+        has_readers = self._engine.server_args.dp_size > 1
         unlink_shared_memory(self.pids, None if has_readers else self._engine.port_args.instance_id)
         watchdog = self._manager._subprocess_watchdog
         watchdog.stop()  # the watchdog ends this process when a process of the engine is gone
@@ -135,7 +136,7 @@ class SGLangEngine:
         """End the engine's own processes."""
         self._is_stopped = True
         if self._reader is not None:
-            with contextlib.suppress(RuntimeError):  # from a loop that is closed
+            with contextlib.suppress(RuntimeError):  # the event loop may be closed
                 self._reader.cancel()
         atexit.unregister(self.stop)
         for process in self._processes:
@@ -396,7 +397,7 @@ class _Log:
                     os.write(2, line)
 
     def tail(self) -> str:
-        """Return the last lines, each on a line of its own, after a heading."""
+        """Return the last lines of the log after a heading."""
         lines = [line for line in list(self._lines) if line]
         return "\n".join(["; the end of its log:", *lines]) if lines else ""
 

@@ -26,7 +26,7 @@ _ON_CPU: dict[str, Any] = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,  # else a scheduler without requests takes a core from the trainer
-    "mem_fraction_static": 0.99,  # of the machine's memory, whoever uses it; max_total_tokens is the limit
+    "mem_fraction_static": 0.99,  # share of the machine's memory, whoever uses it; max_total_tokens is the limit
 }
 
 

@@ -31,7 +31,7 @@ def import_sglang() -> ModuleType:
     if get_device_name() == "cpu":
         envs.write_default(_CPU_ENVIRONMENT)
         offer_stand_in()
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")  # about what a CPU lacks
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")  # warnings about what a CPU lacks
     policy = asyncio.get_event_loop_policy()
     try:
         sglang = importlib.import_module("sglang")

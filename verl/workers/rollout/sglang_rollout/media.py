@@ -1,6 +1,6 @@
 """Convert the images and videos of prompts to inputs of SGLang's scheduler, with the tokens and positions of training.
 
-SGLang's own processors tokenize a prompt again, and choose pixels and positions by rules of their own. So the model's
+SGLang's own processors tokenize a prompt again, and choose pixels and positions by their own rules. So the model's
 processor runs here, on each image and video alone, as it does in the data set; the scheduler gets the result.
 """
 
@@ -103,7 +103,7 @@ class MediaForm:
                 )
         left = {kind: [self._encode(kind, item) for item in media.get(kind) or ()] for kind in KINDS}
         tokens: list[int] = []
-        shown: list[tuple[int, _Encoded]] = []  # and where each starts
+        shown: list[tuple[int, _Encoded]] = []  # the media that are shown, and where each starts
         for token in prompt_ids:
             waiting = left.get(self._marks.get(token, ""))
             if waiting:
@@ -148,7 +148,7 @@ class MediaForm:
         pixels = KINDS[encoded.kind]
         return MultimodalDataItem(
             modality=Modality[encoded.kind.upper()],
-            hash=encoded.digest,  # of the picture and not of its pixels, which have the same values in other shapes
+            hash=encoded.digest,  # hash of the picture, since pixels may have the same values in other shapes
             offsets=[(start + first, start + last) for first, last in self._runs(encoded.tokens)],
             feature=encoded.inputs[pixels],
             model_specific_data={name: value for name, value in encoded.inputs.items() if name != pixels},

@@ -123,7 +123,7 @@ def draw_by_seeds() -> None:
 
     def init_exact(self: sampler.Sampler, **more: Any) -> None:
         init(self, **more)
-        self.enable_deterministic = True  # it chooses log_softmax, and nothing else
+        self.enable_deterministic = True  # this field chooses log_softmax, and nothing else
 
     def forward_of_step(self: sampler.Sampler, *args: Any, **more: Any) -> Tensor:
         drawn_from.clear()
@@ -239,7 +239,7 @@ def skip_experts_of_others() -> None:
         elsewhere = experts < 0
         if not elsewhere.any():
             return compute(layer, x, topk_output, moe_runner_config, **more)
-        ones = topk_output._replace(  # one expert for each row, since it counts an expert once in a row
+        ones = topk_output._replace(  # one expert for each row, since SGLang counts an expert once in a row
             topk_ids=experts.masked_fill(elsewhere, 0).reshape(-1, 1),
             topk_weights=topk_output.topk_weights.masked_fill(elsewhere, 0.0).reshape(-1, 1),
         )

@@ -80,7 +80,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
         super().__init__(config, model_config, device_mesh)
         check_parallel_sizes(config)
         build_engine_args(config, model_config, is_hybrid=True)  # raises here what the actor would
-        self.run_step: int | None = None  # of the trainer, for messages
+        self.run_step: int | None = None  # step of the trainer, for messages
         self.name = f"sglang_server_{envs.integer('RANK', 0) // config.tensor_model_parallel_size}"
         self._can_release = config.free_cache_engine and get_device_name() != "cpu"
         self._released: set[str] = set()
@@ -204,7 +204,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
             self._ask("resume")
             self._is_paused = False
         shown = None if media is None else list(media)
-        count_fetched(shown or ())  # by the server, which is on this node
+        count_fetched(shown or ())  # the server on this node fetches them
         answer = self._server.generate_batch.remote(token_ids, params, f"batch {next(self._batches)}", shown)
         with on_failure(lambda error: ray.cancel(answer)):  # the next batch must not meet these requests
             fault_point("generate", rank=envs.integer("RANK", 0), step=step)

@@ -32,7 +32,7 @@ class SGLangServer(EngineServer["SGLangEngine", "Unexpanded", "EngineParams"]):
         from verl.workers.rollout.sglang_rollout.requests import SGLangRequestForm
 
         media = media_form(self.config, model_config)
-        if self.config.data_parallel_size == 1:  # else each group of schedulers takes a port of its own
+        if self.config.data_parallel_size == 1:  # otherwise each group of schedulers takes its own port
             args = {"nccl_port": get_free_port()} | args
         engine = SGLangEngine(args, is_batch_invariant(self.config))
         seeds = self.seeds
@@ -72,7 +72,7 @@ class HybridSGLangServer(SGLangServer):
     _is_hybrid = True
 
     def _offer_fault(self) -> None:
-        if self.config.serves:  # else the worker does
+        if self.config.serves:  # otherwise the worker answers
             super()._offer_fault()
 
     async def generate_batch(
@@ -89,7 +89,7 @@ class HybridSGLangServer(SGLangServer):
         """
         shown: Sequence[Any] = [None] * len(prompts)
         if media is not None:
-            shown = await asyncio.to_thread(resolve, media)  # it waits for Ray
+            shown = await asyncio.to_thread(resolve, media)  # resolve waits for Ray
         tasks = [
             asyncio.create_task(self.answer(GenerationRequest(ids, given, f"{batch_id}/{row}", multi_modal_data=data)))
             for row, (ids, given, data) in enumerate(zip(prompts, params, shown, strict=True))
@@ -119,7 +119,7 @@ class HybridSGLangServer(SGLangServer):
 
 
 class SGLangReplica(RolloutReplica):
-    """An engine that the trainer's workers have started on their devices, or a server of its own."""
+    """An engine that the trainer's workers have started on their devices, or a standalone server."""
 
     server_class: type = SGLangServer
 

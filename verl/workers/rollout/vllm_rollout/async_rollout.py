@@ -37,7 +37,7 @@ class vLLMAsyncRollout(vLLMRollout, RolloutServer):
         self, config: "RolloutConfig", model_config: "HFModelConfig", device_mesh: "DeviceMesh | None" = None
     ) -> None:
         super().__init__(config, model_config, device_mesh)
-        self.run_step: int | None = None  # of the trainer, for messages
+        self.run_step: int | None = None  # step of the trainer, for messages
         self._serial = itertools.count()
         self._changed_at = time.monotonic()  # when the weights changed; a request that began later has seen no others
         self._keys: dict[str, set[str]] = {}  # keys of the open requests by the id that the caller gave

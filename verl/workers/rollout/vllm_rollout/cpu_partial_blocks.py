@@ -4,8 +4,8 @@ vLLM finds whole blocks only. So every sample of a prompt computes the prompt's 
 fill no block), and a turn computes again what its last turn left behind the last whole block. With this module the
 beginning of a block has a key as well, where a prompt ends and where a request ends.
 
-A request that finds one is what vLLM calls a partial hit: it gets a block of its own, and the worker copies into it.
-``patch.share_partial_blocks`` puts this in place.
+A request that finds such a beginning is a partial hit, as vLLM calls it: the request gets a new block, and the worker
+copies the beginning into that block. ``patch.share_partial_blocks`` puts this in place.
 """
 
 from array import array

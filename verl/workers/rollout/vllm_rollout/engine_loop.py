@@ -131,12 +131,13 @@ class EngineLoop:
         self._between = between
         self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._states = self._engine.output_processor.request_states
-        self._open: dict[str, _Open] = {}  # by the number that vLLM's outputs carry
-        self._numbers: dict[str, str] = {}  # by the key of the request
-        self._queued: list[_Open] = []  # those in the engine that it may not have begun
+        self._open: dict[str, _Open] = {}  # open requests by the number that vLLM's outputs carry
+        self._numbers: dict[str, str] = {}  # numbers of the open requests by their keys
+        self._queued: list[_Open] = []  # requests in the engine that the engine might not have begun
         self._held: list[_Add] = []  # requests that came while the engine was paused
         self._paused = False
-        self._is_owned = False  # by the thread that has paused the engine; on other ranks it may lag behind the leader
+        # Whether the thread that has paused the engine owns it; other ranks may lag behind the leader.
+        self._is_owned = False
         self._is_paused = threading.Event()
         self._may_resume = threading.Event()
         self._burst = ExitStack()

@@ -228,7 +228,7 @@ def share_partial_blocks() -> None:
     init_scheduler = Scheduler.__init__
     execute_model = CPUModelRunner.execute_model
     update_cache = CPUAttentionBackendImpl.do_kv_cache_update
-    copies: list[Tensor] = []  # of the step that this process computes: blocks to read and blocks to write
+    copies: list[Tensor] = []  # blocks to read and blocks to write in the step that this process computes
 
     def init_scheduler_with_partial_blocks(self: Scheduler, *args: Any, **kwargs: Any) -> None:
         init_scheduler(self, *args, **kwargs)

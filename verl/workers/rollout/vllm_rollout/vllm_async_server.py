@@ -59,7 +59,7 @@ class vLLMServer(EngineServer[VLLMEngine, Request, "EngineParams"]):
 
 
 class vLLMReplica(RolloutReplica):
-    """An engine in the processes of the trainer, whose first worker takes the requests, or a server of its own."""
+    """An engine in the processes of the trainer, whose first worker takes the requests, or a standalone server."""
 
     server_class: type = vLLMServer
 
