@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 END_S = 60.0
-"""Seconds that a cancelled agent loop gets to end its tools. One that goes on is left behind."""
+"""Seconds that a cancelled agent loop gets to end its tools. A loop that goes on is left running."""
 
 
 class Place(NamedTuple):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 logger = logging.getLogger(__name__)
 
 BLOCKED_S = 20.0
-"""Seconds without a turn of the event loop after which the log says where it is."""
+"""Seconds without a turn of the event loop after which the log says where the loop is blocked."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 

@@ -26,7 +26,7 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 SCORING_COLUMNS = ("data_source", "reward_model", "extra_info")
 """Columns of the data set that a reward manager reads; the trainer sends them if loops are to score."""
 SCORED_HERE = "score_trajectories"
-"""Meta of a batch: whether its trajectories are scored where they are made."""
+"""Meta of a batch: whether the agent loop workers score its trajectories."""
 _COUNTS = ("__num_turns__", "tool_call_counts", "segments", "cut_segments", DROPPED_COLUMN, EARLIER_COLUMN)
 OWN_COLUMNS = frozenset({"uid", "raw_prompt", "reward_model", "multi_modal_inputs", "multi_modal_data", *_COUNTS})
 """Columns that later phases read, and that no scorer may overwrite: GRPO tells its groups apart by ``uid``."""
@@ -51,7 +51,7 @@ RowsOf = Callable[[Sequence[AgentLoopOutput], DataProto], DataProto]
 """Makes the rows of trajectories, given those of their requests."""
 Value = TypeVar("Value")
 _Scored = tuple[float, dict[str, Any]]
-"""The score of a trajectory, and what the scorer says beyond it."""
+"""The score of a trajectory, and the extras of the scorer."""
 
 
 @dataclass

@@ -27,9 +27,10 @@ from verl.workers.rollout.server_replica import cause_of_death
 logger = logging.getLogger(__name__)
 
 OVERLOAD = 2.0
-"""A conversation leaves its server when this has so many times the tokens in flight of the least loaded one, plus the
-tokens of the prompt. Below that an engine with a larger batch answers nearly as fast, since it reads its weights once
-for all requests; and a move computes the whole prompt again."""
+"""A conversation leaves its server when the server has more than this many times the tokens in flight of the least
+loaded one, plus the tokens of the prompt. Below that limit an engine with a larger batch answers nearly as fast, since
+it reads its weights once for all requests; and a move computes the whole prompt again.
+"""
 
 HEARTBEAT_S = 10.0
 """Pause between two questions whether a server lives, while requests wait for it."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _OF_ONE_VIDEO = frozenset({"Glm4vProcessor"})
-"""Processors of models of which vLLM takes one video in a prompt."""
+"""Processors of models for which vLLM takes only one video in a prompt."""
 
 Media = Mapping[str, Sequence[Any]]
 """Images and videos of a conversation, as ``multi_modal_data``."""

@@ -12,14 +12,14 @@ _LAYERS = ("linear", "conv", "mamba", "ssm", "recurrent", "hybrid", "rwkv", "lst
 _FIELDS = ("mamba", "ssm", "state_size", "linear_conv", "linear_attn", "conv_L_cache", "time_mix", "lru_width")
 """Parts of the names of fields that only models with such layers have."""
 _FAMILIES = ("rwkv", "xlstm")
-"""Values of ``model_type`` of such models whose fields do not say so."""
+"""Values of ``model_type`` of models with such layers whose fields do not show it."""
 _IGNORANT = (
     *("bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "openai-gpt"),
     *("roformer", "stablelm", "xglm"),
 )
 """Values of ``model_type`` of models whose attention in transformers asks for no boundaries of rows.
 
-What this lacks, the first pass refuses. Of transformers 5.19.
+The first pass refuses models that are missing here. Written for transformers 5.19.
 """
 _CHOOSES_KEYS = ("axk2", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4", "qwen4_exp_text")
 """Values of ``model_type`` of models that choose what a token sees among all tokens before it."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PACKED = "_verl_packed_sequences"
 """Attribute of an attention layer: the boundaries of the sequences of the last forward pass."""
 _PLAIN = "_verl_plain_forward"
-"""Attribute of a module: its forward by its remote code."""
+"""Attribute of a module: the forward of its remote code."""
 _ROTATE = "_verl_rotate"
 _MLA_LAYERS = "_verl_mla_layers"
 _PARTS_OF_MLA = ("kv_a_layernorm", "kv_b_proj", "o_proj", "rotary_emb", "softmax_scale", "qk_rope_head_dim")

@@ -57,7 +57,7 @@ ENGINES = {
 }
 ROLLOUTS = tuple(ENGINES)
 SERVED_ROLLOUTS = tuple(name for name, facts in ENGINES.items() if "async" in facts.modes)
-"""Those of ours that answer single requests."""
+"""verl's own engines that answer single requests."""
 ENTRY_POINTS = "verl.rollouts"
 """The group in which an installed package declares its engines."""
 NAMES = f"{', '.join(ROLLOUTS)}, a class as package.module.Class, or an entry point {ENTRY_POINTS} of a package"

@@ -14,7 +14,7 @@ PACKAGES = {
     "fsdp2": "verl.workers.engine.fsdp",
     "megatron": "verl.workers.engine.megatron",
 }
-"""By the backend, the package that registers its engines; it is imported when one is asked for."""
+"""Backend -> the package that registers its engines, which is imported when an engine is asked for."""
 
 
 class EngineRegistry:

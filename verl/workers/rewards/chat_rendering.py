@@ -21,7 +21,7 @@ Message = dict[str, Any]
 _MODEL = "assistant"
 _MARK = "whatwassaid"
 _AS_IT_IS = "as_it_is"
-"""Key of a message: its text has turns that nobody has kept apart, so a template must not look for thoughts in it."""
+"""Key of a message: its text has turns that were not kept apart, so a template must not look for thoughts in it."""
 
 
 @dataclass

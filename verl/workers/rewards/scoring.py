@@ -35,12 +35,13 @@ LARGEST_SCORE = torch.finfo(torch.float32).max
 SHOWN_CHARS = 200
 SHOWN_RESPONSE_CHARS = 1000
 MOST_CHARS = 600
-"""Of the first failure, in the error that ends the run; the log has the whole text."""
+"""The most characters of the first failure in the error that ends the run; the log has the whole text."""
 _PLAIN = frozenset({float, int, bool, str, type(None)})
 RAISED = "raised"
 UNAVAILABLE = "unavailable"
-"""Kinds of failures: the scorer raised, and among that it lacked a service or something of this machine, which no
-response can cause."""
+"""Kinds of failures: the scorer raised; or it raised because it lacked a service or a part of this machine, which no
+response can cause.
+"""
 FAILURE_COLUMN = "reward_failure"
 """Extra with the kind of the failure of each response, None if the scorer gave a score."""
 

@@ -410,7 +410,7 @@ class ActorRolloutRefWorker(EngineWorker):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Restore this rank's part of a checkpoint; the rollout, which may share its weights, sleeps during the call."""
+        """Restore this rank's part of a checkpoint; the rollout, which may share its weights, sleeps."""
         self._sleep_rollout()
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 

@@ -31,7 +31,7 @@ DROPPED_KEYS = ("raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")
 """Non-tensors that only generation reads; the driver keeps those that training needs."""
 
 DROPPED_COLUMN = "__dropped__"
-"""The column that marks rows which only fill a batch, because every attempt at their trajectory failed."""
+"""The column that marks rows that only fill the batch, because every attempt at their trajectory failed."""
 
 BEHIND_COLUMN = "versions_behind"
 """The column with the age of the weights that sampled a row, in versions behind the trainer."""

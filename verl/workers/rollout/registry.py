@@ -24,7 +24,7 @@ REPLICA_CLASSES = {
     "vllm": "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMReplica",
     "sglang": "verl.workers.rollout.sglang_rollout.sglang_server.SGLangReplica",
 }
-"""The classes of the servers of an engine. One from outside names its own, in ``facts.replica``."""
+"""The classes of the servers of verl's engines. A user's engine names its class in ``facts.replica``."""
 
 
 def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout]:

@@ -38,7 +38,7 @@ class RolloutMode(Enum):
     """Where the engine of a replica runs."""
 
     HYBRID = "hybrid"
-    """In the processes of the trainer, which take turns with it."""
+    """In the processes of the trainer: training and generation take turns."""
     COLOCATED = "colocated"
     """On the devices of the trainer, in separate processes."""
     STANDALONE = "standalone"

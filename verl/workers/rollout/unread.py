@@ -27,7 +27,7 @@ STREAMED = {
         )
     ),
 }
-"""By the engine, values of ``model_type`` whose stream of weights fills every tensor of the engine, as tests show."""
+"""Engine -> values of ``model_type`` whose stream of weights fills every tensor of the engine, as tests show."""
 
 
 def stays_unread(config: "RolloutConfig", hf_config: "PreTrainedConfig") -> bool:

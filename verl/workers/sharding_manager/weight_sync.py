@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 Bucket = list[tuple[str, Tensor]]
 
 _DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
-"""In what an engine holds a tensor; None is unknown."""
+"""The dtypes in which an engine may hold a tensor; None is unknown."""
 
 SMALLEST_SHARE = 8
-"""Smallest bucket, as the limit divided by this number."""
+"""The smallest bucket is the limit divided by this number."""
 
 
 class Bucketer:

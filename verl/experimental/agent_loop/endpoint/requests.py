@@ -13,13 +13,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 10_000
 MOST_TOOLS = 1_024
 _MOST_PARTS = 10_000
-"""Of the parts of a message, and of its tool calls."""
+"""The most parts of a message, and the most tool calls in it."""
 MOST_STOPS = 16
 _MOST_STOP_LENGTH = 1000
-"""Of the characters of a stop string."""
+"""The most characters of a stop text."""
 
 _MOST_COMMAS = 2_000_000
-"""Of a body: more values than a trajectory has tokens. They are counted first, since all threads wait for a parser."""
+"""The most commas of a body: more values than a trajectory has tokens. Commas are counted before a body is parsed,
+since all threads wait for the parser.
+"""
 
 _SAMPLING: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),

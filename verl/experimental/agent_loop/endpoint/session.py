@@ -159,7 +159,7 @@ class Session:
         self.is_full = False
         """Whether a request found no room."""
         self.order = asyncio.Lock()
-        """Held while a request becomes tokens: threads change neither the order of requests nor, so, their seeds."""
+        """Held while a request becomes tokens, so that threads change neither the order of requests nor their seeds."""
         self._sampling = dict(sampling_params)
         self._started = 0
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 MOST_CACHE_BYTES = 256 * 2**20
 ENCODE_TIMEOUT_S = 60.0
 _LONG = 1 << 18
-"""The most characters that may keep others waiting: longer texts are encoded by a copy of the tokenizer."""
+"""The most characters of a text that the shared tokenizer encodes; a copy of the tokenizer encodes longer texts."""
 
 
 class Templates:

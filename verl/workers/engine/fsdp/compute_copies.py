@@ -20,7 +20,7 @@ T = TypeVar("T")
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Place = tuple[dict[str, Any], str]
-"""A table of parameters, and the name of one there."""
+"""A module's table of parameters, and the name of a parameter in the table."""
 
 WHOLE_MODEL_BYTES = 2 << 30
 """Parameters of models up to this size may be held whole by a rank, a second time, while it computes."""

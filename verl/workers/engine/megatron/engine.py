@@ -58,7 +58,7 @@ class MegatronEngine(BaseEngine):
     optimizer: "ChainedOptimizer | None" = None
     lr_scheduler: "OptimizerParamScheduler | None" = None
     bridge: "Bridge | None" = None
-    """What converts the weights of a model that the tables of verl.models.mcore lack."""
+    """The converter of weights for a model that the tables of verl.models.mcore lack."""
     _depth = 0
     _weights_are_shards = False
 

@@ -28,7 +28,7 @@ _OURS = (
     *("n", "beam_width", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"),
     *("is_normalized", "ebnf_full_assistant"),
 )
-"""Parameters that a caller may not set: one prompt has one response here, and the others are SGLang's own notes."""
+"""Parameters that a caller may not set: a prompt has only one response in verl, and SGLang sets the others itself."""
 
 
 @dataclass(frozen=True)

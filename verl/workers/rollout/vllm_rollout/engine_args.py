@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _NODE = "actor_rollout_ref.rollout"
 _CPU_BLOCK_TOKENS = 32
-"""The smallest size that vLLM's CPU attention takes: it wastes less of a block, and caches shorter prefixes."""
+"""The smallest block that vLLM's CPU attention takes: small blocks waste less memory, and cache shorter prefixes."""
 _LATENT_SIZE = 576  # latent size of DeepSeek-V2 and later; vLLM's CPU kernel has no other
 
 

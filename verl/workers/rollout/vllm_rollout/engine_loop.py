@@ -32,7 +32,7 @@ T = TypeVar("T")
 _POLL_S = 1.0
 _GATHER_S = 0.002
 _GATHER_AT_MOST_S = 0.2
-"""How long an idle engine waits for another request after one, and for all of a burst."""
+"""How long an idle engine waits after a request for the next one, and for all requests of a burst."""
 
 
 @dataclass(frozen=True)

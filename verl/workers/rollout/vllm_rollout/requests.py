@@ -94,7 +94,7 @@ class VLLMRequestForm:
 
 
 NO_SEED = -1
-"""The seed that vLLM takes for none: each rank of a tensor-parallel group then draws its own."""
+"""The seed that vLLM treats as no seed: each rank of a tensor-parallel group then draws its own seed."""
 
 
 def greedy_seed(config: "RolloutConfig") -> int | None:
