@@ -102,4 +102,4 @@ def init_execution_pool(
     return ray.remote(ExecutionWorker).options(max_concurrency=num_workers).remote(enable_global_rate_limit, rate_limit)
 
 
-init_search_execution_pool = init_visual_execution_pool = init_execution_pool  # by the names of two of the modules
+init_search_execution_pool = init_visual_execution_pool = init_execution_pool  # two tool modules use these names

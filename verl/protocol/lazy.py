@@ -603,6 +603,6 @@ def _column(address: Address | Tensor) -> Tensor:
         return address
     import ray
 
-    if ray.is_initialized():  # this process may send it on
+    if ray.is_initialized():  # this process may send the batch to others
         register_with_ray()
     return LazyTensor(*address)

@@ -38,7 +38,7 @@ NO_PROGRESS_TIMEOUT_S = 7200
 
 logger = logging.getLogger(__name__)
 
-Scorer = Callable[..., Any]  # of the user: it may take any keywords and return a number or a dict
+Scorer = Callable[..., Any]  # user code: takes any keywords, returns a number or a dict
 
 
 @dataclass(frozen=True)

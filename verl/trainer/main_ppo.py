@@ -103,7 +103,7 @@ def run_ppo(config: DictConfig, task_runner_class: "RunnerClass | None" = None) 
         run_config, display, ending = checked(check)
         end_of_checks()
         CLOCK.mark("checks")
-        from verl.trainer.run.launch import run_on_ray  # which imports Ray
+        from verl.trainer.run.launch import run_on_ray  # this imports Ray
 
         runner_class = task_runner_class or TaskRunner
         run_on_ray(

@@ -101,7 +101,7 @@ def check_inputs(
     paths = {key: path for key, path in _paths(run).items() if key not in broken}
     if run.ray_kwargs.is_local:
         findings.passes(check_remote, paths)
-    if not passes_in_fork(partial(check_files, run, broken)):  # which needs pyarrow and pandas, and nothing after it
+    if not passes_in_fork(partial(check_files, run, broken)):  # only this check needs pyarrow and pandas
         findings.passes(check_files, run, broken)
     check_models(run, findings, broken)
     if not any(is_under(key, _OF_RESUME) for key in broken):
@@ -147,7 +147,7 @@ def check_critic_model(path: str) -> None:
     Raises: WrongInput naming the key.
     """
     shapes = check_model("critic.model.path", path)
-    if shapes:  # those of a model on this machine, in safetensors
+    if shapes:  # known for safetensors on this machine
         check_head("critic.model.path", path, shapes)
 
 

@@ -26,7 +26,7 @@ async def in_thread(function: Callable[[], T], name: str = "work") -> T:
     answer: asyncio.Future[T] = loop.create_future()
 
     def settle(settler: Callable[[], None]) -> None:
-        if not answer.done():  # else the caller has been cancelled
+        if not answer.done():  # false if the caller has been cancelled
             settler()
 
     def call() -> None:
@@ -34,9 +34,9 @@ async def in_thread(function: Callable[[], T], name: str = "work") -> T:
             value = function()
             settler = functools.partial(answer.set_result, value)
         except Exception as error:  # the caller raises it, on its event loop
-            stops = isinstance(error, StopIteration)  # which a future does not take
+            stops = isinstance(error, StopIteration)  # a future cannot hold StopIteration
             settler = functools.partial(answer.set_exception, RuntimeError(repr(error)) if stops else error)
-        except SystemExit as error:  # it would end the thread only, and the caller would wait for ever
+        except SystemExit as error:  # it would end only the thread; the caller would hang
             settler = functools.partial(answer.set_exception, RuntimeError(f"it has called exit({error.code!r})"))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, settler)

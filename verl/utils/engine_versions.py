@@ -19,7 +19,7 @@ LOWEST_VLLM = {"sync": "0.25", "async": "0.28", STANDALONE: "0.32"}
 """By the mode, the first version of vLLM with everything that it calls; ``scripts/engine_attributes.py`` checks it."""
 
 LOWEST_ON_CPU = "0.32"
-"""The version of vLLM from which on the patches hold that are for a CPU only: that of the extra ``cpu``."""
+"""The lowest version of vLLM that the patches for a CPU support: the version of the extra ``cpu``."""
 
 FIRST_SGLANG = Version("0.5.21")
 LAST_SGLANG = Version("0.5.23")

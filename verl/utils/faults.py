@@ -115,7 +115,7 @@ def _process_of_engine(target: str) -> psutil.Process:
     deadline = time.monotonic() + _SEARCH_S
     while not found and time.monotonic() < deadline:
         for each in psutil.process_iter():
-            with suppress(psutil.Error):  # it has ended, or is another user's
+            with suppress(psutil.Error):  # the process has ended, or belongs to another user
                 if _title(each).startswith(title) and _is_below(each, here):
                     found.append(each)
         time.sleep(0 if found else 0.1)

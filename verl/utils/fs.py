@@ -124,7 +124,7 @@ def copy_to_shm(src: str) -> str:
             os.makedirs(home, mode=0o700, exist_ok=True)
             with FileLock(os.path.join(home, ".lock"), timeout=LOCK_TIMEOUT_S):
                 problem = _renewed(src, target, Path(home, _SHM_RECORD))
-    except OSError as error:  # such as a link in the folder that leads nowhere
+    except OSError as error:  # for instance a dangling link in the folder
         problem = str(error)
     if problem is None:
         return target

@@ -55,7 +55,7 @@ def hidden(names: Iterable[str]) -> Iterator[None]:
         yield
     finally:
         for name in absent:
-            if sys.modules.get(name, hidden) is None:  # else an import has put something there in its place
+            if sys.modules.get(name, hidden) is None:  # otherwise an import has replaced the entry
                 del sys.modules[name]
 
 

@@ -10,7 +10,7 @@ Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 JsonObject = dict[str, Json]
 """An object of JSON, a mapping of YAML: options, arguments of a call, a row."""
 ConfigJson = Mapping[str, Any]
-"""The content of a model's ``config.json``: its family says which fields there are and what they hold."""
+"""The content of a model's ``config.json``: the fields and their values depend on the model's family."""
 
 
 def mapping_at(values: Mapping[str, Json], name: str) -> Mapping[str, Json]:

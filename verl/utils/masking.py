@@ -105,7 +105,7 @@ class _Hider:
             return _SHAPES.sub(MASK, text)
         if names_secret(override["key"], f".{ENVIRONMENT}." in override["key"]):
             rest = text[override.end() :]
-            return text if _REFERENCE.fullmatch(rest) else f"{override.group()}{MASK}"  # it may hold any character
+            return text if _REFERENCE.fullmatch(rest) else f"{override.group()}{MASK}"  # a secret may hold anything
         return self.masked_text(text)
 
     def masked_text(self, text: str) -> str:

@@ -48,7 +48,7 @@ class TemporaryFolder:
         lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with suppress(OSError):  # no locks there: nobody else can take one either
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            new.rename(self.path / _LOCK_NAME)  # so that nobody sees it without its lock
+            new.rename(self.path / _LOCK_NAME)  # the file appears with the lock held
         self._handles = [lock, _guard(self.path)] if is_guarded else [lock]
 
     def note_shared_memory(self, start: str) -> None:
@@ -77,7 +77,7 @@ def remove_folders_of_the_dead() -> None:
     """Remove the folders that killed processes of this user have left, with their shared memory."""
     place = Path(tempfile.gettempdir())
     for mark in (mark for kind in _KINDS for mark in place.glob(f"verl-{kind}-*/{_LOCK_NAME}")):
-        with suppress(OSError):  # such as of a process that is alive
+        with suppress(OSError):  # for instance the lock of a living process
             if mark.parent.is_symlink() or mark.parent.stat().st_uid != os.getuid():
                 continue
             # A lock that can be taken belongs to nobody alive. Its owner has made the file with the lock on it, so

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 _UNAVAILABLE = frozenset(
     {
-        "ConnectionError",  # of Python and of requests
+        "ConnectionError",  # in Python and in requests
         "gaierror",
         "URLError",
         "ConnectTimeout",

@@ -55,7 +55,7 @@ def parse_generation_server(config: DictConfig) -> GenerationConfig:
     unread = [*free_entries(run, tree, dict.fromkeys(_UNREAD, "this command only generates"))]
     if unread:
         logger.warning("without effect in this run: %s", "; ".join(map(str, unread)))
-    role = tree[_ROLE] | {"hybrid_engine": False}  # its servers come back if they die
+    role = tree[_ROLE] | {"hybrid_engine": False}  # servers that die are replaced
     return replace(parsed, worker=OmegaConf.create({_ROLE: role, "rollout": role["rollout"]}))
 
 

@@ -640,7 +640,7 @@ ROWS: tuple[Row, ...] = (
     *_engine("engine", "engine"),
     *_lora(_MODEL, "actor_rollout_ref"),
     *_lora("critic.model", "actor_rollout_ref"),
-    *_lora("model", "engine", "use_remove_padding"),  # the latter: sft_trainer, which has no node engine
+    *_lora("model", "engine", "use_remove_padding"),  # use_remove_padding: sft_trainer has no node engine
     *_data(),
     *_actor(),
     *_optimizer(f"{_ACTOR}.optim", "actor_rollout_ref"),

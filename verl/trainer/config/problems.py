@@ -38,7 +38,7 @@ def problems_shown(error: Exception | str) -> str:
     if len(lines) > len(shown):
         try:
             more = [f"  ... and {len(lines) - len(shown)} more, in {_saved(lines)}"]
-        except OSError:  # such as of a full disk
+        except OSError:  # for instance a full disk
             shown = lines
     return "\n".join([brief("\n".join(shown), len(shown)), *more, *notes])
 

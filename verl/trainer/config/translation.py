@@ -177,7 +177,7 @@ def _given(override: Override) -> Iterator[tuple[str, Json]]:
 
 
 def _value(override: Override) -> Json:
-    value: Any = override.value()  # of a sweep a list of choices
+    value: Any = override.value()  # a sweep has a list of choices
     return value
 
 

@@ -48,7 +48,7 @@ class KeyChecker:
     def __init__(self, command: Command, tree: Mapping[str, Json], overrides: list[Override], known: set[str]) -> None:
         self.tree = tree
         self.is_own = command.is_own
-        self.unknown = unknown_keys(tree, known)  # in the files
+        self.unknown = unknown_keys(tree, known)  # unknown keys of the files
         self.in_files = set(dotted_keys(tree))
         self.known = known | {key for key in self.in_files if not is_under(key, self.unknown)}
         self.own_nodes = nodes_of_user_code(_with_switches(tree, overrides))

@@ -381,7 +381,7 @@ def _source_metrics(
     for rows in prompts:
         alike[len(rows)].append(range(end, end + len(rows)))
         end += len(rows)
-    values: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)  # of (variable, metric), by chunk
+    values: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)  # (variable, metric) -> values by chunk
     for group in alike.values() if numeric else ():
         for at in range(0, len(group), _PROMPTS_AT_ONCE):
             chunk = np.array(group[at : at + _PROMPTS_AT_ONCE])

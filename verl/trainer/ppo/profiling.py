@@ -160,7 +160,7 @@ def end_profiling(state: RunState) -> None:
             continue
         group.call_timeout_s = min(group.call_timeout_s, STOP_TIMEOUT_S)
         text = "the profile of a worker group could not be written"
-        with only_warning(logger, text, trace=True):  # it must not hide the error that ended the run
+        with only_warning(logger, text, trace=True):  # a failure must not hide the error that ended the run
             group.stop_profile()
 
 

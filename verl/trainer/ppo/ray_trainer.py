@@ -138,7 +138,7 @@ class RayPPOTrainer:
     course: Course | None = None
     """Decides when ``fit`` validates, saves and ends; None in the training loop of a user's fork of verl."""
     _may_end_before: tuple[str, ...] = ("score", "infer", "shape")
-    """Phases before which a step may end: it has not yet changed what a checkpoint of the last step holds."""
+    """Phases before which a step may end: until then it changes nothing that a checkpoint of the last step holds."""
     _scores_while_generating = True
     """Whether a reward model with its own devices may score responses while others are generated."""
     async_rollout_mode = False
@@ -203,7 +203,7 @@ class RayPPOTrainer:
     def _take_over_changes(self) -> None:
         """Read the configuration again, because a fork may have written to ``config`` since."""
         self.run_config = RunConfig.parse(self.config)
-        self.__dict__.pop("checkpoints", None)  # they hold the configuration of before
+        self.__dict__.pop("checkpoints", None)  # the old ones hold the old configuration
 
     def _start_agent_loops(self) -> None:
         """Start the actors that run agent loops, if the rollout serves; they import while the models are built."""
@@ -408,7 +408,7 @@ class RayPPOTrainer:
             return without_segments(batch, "algorithm.use_pf_ppo draws whole responses")
         with self._timed("reward", timing):
             self._add_scores(batch, metrics)
-        if len(self.state.row_order) == len(batch):  # else a fork has cut the batch
+        if len(self.state.row_order) == len(batch):  # false if a user's fork has cut the batch
             batch.reorder(torch.tensor(self.state.row_order))  # so that the rows do not depend on the ranks
         workers = [group.world_size for group in self.worker_groups().values()]
         batch, self.state.row_order, found = rows_for_ranks(
@@ -581,7 +581,7 @@ class RayPPOTrainer:
             self.worker_groups(),
             self.resource_pool_manager.get_n_gpus(),
             self.use_critic,
-            not self.rollouts.loops_score(self.reward_fn),  # else they have traced the scores, with each turn
+            not self.rollouts.loops_score(self.reward_fn),  # if loops score, they have traced the scores
             self.rollouts.take_timeline,
         )
         profiler = self.run_config.global_profiler

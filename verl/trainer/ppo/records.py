@@ -197,7 +197,7 @@ def sample_rows(
         }
         names = [name for name in _NAMES if name in extras and extras[name][row] is not None]
         values = {"truth": _short(truths[row])} | {name: _short(extras[name][row]) for name in names}
-        sample |= cast(Sample, values)  # of users and data, so any JSON
+        sample |= cast(Sample, values)  # values come from users and data: any JSON
         if talk and len(talk) > 1:
             sample["turns"] = _sample_turns(talk)
         samples.append(sample)

@@ -436,7 +436,7 @@ def add_scores(
     """
     scores, extras = pending.take(batch, metrics)
     tensors_of(batch)["token_level_scores"] = scores
-    for name, values in extras.items():  # one axis: lists among the values stay lists
+    for name, values in extras.items():  # one axis only: values that are lists stay lists
         batch.non_tensor_batch[name] = np.fromiter(values, dtype=object, count=len(values))
     refuse_nothing_scored(batch, step, reward_fn)
     leave_unscored_out(batch, group, step)

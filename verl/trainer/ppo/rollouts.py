@@ -146,7 +146,7 @@ class Rollouts:
             requests.meta_info[RECORDED] = True
         try:
             output: DataProto = self._source.generate_sequences(requests)
-        finally:  # what failed is in the account too
+        finally:  # the log has failed attempts too
             if self._log_attempts is not None:
                 self._log_attempts(self._source.take_attempts())
         self._state.engine_version = self._state.weights_version

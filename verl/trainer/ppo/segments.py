@@ -42,7 +42,7 @@ SEGMENT_COLUMN = "__segment__"
 SEGMENTS_COLUMN = "__segments__"
 """How many rows the trajectory of a row has; 0 for a row that only fills the batch."""
 SHARED_COLUMN = "__shared_score__"
-"""Whether the score of a row is a copy of that of its trajectory."""
+"""Whether the score of a row is a copy of its trajectory's score."""
 _SCORES = ("rm_scores", "token_level_scores")
 _OF_SEGMENT = "segment"
 
@@ -82,7 +82,7 @@ def segment_rows(batch: DataProto) -> DataProto:
     _put_columns(rows, parts, places)
     _put_scores(rows, [score for part in parts for score in part["scores"]], places)
     columns = rows.non_tensor_batch
-    for name in (PROMPT_LENGTH, RESPONSE_LENGTH):  # of the last segments
+    for name in (PROMPT_LENGTH, RESPONSE_LENGTH):  # lengths of the last segments
         columns.pop(name, None)
     columns[TRAJECTORY_COLUMN] = np.array(source)
     columns[SEGMENT_COLUMN] = np.array(number)

@@ -195,7 +195,7 @@ def collect_samples(
             reasons = extras.get(FAILURE_COLUMN, [None] * len(batch))
             extras[FAILURE_COLUMN] = [MISSING if gone else r for gone, r in zip(missing, reasons, strict=True)]
         scores = token_scores.sum(-1)
-        if "rm_scores" not in tensors_of(batch).keys():  # of agent loops, which have traced each turn
+        if "rm_scores" not in tensors_of(batch).keys():  # agent loops with rm_scores have traced each turn
             trace_batch(without_dropped(batch), scores[~torch.from_numpy(missing)], step, tokenizer, validate=True)
         samples.add(batch, scores.tolist(), extras, tokenizer, reward_fn_key)
     if not num_prompts:

@@ -94,7 +94,7 @@ def check_ray_address(cluster: RayConfig) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), _PATIENCE_S).close()
             return
-        except ConnectionRefusedError as error:  # its head may be about to start
+        except ConnectionRefusedError as error:  # the head node may be about to start
             if time.monotonic() > deadline:
                 raise WrongInput(f"{name}={address}: {error.strerror}: {_HOW_TO_JOIN}") from error
             time.sleep(_POLL_S)

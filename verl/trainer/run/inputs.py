@@ -30,8 +30,8 @@ _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _PICKLED = (b"PK", b"\x80\x02")  # a zip archive, or as torch wrote before version 1.6
 _AGAIN = "copy or download the model again"
 _GPU_DEVICES = ("/dev/nvidia[0-9]*", "/dev/nvgpu*", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
-_ASCEND_DEVICES = "/dev/davinci[0-9]*"  # what Ray looks for too
-_CHECKED_ROWS = 1 << 18  # of each file here; the data set checks all of them
+_ASCEND_DEVICES = "/dev/davinci[0-9]*"  # Ray looks for the same files
+_CHECKED_ROWS = 1 << 18  # rows checked in each file; the data set checks all rows
 
 
 # ---- the machine

@@ -49,7 +49,7 @@ SETUP_HOOK = "verl.utils.process.lifetime.collect_garbage_rarely"
 """The function that each Ray process calls before it imports anything large."""
 LOCAL_SYSTEM_CONFIG = {
     "prestart_worker_first_driver": False,  # prestarted processes lack the environment of a worker
-    "free_objects_batch_size": 1,  # else freed memory waits up to a second, and the next batch gets new pages
+    "free_objects_batch_size": 1,  # free at once: the next batch can use the pages
 }
 ERROR_LOG = "error.log"
 PREVIOUS_ERROR_LOG = "error.previous.log"
@@ -254,7 +254,7 @@ def runtime_env(device: str, chosen: Mapping[str, Json], more: Mapping[str, str]
     The ``chosen`` variables override those of this process, which override the defaults.
     """
     env_vars = unset_variables(device, more or {})
-    if ports := envs.read(PORT_RANGE):  # other nodes have the environment of their raylet
+    if ports := envs.read(PORT_RANGE):  # processes on other nodes get their raylet's environment
         env_vars[PORT_RANGE] = ports
     merged: dict[str, Any] = {"worker_process_setup_hook": SETUP_HOOK, **chosen}
     merged["env_vars"] = env_vars | dict(mapping_at(chosen, "env_vars"))
@@ -323,7 +323,7 @@ def root_cause(error: BaseException) -> BaseException:
 def describe(error: BaseException) -> str:
     """Return type and message, without the stack traces in messages of other processes."""
     text = str(error).strip()
-    if isinstance(error, ray.exceptions.RayTaskError):  # its last line names the cause
+    if isinstance(error, ray.exceptions.RayTaskError):  # the last line of its message names the cause
         return text.splitlines()[-1] if text else type(error).__name__
     kept = list(itertools.takewhile(lambda line: not line.startswith(_TRACE_STARTS), text.splitlines()))
     return f"{type(error).__name__}: {chr(10).join(kept)}"

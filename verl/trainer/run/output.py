@@ -98,7 +98,7 @@ class RunOutput:
         self.tracking.finish()
         if not self.record.steps:
             return
-        if self._finished_steps != MIN_STEPS:  # else it is said
+        if self._finished_steps != MIN_STEPS:  # otherwise this has been logged
             self._warn_if_nothing_is_trained()
         # The run is saved; and if it has failed, the user must see that error and not one of the report.
         with only_warning(logger, "cannot write the report", trace=True):

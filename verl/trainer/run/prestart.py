@@ -97,7 +97,7 @@ _OF_TRAINER = {"OMP_NUM_THREADS": "1"}
 _early: tuple[_Plan, ForkServer] | None = None
 _COMMON = _Plan("vllm", frozenset({"fsdp"}), 1, 1)
 _UNCOMMON = ("-", "ray_kwargs.fork_workers=", "actor_rollout_ref.rollout.mode=", "actor_rollout_ref.hybrid_engine=")
-"""How words begin of which only the composed configuration tells what the server needs."""
+"""Beginnings of command-line words whose effect on the fork server only the composed configuration shows."""
 
 
 def start_early(words: Sequence[str]) -> None:

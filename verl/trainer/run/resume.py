@@ -202,7 +202,7 @@ def find_problems(folder: Path, roles: Sequence[str]) -> list[str]:
     if not folder.is_dir():
         return ["the folder does not exist"]
     problems = [f"{role}: {problem}" for role in roles for problem in verify_checkpoint(folder / role)]
-    if not problems:  # else the file that tells the step may be one of the damaged
+    if not problems:  # otherwise the file with the step may be damaged
         renamed = [(role, files.renamed_problem(folder, folder / role)) for role in roles]
         problems = [f"{role}: {problem}" for role, problem in renamed if problem]
     if not (folder / DATA_NAME).exists():

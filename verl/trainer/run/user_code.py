@@ -185,7 +185,7 @@ def main() -> None:
     """Answer one request."""
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of the modules must not mix with the answer
     request = json.load(sys.stdin)
     sys.path[:] = request["path"]
     code = UserCode(**request["code"])
@@ -199,7 +199,7 @@ def main() -> None:
         _sort(problem, refused, notices)
         if problem is None and place in code.demands:
             refused += _engine_problems(f"{place}={dotted}", dotted, Demand(*code.demands[place]))
-    if not refused and not notices:  # else what would register the names was not imported
+    if not refused and not notices:  # otherwise a module that registers names may be missing
         refused += _unknown_names(code)
     answers.write(json.dumps([refused, notices]))
     answers.flush()

@@ -199,7 +199,7 @@ class CheckpointHandler:
         except FileNotFoundError:
             raise CheckpointError(f"{path} {MISSING_DATA}, or set trainer.resume_mode=disable") from None
         if not (isinstance(state, dict) and state.keys() == {_STEP_KEY, _LOADER_KEY}):
-            return state  # of an older version, or another tool
+            return state  # a file of an older version, or of another tool
         _check_step(path, state, step)
         return state[_LOADER_KEY]
 

@@ -385,7 +385,7 @@ class SFTTrainer:
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         self._check_labels(batch)
-        self._take_computed()  # what a validation has computed
+        self._take_computed()  # drop what a validation has counted
         start = time.perf_counter()
         with self.engine.train_mode():
             metrics = self.engine.train_batch(batch, self.loss_fn, self._pass_spec())

@@ -141,7 +141,7 @@ class ChatFormat:
         last_images = images[len(images) - _media_count(new, "image") :]
         last_videos = videos[len(videos) - _media_count(new, "video") :]
         ids = self.encode(boundary.end + boundary.after, last_images, last_videos)
-        is_header = self.special.start_length(boundary.last) == 0  # of the next turn: this one has no end of its own
+        is_header = self.special.start_length(boundary.last) == 0  # the next turn's header: this turn has no end token
         is_sampled = stopped and not (is_header and last_token is not None and last_token != ids[0])
         return Appended(ids[1:] if is_sampled else ids)
 

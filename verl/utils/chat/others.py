@@ -23,7 +23,7 @@ CUT = "\ufdd0\ufdd1"
 """Two characters that Unicode gives to no text."""
 _BEFORE = "\n"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""A token that stands for a byte of any text, as that of unknown text does."""
+"""A token that stands for one byte of any text, such as unknown text (byte fallback)."""
 
 
 class ControlTexts:

@@ -214,7 +214,7 @@ class BaseCheckpointManager(ABC):
             write(unfinished)
             # The folder is swapped whole: files of an earlier save that this one does not write must not stay in it.
             if self.source_folder is None or Path(self.source_folder).resolve() != (folder / name).resolve():
-                files.remove_folder(folder / name)  # else a resume would lack the model that training started from
+                files.remove_folder(folder / name)  # otherwise the run started from this folder
             return files.move_files(unfinished, folder, name)
 
     def check_parts(self, key: str) -> None:

@@ -132,7 +132,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         seen: set[int] = set()
         for name, value in self.model.state_dict().items():
             # Tied tensors share their memory. FSDP keeps one shard of both, so the address of the shard tells.
-            first = _local(value).data_ptr()  # of the tensor: others may live in the same storage
+            first = _local(value).data_ptr()  # the tensor's address: tensors may share a storage
             if first in seen and value.numel():
                 continue
             seen.add(first)

@@ -215,7 +215,7 @@ class FileOrderIterator(Iterator[int]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the rows that were read."""
         self.position = state["position"]
-        self.num_rows = min(state["num_rows"], self.num_rows)  # other files may have fewer rows
+        self.num_rows = min(state["num_rows"], self.num_rows)  # the files may have changed
 
 
 class SeededRandomSampler(Sampler[int]):
@@ -288,7 +288,7 @@ class SeededRandomIterator(Iterator[int]):
         replicas = self.sampler.num_replicas
         saved = state.get("num_replicas", replicas)  # checkpoints of older versions hold neither of the two
         size = len(self.sampler.data_source)
-        num_rows = min(state.get("num_rows", size), size)  # other files may have fewer rows
+        num_rows = min(state.get("num_rows", size), size)  # the files may have changed
         rows = state["position"] * saved
         if rows % replicas:
             raise WrongInput(

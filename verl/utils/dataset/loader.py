@@ -29,7 +29,7 @@ class ResumableLoader(StatefulDataLoader):
         """Go on from the state of this loader, or of one with another number of processes."""
         if state_dict and _processes_of(state_dict) != self.num_workers:
             place = _Place.in_state(state_dict)
-            if hasattr(self.dataset, "on_batch_end"):  # then the driver has restored what it had learned
+            if hasattr(self.dataset, "on_batch_end"):  # the driver has restored the state of such a data set
                 place = replace(place, data=None)
             state_dict = place.for_processes(self.num_workers, self._draw_seed()) if self.num_workers else place.alone()
         super().load_state_dict(state_dict)
@@ -91,7 +91,7 @@ class _Place:
         }
         snapshot = {
             "_snapshot_step": self.batches,
-            "_last_yielded_worker_id": count - 1,  # so that the next batch is that of the first process
+            "_last_yielded_worker_id": count - 1,  # the next batch comes from the first process
             "_main_snapshot": self.sampler | {"_num_workers": count, "_base_seed": seed},
             "_worker_snapshots": processes,
         }

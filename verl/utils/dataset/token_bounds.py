@@ -72,7 +72,7 @@ def count_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     with one_thread(tokenizer):
         if backend is None:
             return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
-        tokenizer("", add_special_tokens=False)  # it ends truncation and padding that an earlier call has set
+        tokenizer("", add_special_tokens=False)  # this call resets truncation and padding of earlier calls
         return [len(encoding) for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 

@@ -558,7 +558,7 @@ def _combinations(env: Environment) -> Findings:
             yield Finding("combinations", each.name, each.status, each.detail, each.fix)
     for package in sorted(_PINNING & env.needs.keys()):
         if package == "sglang" and env.device.get("built_for", "cpu") == "cpu":
-            continue  # its requirements are those of a GPU; the import below tells whether it works without them
+            continue  # requirements of a GPU; the import below shows if it works without them
         for wanted in env.needs[package]:
             version = env.version(wanted.name)
             if version is None or wanted.specifier.contains(version, prereleases=True):

@@ -274,7 +274,7 @@ class Server(MetaPathFinder):
                 self._fork(request)
             request.close()
             if not has_other and not started and has_threads():
-                os._exit(0)  # it could never fork
+                os._exit(0)  # a process with threads could never fork
             request = self._next()
 
     def serve_first(self) -> NoReturn:
@@ -356,7 +356,7 @@ def become(request: Wanted, handles: Sequence[int], path: Sequence[str], launch_
         draw_seeds()
         script = request["words"][0]
         sys.argv[:] = request["words"]
-        added = [entry for entry in sys.path if entry not in launch_path]  # by Ray, for the packages that it brings
+        added = [entry for entry in sys.path if entry not in launch_path]  # Ray adds paths of its bundled packages
         own = [] if sys.flags.safe_path else [os.path.dirname(script)]
         sys.path[:] = [*added, *own, *path]
         main = ModuleType("__main__")
@@ -380,7 +380,7 @@ def draw_seeds() -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
-    if "datasets.fingerprint" in sys.modules:  # which draws the names of cache files
+    if "datasets.fingerprint" in sys.modules:  # it draws random names of cache files
         sys.modules["datasets.fingerprint"].fingerprint_rng.seed()
 
 
@@ -402,7 +402,7 @@ def leave(code: int) -> NoReturn:
 def main(settings: Settings) -> None:
     """Import, and serve the requests for both kinds of processes."""
     end_with(settings["parent"])
-    for number in _OF_TERMINAL:  # which the launching process answers; this one ends after it
+    for number in _OF_TERMINAL:  # the launching process handles these signals
         signal.signal(number, signal.SIG_IGN)
     gc.set_threshold(_ALLOCATIONS_PER_COLLECTION, *_ONLY_YOUNG)
     environment = dict(os.environ)

@@ -104,7 +104,7 @@ class Offload:
 
     def _gradients(self) -> Iterator[Tensor]:
         for module in self._modules:
-            if isinstance(module, DistributedDataParallel):  # its ``buffers`` is a list of gradient buffers
+            if isinstance(module, DistributedDataParallel):  # here ``buffers`` is a list of gradient buffers
                 for buffer in (*module.buffers, *module.expert_parallel_buffers):
                     yield buffer.grad_data
 

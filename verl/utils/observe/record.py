@@ -81,7 +81,7 @@ class Sample(TypedDict):
 
 
 Data = dict[str, Any]
-"""The metrics of a step: numbers, but for what a trainer of a user adds."""
+"""The metrics of a step: numbers, except for values that a user's trainer adds."""
 
 
 class Details(TypedDict, total=False):

@@ -205,7 +205,7 @@ class _Mlflow:
 
     name = "mlflow"
     TASKS_OF_SPAN = 2
-    """Most queue entries of one span: its export, and that of the trace that it ends."""
+    """Most queue entries of one span: the export of the span, and the export of the trace that it ends."""
 
     def __init__(self, project_name: str, experiment_name: str) -> None:
         import mlflow

@@ -22,7 +22,7 @@ def main(handles: list[int], folders: list[str]) -> None:
     for handle in handles[1:]:
         try:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-        except OSError:  # it has ended, or belongs to another user by now
+        except OSError:  # the process has ended, or its id belongs to another user
             continue
     if folders == [GROUP]:
         os.killpg(0, signal.SIGKILL)
@@ -31,7 +31,7 @@ def main(handles: list[int], folders: list[str]) -> None:
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
             os.rmdir(folder)
-        except OSError:  # it has been removed before
+        except OSError:  # the folder has already been removed
             continue
     os._exit(0)
 

@@ -72,7 +72,7 @@ def _kill_started(started: "Future[subprocess.Popen[bytes]]") -> None:
 
 
 def passes_in_fork(check: Callable[[], object]) -> bool:
-    """Run a check in a fork of this process, which throws away its imports and its memory.
+    """Run a check in a fork of this process, so that this process keeps neither its imports nor its memory.
 
     Returns: False if the check has failed in the fork, or if no fork is possible: run the check in this process then,
         and its error says why.
@@ -107,7 +107,7 @@ _guards: list["subprocess.Popen[bytes]"] = []
 
 def end_with_this_process(processes: Iterable[psutil.Process], folders: Iterable[Path] = ()) -> None:
     """Let a small process kill others as soon as this one has ended, even by SIGKILL, and remove folders of files."""
-    guards = {each.pid for each in _guards}  # which end by themselves, when they have done their work
+    guards = {each.pid for each in _guards}  # guards end by themselves after their work
     others = [process.pid for process in processes if process.pid not in guards]
     _guards.append(_start_guard(others, [str(folder.absolute()) for folder in folders]))
 

@@ -125,7 +125,7 @@ def has_owner(folder: Path) -> bool:
         owner = read_owner(file)
     except ValueError:  # whoever wrote it
         return True
-    if owner is None:  # it is being written
+    if owner is None:  # the file is being written
         return True
     return not owner.is_seen_by(Process.this()) or owner.is_alive()
 
@@ -258,7 +258,7 @@ class Ownership:
         numbers = (signal.SIGINT, *_ENDS) if is_main else ()
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
         for file, handle in self._files.items():
-            with suppress(OSError):  # such as a folder that the user has deleted
+            with suppress(OSError):  # for instance if the user has deleted the folder
                 if _is_at(handle, file) and os.getpid() == self._here.pid:  # a signal may come first in a forked child
                     file.unlink()
         self._close()
@@ -283,7 +283,7 @@ def _lock(file: Path) -> int | None:
         # Another process may have replaced the file between the two calls; a lock on a removed file keeps nobody out.
         if _is_at(handle, file):
             return handle
-        os.close(handle)  # its owner has just ended and removed it
+        os.close(handle)  # the owner has just ended and removed the file
 
 
 def _is_at(handle: int, file: Path) -> bool:

@@ -124,7 +124,7 @@ class _Worker:
 
     def flush(self) -> None:
         """Send pending messages until the socket is full."""
-        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # of a death, ``has_ended`` tells
+        with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # ``has_ended`` reports a death
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
 
@@ -440,7 +440,7 @@ def _wait(workers: Sequence[_Worker], end: float = math.inf) -> None:
 def _outcome(message: bytes) -> Outcome:
     try:
         return cloudpickle.loads(message)
-    except Exception as error:  # of a class that cannot be unpickled here
+    except Exception as error:  # this process may fail to unpickle its class
         return _failure(error)
 
 

@@ -78,7 +78,7 @@ class DistProfiler:
             return False
         try:
             sampler.dump_memory_snapshot(tag=tag, sub_dir=sub_dir)
-        except OSError as error:  # as in stop
+        except OSError as error:  # as in ``stop``: the run goes on
             logger.error("the memory snapshot %s could not be written: %s", tag, error)
         return True
 
@@ -144,7 +144,7 @@ _of_this_process: list[DistProfiler] = []
 
 def _stop_outermost(error: BaseException) -> None:
     """Write the captures when a task fails, since the worker may be killed before it could write them at its end."""
-    if isinstance(error, Exception) and not is_capturing():  # of nested tasks, only the outermost ends the step
+    if isinstance(error, Exception) and not is_capturing():  # only the outermost task ends the step
         stop_after_error()
 
 

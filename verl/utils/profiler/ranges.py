@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Range = AbstractContextManager[Any]
-"""Marks the enclosed code; each tool yields a value of its own kind."""
+"""Marks the enclosed code; each tool yields a value of another kind."""
 RangeId = int | tuple[Any, ...] | None
 """Identifies an open range: a number for MSTX, a pair for NVTX."""
 

@@ -25,7 +25,7 @@ from verl.utils.reward_score.quantities import Unit, rational, split_unit
 
 LONGEST_CHARS = 2000
 DEEPEST = 50  # brackets inside brackets
-MOST_PARTS = 200  # of a set, whose parts are compared with each other
+MOST_PARTS = 200  # of a set: its parts are compared pairwise
 
 _WORDS = re.compile(r"(?:[A-Z]?[a-z]{2,}+)++|No")
 _NAME = re.compile(

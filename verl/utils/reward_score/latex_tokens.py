@@ -76,7 +76,7 @@ _BARE_ARGUMENT = re.compile(r"(\\sqrt|\\pmod|[\^_])\s*([0-9a-zA-Z])")
 def tokenize(text: str) -> list[str]:
     """Return the tokens of an answer."""
     found: list[str] = []
-    depth = 0  # of brackets, in which (1,234) is a pair and (1,000) a number
+    depth = 0  # depth of brackets: (1,234) is a pair, (1,000) a number
     for match in _TOKEN.finditer(_in_plain_latex(text)):
         kind = match.lastgroup
         token = match[0]
@@ -145,7 +145,7 @@ def normal_form(tokens: Sequence[str]) -> str:
             continue
         written = "".join(content(token).split()) if is_text(token) else token
         if written[:1].isalpha() and pieces and re.fullmatch(r"\\[a-zA-Z]+", pieces[-1]):
-            pieces.append(" ")  # it ends the command
+            pieces.append(" ")  # the blank ends the command
         pieces.append(written)
     text = "".join(pieces).removeprefix("+")
     before = ""

@@ -15,7 +15,7 @@ LONGEST_ANSWER_CHARS = 500
 _NO_FORMULA = re.compile(
     r"(?<![a-zA-Z\\])(?!(?:pi|sqrt|sin|cos|tan|cot|sec|csc|log|exp)(?![a-zA-Z]))[a-zA-Z]{3,}|(?<!\\)[A-Z]{2,}"  # words
     r"|[:']|\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}|[A-Z]\\times ?[A-Z]"  # times and ratios, dates, products of sets
-    r"|[^\0-\x7f]|\d \d|\d_|\\frac\{d\w?\}\{d\w\}"  # others' letters, two numbers, a base, derivatives
+    r"|[^\0-\x7f]|\d \d|\d_|\\frac\{d\w?\}\{d\w\}"  # non-ASCII letters, two numbers, a base, derivatives
 )
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _COMMANDS_OF_FORMULAS = COMMANDS | {"infty", "lfloor", "rfloor", "lceil", "rceil", "overline", "vec", "mathbb", "bmod"}

@@ -15,7 +15,7 @@ LEAST_IDLE_LIMIT_S = 1.0
 STARVED_FACTOR = 60
 LEAST_STARVED_LIMIT_S = 60.0
 LONGEST_STEP_S = 1.0
-"""Time between two looks that counts at most. In a longer gap the one who looks did not run himself."""
+"""Longest time between two looks that counts in full. In a longer gap the looking process itself did not run."""
 MOST_TASKS = 256
 """Number of processes and threads that one look reads: a program cannot make it long."""
 CPU = "cpu"
@@ -129,7 +129,7 @@ def _tasks(pid: int) -> list[str]:
     """Return the folders of a process's threads."""
     try:
         return [f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return []
 
 

@@ -74,7 +74,7 @@ def readable_paths() -> list[str]:
 
 
 def _restrict_files(writable: str) -> None:
-    version = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)  # of the ABI; 0 or less without Landlock
+    version = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)  # ABI version; 0 or less without Landlock
     if version <= 0:
         raise OSError("the kernel has no Landlock (it needs Linux 5.13 with the security module enabled)")
     every = (1 << _ACCESS_BITS.get(version, 16)) - 1

@@ -282,7 +282,7 @@ def _communicate(
         try:
             return process.communicate(content, timeout=_LOOK_EVERY_S if cancelled is None else CANCEL_LATENCY_S)
         except subprocess.TimeoutExpired as error:
-            content = None  # it is sent, or goes on being sent by the next call
+            content = None  # the next call continues to send it
             if len(error.output or b"") > said:
                 said = len(error.output)
                 end = time.monotonic() + timeout_s

@@ -88,7 +88,7 @@ clock = load("clock")
 exchange = load("exchange")
 folder = load("folder")
 isolation = load("isolation")
-sys.dont_write_bytecode = True  # of the program's modules; that of the modules above saves 50 ms at each start
+sys.dont_write_bytecode = True  # no bytecode of the program's modules; above, bytecode saves 50 ms
 
 
 # ---- inside the sandbox

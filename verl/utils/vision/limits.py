@@ -8,7 +8,7 @@ from verl.base_config import BaseConfig, Violation, setting
 USUAL_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "PPM", "TIFF", "AVIF", "JPEG2000")
 PROGRAM_FORMATS = frozenset({"EPS"})
 """Formats that Pillow decodes by another program."""
-_MOST_PIXELS = 178_000_000  # of Pillow itself
+_MOST_PIXELS = 178_000_000  # Pillow's own limit
 
 
 @dataclass

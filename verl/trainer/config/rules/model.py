@@ -94,7 +94,7 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
             expected = f"needs a vision-language model, {key}.path names a text model (no vision_config): write false"
             yield Violation(frozen[key], True, expected)
         if key == POLICY:
-            if not policy.external_lib and not envs.read("VERL_USE_EXTERNAL_MODULES"):  # these may add models
+            if not policy.external_lib and not envs.read("VERL_USE_EXTERNAL_MODULES"):  # user modules may add models
                 yield from (Violation(f"{key}.path", path, problem) for problem in architecture_problem(hf_config))
             yield from tied_adapter_rules(policy, POLICY, hf_config)
             yield from loss_rules(policy, key, hf_config, strategy)

@@ -138,7 +138,7 @@ IDLE = [
 IDLE_IN_A_WORKER = Idle(
     "actor_rollout_ref.hybrid_engine", True, f"{ROLLOUT}.server", ("max_start_wait_time", "heartbeat_timeout")
 )
-"""For an engine in the process of the trainer's worker, as that of vLLM."""
+"""For an engine that runs in the process of the trainer's worker, as vLLM does."""
 
 _OF_AN_ENABLED_REWARD_MODEL = (f"{REWARD}.enable_", f"{REWARD}.model.")
 
@@ -186,7 +186,7 @@ def free_entries(run: RunConfig, tree: Mapping[str, Json], roles: Mapping[str, s
     for node in free_nodes(tree):
         reason = next((roles[role] for role in roles if is_under(node, [role])), None)
         entries = select(tree, node)
-        followed = select(tree, f"{policy}.{node.rpartition('.')[2]}")  # by the reference and the reward model
+        followed = select(tree, f"{policy}.{node.rpartition('.')[2]}")  # the reference and the reward model follow it
         if reason is None or not isinstance(entries, Mapping) or entries == followed:
             continue
         default = default_of(run, node)

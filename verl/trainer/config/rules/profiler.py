@@ -69,7 +69,7 @@ def _place_rules(tree: Tree) -> Iterator[Violation]:
         for key in _OF_THE_RUN:
             if key in node:
                 yield Violation(f"{role}.profiler.{key}", node[key], f"is set for the run: write {_GLOBAL}.{key}")
-        if node.get("tool_config") not in seen:  # it may be that of the actor
+        if node.get("tool_config") not in seen:  # roles may share the actor's node
             yield from _tool_config_rules(f"{role}.profiler.tool_config", node.get("tool_config"), TOOLS)
         seen.append(node.get("tool_config"))
     yield from tool_rules(tree)
@@ -136,7 +136,7 @@ def _enabled(run: RunConfig, use_reference: bool) -> dict[str, ProfilerConfig]:
 def _step_rules(run: RunConfig, enabled: Mapping[str, ProfilerConfig]) -> Iterator[Violation]:
     """Yield steps that profile nothing, profilers without a step, and steps after the end of the run."""
     steps = run.global_profiler.steps
-    snapshots = run.global_profiler.tool == "torch_memory"  # of the actor, after each step
+    snapshots = run.global_profiler.tool == "torch_memory"  # the actor writes them after each step
     if enabled and not steps and not snapshots:
         role = next(iter(enabled))
         expected = f"names no training step, and {role}.profiler.enable=true: write a list such as [1,2]"

@@ -167,7 +167,7 @@ class Checker(Peer):
         except (StopIteration, StopAsyncIteration) as error:
             if self._expects_stop or given[0] == "__next__" or any(each._remote_id in self._steps for each in operands):
                 raise
-            raise RuntimeError(f"the program raised {type(error).__name__}") from error  # it would end map() early
+            raise RuntimeError(f"the program raised {type(error).__name__}") from error  # else map() would end
         if captures:
             sys.stdout.write(output)
         if isinstance(result, Guarded):

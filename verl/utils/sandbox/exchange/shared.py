@@ -106,7 +106,7 @@ class Shared:
             if key in self._entries and key not in kept and self._entries[key].references() == _FROM_HERE:
                 items = self.forget(key)
                 waiting += [self._keys[id(item)] for item in items if id(item) in self._keys]
-                del items  # or it would hold the next messages
+                del items  # otherwise ``items`` would keep its contents alive
                 self._released.append(key)
         return self._released
 

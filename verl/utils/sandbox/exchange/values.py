@@ -60,7 +60,7 @@ MUTATORS = {
     "popitem", "remove", "reverse", "setdefault", "sort", "symmetric_difference_update", "update",
 }  # fmt: skip
 COMMANDS = {"add", "append", "clear", "extend", "insert", "reverse", "sort", "update"}
-"""Methods that answer no question about what they are given, such as those of a builder that returns itself."""
+"""Methods whose result says nothing about their arguments, such as methods of a builder that returns itself."""
 
 
 def mutable_name(value: Value) -> str | None:
