@@ -195,7 +195,10 @@ def _load(options: VerifiersConfig) -> _Environment:
 
 
 def _client_class() -> "Callable[[_Rollout], Client]":
-    """Return the class of clients that take messages from the policy; verifiers is imported only here and above."""
+    """Return the class of clients that take messages from the policy.
+
+    Only this function and ``_load`` import verifiers.
+    """
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage
 

@@ -1,7 +1,7 @@
 """Settings of ``config.json`` that Megatron-Core cannot compute, by model family, and whose layers it takes.
 
 The families apply these rules to a ``PretrainedConfig``, the launching process to the fields that it has read from the
-file, so nothing here imports torch or Megatron-Core.
+file, so this module imports neither torch nor Megatron-Core.
 """
 
 import importlib.util

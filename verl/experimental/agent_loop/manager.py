@@ -253,7 +253,7 @@ class AgentLoopManager(Manager):
         return attempts
 
     def flush_traces(self) -> None:
-        """Wait until the actors have sent their traces to ``rollout.trace.backend``; what fails is lost."""
+        """Wait until the actors have sent their traces to ``rollout.trace.backend``; a trace that fails is lost."""
         if self.rollout_config.trace.backend is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""The names of agent loops. Nothing here imports torch, so that the checks before the start can read them."""
+"""The names of agent loops. This module does not import torch, so that the checks before the start can read them."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -68,9 +68,9 @@ class _Server:
 class AsyncLLMServerManager:
     """Chooses the server of each request, and finds another one if it dies.
 
-    A new conversation goes to the server with the fewest tokens in flight from here. Its later turns go to the same
-    server, which has its prefix in the cache, unless that server is overloaded (``OVERLOAD``) or gone. A request whose
-    server dies is sent to another one. While requests wait, servers are asked for their health; one that has not
+    A new conversation goes to the server with the fewest tokens in flight from this process. Its later turns go to the
+    same server, which has its prefix in the cache, unless that server is overloaded (``OVERLOAD``) or gone. A request
+    whose server dies is sent to another one. While requests wait, servers are asked for their health; one that has not
     answered for ``rollout.agent.server_timeout_s`` is gone.
 
     Args: ``server_handles`` are actors with the methods of ``RolloutServer``; ``max_cache_size`` is the number of
@@ -105,7 +105,7 @@ class AsyncLLMServerManager:
         return [server.handle for server in self._servers]
 
     def set_servers(self, server_handles: Sequence[Actor]) -> None:
-        """Use these servers from now on; those that were in use before keep their load."""
+        """Use these servers from now on; servers that were already in use keep their load."""
         known = {_identity(server.handle): server for server in self._servers}
         count = len(server_handles)
         self._servers[:] = [
@@ -265,7 +265,7 @@ class AsyncLLMServerManager:
         return server
 
     def _take_out(self, server: _Server, reason: str) -> None:
-        """Send no more requests to a server; those that wait for it go to others."""
+        """Send no more requests to a server; its waiting requests go to other servers."""
         if server.gone is None:
             logger.warning("%s is gone, its requests go to the others: %s", server.name, reason)
         server.gone = server.gone or reason

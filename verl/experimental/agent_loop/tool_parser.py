@@ -1,4 +1,6 @@
-"""Find the tool calls in sampled text. Nothing here imports torch: the checks before the start read the names.
+"""Find the tool calls in sampled text.
+
+This module does not import torch, so that the checks before the start can read the names of the formats.
 
 Formats, by the documentation of their models: ``hermes`` (Hermes 2 Pro, Qwen2.5, Qwen3), ``gpt-oss`` (harmony),
 ``qwen3-coder``, ``llama3-json`` (Llama 3.1 and later) and ``pythonic`` (Llama 3.2 and 4, ToolACE).
@@ -112,7 +114,7 @@ class ToolParser:
         return str(self.tokenizer.decode(given, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def parse(self, text: str, tools: Schemas = ()) -> Found:
-        """Return a text without its calls, and the calls; here none."""
+        """Return a text without its calls, and the calls; the base class finds none."""
         return text, []
 
     @classmethod

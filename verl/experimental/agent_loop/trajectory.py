@@ -148,7 +148,7 @@ class Trajectory:
         return turn
 
     def _take_expanded(self, expanded: list[int]) -> None:
-        """Take the prompt as the engine saw it; the response so far must be as it is here."""
+        """Take the prompt as the engine saw it; the engine must have seen the response so far unchanged."""
         size = len(expanded) - len(self.response_ids)
         if not self.turns:
             self.prompt_ids = expanded

@@ -229,7 +229,7 @@ class AgentLoopWorkerBase:
         )
 
     def _as_rows(self, outputs: Sequence[AgentLoopOutput | None], batch: DataProto, trained: bool = True) -> DataProto:
-        """Return trajectories as rows; those that are not trained lack the inputs of images."""
+        """Return trajectories as rows; without ``trained`` the rows lack the inputs of images."""
         pad = batch.meta_info.get("pad_token_id", self.model_config.pad_token_id)
         whole = self.whole if trained or self.whole is None else self.whole.without_inputs()
         return rows_of(outputs, batch, self.rollout_config.response_length, pad, whole)

@@ -19,7 +19,7 @@ _IGNORANT = (
 )
 """Values of ``model_type`` of models whose attention in transformers asks for no boundaries of rows.
 
-The first pass refuses models that are missing here. Written for transformers 5.19.
+The first pass refuses such models that this list lacks. Written for transformers 5.19.
 """
 _CHOOSES_KEYS = ("axk2", "deepseek_v32", "deepseek_v4", "doge", "glm_moe_dsa", "hy_v4", "qwen4_exp_text")
 """Values of ``model_type`` of models that choose what a token sees among all tokens before it."""

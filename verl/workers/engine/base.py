@@ -60,8 +60,8 @@ class BaseEngine(ABC):
     ``PassSpec``; without one they come from the batch's ``meta_info`` (``PassSpec.from_meta``).
 
     The public methods are templates. A backend builds the model, moves it, runs micro-batches, and reduces and
-    applies gradients. An engine that uses the templates defines the hooks which raise ``NotImplementedError`` here;
-    one that replaces them needs neither the hooks nor the arguments of this constructor.
+    applies gradients. An engine that uses the templates defines the hooks that raise ``NotImplementedError`` in this
+    class. An engine that replaces the templates needs neither the hooks nor the arguments of this constructor.
 
     Args:
         freeze_vision_tower: keep the weights of the vision tower.

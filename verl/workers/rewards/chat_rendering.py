@@ -100,7 +100,7 @@ def _joined(prompt: list[Message], said: list[Message]) -> tuple[list[Message], 
 
 
 def response_texts(data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
-    """Decode the responses without the end-of-sequence tokens at their ends; those between turns stay."""
+    """Decode the responses without the end-of-sequence tokens at their ends; such tokens between turns stay."""
     return [_text(ids, tokenizer, ends) for ids in _responses(data)]
 
 

@@ -36,7 +36,7 @@ class AsyncActorRolloutRefWorker(ActorRolloutRefWorker, RolloutServer):
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     async def sleep(self) -> bool:
-        """Take the devices back; requests wait from here on. Returns True."""
+        """Take the devices back; requests wait until ``wake_up``. Returns True."""
         with simple_timer("sleep", self._sync_timing):
             await self.trainer_mode()
         return True

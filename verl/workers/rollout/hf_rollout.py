@@ -168,7 +168,7 @@ class HFRollout(BaseRollout):
         inputs = {"input_ids": ids, "attention_mask": mask}
         if positions.dim() == 2:
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        else:  # (B, C, P) here, (C, B, P) in the model
+        else:  # the batch has (B, C, P), the model takes (C, B, P)
             inputs["position_ids"] = positions[..., -ids.shape[1] :].transpose(0, 1).to(self._device)
         joined: dict[str, Any] = {}
         if media is not None:

@@ -59,7 +59,7 @@ def class_problem(found: object) -> str | None:
 
 
 class RolloutReplicaRegistry:
-    """The classes of replicas by engine: those of ``REPLICA_CLASSES``, and those that are registered here."""
+    """The classes of replicas by engine: those of ``REPLICA_CLASSES``, and registered ones."""
 
     _loaders: "dict[str, Callable[[], type[RolloutReplica]]]" = {}
 

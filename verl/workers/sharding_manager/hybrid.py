@@ -178,7 +178,7 @@ def complete(coroutine: Coroutine[None, None, None] | None) -> None:
         return
     try:
         asyncio.get_running_loop()
-    except RuntimeError:  # the usual case: no loop runs here
+    except RuntimeError:  # the usual case: no event loop runs in this thread
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # the thread keeps the loop that it has
             runner.run(coroutine)
         return

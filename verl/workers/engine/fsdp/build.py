@@ -407,7 +407,7 @@ def load_buffers(model: nn.Module, read: LocalReader) -> None:
     """Fill the persistent buffers from a checkpoint; a missing one keeps the value of a new model, with a warning.
 
     No rank shards a buffer. One that transformers holds in fp32 whatever the dtype of the weights, such as the bias of
-    a router, is held so here.
+    a router, is held in fp32 by this function too.
     """
     kept = []
     for part in model.modules():

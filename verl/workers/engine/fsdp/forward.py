@@ -297,7 +297,7 @@ class Forward:
         return Ran(logits.squeeze(0) if sequences is not None else logits, aux_loss)
 
     def _aux_loss(self, output: Any, attention: Tensor | None, num_tokens: int) -> Tensor | None:
-        """Return the balancing loss over the ``num_tokens`` of the pass, those of other ranks and padding included.
+        """Return the balancing loss over the ``num_tokens`` of the pass, including tokens of other ranks and padding.
 
         A fused head leaves it out, and with sequence parallelism the model knows its slice only.
         """

@@ -1,7 +1,7 @@
 """Convert the images and videos of prompts to inputs of SGLang's scheduler, with the tokens and positions of training.
 
-SGLang's own processors tokenize a prompt again, and choose pixels and positions by their own rules. So the model's
-processor runs here, on each image and video alone, as it does in the data set; the scheduler gets the result.
+SGLang's own processors tokenize a prompt again, and choose pixels and positions by their own rules. So this module runs
+the model's processor on each image and video alone, as the data set does, and gives the result to the scheduler.
 """
 
 import hashlib

@@ -28,7 +28,7 @@ _OURS = (
     *("n", "beam_width", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"),
     *("is_normalized", "ebnf_full_assistant"),
 )
-"""Parameters that a caller may not set: a prompt has only one response in verl, and SGLang sets the others itself."""
+"""Parameters that a caller must not set: a prompt has only one response in verl, and SGLang sets the others itself."""
 
 
 @dataclass(frozen=True)

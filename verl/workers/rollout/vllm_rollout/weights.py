@@ -146,7 +146,7 @@ class EngineWeights:
     def places(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return where each tensor of a checkpoint is, as a view of the present parameter; see ``BaseRollout``.
 
-        Raises: WrongInput naming a tensor that has no place here, or that has none in the checkpoint.
+        Raises: WrongInput naming a tensor that has no place in the engine, or that the checkpoint lacks.
         """
         if strange := self.layout.opaque | self.layout.derived:
             raise WrongInput(
