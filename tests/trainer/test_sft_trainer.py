@@ -375,7 +375,7 @@ def test_the_data_of_another_step_is_refused(tmp_path, name):
         handler(tmp_path, 0, 1).save_checkpoint(step)
     assert handler(tmp_path, 0, 1).load_checkpoint() == 2
     shutil.copy(tmp_path / "global_step_1" / name, tmp_path / "global_step_2")
-    with pytest.raises(ValueError, match=rf"{name} was saved at step 1: copy that of step 2 back"):
+    with pytest.raises(ValueError, match=rf"{name} was saved at step 1: copy the file of step 2 back"):
         handler(tmp_path, 0, 1).load_checkpoint()
 
 

@@ -24,7 +24,7 @@ def rollout_is_rules(
     elif upper is not None and lower is not None and lower > upper:
         yield Violation("rollout_is_threshold_lower", lower, f"must be at most rollout_is_threshold={upper}")
     elif upper is not None and lower is None and upper < 1:
-        expected = "must be at least 1, since rollout_is_threshold_lower=null means its reciprocal; or set that one"
+        expected = "must be at least 1, since rollout_is_threshold_lower=null means its reciprocal; or set that key"
         yield Violation("rollout_is_threshold", upper, expected)
     if veto is not None and not 0 < veto < 1:
         yield Violation("rollout_is_veto_threshold", veto, "must be above 0 and below 1, or null")

@@ -745,7 +745,7 @@ def _united_meta_info(earlier: MetaInfo, later: MetaInfo) -> MetaInfo:
     if earlier.get(TEMPERATURE, later.get(TEMPERATURE)) != later.get(TEMPERATURE, earlier.get(TEMPERATURE)):
         raise ContractError(
             f"meta_info[{TEMPERATURE!r}]: log-probabilities of the batch are at {earlier[TEMPERATURE]}, those to add "
-            f"at {later[TEMPERATURE]}: compute all at that of the rollout (actor_rollout_ref.rollout.temperature)"
+            f"at {later[TEMPERATURE]}: compute all at the rollout's temperature (actor_rollout_ref.rollout.temperature)"
         )
     united = union_two_dict(dict(earlier), lasting)
     for key in OF_ONE_CALL & later.keys():

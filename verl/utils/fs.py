@@ -159,7 +159,7 @@ def _renewed(src: str, target: str, record: Path) -> str | None:
     if not (record.is_file() and record.read_text(encoding="utf-8") == state and verify_copy(src, target)):
         with _replacing(target) as is_free:
             if not is_free:
-                return "it has changed, and another process reads the copy of what it was"
+                return "it has changed, and another process reads the copy of its old content"
             record.unlink(missing_ok=True)
             _remove(target)
             # Shared memory is taken from the memory of every process, so room is checked before.

@@ -88,7 +88,7 @@ def test_accepted(base, changes):
         (
             TORCH | {f"{OPTIONS}.torch.active": 1, f"{OPTIONS}.torch.step_end": 2},
             f"{OPTIONS}.torch.step_end",
-            "stands beside active=1",
+            "cannot be combined with active=1",
         ),
         (
             TORCH | {f"{OPTIONS}.torch.active": 1, f"{OPTIONS}.torch.warmup": 1},

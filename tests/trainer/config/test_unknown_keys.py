@@ -301,7 +301,7 @@ def test_a_reward_model_that_is_off_tells_its_free_nodes(composed: Any, caplog: 
 
 def test_a_changed_reference_needs_its_path_and_its_fields(composed: Any, small_run: list[str]) -> None:
     changes = ["actor_rollout_ref.actor.use_kl_loss=true", "+actor_rollout_ref.ref.model.override_config.unread_key=1"]
-    with pytest.raises(ConfigError, match="is read only beside actor_rollout_ref.ref.model.path"):
+    with pytest.raises(ConfigError, match="is read only together with actor_rollout_ref.ref.model.path"):
         examined_config(composed(*changes)).checked()
     path = next(each.partition("=")[2] for each in small_run if each.startswith("actor_rollout_ref.model.path"))
     with pytest.raises(ConfigError, match="ref.model.override_config.*names unread_key, which the model does not read"):

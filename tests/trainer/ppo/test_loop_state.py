@@ -481,7 +481,7 @@ def test_a_state_with_a_wrong_value_anywhere_is_refused_by_the_name_of_its_file(
                 assert "trainer.resume_from_path" in str(error)
                 refused += 1
             except Exception as error:
-                assert f"The place in the data is that of {folder / 'data.pt'}" in error.__notes__, (place, wrong)
+                assert f"The position in the data was read from {folder / 'data.pt'}" in error.__notes__, (place, wrong)
                 refused += 1
             else:
                 assert len(seen) == 2, (place, wrong)
@@ -677,7 +677,7 @@ def test_another_order_or_the_data_of_another_step_is_refused(tmp_path, caplog):
         checkpoints(False, 3).load(folder)
     checkpoints(True, 3).load(folder)
     shutil.copy(saved.folder(2) / "data.pt", folder)
-    with pytest.raises(WrongInput, match=r"data\.pt was saved at step 2: copy that of step 3 back"):
+    with pytest.raises(WrongInput, match=r"data\.pt was saved at step 2: copy the file of step 3 back"):
         checkpoints(True, 3).load(folder)
 
 

@@ -222,7 +222,7 @@ def _violations(
         tokenizer = str(select(tree, "model.tokenizer_path") or path)
         problems = [*path_problems(path)] or [*tokenizer_problems(tokenizer, read_config_json(path))]
         if difference := vocabulary_difference(tokenizer, path, may_lack=True):
-            problems.append(f"model.tokenizer_path is not its tokenizer: {difference}: name that of the model")
+            problems.append(f"model.tokenizer_path is not its tokenizer: {difference}: name the model's tokenizer")
         problems = problems or [*quantized_problem(read_config_json(path))]
         yield from (Violation(key, path, problem) for problem in problems)
         if not problems:

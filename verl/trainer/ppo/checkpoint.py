@@ -314,7 +314,7 @@ class Checkpoints:
                 raise ValueError(f"order={order!r} names no key of data")
             other_reference = fields_problem(driver.get("reference", {}), self.reference)
         if saved_step != state.step:
-            problem = f"its {DATA_NAME} was saved at step {saved_step}: copy that of step {state.step} back"
+            problem = f"its {DATA_NAME} was saved at step {saved_step}: copy the file of step {state.step} back"
             raise damaged_checkpoint(folder, [problem], ANOTHER)
         check_order(order, self.loader.sampler)
         if other_reference is not None:

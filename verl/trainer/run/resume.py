@@ -123,7 +123,7 @@ def name_start(root: Path, folder: Path | None) -> None:
 def tell_removed(folders: Sequence[Path]) -> None:
     """Name, in one line, the partial checkpoints that a save has removed after it was complete."""
     if folders:
-        logger.warning("removed what a killed run had left of checkpoints: %s", ", ".join(map(str, folders)))
+        logger.warning("removed partial checkpoints that a killed run had left: %s", ", ".join(map(str, folders)))
 
 
 def step_of(folder: str | Path | None) -> int:
@@ -190,7 +190,7 @@ def batches_after(restored_from: Path, loader: Iterable[T]) -> Iterator[T]:
     """Yield the batches of a loader that goes on from the state in a file; name the file if it cannot."""
     with restoring(restored_from):
         batches = iter(loader)
-    with on_failure(methodcaller("add_note", f"The place in the data is that of {restored_from}")):
+    with on_failure(methodcaller("add_note", f"The position in the data was read from {restored_from}")):
         first = next(batches, None)
     if first is not None:
         yield first

@@ -229,5 +229,5 @@ def _counters(content: State) -> State:
 def _check_step(path: Path, content: Mapping[str, Json], step: int) -> None:
     """Raise WrongInput for a file of another step; older versions do not write the step."""
     if _STEP_KEY in content and content[_STEP_KEY] != step:
-        problem = f"its {path.name} was saved at step {content[_STEP_KEY]}: copy that of step {step} back"
+        problem = f"its {path.name} was saved at step {content[_STEP_KEY]}: copy the file of step {step} back"
         raise damaged_checkpoint(path.parent, [problem], ANOTHER)

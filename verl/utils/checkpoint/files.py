@@ -414,7 +414,7 @@ def _set_aside(path: Path, is_folder: bool) -> None:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         free.rmdir() if is_folder else free.unlink()
         return
-    logger.warning("%s is not what a checkpoint has there: it was renamed to %s", path, free.name)
+    logger.warning("%s is not a part of a checkpoint but has the name of one: it was renamed to %s", path, free.name)
 
 
 def step_in_name(folder: StrPath) -> int | None:

@@ -62,7 +62,7 @@ class TorchProfilerToolConfig(BaseConfig):
             if self[name] != default:
                 expected = "needs active, the mini-batches that a cycle records: write a number, or leave this out"
                 if self.active is not None:
-                    expected = f"stands beside active={self.active}: write a range or cycles, which skip_first begins"
+                    expected = f"cannot be combined with active={self.active}: write a range or cycles (skip_first)"
                 yield Violation(name, self[name], expected)
 
 

@@ -49,7 +49,7 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
     if shared.ref.model_path:
         models.append((REFERENCE, shared.ref.model_path, None, shared.ref.strategy))
     elif shared.ref.model:
-        expected = f"is read only beside {REFERENCE}.path: write that too, or leave it out"
+        expected = f"is read only together with {REFERENCE}.path: write both, or leave it out"
         yield Violation(REFERENCE, shared.ref.model, expected)
     if critic is not None:
         overrides[CRITIC] = critic.model.override_config
@@ -131,7 +131,7 @@ def vocabulary_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> I
     if {f"{POLICY}.path", key} & broken:
         return
     if problem := vocabulary_difference(tokenizer, policy.path, may_lack=True):
-        yield Violation(key, tokenizer, f"is not the tokenizer of {POLICY}.path: {problem}: name that of the model")
+        yield Violation(key, tokenizer, f"is not the tokenizer of {POLICY}.path: {problem}: name the model's tokenizer")
     for name, path in readers.items():
         if path is None or name in broken:
             continue
@@ -286,7 +286,7 @@ def option_rules(run: RunConfig) -> Iterator[Violation]:
         if name in actor and actor[name] != model[name]:
             yield Violation(f"{ACTOR}.{name}", actor[name], f"follows {POLICY}.{name}: set that one")
     if actor.use_prefix_grouper and not model.use_prefix_sharing:
-        yield Violation(f"{ACTOR}.use_prefix_grouper", True, f"follows {POLICY}.use_prefix_sharing: set that one")
+        yield Violation(f"{ACTOR}.use_prefix_grouper", True, f"follows {POLICY}.use_prefix_sharing: set that key")
     if actor.uses_full_kl and actor.strategy == "megatron":
         expected = "needs the whole vocabulary in one worker, which only fsdp has: write low_var_kl, or strategy=fsdp"
         yield Violation(f"{ACTOR}.kl_loss_type", FULL_KL, expected)

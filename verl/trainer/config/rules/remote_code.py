@@ -73,7 +73,7 @@ def family_rules(run: RunConfig, hf_config: Mapping[str, Json]) -> Iterator[Viol
     if family == KIMI and not shared.hybrid_engine:
         own = shared.rollout.engine_kwargs.get("vllm") or {}
         for name in sorted(own.keys() & NEED_FILES):
-            expected = "makes servers read the files of Kimi-VL, whose router is not that of training: remove it"
+            expected = "makes servers read the files of Kimi-VL, whose router differs from training's: remove it"
             yield Violation(f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}", own[name], expected)
     classes = "recipe/minicpmo/rl_dataset.py, and data.custom_cls.name=RLHFDataset"
     yield from data_class_rules(hf_config, run.data.custom_cls.path, classes)
