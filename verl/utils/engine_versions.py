@@ -57,7 +57,7 @@ def has_sglang_kernels() -> bool:
 def check_vllm(mode: str, key: str = "actor_rollout_ref.rollout.name") -> None:
     """Check that the installed vLLM is new enough for a mode; ``key`` is the dotted key of the engine's name.
 
-    A version that cannot be compared, as of a build from a clone without tags, gets a notice.
+    A version that cannot be compared, such as that of a build from a clone without tags, gets a notice.
 
     Raises: WrongInput naming the mode, the version and what to install.
     """

@@ -100,7 +100,7 @@ def hub_problems(path: str) -> Iterator[str]:
 
 
 def unreachable(address: str, timeout_s: float = HUB_TIMEOUT_S) -> str | None:
-    """Return why nobody answers at an address; None if a server does, whatever it says.
+    """Return why no server answers at an address; None if a server answers, with any status.
 
     A thread asks, because the name server may take longer than any time limit of a connection.
     """

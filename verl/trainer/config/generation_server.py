@@ -1,4 +1,4 @@
-"""The configuration of generation on servers: that of the main trainer, read as one of offline generation."""
+"""The configuration of generation on servers: a tree of the main trainer, read as a tree of offline generation."""
 
 import logging
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The key that was meant by one that does not exist: by its last part, and by names that are usual elsewhere."""
+"""Suggest existing keys for a key that does not exist, by its last part and by names that other projects use."""
 
 from collections.abc import Collection
 from difflib import SequenceMatcher

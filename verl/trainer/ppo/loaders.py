@@ -142,11 +142,11 @@ def validation_loader(
 
 
 def complete_data_node(config: DictConfig) -> None:
-    """Fill in the keys of ``data`` that data sets read and other nodes decide.
+    """Fill in the keys of ``data`` that data sets read and that other nodes decide.
 
-    These are the seed, which follows ``trainer.seed`` if it is null, the image limits and processor arguments of the
-    rollout engine, the tensors of images, which training reads and no rollout in the workers' processes returns, the
-    messages of the prompt, which agent loops read, and the tools that they show, for the filter of long prompts.
+    These keys are the seed (``trainer.seed`` if it is null); the image limits and processor arguments of the rollout
+    engine; whether rows hold the tensors of images, which no rollout in the workers' processes returns; whether rows
+    hold the messages of the prompt, which agent loops read; and the tools of prompts, for the filter of long prompts.
 
     Raises: WrongInput for a file of tools that cannot be used.
     """

@@ -111,8 +111,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True, group: Worke
     """Summarise scores, rewards, advantages, returns, values and lengths of a training batch.
 
     Scores and rewards leave out aborted responses, which have no token. Rows without a trajectory are left out of all.
-    A trajectory of several rows counts once: it has their tokens together, and is as long as allowed if one of them is.
-    Prompts are those of all rows. A worker of ``group`` reads columns by reference.
+    A trajectory of several rows counts once: its length is the sum over its rows, and it counts as truncated if one of
+    its rows is. Prompt lengths are those of all rows. A worker of ``group`` reads columns by reference.
 
     Raises: ValueError when all responses were aborted, or the response mask is empty.
     """

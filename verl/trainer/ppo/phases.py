@@ -218,9 +218,9 @@ def _differ(left: Tensor, right: Tensor) -> Tensor:
 def needs_old_log_probs(actor: ActorConfig, algorithm: AlgoConfig, prompts_per_step: int) -> bool:
     """Whether anything reads the log-probabilities of the policy before the update.
 
-    A single on-policy update needs none: its own log-probabilities, detached, are the old ones. The KL in the reward,
-    rollout importance sampling, and several mini-batches or epochs need them. With ``actor.use_rollout_log_probs``
-    those of the rollout are the old ones, and no pass computes others.
+    A single on-policy update does not: its own log-probabilities, detached, are the old ones. The KL in the reward,
+    rollout importance sampling, and several mini-batches or epochs do. With ``actor.use_rollout_log_probs`` the
+    log-probabilities of the rollout are the old ones, and no pass computes others.
     """
     if actor.use_rollout_log_probs:
         return False

@@ -1,4 +1,4 @@
-"""All that watches a run: its outputs, the details of each step, its timelines and its traces."""
+"""The records of a run: its outputs, the details of each step, its timelines and its traces."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -76,7 +76,7 @@ class LocalDisplay:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Let a failed drawing cost its lines and not the run."""
+        """Let a failed drawing lose its lines and not end the run."""
         try:
             yield
         except OSError as error:

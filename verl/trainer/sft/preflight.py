@@ -107,7 +107,7 @@ def check_sft_data(data: DictConfig) -> None:
 
 
 def idle_sharing(run: SFTConfig, node: str) -> str | None:
-    """Return the key of shared prefixes and why padded rows do not read it; None where it has an effect or is off."""
+    """Return the key of shared prefixes, with the key that disables it; None if it has an effect or is off."""
     if packs_rows(run.engine.strategy, run.model.use_remove_padding) or not run.model.use_prefix_sharing:
         return None
     return f"{node}use_prefix_sharing=true ({node}use_remove_padding=false)"

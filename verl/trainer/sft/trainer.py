@@ -294,8 +294,8 @@ class SFTTrainer:
         if train:
             sampler = SeededRandomSampler(dataset, self.config.trainer.seed, rank=rank, num_replicas=ranks)  # type: ignore[arg-type]
         else:
-            # A pass of the engine is collective, so every rank takes equally many rows, some of them a second time.
-            # ``validate`` masks the second time.
+            # A pass of the engine is collective, so every rank takes equally many rows: some ranks repeat a row, and
+            # ``validate`` masks the repetition.
             count = -(-rows // ranks)
             dataset = torch.utils.data.Subset(dataset, [(rank + i * ranks) % rows for i in range(count)])
             sampler = SequentialSampler(dataset)

@@ -491,8 +491,8 @@ def is_complete(folder: Path) -> bool:
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
     """Whether the rented capacity expires before another step and a save could end; times in seconds.
 
-    The platform announces the expiry in an environment variable, in unix seconds. An expiry that has passed or is no
-    number decides nothing, nor does a step that took no time; a warning says so, once.
+    The platform announces the expiry in an environment variable, in unix seconds. The result is False, with one
+    warning, for an expiry that has passed or is not a number, and for a step that took no time.
     """
     for name in _ESI_VARIABLES:
         announced = envs.read(name)

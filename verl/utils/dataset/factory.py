@@ -219,11 +219,11 @@ class FileOrderIterator(Iterator[int]):
 
 
 class SeededRandomSampler(Sampler[int]):
-    """Draw a fresh permutation each epoch, as a pure function of seed and epoch, resumable at any position.
+    """Draw a new permutation each epoch, as a pure function of seed and epoch, resumable at any position.
 
     ``StatefulDataLoader`` saves the state of the iterator: seed, epoch and position. Each of several replicas takes
-    every ``num_replicas``-th row, so that together they read the batches that a single one would. All replicas have
-    the same state, from which any other number of replicas continues.
+    every ``num_replicas``-th row, so that together they read the batches that a single sampler would. All replicas
+    have the same state, from which any other number of replicas can continue.
     """
 
     def __init__(self, data_source: Sized, seed: int | None = None, rank: int = 0, num_replicas: int = 1) -> None:

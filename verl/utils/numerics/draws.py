@@ -11,8 +11,8 @@ def draw_by_seed(weights: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Draw a column of each row with probabilities in proportion to its weights.
 
     Plain form: ``argmax(weights / exponential)``, where the exponential variable of row and column is a hash of the
-    row's seed and position and of the column. The first of several exponential clocks to ring is the one of a column
-    with probability in proportion to its rate.
+    row's seed and position and of the column. This is exponential racing: of several exponential variables, each is the
+    smallest one with a probability in proportion to its rate.
 
     Args: ``weights`` (N, V) are not negative; ``seeds`` and ``positions`` (N,) are integers.
     Returns: columns (N,), int64.

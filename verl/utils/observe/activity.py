@@ -43,7 +43,7 @@ class ActivityFile:
     def write(self, activity: Activity) -> None:
         """Replace the file, so that a reader never sees half a line; if its folder has gone, nobody reads it.
 
-        A failed write, such as to a full disk, costs the note: one warning says so.
+        A failed write, such as to a full disk, loses the note, with one warning.
         """
         new = self._path.with_suffix(".new")
         try:

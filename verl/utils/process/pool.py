@@ -209,7 +209,7 @@ class _Worker:
 class DeadlinePool:
     """Runs one function on many arguments in processes that live until the pool is closed or collected.
 
-    A process that dies or is killed costs the call that it was working on; the calls that it held go to another.
+    When a process dies or is killed, the call that it was working on fails; its waiting calls go to other processes.
 
     Args:
         function: is sent to the processes, by value if a user's file defines it.

@@ -1,7 +1,7 @@
 """Count the time of programs, so that a busy machine takes none of it.
 
-A program uses up time while it computes, and while it sleeps or blocks. Time in which it waits for a core is the
-machine's. It uses the standard library only, because the supervisor loads this file without the package.
+A program uses up time while it computes, and while it sleeps or blocks. Time in which it waits for a core does not
+count. This module uses the standard library only, because the supervisor loads this file without the package.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Measure and empty the folder of an untrusted program.
 
-It uses the standard library only, because the supervisor loads this file without the package.
+This module uses the standard library only, because the supervisor loads this file without the package.
 """
 
 import os

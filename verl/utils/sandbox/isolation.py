@@ -7,7 +7,7 @@ The process gives up its rights irrevocably and without privileges, in this orde
 3. A seccomp filter refuses system calls that reach the network, start or touch another process, or change attributes
    that Landlock does not cover.
 
-It uses the standard library only, because the supervisor loads this file without the package.
+This module uses the standard library only, because the supervisor loads this file without the package.
 """
 
 import ctypes

@@ -154,7 +154,7 @@ def _strategy_rules(roles: list[EngineRole]) -> Iterator[Violation]:
 def mcore_sharing_rules(
     key: str, fields: Mapping[str, Json], engine: McoreEngineConfig, device: str, trains: bool = True
 ) -> Iterator[Violation]:
-    """Yield shared prefixes of a model or layout on Megatron-Core that cannot compute them.
+    """Yield the reasons why a model or layout on Megatron-Core does not support shared prefixes.
 
     Args: ``key`` is the node of the model, ``fields`` its config.json with overrides.
     """
@@ -320,8 +320,8 @@ def _shared_rules(role: EngineRole, engine: McoreEngineConfig, actor: McoreEngin
 def config_fields(node: Tree) -> ConfigFields | None:
     """Return the fields of ``config.json`` and ``override_config`` of a model node; None if the path is wrong.
 
-    Of a hub id, whose files are not on this machine, only ``override_config`` is known. A vision-language model has the
-    fields of its language model.
+    For a hub id, whose files are not on this machine, only ``override_config`` is known. For a vision-language model
+    the fields are those of its language model.
     """
     path = node.get("hf_config_path") or node.get("path")
     if not isinstance(path, str) or list(path_problems(path)):
