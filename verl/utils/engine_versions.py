@@ -35,7 +35,7 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 
 
 def installed_version(pkg: str = "vllm") -> str | None:
-    """Return the version of an installed package, which for the CPU is called ``<pkg>-cpu``; None if it is absent."""
+    """Return the installed version of ``pkg``, or else of its CPU build ``<pkg>-cpu``; None if neither is installed."""
     for name in (pkg, f"{pkg}-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)

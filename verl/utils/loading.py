@@ -228,7 +228,7 @@ def unpickle_text(content: bytes, source: str) -> str:
     with naming(source):
         text = _unpickler_for(source, ())(io.BytesIO(content)).load()
         if not isinstance(text, str):
-            raise TypeError(f"it holds a {type(text).__name__}, no text")
+            raise TypeError(f"it holds a value of type {type(text).__name__}, not str")
         return text
 
 
@@ -306,7 +306,7 @@ def _array(kind: object, shape: tuple[int, ...], dtype: bytes) -> "np.ndarray":
     import numpy as np
 
     if kind is not _NDARRAY or shape != (0,):
-        raise ValueError(f"an array of shape {shape} is declared before its content")
+        raise ValueError(f"an array begins as {kind} of shape {shape}, not as an empty numpy.ndarray of shape (0,)")
     return np.empty(shape, dtype="b")
 
 

@@ -110,7 +110,10 @@ class _Call:
 
 
 class _Kernel(Protocol):
-    """Attention with the logarithms of its sums, over rows (t, H, D) of a packed row."""
+    """An attention kernel that also returns the log-sum-exp of the scores, by which calls over other keys are merged.
+
+    Its inputs (t, H, D) are tokens of one packed row.
+    """
 
     def calls(self, packed: PackedSequences) -> Iterator[_Call]:
         """Yield the calls that cover each pair of a token and a visible token of a forest once."""

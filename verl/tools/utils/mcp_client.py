@@ -127,7 +127,7 @@ class McpServer:
                 if sent or attempt == self.max_attempts:
                     raise McpError(f"{self.url}: {cause} in attempt {attempt}") from error
             await asyncio.sleep(self.retry_delay_s)
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     @asynccontextmanager
     async def _connection(self, statuses: list[int]) -> "AsyncIterator[Client]":

@@ -175,19 +175,20 @@ def arrange(
     balanced: bool,
     groups: Groups | None = None,
 ) -> Layout:
-    """Place rows so that the segments of a trajectory are in one mini-batch, of as many trajectories as the others.
+    """Assign rows to mini-batches and ranks so that all segments of a trajectory are in the same mini-batch.
 
-    A rank has neighbouring places, of which each mini-batch takes as many in turn. The rows that fill a mini-batch
-    make this possible where trajectories have different numbers of segments.
+    Mini-batches have equally many trajectories if ``steps`` divides their number, else about equally many rows. A rank
+    has one contiguous stretch of places: those of the first mini-batch, then those of the second, and so on, equally
+    many of each. Padding rows fill a mini-batch that has too few rows.
 
     Args:
         trajectories: number of the trajectory of each row, ascending.
         lengths: tokens of each row.
         steps: number of mini-batches of a pass over the batch.
         ranks: number of ranks that share a mini-batch.
-        divisor: number by which the places must divide.
+        divisor: the number of places, padding included, is a multiple of it.
         balanced: give the ranks about the same number of tokens in each mini-batch.
-        groups: keep the rows of a group on one rank, where that is balanced too.
+        groups: with ``balanced``, keep the rows of a group on one rank where they fit.
     """
     rows_of: list[list[int]] = [[] for _ in range(max(trajectories) + 1)]
     for row, trajectory in enumerate(trajectories):

@@ -190,8 +190,8 @@ class CheckpointHandler:
             written = self.run_state[_RANKS_KEY]
         elif written not in (0, ranks):
             raise CheckpointError(
-                f"{written} data-parallel ranks of an older version wrote checkpoint {folder}, which only as many can "
-                f"resume from; this run has {ranks}: start {written}, or set trainer.resume_mode=disable"
+                f"checkpoint {folder} was written by an older version with {written} data-parallel ranks, and only the "
+                f"same number can resume it; this run has {ranks}: start {written}, or set trainer.resume_mode=disable"
             )
         path = folder / self._loader_file(written)
         try:

@@ -136,8 +136,8 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         if self.should_save_extra and self.lr_scheduler is not None:
             state["lr_scheduler"] = self._schedule_state()
 
-        # Runs when this rank's files are written, for ``async_save`` in the writer's thread: sizes and checksums are of
-        # the files as they are then.
+        # Runs in the writer's thread once the files of this rank are complete, so that sizes and checksums are those
+        # of the finished files.
         def record() -> None:
             fault_point("save_checkpoint", rank=self.rank, step=global_step)
             records.extend(self._tensor_files(folder, f"__{self.rank}_"))

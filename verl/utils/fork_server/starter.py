@@ -56,7 +56,8 @@ class ForkServer:
         settings |= {"only_first": only_first, "assumed": dict(assumed), "absent": absent}
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         command = [sys.executable, server.__file__, json.dumps(settings)]
-        # A separate process group keeps signals of the terminal, and of a scheduler to the launch, from its forks.
+        # The server gets its own process group, so that signals to the group of the launching process (Ctrl-C in the
+        # terminal, a job scheduler) do not reach its forks.
         self._process = start_process(command, env=dict(environment), pass_fds=handles, process_group=0, **quiet)
         for listener in listeners:
             listener.close()

@@ -25,7 +25,10 @@ __getattr__ = lazy_exports(__name__, dict.fromkeys(_FOR_FORKS, "verl.compat.tens
 
 
 def vocab_range(vocab_size: int, group: ProcessGroup | None) -> tuple[int, int]:
-    """Return the range of tokens in this rank's columns; columns after the vocabulary pad it to equal shards."""
+    """Return the first token id of this rank's shard of the vocabulary, and the one after its last.
+
+    Padding columns, which make the shards equal, are not counted.
+    """
     rank = dist.get_rank(group) if group is not None else 0
     width = ceildiv(vocab_size, _size(group))
     return min(rank * width, vocab_size), min((rank + 1) * width, vocab_size)

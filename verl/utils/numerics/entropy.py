@@ -48,9 +48,9 @@ class _Entropy(torch.autograd.Function):
         entropy, offset, total, mean = (logits.new_empty(len(logits), 1, dtype=dtype) for _ in range(4))
         on_cpu = logits.device.type == "cpu"
         unscaled = empty_like(logits) if with_gradient and on_cpu and logits.dtype == dtype else None
-        masked = not on_cpu  # on an accelerator the check for NaN would wait for the device
-        # A mask usually hides the same tokens in every row, so the first chunk shows whether there is one. If only
-        # later chunks are masked, they run twice.
+        masked = not on_cpu  # an accelerator always clamps, because the check for NaN would wait for the device
+        # On a CPU a masked logit (-inf) shows as NaN, and its rows are then computed again with clamping. A mask
+        # usually hides the same tokens in every row, so the first chunk shows whether the others need it.
         for rows in (slice(0, step), slice(step, len(logits))):
             part = (logits[rows], offset[rows], total[rows], mean[rows], None if unscaled is None else unscaled[rows])
             _moments(*part, step, masked)

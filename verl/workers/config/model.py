@@ -189,7 +189,7 @@ def _hf_config(config: "HFModelConfig") -> "PretrainedConfig":
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if name not in flat_overrides(config.override_config):
                 setattr(hf_config, name, getattr(config.tokenizer, name))
-    if hf_config.model_type == "kimi_vl":  # the model's code refuses to train with its default method
+    if hf_config.model_type == "kimi_vl":  # its code refuses to train with the default routing
         hf_config.text_config.topk_method = TRAINED_ROUTER["topk_method"]
     return hf_config
 

@@ -154,7 +154,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
                 self._is_reborn = ray.get_runtime_context().was_current_actor_reconstructed
 
     async def _beat(self) -> None:
-        watch = asyncio.create_task(self._watch())  # an engine may also die while it is asked
+        watch = asyncio.create_task(self._watch())  # notices a death during a call, when no ping is sent
         try:
             while self._error is None:
                 if not self._asked:  # an engine that is asked for something has a deadline for it

@@ -56,7 +56,10 @@ def base_name(name: str) -> str | None:
 
 
 def adapter_sizes(module: Any) -> AdapterSizes:
-    """Count the weights of the adapters that a token or patch passes, by the part of the model that they adapt."""
+    """Count the adapter weights that one token or image patch passes through, for each part of the model.
+
+    Of a mixture of experts, only the share that a token is routed to counts.
+    """
     sizes = {"text": 0, "tower": 0, "mergers": 0}
     modules = dict(module.named_modules())
     config = module.get_base_model().config.get_text_config()

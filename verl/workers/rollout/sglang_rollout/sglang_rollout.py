@@ -275,7 +275,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
         self._group.by_leader(lambda: self._ask("begin_update", self.run_step))
 
     def load(self, bucket: Bucket) -> None:
-        """Let the engine load the next tensors, each of its processes its part.
+        """Let the engine load the next tensors; each of its processes takes its own shard of them.
 
         Raises: RuntimeError naming a tensor that the model lacks.
         """

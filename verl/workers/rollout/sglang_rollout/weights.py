@@ -188,7 +188,7 @@ class _Record(TorchDispatchMode):
             if owners is not None:
                 self._note(owners, args[0], _written(func, args))
             elif self._tensor is not None and _address(args[0]) == _address(self._tensor):
-                self._tensor = None  # the loader has changed it, as Gemma's adds 1 to the scales of norms
+                self._tensor = None  # no longer what arrived: the loader of Gemma adds 1 to it in place
         return result
 
     def _note(self, owners: list[tuple[str, nn.Parameter]], target: Tensor, source: Tensor | None) -> None:
