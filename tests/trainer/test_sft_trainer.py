@@ -441,7 +441,7 @@ def test_the_next_complete_checkpoint_removes_those_of_killed_saves_and_names_th
     left = {path.name for path in tmp_path.glob("global_step_*")}
     assert left == {f"global_step_{name}" for name in ("6", "7", "7.aside.1", "8.tar.gz", "x")}
     assert tracker.read_text() == "7"
-    (told,) = [record.getMessage() for record in caplog.records if "what a killed run had left" in record.getMessage()]
+    (told,) = [record.getMessage() for record in caplog.records if "that a killed run had left" in record.getMessage()]
     assert told.endswith(f": {tmp_path}/global_step_2, {tmp_path}/global_step_4")
     assert {path.name for path in (tmp_path / "global_step_7").iterdir()} == {"data_0.pt", "run_state.json"}
 
@@ -607,7 +607,7 @@ def test_a_death_while_a_checkpoint_is_written_beside_training_leaves_the_one_be
         else:
             assert done.returncode == 0, done.stderr[-3000:]
             told = done.stdout + done.stderr
-            assert told.count(f"what a killed run had left of checkpoints: {root}/global_step_4") == 1
+            assert told.count(f"that a killed run had left: {root}/global_step_4") == 1
     killed, resumed = runs
     assert list(resumed) == [3, 4, 5, 6]
     for step in (3, 4):

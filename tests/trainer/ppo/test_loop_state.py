@@ -742,7 +742,7 @@ def test_the_next_complete_checkpoint_removes_those_of_killed_saves_and_names_th
     state.step = 5
     checkpoints_of(tmp_path, state, groups).save()
     assert {path.name for path in tmp_path.glob("global_step_*")} == kept | {"global_step_3", "global_step_5"}
-    (told,) = [record.getMessage() for record in caplog.records if "what a killed run had left" in record.getMessage()]
+    (told,) = [record.getMessage() for record in caplog.records if "that a killed run had left" in record.getMessage()]
     assert told.endswith(f": {tmp_path}/global_step_2, {tmp_path}/global_step_4")
     assert sorted(path.name for path in (tmp_path / "global_step_5").iterdir()) == ["actor", "critic", "data.pt"]
 
