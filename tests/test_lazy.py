@@ -220,6 +220,15 @@ def test_operations_of_torch(operation):
     assert np.asarray(found).tolist() == np.asarray(expected).tolist()
 
 
+def test_indices_of_other_types_with_the_same_bytes_choose_their_own_rows():
+    plain = plain_batch()
+    column = stored(plain).batch["ids"]
+    indices = [torch.tensor([1]), torch.tensor([1, 0], dtype=torch.int32), torch.tensor([False, True] * 3)]
+    assert indices[0].numpy().tobytes() == indices[1].numpy().tobytes()
+    for index in indices:
+        assert torch.equal(column[index].fetched(), plain.batch["ids"][index])
+
+
 def test_an_index_out_of_range_is_refused_as_usual():
     lazy = stored(plain_batch())
     with pytest.raises(IndexError):

@@ -88,7 +88,8 @@ class Rows:
 
     def take(self, rows: slice | np.ndarray) -> "Rows":
         """Return the places of some of the rows."""
-        key = (rows.start, rows.stop, rows.step) if isinstance(rows, slice) else rows.tobytes()
+        # As one type, because the bytes of [1, 0] in int32 are those of [1] in int64.
+        key = (rows.start, rows.stop, rows.step) if isinstance(rows, slice) else rows.astype(np.int64).tobytes()
         made = self._made.get(key)
         if made is None:
             made = self._made[key] = Rows(self.blocks, self.block[rows], self.row[rows])
