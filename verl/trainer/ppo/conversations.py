@@ -24,7 +24,7 @@ class Call(TypedDict):
 
 
 class Spoken(TypedDict):
-    """What people read of a turn of ``TURNS_COLUMN``: the tokens ``start`` to ``end`` of the response."""
+    """A turn of ``TURNS_COLUMN`` in a form for people: the tokens ``start`` to ``end`` of the response."""
 
     role: str
     start: int

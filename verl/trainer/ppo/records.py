@@ -348,7 +348,7 @@ def scored_columns(
 ) -> Dump:
     """Return the columns of a scored training batch for a dump; row ``i`` of them is row ``order[i]`` of the batch.
 
-    An order of another number of rows counts for nothing: a fork has cut the batch.
+    If ``order`` has another number of rows, because a user's fork has cut the batch, the rows stay in their order.
     """
     tensors = tensors_of(batch)
     if len(order) != len(batch):

@@ -108,7 +108,7 @@ def create_rl_sampler(data_config: Node, dataset: Dataset[GivenRow] | Sized) -> 
 
 
 class SavedState(Protocol):
-    """What an object has saved of itself, which it alone reads."""
+    """The saved state of an object; only the object reads it."""
 
 
 class HasState(Protocol):
