@@ -35,6 +35,7 @@ from verl.utils.failures import on_failure
 from verl.utils.observe import timeline
 from verl.utils.observe.attempts import AttemptLine
 from verl.utils.py_functional import object_array
+from verl.workers.config.actor_rollout_ref import is_hybrid
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL, ScoresOfParts
 from verl.workers.rollout.base import BEHIND_COLUMN, DROPPED_COLUMN, STAYS_AWAKE
 from verl.workers.rollout.server_replica import RolloutReplica
@@ -102,9 +103,8 @@ class AgentLoopManager(Manager):
         self.rm_wg = rm_wg
         self._attempts: list[AttemptLine] = []
         self._timeline: list[timeline.Part] = []
-        node = config.actor_rollout_ref
-        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(node.rollout)
-        self._is_hybrid: bool = "hybrid_engine" not in node or node.hybrid_engine
+        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        self._is_hybrid = is_hybrid(config)
         if not hasattr(self, "rollout_replica_class"):
             self.rollout_replica_class = replica_class_of(self.rollout_config, self._is_hybrid)
         if not hasattr(self, "agent_loop_workers_class"):

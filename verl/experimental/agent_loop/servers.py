@@ -20,6 +20,7 @@ from verl.experimental.agent_loop.attempts import Attempt
 from verl.single_controller.base.actor import Actor, RemoteMethod
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
+from verl.workers.config.actor_rollout_ref import is_hybrid
 from verl.workers.config.rollout import start_limit_s
 from verl.workers.rollout.server import ABORTED, GenerationRequest, SamplingParams, TokenOutput, cause_of
 from verl.workers.rollout.server_replica import cause_of_death
@@ -252,8 +253,7 @@ class AsyncLLMServerManager:
         Raises: ServerError when no server is left.
         """
         server = self._choose_server(conversation, prompt_tokens)
-        hybrid = OmegaConf.select(self.config, "actor_rollout_ref.hybrid_engine")
-        until = asyncio.get_running_loop().time() + (0 if hybrid in (None, True) else self._return_timeout_s)
+        until = asyncio.get_running_loop().time() + (0 if is_hybrid(self.config) else self._return_timeout_s)
         while server is None:
             is_over = any(each.is_over for each in self._servers)
             if is_over or asyncio.get_running_loop().time() >= until:

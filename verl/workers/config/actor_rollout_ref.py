@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from verl.base_config import MOST_SECONDS, BaseConfig, setting
 from verl.utils.engine_versions import STANDALONE
 from verl.utils.json_types import Json
@@ -89,3 +91,9 @@ class ActorRolloutRefConfig(BaseConfig):
     def reference_is_in_actor(self) -> bool:
         """Whether the actor's workers hold the reference: the base model under the adapters, or a separate model."""
         return self.model.lora_rank > 0 or self.actor.holds_reference
+
+
+def is_hybrid(config: DictConfig) -> bool:
+    """Whether actor and rollout share their devices in a run whose tree might leave ``hybrid_engine`` out."""
+    found: bool | None = OmegaConf.select(config, "actor_rollout_ref.hybrid_engine")
+    return ActorRolloutRefConfig.hybrid_engine if found is None else found
