@@ -115,5 +115,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that Ray imports SplitTaskRunner in the actor instead of copying it there by value.
+    # Import the class by its module's name: a class of __main__ would be pickled by value into the Ray actor.
     importlib.import_module("examples.split_placement.main_ppo_split").main()

@@ -1,4 +1,4 @@
-"""Write the task of counting a character in a word, as parquet files for supervised and for reinforcement learning.
+"""Write the task "count a character in a word" as parquet files for supervised and for reinforcement learning.
 
     python recipe/char_count/create_dataset.py --data_path ~/data/char_count
 
@@ -19,11 +19,11 @@ from verl.utils.dataset.preparation import write_tables
 DATA_SOURCE = "char_count"
 TRAIN_SHARE = 0.9
 SHARE_OF_CHARACTER = 0.3
-"""Probability of each character of a word to be the one that is counted."""
+"""Probability that ``make_word`` takes the counted character instead of drawing a random letter."""
 
 
 def make_word(rng: random.Random, character: str, min_length: int, max_length: int) -> str:
-    """Return random letters, many of which are the given one."""
+    """Return a word of random letters in which the given character occurs often."""
     length = rng.randint(min_length, max_length)
     others = string.ascii_lowercase
     return "".join(character if rng.random() < SHARE_OF_CHARACTER else rng.choice(others) for _ in range(length))
@@ -58,7 +58,7 @@ def rl_row(word: str, character: str, split: str, index: int) -> Row:
 
 
 def questions(args: argparse.Namespace) -> dict[str, list[tuple[str, str]]]:
-    """Return words with the character to count; a word is in one split only."""
+    """Return pairs of a word and the character to count; each word is in one split only."""
     rng = random.Random(args.seed)
     made: dict[str, str] = {}
     for _ in range(args.total_number):
@@ -74,9 +74,9 @@ def main() -> int:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data_path", default="~/data/char_count", help="output folder (default: ~/data/char_count)")
-    add("--total_number", type=int, default=10000, help="number of words; repeated ones are left out (default: 10000)")
-    add("--min_length", type=int, default=5, help="characters of the shortest word (default: 5)")
-    add("--max_length", type=int, default=20, help="characters of the longest word (default: 20)")
+    add("--total_number", type=int, default=10000, help="number of words, duplicates included (default: 10000)")
+    add("--min_length", type=int, default=5, help="length of the shortest word, in characters (default: 5)")
+    add("--max_length", type=int, default=20, help="length of the longest word, in characters (default: 20)")
     add("--seed", type=int, default=0, help="seed of the words (default: 0)")
     args = parser.parse_args()
     if not 1 <= args.min_length <= args.max_length:

@@ -1,6 +1,6 @@
-"""An agent loop that samples one turn and continues the conversation several times to judge it.
+"""An agent loop that samples one turn, then judges it by continuing the conversation several times.
 
-Source: CollabLLM (arXiv:2502.00640), section 3: the reward of a turn is that of the conversations which it leads to.
+Source: CollabLLM (arXiv:2502.00640), section 3: the reward of a turn is the reward of the conversations after it.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 CONVERSATIONS = "conversations"
 NUM_PROMPT_MESSAGES = "num_prompt_messages"
-"""Columns: the conversations that the turn of a row has led to, each a list of messages, and how many of the messages
-are its prompt."""
+"""The two columns of a row: the conversations that continue its turn, each a list of messages, and the number of
+messages in its prompt."""
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
 @register("collabllm_agent")
 class CollabLLMAgentLoop(ToolAgentLoop):
-    """Trains one turn of the model by the conversations that follow it.
+    """Trains the first turn of the model, and continues it only to score it.
 
-    The response of a row is the first turn. Then ``multi_turn.num_repeat_rollouts`` copies of the conversation go on
-    until the user ends them, each with seeds of its own. They are read by the reward manager ``collabllm`` and not
-    trained. A turn that has no room to end leads to none.
+    The response of a row is the first turn. ``multi_turn.num_repeat_rollouts`` copies of the conversation then continue
+    until the simulated user ends them, each with another sampling seed. The reward manager ``collabllm`` scores these
+    copies; their tokens are not trained. A first turn that is cut off is not continued.
     """
 
     @classmethod
@@ -46,7 +46,7 @@ class CollabLLMAgentLoop(ToolAgentLoop):
         processor: "ProcessorMixin | None" = None,
         **kwargs: Any,
     ) -> None:
-        """Check the keys, and make the interactions once per process.
+        """Check the configuration, and create the interactions once per process.
 
         Raises: WrongInput naming the key.
         """
@@ -60,9 +60,9 @@ class CollabLLMAgentLoop(ToolAgentLoop):
         super().init_class(config, tokenizer, processor, **kwargs)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Return the first turn of a row, with the conversations that it leads to.
+        """Return the first turn of a row, with the conversations that continue it.
 
-        Args: ``kwargs`` has ``raw_prompt`` and ``interaction_kwargs``, or ``extra_info`` with the latter.
+        Args: ``kwargs`` holds ``raw_prompt``, and ``interaction_kwargs`` itself or within ``extra_info``.
         """
         talk = self._begin(sampling_params, kwargs)
         num_prompt_messages = len(talk.messages)
@@ -82,18 +82,18 @@ class CollabLLMAgentLoop(ToolAgentLoop):
         )
 
     async def _continue_all(self, talk: Conversation) -> list[Conversation]:
-        """Let copies of the conversation go on, all at the same time."""
+        """Continue all copies of the conversation concurrently."""
         count = self.settings.num_repeat_rollouts or 1
         running = [asyncio.create_task(self._continue(talk, number)) for number in range(count)]
         try:
             return await asyncio.gather(*running)
-        finally:  # if one has failed, the others must not go on
+        finally:  # when one copy fails, cancel the others: nobody reads them, and they hold slots of the server
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _continue(self, talk: Conversation, number: int) -> Conversation:
-        """Let a copy of the conversation go on to its end."""
+        """Continue one copy of the conversation until its user ends it."""
         seed = talk.sampling_params.get("seed")
         own_seed = {} if seed is None else {"seed": derive_seed(seed, "repeat", number)}
         copy = replace(
@@ -119,5 +119,5 @@ class CollabLLMAgentLoop(ToolAgentLoop):
 
 
 def _model_seconds(talk: Conversation) -> float:
-    """Return how long the model has taken for the turns of a conversation."""
+    """Return the seconds of generation in a conversation."""
     return sum(turn.seconds for each in (*talk.earlier, talk.trajectory) for turn in each.turns if turn.role == MODEL)

@@ -1,4 +1,4 @@
-"""The user of a conversation, played by a model on an OpenAI-compatible server."""
+"""A simulated user, played by a model on an OpenAI-compatible server."""
 
 import json
 import sys
@@ -25,24 +25,26 @@ INSTRUCTION = (
 
 @dataclass
 class CollabLLMInteractionConfig(BaseConfig):
-    """``config`` of the interaction."""
+    """The node ``config`` of the interaction."""
 
     _is_closed: ClassVar[bool] = True
 
     user_model: str = setting("gpt-4o-mini", "name of the model that plays the user", empty=False)
-    base_url: str = setting("https://api.openai.com/v1", "address of its server")
+    base_url: str = setting("https://api.openai.com/v1", "address of the server of this model")
     api_key: str = setting("", "bearer token; empty for none")
-    num_retries: int = setting(3, "attempts at one message", at_least=1)
-    retry_delay_s: float = setting(1.0, "delay before the second attempt; it doubles for each further one", at_least=0)
-    timeout_s: float = setting(300.0, "seconds for one message, all attempts included", above=0)
-    max_tokens: int = setting(512, "most tokens of a message", at_least=1)
+    num_retries: int = setting(3, "attempts per message", at_least=1)
+    retry_delay_s: float = setting(1.0, "delay before the second attempt, doubled before each further one", at_least=0)
+    timeout_s: float = setting(300.0, "time limit of a message, all attempts included", above=0)
+    max_tokens: int = setting(512, "maximum number of tokens in a message", at_least=1)
     temperature: float = setting(1.0, "sampling temperature", at_least=0)
-    max_concurrency: int = setting(32, "requests of a process at once", at_least=1)
-    enable_log: bool = setting(False, "print each conversation when it ends")
+    max_concurrency: int = setting(32, "maximum number of concurrent requests in a process", at_least=1)
+    enable_log: bool = setting(False, "print each conversation at its end")
 
 
 class CollabLLMInteraction(SimulatedUserInteraction):
-    """A user who knows the whole task, ``single_turn_prompt`` of the row, and reveals the parts that are asked for.
+    """A simulated user who knows the whole task and reveals the parts that the assistant asks for.
+
+    The task is ``single_turn_prompt`` of the row.
 
     The conversation ends when the user writes ``[[TERMINATE CHAT]]``.
     """
@@ -64,7 +66,7 @@ class CollabLLMInteraction(SimulatedUserInteraction):
         self._last: dict[str, list[Message]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Keep the user's goal: ``single_turn_prompt``, the whole task, and ``task_desc``, the kind of task.
+        """Store the user's goal: the whole task (``single_turn_prompt``) and its kind (``task_desc``).
 
         Raises: WrongInput if the row has no ``single_turn_prompt``.
         """
@@ -84,7 +86,7 @@ class CollabLLMInteraction(SimulatedUserInteraction):
         return answered
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Print the conversation if that is asked for, and forget it."""
+        """Print the conversation if ``enable_log`` is set, and drop it."""
         messages = self._last.pop(instance_id, None)
         if messages is not None:
             sys.stdout.write(f"conversation {instance_id}: {json.dumps(messages, ensure_ascii=False)}\n")

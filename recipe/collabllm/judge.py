@@ -1,4 +1,4 @@
-"""A model on an OpenAI-compatible server that judges conversations."""
+"""A judge of conversations: a model on an OpenAI-compatible server."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,22 +21,22 @@ class JudgeError(RuntimeError):
 
 @dataclass
 class JudgeConfig(BaseConfig):
-    """``reward_model.reward_kwargs.llm_judge_kwargs``."""
+    """The node ``reward_model.reward_kwargs.llm_judge_kwargs``."""
 
     _is_closed: ClassVar[bool] = True
 
-    model: str = setting("gpt-4o-mini", "name of the model", empty=False)
-    base_url: str = setting("https://api.openai.com/v1", "address of its server")
-    max_tokens: int = setting(2048, "most tokens of a verdict", at_least=1)
+    model: str = setting("gpt-4o-mini", "name of the judging model", empty=False)
+    base_url: str = setting("https://api.openai.com/v1", "address of the judge's server")
+    max_tokens: int = setting(2048, "maximum number of tokens in a verdict", at_least=1)
     temperature: float = setting(0.0, "sampling temperature", at_least=0)
-    timeout_s: float = setting(300.0, "seconds for one verdict, all attempts included", above=0)
-    num_retries: int = setting(3, "attempts at one verdict", at_least=1)
-    retry_delay_s: float = setting(1.0, "delay before the second attempt; it doubles for each further one", at_least=0)
-    max_concurrency: int = setting(32, "requests at once", at_least=1)
+    timeout_s: float = setting(300.0, "time limit of a verdict, all attempts included", above=0)
+    num_retries: int = setting(3, "attempts per verdict", at_least=1)
+    retry_delay_s: float = setting(1.0, "delay before the second attempt, doubled before each further one", at_least=0)
+    max_concurrency: int = setting(32, "maximum number of concurrent requests", at_least=1)
 
 
 class Judge:
-    """Asks a model for verdicts, which are JSON objects. ``OPENAI_API_KEY`` of the environment is its key."""
+    """Asks a model for verdicts, which are JSON objects; the API key is the variable ``OPENAI_API_KEY``."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self.endpoint = ChatEndpoint(
@@ -51,9 +51,9 @@ class Judge:
         self._limit = ConcurrencyLimit(config.max_concurrency)
 
     async def verdict(self, question: str, key: str) -> Any:
-        """Return the judge's value of ``key``.
+        """Ask a question, and return the value of ``key`` in the last JSON object of the answer that has this key.
 
-        Raises: JudgeError if it writes no JSON object with this key, EndpointError if it does not answer.
+        Raises: JudgeError for an answer without such an object, EndpointError if the server does not answer.
         """
         async with self._limit.slot():
             answer = await self.endpoint.answer([{"role": "user", "content": question}])
@@ -63,9 +63,9 @@ class Judge:
         return found[-1][key]
 
     async def number(self, question: str, key: str, least: float, most: float) -> float:
-        """Return the number that the judge writes under ``key``, between ``least`` and ``most``.
+        """Ask a question, and return the number under ``key`` in the answer.
 
-        Raises: JudgeError, EndpointError.
+        Raises: JudgeError if the number is missing or not between ``least`` and ``most``, EndpointError.
         """
         value = await self.verdict(question, key)
         try:
@@ -73,12 +73,12 @@ class Judge:
         except (TypeError, ValueError):
             number = float("nan")
         if not least <= number <= most:
-            raise JudgeError(f"the judge wrote {key}={value!r}, which is no number from {least:g} to {most:g}")
+            raise JudgeError(f"the judge wrote {key}={value!r}, which is not a number between {least:g} and {most:g}")
         return number
 
 
 def _objects(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in a text, in their order."""
+    """Return the JSON objects that a text contains, in order."""
     found: list[dict[str, Any]] = []
     place = text.find("{")
     decoder = json.JSONDecoder(strict=False)
@@ -93,7 +93,7 @@ def _objects(text: str) -> list[dict[str, Any]]:
 
 
 def shown(messages: Sequence[Message]) -> str:
-    """Return a conversation as a judge reads it."""
+    """Return a conversation as text for the judge's prompt."""
     return "\n\n".join(f"[{message['role']}]\n{text_of(message)}" for message in messages)
 
 

@@ -1,15 +1,15 @@
 """Write the conversations of CollabLLM as parquet files for supervised or reinforcement training.
 
-Read the hub, or a folder with the same files; without a network, make up conversations:
+Read from the hub or from a folder with the same files; without a network, generate conversations:
 
     python -m recipe.collabllm.process_dataset --dataset collabllm/collabllm-multiturn-math-hard --dataset_type rl
     python -m recipe.collabllm.process_dataset --local_dataset_path ~/raw/math-hard --dataset_type sft
     python -m recipe.collabllm.process_dataset --source synthetic --dataset_type rl --local_dir ~/data/sums
 
-A raw row is a turn: ``prompt``, the messages before it, ``completion``, the answer of an assistant, its ``score``, and
-the task as a whole (``single_turn_prompt``, ``single_turn_completion``, ``single_turn_metadata``). ``rl`` writes each
-prompt once; ``sft`` writes each conversation once, as far as it goes and with the best last answer. Conversations
-either belong to ``train`` or to ``validation``.
+A raw row is one turn: ``prompt`` (the messages before it), ``completion`` (the assistant's answer), ``score``, and the
+whole task (``single_turn_prompt``, ``single_turn_completion``, ``single_turn_metadata``). ``rl`` writes each prompt
+once. ``sft`` writes each conversation once, up to its last turn and with the answer that scored best there. All rows of
+a conversation are in the same split.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from verl.utils.dataset.preparation import RawSet, build_parser, rows_of, write_
 SPLIT = "train"
 COLUMNS = ("prompt", "completion", "conv_id", "score", "single_turn_prompt", "single_turn_completion")
 KINDS = {"math": "a mathematical problem", "bigcode": "a program to write", "medium": "a document to write"}
-"""Part of the name of a data set -> the kind of its tasks."""
+"""Maps a part of a data set's name to the kind of task that its user has."""
 
 
 def made_up(rng: random.Random) -> Row:
-    """Return a turn of a conversation about a sum, whose second number the user says when asked."""
+    """Generate a turn of a conversation about a sum; the user gives the second number when asked."""
     one = rng.randint(1, 9)
     other = rng.randint(1, 9)
     asked = rng.random() < 0.5
@@ -51,7 +51,7 @@ def made_up(rng: random.Random) -> Row:
 def prompt_of(example: Row) -> list[Row]:
     """Return the messages before a turn.
 
-    Raises: ValueError if they do not end with one of the user.
+    Raises: ValueError if the last message is not the user's.
     """
     messages = [{"role": each["role"], "content": each["content"]} for each in example["prompt"] or ()]
     if not messages or messages[-1]["role"] != "user":
@@ -60,7 +60,7 @@ def prompt_of(example: Row) -> list[Row]:
 
 
 def rl_row(example: Row, kind: str, split: str, index: int) -> Row:
-    """Return a prompt and the goal of its user.
+    """Return a prompt for reinforcement learning, with the goal of its simulated user.
 
     Raises: ValueError for a row without a task or a right answer.
     """
@@ -85,7 +85,7 @@ def rl_row(example: Row, kind: str, split: str, index: int) -> Row:
 
 
 def sft_row(example: Row) -> Row:
-    """Return a conversation with its last answer."""
+    """Return a conversation for supervised fine-tuning: the prompt and the assistant's answer."""
     return {"messages": [*prompt_of(example), {"role": "assistant", "content": example["completion"]}]}
 
 
@@ -98,7 +98,7 @@ def each_prompt_once(rows: Iterable[Row]) -> list[Row]:
 
 
 def longest_of_each_conversation(rows: Iterable[Row]) -> list[Row]:
-    """Return the last turn of each conversation, the one with the highest score if there are several."""
+    """Return the row of each conversation's last turn; of several answers to it, the one with the highest score."""
     best: dict[Any, tuple[tuple[int, float], Row]] = {}
     for row in rows:
         rank = (len(row["prompt"] or ()), float(row["score"] or 0.0))
@@ -108,13 +108,13 @@ def longest_of_each_conversation(rows: Iterable[Row]) -> list[Row]:
 
 
 def split_by_conversation(rows: list[Row], share: float, seed: int) -> dict[str, list[Row]]:
-    """Return the rows of ``train`` and ``validation``, which has ``share`` of the conversations, and at least one.
+    """Split rows into ``train`` and ``validation``; the latter gets ``share`` of the conversations, at least one.
 
-    Raises: DataError for a single conversation.
+    Raises: DataError for fewer than two conversations.
     """
     names = sorted({row["conv_id"] for row in rows}, key=str)
     if len(names) < 2:
-        raise DataError(f"the data set has {len(names)} conversations: it takes two to split them")
+        raise DataError(f"the data set has {len(names)} conversations: at least two are needed to split them")
     random.Random(seed).shuffle(names)
     held_out = set(names[: min(max(1, round(share * len(names))), len(names) - 1)])
     return {
@@ -124,7 +124,7 @@ def split_by_conversation(rows: list[Row], share: float, seed: int) -> dict[str,
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[Row]]:
-    """Return the rows of each file."""
+    """Return the rows of each output file by its name."""
     raw = RawSet(args.dataset, COLUMNS, made_up, splits=(SPLIT,))
     parts = split_by_conversation(list(raw.read(args)[SPLIT]), args.validation_size, args.seed)
     if args.dataset_type == "sft":
@@ -143,10 +143,10 @@ def main() -> int:
     parser = build_parser(__doc__, "collabllm", is_local_dir_deprecated=False)
     add = parser.add_argument
     name = "collabllm/collabllm-multiturn-math-hard"
-    add("--dataset", default=name, help=f"data set of the hub (default: {name})")
+    add("--dataset", default=name, help=f"name of the data set on the hub (default: {name})")
     add("--dataset_type", choices=("rl", "sft"), required=True, help="prompts, or conversations")
-    add("--task_desc", help="kind of the tasks, for the simulated user (default: by the name of the data set)")
-    add("--validation_size", type=float, default=0.1, help="share of the conversations to validate (default: 0.1)")
+    add("--task_desc", help="kind of task that the simulated user is told (default: by the data set's name)")
+    add("--validation_size", type=float, default=0.1, help="validation share of the conversations (default: 0.1)")
     args = parser.parse_args()
     if not 0 < args.validation_size < 1:
         parser.error(f"--validation_size={args.validation_size}: write a number between 0 and 1")

@@ -1,6 +1,6 @@
-"""The scorer of conversations; a run names this file in ``custom_reward_function.path``.
+"""The scorer of conversations; a run sets ``custom_reward_function.path`` to this file.
 
-Its import registers the reward manager ``collabllm``.
+Importing this file registers the reward manager ``collabllm``.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -19,8 +19,8 @@ def conversation_level_reward_func(
     metrics: Sequence[str],
     **kwargs: Any,
 ) -> Awaitable[dict[str, float]]:
-    """Measure one conversation; the manager awaits the metrics, by their names.
+    """Return the metrics of one conversation by name, as an awaitable.
 
-    Args: ``kwargs`` go to the metrics: ``judge``, ``tokenizer`` and ``num_prompt_messages``.
+    Args: ``kwargs`` are passed on to the metrics: ``judge``, ``tokenizer`` and ``num_prompt_messages``.
     """
     return measure(data_source, messages, ground_truth, extra_info, metrics, **kwargs)

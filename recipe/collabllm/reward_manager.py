@@ -31,14 +31,14 @@ KWARGS = "reward_model.reward_kwargs"
 
 @register("collabllm")
 class CollabLLMRewardManager(AbstractRewardManager):
-    """Weigh metrics of the conversations of each response, and take the mean over the conversations.
+    """Scores a response by the weighted sum of its metrics, each averaged over the conversations that continue it.
 
     Args:
-        compute_score: returns the metrics of one conversation; ``conversation_level_reward_func`` of
-            ``reward_function.py``.
-        metric_weights: metric, a module of ``metrics`` -> its weight.
-        llm_judge_kwargs: the judge; see ``JudgeConfig``.
-        unfinished_score: score of a turn that had no room to end.
+        compute_score: returns the metrics of one conversation, as ``conversation_level_reward_func`` of
+            ``reward_function.py`` does.
+        metric_weights: maps each metric, the name of a module in ``metrics``, to its weight.
+        llm_judge_kwargs: options of the judge; see ``JudgeConfig``.
+        unfinished_score: score of a turn that was cut off, and so has no conversations.
 
     Raises: WrongInput naming the key.
     """
@@ -74,13 +74,13 @@ class CollabLLMRewardManager(AbstractRewardManager):
         self.unfinished_score = unfinished_score
 
     def __call__(self, data: "DataProto", return_dict: bool = False) -> RewardOutput:
-        """Score a batch of the agent loop ``collabllm_agent``."""
+        """Score a batch that the agent loop ``collabllm_agent`` has generated."""
         return self.score_batch(data, return_dict, partial(self._scores, data.non_tensor_batch))
 
     def _scores(self, columns: Mapping[str, Any], samples: list[Sample]) -> list[Score]:
         if CONVERSATIONS not in columns:
             raise WrongInput(
-                "reward_model.reward_manager=collabllm scores conversations, and the rows have none: give them "
+                "reward_model.reward_manager=collabllm scores conversations, but the rows have none: give them "
                 "agent_name=collabllm_agent, or set actor_rollout_ref.rollout.agent.default_agent_loop"
             )
         return asyncio.run(self._score_all(columns, samples))
@@ -101,7 +101,7 @@ class CollabLLMRewardManager(AbstractRewardManager):
                 result = await self._score(sample, conversations, num_prompt_messages)
         except TimeoutError:
             return scoring.timed_out(sample, self.limits, of_batch=left_s < self.limits.timeout_s)
-        except Exception as error:  # a judge or a metric may raise anything; it costs this response
+        except Exception as error:  # a judge or a metric may raise anything; only this response fails
             kind = scoring.kind_of(is_unavailable(error))
             return scoring.failed(sample, kind, f"{type(error).__name__}: {error}", self.limits)
         return scoring.settled(result, sample, self.limits)
@@ -141,7 +141,7 @@ async def measure(
     metrics: Sequence[str],
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Return the metrics of one conversation by their names, all measured at the same time."""
+    """Return the metrics of one conversation by name, computed concurrently."""
     modules = [importlib.import_module(f"{metrics_package.__name__}.{name}") for name in metrics]
     values = await asyncio.gather(
         *(module.compute_score(data_source, messages, ground_truth, extra_info, **kwargs) for module in modules)

@@ -14,7 +14,7 @@ from .dynamic_sampling import Draws, metric_values, varied_groups
 
 
 class RayDAPOTrainer(RayPPOTrainer):
-    """PPO on prompts whose responses differ; only ``collect`` is overridden.
+    """PPO on prompts whose responses differ in a metric; only ``collect`` is overridden.
 
     The other parts of DAPO (clip-higher, token-level loss, overlong penalty) are keys of the main trainer.
 
@@ -24,9 +24,10 @@ class RayDAPOTrainer(RayPPOTrainer):
     def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
         """Draw, generate and score prompts until ``train_batch_size`` of them are kept, and return their responses.
 
-        Surplus prompts are dropped, so that only the position in the data goes from step to step.
+        Surplus prompts are dropped rather than kept for the next step, so that a checkpoint needs only the position in
+        the data.
 
-        Raises: WrongInput when the limit on draws is reached, or when a whole pass over the data kept none.
+        Raises: WrongInput when the limit on draws is reached, or when too many draws in a row kept no prompt.
         """
         groups = self.run_config.algorithm.filter_groups
         if groups is None or not groups.enable:
@@ -35,13 +36,14 @@ class RayDAPOTrainer(RayPPOTrainer):
         state = self.state
         draws = Draws(groups, state.step, self.run_config.data.train_batch_size, len(self.train_dataloader))
         parts: list[DataProto] = []
-        extras: dict[str, None] = {}  # keeps the order in which the draws brought them
+        extras: dict[str, None] = {}  # names of extra reward columns, a dict to keep their order
         while not draws.are_enough:
             batch = super().collect(rows, metrics, timing)
             self._add_scores(batch, metrics)
-            batch.reorder(torch.tensor(state.row_order))  # so that the rows cut off below do not depend on the ranks
+            # Undo the balancing over ranks, so that it does not decide which rows are cut off below.
+            batch.reorder(torch.tensor(state.row_order))
             values = metric_values(batch, groups.metric, state.extra_columns)
-            if DROPPED_COLUMN in batch.non_tensor_batch:  # a trajectory that failed has no metric
+            if DROPPED_COLUMN in batch.non_tensor_batch:  # a failed trajectory has no metric
                 values[batch.non_tensor_batch[DROPPED_COLUMN].astype(bool)] = np.nan
             uids = batch.non_tensor_batch["uid"]
             keep = varied_groups(values, uids)
@@ -55,10 +57,10 @@ class RayDAPOTrainer(RayPPOTrainer):
 
 
 def joined(parts: list[DataProto]) -> DataProto:
-    """Join draws; a column that only some of them have is None in the others."""
+    """Concatenate draws; where a draw lacks a column of another one, its rows get None."""
     columns = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)
     for part in parts:
-        for name in ("first_prompt", "global_token_num", "images_seqlens"):  # they hold for one draw only
+        for name in ("first_prompt", "global_token_num", "images_seqlens"):  # valid for one draw only
             part.meta_info.pop(name, None)
         for name in columns:
             part.non_tensor_batch.setdefault(name, np.full(len(part), None, dtype=object))

@@ -1,4 +1,4 @@
-"""Dynamic sampling: keep the prompts whose responses differ in a metric."""
+"""Dynamic sampling: keep only prompts whose responses differ in a metric."""
 
 import logging
 from numbers import Real
@@ -16,25 +16,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FEWEST_FRUITLESS = 10
-"""Fewest draws that must keep nothing before a step gives up; a small data set is drawn again, since samples vary."""
+"""Draws in a row without a kept prompt that a step allows at least, even if an epoch has fewer draws.
+
+On a small data set the prompts are then drawn again, and their new responses may differ.
+"""
 MOST_FRUITLESS = 100
-"""Most draws that may keep nothing; a part of a large data set tells enough."""
+"""Draws in a row without a kept prompt that a step allows at most: on a large data set a part is evidence enough."""
 SUMS = {"seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
 
 
 def metric_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndarray:
-    """Return the metric of every response, (B,) float64; NaN if the scorer failed or returned none.
+    """Return the metric of every response, (B,) float64; NaN where the scorer failed or returned no such metric.
 
     ``seq_reward`` is the sum of ``token_level_scores``. ``seq_final_reward`` is the sum of ``token_level_rewards``,
-    which equal the scores without KL in the reward. ``score`` is the score before an overlong penalty, or without
-    such a penalty the sum of token scores. Any other name is one of the ``extras`` of the reward function.
+    which equal the scores if the reward has no KL term. ``score`` is the score before the overlong penalty; without
+    such a penalty it is the sum of ``token_level_scores``. Any other name must be one of the ``extras``, the further
+    values that the reward function returns.
 
-    Raises: WrongInput listing the known names.
+    Raises: WrongInput for an unknown name, listing the known ones.
     """
     values = _given_values(batch, metric, extras)
     for row, failure in enumerate(batch.non_tensor_batch.get(FAILURE_COLUMN, ())):
         if failure is not None:
-            values[row] = np.nan  # a failure score does not measure the response
+            values[row] = np.nan  # the score given for a failed scorer says nothing about the response
     return values
 
 
@@ -51,15 +55,15 @@ def _given_values(batch: "DataProto", metric: str, extras: list[str]) -> np.ndar
     values = batch.non_tensor_batch[metric]
     wrong = [value for value in values if value is not None and not isinstance(value, Real | np.bool_)]
     if wrong:
-        raise WrongInput(f"{key}: must be a number for every response, the reward function says {wrong[0]!r}")
+        raise WrongInput(f"{key}: must be a number for every response, but the reward function returned {wrong[0]!r}")
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def varied_groups(values: np.ndarray, uids: np.ndarray) -> np.ndarray:
-    """Return for each row, (B,) bool, whether the responses to its prompt differ, or whether it is the only one.
+    """Mark the rows, (B,) bool, whose prompt has responses that differ in the metric, or only one response.
 
-    The paper asks for a standard deviation above 0. Comparing minimum and maximum is the same without rounding: the
-    standard deviation of three times 0.1 is not 0. NaN is ignored.
+    The paper asks for a standard deviation above 0. Comparing minimum and maximum is equivalent, and exact: in floating
+    point the standard deviation of three times 0.1 is not 0. NaN is ignored.
 
     Source: DAPO (arXiv:2503.14476), equation 11.
     """
@@ -73,7 +77,7 @@ def varied_groups(values: np.ndarray, uids: np.ndarray) -> np.ndarray:
 
 
 class Draws:
-    """Counts the prompts that a step has drawn and kept, and gives up when the step cannot be filled.
+    """Counts the drawn and the kept prompts of a step, and raises an error when the step cannot be filled.
 
     Args: ``wanted`` is the number of prompts of a step; ``data_batches`` is the number of draws in one epoch.
     """
@@ -94,14 +98,14 @@ class Draws:
 
     @property
     def are_enough(self) -> bool:
-        """Whether the step is full."""
+        """Whether enough prompts are kept for the step."""
         return self.kept >= self.wanted
 
     def add(self, uids: np.ndarray, values: np.ndarray, keep: np.ndarray) -> None:
-        """Count a draw: the prompt of each row, its metric, and whether it is kept, all (B,).
+        """Count a draw, given the uid and the metric of each row and whether it is kept, all (B,).
 
-        Raises: WrongInput when the step is not full and the limit is reached, or when too many draws in a
-            row kept nothing.
+        Raises: WrongInput when the step is not full, and the limit on draws is reached or too many draws in a row
+            kept no prompt.
         """
         known = values[~np.isnan(values)]
         num_prompts = len(set(uids))

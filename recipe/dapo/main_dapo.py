@@ -13,7 +13,7 @@ from verl.utils.import_utils import dotted_name
 
 
 class DAPOTaskRunner(TaskRunner):
-    """The main trainer's workers and data, with DAPO's trainer."""
+    """Runs DAPO's trainer with the workers and the data of the main trainer."""
 
     recipe_nodes = ("algorithm.filter_groups",)
 
@@ -31,5 +31,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that Ray imports DAPOTaskRunner in the actor instead of copying it there by value.
+    # Import the class by its module's name: a class of __main__ would be pickled by value into the Ray actor.
     importlib.import_module(dotted_name(__file__)).main()

@@ -1,4 +1,4 @@
-"""DeepEyes: questions about images that the model may look at more closely, and their reward by a judge.
+"""DeepEyes: questions about images in which the model may zoom in; a judge scores the answers.
 
 Set ``data.custom_cls`` and ``custom_reward_function`` to this file, as ``configs/deepeyes_multiturn_grpo.yaml`` does.
 
@@ -28,11 +28,11 @@ SYSTEM = (
     "Think inside <think> and </think>, and give your answer inside <answer> and </answer>."
 )
 MOST_ANSWER_CHARS = 1000
-"""Longer answers are wrong: they could address the judge instead of the question."""
+"""Maximum length of an answer in characters; a longer one counts as wrong, because it could address the judge."""
 ACCURACY = 0.8
 FORMAT = 0.2
 LOOKED = 1.2
-"""Weights of a right answer, of a broken form (-1), and of a right answer that a look at a region has helped."""
+"""Weights of the reward's parts: accuracy (0 or 1), format (0 or -1), and a right answer after zooming in (0 or 1)."""
 
 PROMPT = """Somebody has answered a question about an image, which you do not see. Compare the answer with the reference: does it say the same? Other words, units or details do not matter; a different object, number, text or option does.
 
@@ -44,20 +44,20 @@ Reply with one word: CORRECT or WRONG."""  # noqa: E501 (the text of a prompt)
 
 
 class CustomRLHFDataset(RLHFDataset):
-    """Prompts of DeepEyes: each may zoom in on its first image, and goes to ``tool_agent``.
+    """Prompts of DeepEyes for ``tool_agent``, whose zoom tool works on the first image of the prompt.
 
-    The system prompt of a row is replaced by ``system``, since the chat template describes the tools.
+    The attribute ``system`` replaces the system prompt of a row, which describes the tools: the chat template does so.
     """
 
     system = SYSTEM
 
     def _build_messages(self, example: Row) -> list[Row]:
-        """Take the messages out of a row."""
+        """Remove the messages from a row and return them."""
         asked = [message for message in super()._build_messages(example) if message["role"] != "system"]
         return [{"role": "system", "content": self.system}, *asked] if self.system else asked
 
     def take_media(self, row: Row) -> Media:
-        """Take the images out of a row, and leave the first one for the tool."""
+        """Remove the images from a row and return them; the first one also stays in the row, for the tool."""
         images = row.get(self.image_key) or []
         media = super().take_media(row)
         if media.images:
@@ -80,7 +80,7 @@ class JudgeError(RuntimeError):
 
 
 class JudgeUnavailableError(JudgeError, ConnectionError):
-    """The judge could not be reached: a ``ConnectionError``, so that the response leaves its group."""
+    """The judge could not be reached; as a ``ConnectionError`` it excludes the response from its group's advantages."""
 
 
 def compute_score(
@@ -88,7 +88,7 @@ def compute_score(
 ) -> dict[str, float]:
     """Return the reward of a response and its parts.
 
-    Raises: JudgeError without a verdict; the reward manager gives such a row its failure score and counts it.
+    Raises: JudgeError if there is no verdict; the reward manager then gives the row the failure score and counts it.
     """
     (score,) = compute_score_batch([data_source], [solution_str], [ground_truth], [extra_info], **options)
     if isinstance(score, JudgeError):
@@ -105,13 +105,13 @@ def compute_score_batch(
     prompt: str = PROMPT,
     **options: Any,
 ) -> list[dict[str, float] | JudgeError]:
-    """Score a batch; the judge gets up to ``max_concurrency`` requests at a time.
+    """Score a batch, with up to ``max_concurrency`` concurrent requests to the judge.
 
-    An empty or too long answer is wrong without a judge.
+    An empty or too long answer is wrong; the judge is not asked.
 
-    Args: ``options`` are those of ``endpoint``.
-    Returns: the reward of each row and its parts; a row without a verdict gets the JudgeError that says why.
-    Raises: WrongInput without the address of a judge.
+    Args: ``options`` are the arguments of ``endpoint``.
+    Returns: for each row the reward and its parts, or the JudgeError that says why there is no verdict.
+    Raises: WrongInput if no address of a judge is given.
     """
     judge = endpoint(**options)
     answers = [answer_of(solution) for solution in solution_strs]
@@ -131,9 +131,9 @@ def compute_score_batch(
 
 
 def reward(right: float, has_right_form: bool, looked: bool) -> dict[str, float]:
-    """Return the reward and its parts.
+    """Combine the parts of the reward; return the sum as ``score``, and the parts.
 
-    Source: DeepEyes, section 3.3: a look is only rewarded where the answer is right.
+    Source: DeepEyes, section 3.3: zooming in is rewarded only if the answer is right.
     """
     form = 0.0 if has_right_form else -1.0
     helped = float(looked and right > 0)
@@ -142,20 +142,20 @@ def reward(right: float, has_right_form: bool, looked: bool) -> dict[str, float]
 
 
 def num_looks(extra_info: Mapping[str, Any]) -> float:
-    """Return how many regions the tool has shown, as its ``calc_reward`` counts them."""
+    """Return the number of regions that the zoom tool has shown, which is its tool reward (``calc_reward``)."""
     return float((extra_info.get("rollout_reward_scores") or {}).get(TOOL) or 0.0)
 
 
 def answer_of(solution: str) -> str:
-    """Return the text in the last ``<answer>`` after all thoughts; empty without one."""
+    """Return the text of the last ``<answer>`` after the last ``</think>``; empty if there is none."""
     found = re.findall(r"<answer>(.*?)</answer>", solution.rpartition("</think>")[2], re.DOTALL)
     return found[-1].strip() if found else ""
 
 
 def has_form(solution: str) -> bool:
-    """Whether every thought is closed, and one answer, which is not too long, follows the last of them.
+    """Whether each ``<think>`` is closed, and exactly one answer of allowed length follows the last ``</think>``.
 
-    The prompt may have opened the first thought, as the templates of thinking models do.
+    The first ``<think>`` may be missing: the chat templates of thinking models put it into the prompt.
     """
     said = solution.rpartition("</think>")[2]
     first, end, _ = solution.partition("</think>")
@@ -168,7 +168,7 @@ def has_form(solution: str) -> bool:
 
 
 def verdict(reply: str | EndpointError) -> float | JudgeError:
-    """Return 1 for CORRECT, 0 for WRONG, by the last of these words; a JudgeError for anything else."""
+    """Return 1 if the reply's last verdict is CORRECT, 0 if it is WRONG; a JudgeError if it has neither word."""
     if isinstance(reply, EndpointError):
         return (JudgeUnavailableError if is_unavailable(reply) else JudgeError)(str(reply))
     words = re.findall(r"\b(CORRECT|WRONG)\b", reply.upper())
@@ -187,11 +187,11 @@ def endpoint(
     retry_delay_s: float = 2.0,
     max_concurrency: int = 64,
 ) -> ChatEndpoint:
-    """Return the server of the judge.
+    """Return the client of the judge's server.
 
-    Args: ``base_url`` is by default that of the environment variable ``LLM_AS_A_JUDGE_BASE``; ``model`` the first one
-        that the server has. ``LLM_AS_A_JUDGE_API_KEY`` holds its key if it needs one.
-    Raises: WrongInput without an address; JudgeError if the server does not say which models it has.
+    Args: ``base_url`` defaults to the environment variable ``LLM_AS_A_JUDGE_BASE``, ``model`` to the first model that
+        the server lists. The variable ``LLM_AS_A_JUDGE_API_KEY`` holds the API key, if the server needs one.
+    Raises: WrongInput without an address; JudgeError if the server does not list its models.
     """
     address = base_url or envs.read(JUDGE_VARIABLE, "") or ""
     if not address:
@@ -215,9 +215,9 @@ def endpoint(
 
 @lru_cache
 def served_model(base_url: str, api_key: str, timeout_s: float) -> str:
-    """Return the name of the first model of a server.
+    """Return the name of the first model that a server lists.
 
-    Raises: JudgeError naming the server.
+    Raises: JudgeError naming the server if it does not list a model.
     """
     url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/models"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -1,8 +1,8 @@
-"""A judge without a model, for machines that cannot run one: an answer is right if it is the reference.
+"""A judge without a model, for machines that cannot run one: an answer is right if it equals the reference.
 
     python3 -m recipe.deepeyes.exact_judge --port 18901
 
-It is an OpenAI-compatible server on 127.0.0.1 for the prompt of ``deepeyes.py``.
+It is an OpenAI-compatible server on 127.0.0.1 that understands the judge's prompt of ``deepeyes.py``.
 """
 
 import argparse
@@ -16,7 +16,7 @@ NAME = "exact"
 
 
 def verdict(prompt: str) -> str:
-    """Return the reply to a prompt of the recipe."""
+    """Return the reply to the recipe's prompt for the judge."""
     found = re.search(r"^Reference: (.*?)\nAnswer: (.*?)\n\nReply with", prompt, re.DOTALL | re.MULTILINE)
     if found is None:
         return "The prompt has no reference and answer."
@@ -25,21 +25,21 @@ def verdict(prompt: str) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers ``/v1/models`` and ``/v1/chat/completions``."""
+    """Handles ``/v1/models`` and ``/v1/chat/completions``."""
 
     def do_GET(self) -> None:
-        """Name the model."""
+        """List the only model."""
         self._send({"object": "list", "data": [{"id": NAME, "object": "model"}]})
 
     def do_POST(self) -> None:
-        """Judge the last message."""
+        """Judge the prompt in the last message."""
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         reply = {"role": "assistant", "content": verdict(request["messages"][-1]["content"])}
         choice = {"index": 0, "message": reply, "finish_reason": "stop"}
         self._send({"object": "chat.completion", "model": NAME, "choices": [choice]})
 
     def log_message(self, *args: Any) -> None:
-        """Log nothing."""
+        """Do not log requests."""
 
     def _send(self, body: Any) -> None:
         content = json.dumps(body).encode()
@@ -51,13 +51,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Lets the requests of a step wait; a client that finds no room tries again after one second, then three."""
+    """An HTTP server whose listen queue holds the requests of a step.
+
+    A client that finds the queue full would try again only after one second, then after three.
+    """
 
     request_queue_size = 1024
 
 
 def main() -> int:
-    """Serve until the process is ended."""
+    """Serve until the process is stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=18901, help="port (default: 18901); 0 takes a free one")
     args = parser.parse_args()

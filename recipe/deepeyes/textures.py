@@ -1,11 +1,11 @@
-"""Write a task that a tiny model can only solve by zooming in: a model with random weights, and its data.
+"""Write a tiny model with random weights, and the data of a task that it can solve only by zooming in.
 
     python3 -m recipe.deepeyes.textures --save-dir outputs/deepeyes
 
-Each picture has four quarters with lines too fine for the small copy that the prompt shows: there all are grey. The
-question names a quarter, and the answer is its texture. Three of five supervised conversations guess at once; the
-other two zoom in first, one of them on any quarter. So they teach the form of a call and how to read a texture, and
-neither when to look nor where.
+Each picture has four quarters with a texture of lines. The prompt shows a smaller copy, in which all quarters are
+uniformly grey. The question names a quarter, and the answer is its texture. Of five supervised conversations three
+guess at once; one zooms in on the quarter of the question, and one on a random quarter. So the supervised data teach
+the format of a call and how to read a texture; when and where to zoom in is left to the reward.
 """
 
 import argparse
@@ -31,32 +31,32 @@ KIND = "qwen2_5_vl"
 HEAD = '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": ['
 TAIL = "]}}</tool_call>"
 SHOWN = "Zoomed in on the image to the region "
-"""How the answer of the tool starts. As a token it leaves the model close to what it has seen: with a token for each
-of its 37 characters between picture and answer, this model does not learn to read a texture."""
+"""The start of the tool's answer, which the tokenizer has as one token. With 37 tokens, one per character, between the
+picture and the model's answer, this small model does not learn to read a texture."""
 ANSWER = "<answer>"
 END = "</answer>"
 QUARTER = 56
-"""Pixels of a side of a quarter."""
+"""Side of a quarter of the picture, in pixels."""
 SMALL = 56
-"""Pixels of a side of the copy in the prompt."""
+"""Side of the copy in the prompt, in pixels."""
 PLACES = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bottom right": (1, 1)}
 TEXTURES = "HVCP"
-"""Horizontal lines, vertical lines, a check, plain."""
+"""The textures by their letters: horizontal lines, vertical lines, checkerboard, plain."""
 SIZES = {"train": 1024, "test": 128, "sft_train": 4096, "sft_test": 64}
 
 Row = dict[str, Any]
 
 
 class TextureDataset(CustomRLHFDataset):
-    """The data set of the recipe without a system prompt, which would be most of a prompt here."""
+    """The recipe's data set without the system prompt, which would be most of the tokens of these short prompts."""
 
     system = ""
 
 
 def texture(letter: str, rng: random.Random) -> np.ndarray:
-    """Return a quarter (QUARTER, QUARTER) of some brightness and contrast, which fades out towards its sides.
+    """Draw one quarter, (QUARTER, QUARTER), with random brightness and a random contrast that fades towards the sides.
 
-    Lines are one pixel wide, and a smaller copy has their mean; the mean is the same for all textures.
+    Lines are one pixel wide, so that a copy of half the size averages them to the same grey for all textures.
     """
     rows, columns = np.indices((QUARTER, QUARTER))
     sign = {"H": rows, "V": columns, "C": rows + columns}.get(letter)
@@ -69,7 +69,7 @@ def texture(letter: str, rng: random.Random) -> np.ndarray:
 
 
 def draw(letters: str, rng: random.Random) -> Image.Image:
-    """Return a picture with a texture for each of ``PLACES``."""
+    """Draw a picture, given the letter of the texture of each of ``PLACES``."""
     grey = np.zeros((2 * QUARTER, 2 * QUARTER))
     for letter, (x, y) in zip(letters, PLACES.values(), strict=True):
         grey[y * QUARTER : (y + 1) * QUARTER, x * QUARTER : (x + 1) * QUARTER] = texture(letter, rng)
@@ -77,25 +77,25 @@ def draw(letters: str, rng: random.Random) -> Image.Image:
 
 
 def box_of(place: str) -> list[int]:
-    """Return the region of a quarter."""
+    """Return the bounding box of a quarter: left, top, right, bottom."""
     x, y = (QUARTER * index for index in PLACES[place])
     return [x, y, x + QUARTER, y + QUARTER]
 
 
 def as_png(image: Image.Image) -> bytes:
-    """Return the bytes of a file."""
+    """Encode an image as PNG."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def small(picture: Image.Image) -> Row:
-    """Return the copy of a picture that the prompt shows."""
+    """Return the picture with the small size at which the prompt shows it."""
     return {"bytes": as_png(picture), "resized_height": SMALL, "resized_width": SMALL}
 
 
 def prompt_row(split: str, index: int, rng: random.Random) -> Row:
-    """Return a question with its ground truth, and the picture for the tool."""
+    """Return a prompt with its ground truth, and the full picture for the zoom tool."""
     letters = "".join(rng.choice(TEXTURES) for _ in PLACES)
     place = rng.choice(list(PLACES))
     picture = draw(letters, rng)
@@ -111,7 +111,7 @@ def prompt_row(split: str, index: int, rng: random.Random) -> Row:
 
 
 def conversation(number: int, rng: random.Random) -> Row:
-    """Return a supervised conversation: a guess, or a look at this or another quarter and its texture."""
+    """Return a supervised conversation: a guess, or a zoom into the right or a random quarter and its texture."""
     letters = "".join(rng.choice(TEXTURES) for _ in PLACES)
     place = rng.choice(list(PLACES))
     picture = draw(letters, rng)
@@ -132,7 +132,7 @@ def conversation(number: int, rng: random.Random) -> Row:
 
 
 def write_model(folder: str, seed: int) -> None:
-    """Write model and processor; its tokenizer has a token each for the fixed parts of calls and answers."""
+    """Write the model and its processor, whose tokenizer has one token for each fixed part of calls and answers."""
     tokenizer = vision_tokenizer(KIND)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (HEAD, TAIL, SHOWN, ANSWER, END)])
     torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def write_model(folder: str, seed: int) -> None:
 
 
 def tables(seed: int) -> dict[str, list[Row]]:
-    """Return the rows of each file by its name."""
+    """Return the rows of each output file by its name."""
     made = {}
     for number, (split, size) in enumerate(SIZES.items()):
         rng = random.Random(10 * seed + number)
@@ -156,10 +156,10 @@ def tables(seed: int) -> dict[str, list[Row]]:
 
 
 def main() -> int:
-    """Write model and data; return the exit code."""
+    """Write the model and the data; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the rows (default: 0)")
     args = parser.parse_args()
     folder = os.path.expanduser(args.save_dir)
     try:

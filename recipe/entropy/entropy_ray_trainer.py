@@ -1,4 +1,4 @@
-"""The training loop of DAPO, with the covariances that drive the entropy of the policy."""
+"""The training loop of DAPO, with metrics of the covariances that drive the policy's entropy."""
 
 from torch import Tensor
 
@@ -9,9 +9,9 @@ from verl.trainer.ppo.ray_trainer import Metrics, Timing
 
 
 class RayEntropyTrainer(RayDAPOTrainer):
-    """DAPO's loop, which reports the covariance of log-probability and advantage.
+    """DAPO's loop that also reports the covariance of log-probability and advantage.
 
-    The losses that control the entropy, ``clip_cov`` and ``kl_cov``, are those of the main trainer.
+    The losses that control the entropy, ``clip_cov`` and ``kl_cov``, are part of the main trainer.
 
     Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv:2505.22617).
     """
@@ -31,10 +31,10 @@ class RayEntropyTrainer(RayDAPOTrainer):
 def covariance_metrics(
     log_prob: Tensor, advantages: Tensor, response_mask: Tensor, bounds: tuple[float | None, float | None]
 ) -> Metrics:
-    """Describe the covariances of the tokens of a step, all (B, T).
+    """Return metrics of the covariances of a step's tokens; the tensors are (B, T).
 
-    The mean is the covariance that the paper relates to the change of the entropy: where it is positive, a step of the
-    policy gradient lowers the entropy. ``bounds`` are those of ``clip_cov``; None is its default.
+    The paper relates the mean covariance to the change of the entropy: if it is positive, a step along the policy
+    gradient lowers the entropy. ``bounds`` are the bounds of ``clip_cov``; None means its defaults.
 
     Source: arXiv:2505.22617, section 3.
     """

@@ -16,7 +16,7 @@ __getattr__ = lazy_exports(__name__, {"create_rl_dataset": _FACTORY, "create_rl_
 
 
 class EntropyTaskRunner(TaskRunner):
-    """The main trainer's workers and data, with the trainer that reports covariances."""
+    """Runs the trainer that reports covariances, with the workers and the data of the main trainer."""
 
     recipe_nodes = ("algorithm.filter_groups",)
 
@@ -29,10 +29,10 @@ class EntropyTaskRunner(TaskRunner):
 
 @hydra_main("entropy_trainer", config_path="config")
 def main(config: DictConfig) -> None:
-    """Train by the composed configuration."""
+    """Train with the composed configuration."""
     run_ppo(config, EntropyTaskRunner)
 
 
 if __name__ == "__main__":
-    # Under its own name, so that Ray imports EntropyTaskRunner in the actor instead of copying it there by value.
+    # Import the class by its module's name: a class of __main__ would be pickled by value into the Ray actor.
     importlib.import_module(dotted_name(__file__)).main()

@@ -1,6 +1,6 @@
-"""A scorer that asks a generative reward model, behind an OpenAI-compatible server, whether a solution is right.
+"""A scorer that asks a generative reward model on an OpenAI-compatible server whether a solution is right.
 
-Set ``custom_reward_function.path`` to this file, and its options in ``custom_reward_function.reward_kwargs``.
+Set ``custom_reward_function.path`` to this file, and the scorer's options in ``custom_reward_function.reward_kwargs``.
 """
 
 from typing import Any
@@ -32,15 +32,15 @@ class JudgeError(RuntimeError):
 
 
 class JudgeUnavailableError(JudgeError, ConnectionError):
-    """The judge could not be reached: a ``ConnectionError``, so that the response leaves its group."""
+    """The judge could not be reached; as a ``ConnectionError`` it excludes the response from its group's advantages."""
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> float:
-    """Return 1 when the judge says that the solution is right, else 0; rows of the test split are scored by their rule.
+    """Return 1 if the judge says that the solution is right, else 0; the rule of the data set scores the test split.
 
-    Raises: JudgeError without a verdict; the reward manager gives such a row its failure score and counts it.
+    Raises: JudgeError if there is no verdict; the reward manager then gives the row the failure score and counts it.
     """
     (score,) = compute_score_batch([data_source], [solution_str], [ground_truth], [extra_info], **options)
     if isinstance(score, JudgeError):
@@ -57,10 +57,10 @@ def compute_score_batch(
     prompt: str = PROMPT,
     **options: Any,
 ) -> list[float | JudgeError]:
-    """Score a batch, with up to ``max_concurrency`` requests at a time.
+    """Score a batch, with up to ``max_concurrency`` concurrent requests to the judge.
 
-    Args: ``options`` are those of ``endpoint``.
-    Returns: a score per row; a row without a verdict gets the JudgeError that says why.
+    Args: ``options`` are the arguments of ``endpoint``.
+    Returns: for each row a score, or the JudgeError that says why there is no verdict.
     """
     judge = endpoint(**options)
     scores: list[float | JudgeError] = [JudgeError("not asked")] * len(solution_strs)
@@ -92,7 +92,7 @@ def endpoint(
     retry_delay_s: float = 2.0,
     max_concurrency: int = 32,
 ) -> ChatEndpoint:
-    """Return the server of the judge; ``GENRM_API_KEY`` holds its key if it needs one."""
+    """Return the client of the judge's server; the variable ``GENRM_API_KEY`` holds the API key, if it needs one."""
     return ChatEndpoint(
         base_url=base_url,
         model=model,
@@ -106,7 +106,7 @@ def endpoint(
 
 
 def verdict(answer: str | EndpointError) -> float | JudgeError:
-    r"""Return 1 for a last ``\boxed{True}``, 0 for ``\boxed{False}``, and a JudgeError for everything else."""
+    r"""Return 1 if the answer's last ``\boxed`` is ``True``, 0 if it is ``False``; otherwise a JudgeError."""
     if isinstance(answer, EndpointError):
         return (JudgeUnavailableError if is_unavailable(answer) else JudgeError)(str(answer))
     boxed = last_boxed_only_string(answer)

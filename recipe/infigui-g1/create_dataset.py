@@ -1,9 +1,9 @@
-"""Draw screens of two buttons, and ask for one by its colour, as parquet files for a small model.
+"""Write pictures of a screen with two buttons, and ask for one by its colour, as parquet files for a small model.
 
     python3 recipe/infigui-g1/create_dataset.py --local_save_dir ~/data/screens
 
-``train`` and ``test`` are prompts with the box of the button. ``sft_train`` and ``sft_test`` are conversations for a
-warm-up, which point at either button: they teach the form, and leave the choice to the reward.
+``train`` and ``test`` are prompts with the bounding box of the button. ``sft_train`` and ``sft_test`` are conversations
+for a supervised warm-up, which point at a random button: they teach the format, and leave the choice to the reward.
 """
 
 import json
@@ -18,14 +18,14 @@ from verl.utils.dataset.preparation import output_parser, write_tables
 
 DATA_SOURCE = "screens"
 CELL = 28
-"""Pixels of a cell of the two by two grid, which a Qwen2.5-VL sees as one token."""
+"""Side of a cell of the two by two grid, in pixels; Qwen2.5-VL turns a cell into one token."""
 COLOURS = {"red": (220, 40, 40), "blue": (40, 60, 220)}
 SIZES = {"train": 1024, "test": 128, "sft_train": 2048, "sft_test": 128}
 TWO_CANDIDATES_SHARE = 0.3
 
 
 def draw(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]]:
-    """Return a screen, and the box of each button."""
+    """Draw a screen; return it with the bounding box of each button."""
     screen = Image.new("RGB", (2 * CELL, 2 * CELL), (230, 230, 230))
     canvas = ImageDraw.Draw(screen)
     boxes = {}
@@ -38,13 +38,13 @@ def draw(rng: random.Random) -> tuple[Image.Image, dict[str, list[int]]]:
 
 
 def response(boxes: list[list[int]]) -> str:
-    """Return a response whose candidates are the middles of the boxes."""
+    """Return a response whose candidates are the centers of the boxes."""
     points = [{"point_2d": [(box[0] + box[2] + 1) // 2, (box[1] + box[3] + 1) // 2]} for box in boxes]
     return f"<think></think>{json.dumps(points)}"
 
 
 def row(split: str, rng: random.Random, index: int) -> Row:
-    """Return a prompt, or for the warm-up a conversation."""
+    """Return a prompt, or a conversation for the supervised warm-up."""
     screen, boxes = draw(rng)
     name = rng.choice(list(COLOURS))
     prompt = {"role": "user", "content": f"<image>{name}"}
@@ -65,7 +65,7 @@ def row(split: str, rng: random.Random, index: int) -> Row:
 def main() -> int:
     """Write the files; return the exit code."""
     parser = output_parser(__doc__, "screens", is_local_dir_deprecated=False)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the screens (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random screens (default: 0)")
     args = parser.parse_args()
     rng = random.Random(args.seed)
 

@@ -32,12 +32,12 @@ def aer_gui_reward_function(
 ) -> dict[str, float]:
     """Return the reward of a response and its parts.
 
-    A response in another form has ``score`` 0. Otherwise the score is 1 for the form, plus ``accuracy_reward``. ``acc``
-    is whether the first candidate hits.
+    A response in another format has ``score`` 0. Otherwise the score is 1 for the format, plus ``accuracy_reward``.
+    ``acc`` is 1 if the first candidate hits the element.
 
     Args: ``ground_truth`` is the box [left, top, right, bottom] of the element, a mapping of x1, y1, x2 and y2, or
         either as JSON.
-    Raises: ValueError for a ground truth that is no box.
+    Raises: ValueError for a ground truth that is not a box.
     """
     box = read_box(ground_truth)
     points = read_points(solution_str)
@@ -58,9 +58,10 @@ def aer_gui_reward_function(
 def accuracy_reward(points: Sequence[Point], hits: Sequence[bool]) -> float:
     """Return the efficiency of the candidates: utility over cost.
 
-    With N candidates of which the k-th is the first to hit, it is 1 / sqrt(N k): the costs are N to propose them and k
-    to try them, and their geometric mean divides. Without a hit all are tried, which gives -1 / N: a larger search
-    costs less. Three or more candidates on a line are no search, and give -1.
+    If the k-th of N candidates is the first to hit, the reward is 1 / sqrt(N k): N is the cost of proposing the
+    candidates, k the cost of trying them, and the geometric mean of both is the cost. Without a hit the reward is
+    -1 / N, so that failing with more candidates costs less. Three or more candidates on one line are not an
+    exploration: the reward is -1.
     """
     count = len(points)
     if count >= FEWEST_IN_LINE and are_in_line(points):
@@ -71,7 +72,7 @@ def accuracy_reward(points: Sequence[Point], hits: Sequence[bool]) -> float:
 
 
 def are_in_line(points: Sequence[Point]) -> bool:
-    """Return whether all points are on one line: no triangle with the first and the farthest of them has an area."""
+    """Return whether all points are on one line, the line through the first point and the one farthest from it."""
     x, y = points[0]
     far_x, far_y = max(points, key=lambda point: math.hypot(point[0] - x, point[1] - y))
     return all((far_x - x) * (b - y) == (far_y - y) * (a - x) for a, b in points)
@@ -84,7 +85,7 @@ def is_inside(point: Point, box: Sequence[float]) -> bool:
 
 
 def read_points(response: str) -> list[Point] | None:
-    """Return the candidates of a response; None if it is not of the form, or names none."""
+    """Return the candidates of a response; None if its format is wrong or it has no candidate."""
     found = ANSWER.fullmatch(response)
     if found is None:
         return None
@@ -101,7 +102,7 @@ def read_points(response: str) -> list[Point] | None:
 def read_box(ground_truth: Any) -> list[float]:
     """Return left, top, right and bottom.
 
-    Raises: ValueError if the ground truth is no box.
+    Raises: ValueError if the ground truth is not a box.
     """
     box = ground_truth
     if isinstance(box, str):
@@ -122,5 +123,5 @@ def _are_numbers(values: Any, count: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value fits into a float; an integer of JSON may be larger than any."""
+    """Whether a value is a number that a float can hold; JSON allows larger integers."""
     return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -1,4 +1,4 @@
-"""A chat model of LangChain that asks verl's rollout servers, and keeps the tokens of its conversation."""
+"""A LangChain chat model that samples from verl's rollout servers and records the tokens of its conversation."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -23,26 +23,26 @@ from verl.experimental.agent_loop.tool_parser import get_tool_parser
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN, turn_columns
 
 TRAJECTORY = "trajectory"
-"""Where an ``AIMessage`` has the trajectory that ends with it: in its ``response_metadata``, as plain values."""
+"""The key of ``AIMessage.response_metadata`` that holds the trajectory up to this message, as plain values."""
 
 
 class TrajectoryFullError(RuntimeError):
-    """The trajectory has no room for the next turn."""
+    """The trajectory has no token left for the next turn."""
 
 
 class ChatModel(BaseChatModel):
-    """Lets the policy talk. One instance holds one trajectory: make a new one for each.
+    """The policy as a LangChain chat model. An instance records one trajectory: create a new one for each.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         client: the ``AsyncLLMServerManager`` of the agent loop.
         tokenizer: the tokenizer of the policy.
-        max_tokens: the most tokens after the first prompt, those of tools included.
-        tool_parser: how the model writes tool calls; ``rollout.multi_turn.format``.
-        max_parallel_calls: the most calls of one turn; further ones are not run.
-        temperature, top_p, repetition_penalty: how to sample.
-        sampling_params: what the run says about sampling, ``seed`` and ``logprobs`` for instance; it wins.
-        max_prompt_tokens: the most tokens of the first prompt.
+        max_tokens: maximum number of tokens after the first prompt, tool answers included.
+        tool_parser: format of the model's tool calls, as in ``rollout.multi_turn.format``.
+        max_parallel_calls: maximum number of tool calls in a turn; further calls are not run.
+        temperature, top_p, repetition_penalty: sampling parameters.
+        sampling_params: sampling parameters of the run, such as ``seed`` and ``logprobs``; these override the others.
+        max_prompt_tokens: maximum number of tokens in the first prompt.
         template_options: further arguments of the chat template.
     """
 
@@ -62,7 +62,7 @@ class ChatModel(BaseChatModel):
 
     @property
     def session(self) -> Session:
-        """The trajectory."""
+        """The recorded trajectory, with the policy that samples its turns."""
         if self._session is None:
             policy = Policy(
                 server_manager=self.client,
@@ -89,7 +89,7 @@ class ChatModel(BaseChatModel):
         tool_choice: str | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Show tools to the model, which chooses itself whether it calls one."""
+        """Offer tools to the model, which decides itself whether to call one."""
         if tool_choice not in (None, "auto"):
             raise ValueError(f"tool_choice={tool_choice!r}: must be auto: the model chooses its calls itself")
         return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], **kwargs)
@@ -110,9 +110,9 @@ class ChatModel(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        """Return the next turn; ``messages`` continue those of earlier turns.
+        """Sample the next turn; ``messages`` continue the messages of earlier turns.
 
-        Raises: TrajectoryFullError; ValueError for messages that the model cannot take.
+        Raises: TrajectoryFullError; ValueError for messages that the model does not support.
         """
         body = {"messages": [openai_message(message) for message in messages], "stop": stop, **kwargs}
         try:
@@ -152,7 +152,7 @@ class ChatModel(BaseChatModel):
 
 
 def openai_message(message: BaseMessage) -> dict[str, Any]:
-    """Return a message of LangChain as the OpenAI API has it, broken calls included."""
+    """Convert a LangChain message to the form of the OpenAI API, malformed tool calls included."""
     converted: Any = convert_to_openai_messages(message)
     written: dict[str, Any] = dict(converted)
     if isinstance(message, AIMessage) and message.invalid_tool_calls:
@@ -165,16 +165,16 @@ def openai_message(message: BaseMessage) -> dict[str, Any]:
 
 
 def convert_to_agent_output(messages: Sequence[BaseMessage], response_length: int) -> AgentLoopOutput:
-    """Return the trajectory that ends with the last turn of the model; messages after it belong to no turn.
+    """Return the trajectory up to the last turn of the model; messages after that turn are left out.
 
-    Args: ``response_length`` is the most tokens of the response.
+    Args: ``response_length`` is the maximum number of tokens in the response.
     Raises: ValueError if no message comes from a ``ChatModel``.
     """
     found = [
         message for message in messages if isinstance(message, AIMessage) and TRAJECTORY in message.response_metadata
     ]
     if not found:
-        raise ValueError("no message comes from a ChatModel: the model has said nothing, and there is nothing to train")
+        raise ValueError("no message comes from a ChatModel: there is nothing to train")
     trajectory = found[-1].response_metadata[TRAJECTORY]
     log_probs = trajectory["response_logprobs"]
     return AgentLoopOutput(
@@ -189,11 +189,11 @@ def convert_to_agent_output(messages: Sequence[BaseMessage], response_length: in
 
 
 def segments_of(model: ChatModel, messages: Sequence[BaseMessage], response_length: int) -> list[AgentLoopOutput]:
-    """Return all segments of a trajectory; the one with the last turn of the model is the last.
+    """Return all segments of a trajectory; the segment with the last turn of the model comes last.
 
-    A graph that rewrites earlier messages, or asks about several things, has several.
+    There are several if the graph rewrites earlier messages, or calls the model with separate conversations.
 
-    Args: as ``convert_to_agent_output``.
+    Args: as in ``convert_to_agent_output``.
     """
     last = convert_to_agent_output(messages, response_length)
     ends = [message.response_metadata[TRAJECTORY] for message in messages if TRAJECTORY in message.response_metadata]

@@ -1,4 +1,4 @@
-"""An agent loop that is a graph of LangGraph: the model and its tools take turns."""
+"""An agent loop that runs a LangGraph graph, in which the model and its tools take turns."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,8 +25,8 @@ Update = dict[str, Sequence[AnyMessage]]
 class ReactAgentLoop(AgentLoopBase):
     """Alternates model turns and tool answers until the model calls no tool.
 
-    A subclass sets ``tools``, and may build another graph: its state has ``messages``, and its nodes find the
-    ``ChatModel``, with the tools bound, in ``config["configurable"]["model"]``.
+    A subclass sets ``tools``. It may also build another graph, whose state must have ``messages``, and whose nodes get
+    the ``ChatModel`` with its tools from ``config["configurable"]["model"]``.
     """
 
     tools: ClassVar[Sequence[BaseTool]] = ()
@@ -40,14 +40,14 @@ class ReactAgentLoop(AgentLoopBase):
         processor: "ProcessorMixin | None" = None,
         **kwargs: Any,
     ) -> None:
-        """Build the graph of a class, once in each process."""
+        """Build the graph of the class, once per process."""
         super().init_class(config, tokenizer, processor, **kwargs)
         if "graph" not in cls.__dict__:
             cls.graph = cls.build_graph()
 
     @classmethod
     def build_graph(cls) -> CompiledStateGraph[Any, Any, Any, Any]:
-        """Return the graph: the model, and its tools as long as it calls them."""
+        """Return the graph: the model, followed by its tools as long as it calls any."""
         graph = StateGraph(MessagesState)
         graph.add_node("agent", call_model)
         if cls.tools:
@@ -62,13 +62,13 @@ class ReactAgentLoop(AgentLoopBase):
         return graph.compile()
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run the graph on ``raw_prompt``; several segments are those of a graph that rewrites earlier messages.
+        """Run the graph on ``raw_prompt``; return several segments if the graph rewrites earlier messages.
 
-        Raises: WrongInput for a row with images or videos, which the graph's messages do not hold.
+        Raises: WrongInput for a row with images or videos, which the graph's messages cannot hold.
         """
         if kwargs.get("multi_modal_data"):
             raise WrongInput(
-                "the row holds images or videos, and langgraph_agent reads text only: drop them, or write "
+                "the row holds images or videos, but langgraph_agent reads text only: drop them, or write "
                 "agent_name=tool_agent into the row"
             )
         rollout = self.config.actor_rollout_ref.rollout
@@ -99,7 +99,7 @@ class ReactAgentLoop(AgentLoopBase):
 
 
 async def call_model(state: MessagesState, config: RunnableConfig) -> Update:
-    """Let the model take its turn; nothing is added if the trajectory has no room for one, or has all its turns."""
+    """Sample a turn of the model; add no message if the trajectory is full or has reached the limit of turns."""
     configurable = config["configurable"]
     most = configurable.get("max_assistant_turns")
     taken = sum(isinstance(message, AIMessage) for message in state["messages"])
@@ -115,7 +115,7 @@ async def call_model(state: MessagesState, config: RunnableConfig) -> Update:
 
 
 def next_node(state: MessagesState) -> str:
-    """Return where the graph goes after the model: to the tools that it called, or to the end."""
+    """Return the node after a model turn: the tools, the errors of calls that are all malformed, or the end."""
     last = state["messages"][-1]
     if not isinstance(last, AIMessage):
         return END
@@ -123,7 +123,7 @@ def next_node(state: MessagesState) -> str:
 
 
 def answer_broken_calls(state: MessagesState) -> Update:
-    """Answer malformed calls with their error."""
+    """Answer each malformed tool call with its parse error."""
     last = state["messages"][-1]
     broken = last.invalid_tool_calls if isinstance(last, AIMessage) else []
     return {

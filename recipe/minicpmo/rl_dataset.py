@@ -1,4 +1,4 @@
-"""Prompts for MiniCPM-o, whose processor takes and returns other forms than those of verl's own vision families."""
+"""Prompts for MiniCPM-o, whose processor has another interface than those of the families that verl supports."""
 
 import torch
 
@@ -8,22 +8,22 @@ from verl.utils.dataset.vision_utils import Media, MediaError, load_image
 
 MARKER = "<image>"
 PLACEHOLDER = "(<image>./</image>)"
-"""What the processor and the rollout engine replace by the slices of an image."""
+"""The text that the processor and the rollout engine replace by the slices of an image."""
 MODEL_INPUTS = ("pixel_values", "tgt_sizes", "image_bound")
 
 
 class RLHFDataset(Prompts):
     """Chat prompts with images for MiniCPM-o.
 
-    An image keeps its size, since the processor slices it. ``multi_modal_inputs`` holds ``pixel_values``, a list of
-    slices, their ``tgt_sizes`` (n, 2) in patches, and ``image_bound`` (n, 2), the first token of each slice and the
-    one behind its last in the padded prompt.
+    Images are not resized, since the processor cuts them into slices. ``multi_modal_inputs`` holds ``pixel_values``, a
+    list of slices; ``tgt_sizes`` (n, 2), their sizes in patches; and ``image_bound`` (n, 2), the start and the end
+    (exclusive) of each slice's tokens in the padded prompt.
 
-    Raises: as the base class; DataError also for a row whose markers and images do not match.
+    Raises: as the base class, and DataError for a row whose numbers of markers and images differ.
     """
 
     def _build_messages(self, example: Row) -> list[Row]:
-        """Take the messages out of a row; the chat template takes texts only."""
+        """Remove the messages from a row and return them, each with a text as content: the chat template needs that."""
         messages = example.pop(self.prompt_key)
         if self.media is None or self.image_key is None:
             return list(messages)
@@ -33,9 +33,9 @@ class RLHFDataset(Prompts):
         ]
 
     def take_media(self, row: Row) -> Media:
-        """Take the images out of a row.
+        """Remove the images from a row and return them.
 
-        Raises: MediaError when one cannot be read, or for a video.
+        Raises: MediaError for an image that cannot be read, or for a video.
         """
         if self.media is None:
             return super().take_media(row)
@@ -50,7 +50,7 @@ class RLHFDataset(Prompts):
         return media
 
     def _tensors(self, item: int, text: str, media: Media) -> Row:
-        """Return the padded prompt; the processor returns batches, of which this row is the only one."""
+        """Return the padded prompt, with the image tensors of this row taken from the processor's batch of one."""
         found = text.count(PLACEHOLDER)
         if found != len(media.images):
             raise MediaError(

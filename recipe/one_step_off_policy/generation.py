@@ -1,4 +1,4 @@
-"""A batch that is generated a step ahead, and its place in a checkpoint."""
+"""A batch that is generated one step ahead, and how a checkpoint stores it."""
 
 import logging
 import pickle
@@ -27,22 +27,22 @@ _DIGEST = "digest_of_prompts"
 
 @dataclass
 class GenerationBatchFuture:
-    """A batch of a coming step, from its draw to its responses.
+    """The batch of a coming step, from the draw of its prompts to its responses.
 
     Attributes:
         step: the step that trains on it.
-        prepared: the batch as it was drawn.
-        batch: the same without the columns that the rollout reads.
-        prompts: those columns, a row for each prompt.
-        requests: those columns, a row for each response.
+        prepared: the drawn batch with all columns.
+        batch: the drawn batch without the columns that the rollout reads.
+        prompts: the columns that the rollout reads, one row per prompt.
+        requests: the columns that the rollout reads, one row per response.
         seeds: the sampling seed of each response.
-        metrics: figures of the requests.
-        random_state: that of this process after the draw, with which the step goes on.
-        position: the place in the data before it was drawn.
-        pending: the generation that is under way.
-        gen_batch_output: the responses, once they are there.
-        attempts: the account of the attempts at them.
-        recorded: what agent loops have recorded for the timeline of the step.
+        metrics: metrics of making the requests.
+        random_state: the random state of this process after the draw; the step that trains continues from it.
+        position: the position in the data before the draw.
+        pending: the running generation.
+        gen_batch_output: the responses, once they have arrived.
+        attempts: one line per attempt at a trajectory.
+        recorded: spans that the agent loops recorded for the timeline of the step.
     """
 
     step: int
@@ -65,7 +65,7 @@ class GenerationBatchFuture:
         return tensor_digest(tensors_of(self.requests)["input_ids"])
 
     def save(self, folder: Path) -> None:
-        """Write the responses to the folder of a checkpoint."""
+        """Write the responses into the folder of a checkpoint."""
         output = self.gen_batch_output
         assert output is not None, "only a finished generation is saved"
         kept = output.select()
@@ -73,7 +73,7 @@ class GenerationBatchFuture:
         write_file(folder, FILE_NAME, lambda file: pickle.dump(kept, file, protocol=5))
 
     def take(self, kept: DataProto) -> bool:
-        """Take responses of a checkpoint, if they answer these requests; return whether they do."""
+        """Adopt the responses of a checkpoint if they answer these requests; return whether they do."""
         attempts = kept.meta_info.pop(_ATTEMPTS, [])
         digest = kept.meta_info.pop(_DIGEST, None)
         if digest != self.digest or len(kept) != len(self.requests):

@@ -22,10 +22,10 @@ _ROLE = "actor_rollout_ref"
 
 
 def one_step_off_rules(run: "RunConfig") -> Iterator[Violation]:
-    """Yield settings that forbid generating the next batch while the present one trains."""
+    """Yield settings under which the next batch cannot be generated while the present one trains."""
     shared = run.actor_rollout_ref
     if shared.hybrid_engine:
-        expected = "must be false: generation and training overlap, so that the servers need devices of their own: "
+        expected = "must be false: generation and training overlap, so the servers need separate devices: "
         expected += f"write false, and {_ROLE}.rollout.nnodes and n_gpus_per_node; verl.trainer.main_ppo takes true"
         yield Violation(f"{_ROLE}.hybrid_engine", True, expected)
     elif not shared.rollout.serves:
@@ -33,7 +33,7 @@ def one_step_off_rules(run: "RunConfig") -> Iterator[Violation]:
         expected += "response each, as in a batch"
         yield Violation(f"{_ROLE}.rollout.mode", shared.rollout.mode, expected)
     if run.algorithm.adv_estimator == "remax":
-        expected = "is not supported: its greedy baselines would be those of other weights than the samples: write "
+        expected = "is not supported: its greedy baselines would come from other weights than the samples: write "
         expected += "another estimator such as rloo, or take verl.trainer.main_ppo"
         yield Violation.unsupported("algorithm.adv_estimator", "remax", expected)
     if shared.rollout.skip_rollout:
@@ -43,7 +43,7 @@ def one_step_off_rules(run: "RunConfig") -> Iterator[Violation]:
 
 
 def refuse_two_numbers(config: DictConfig) -> None:
-    """Refuse other devices of the servers in ``rollout`` than in ``actor_rollout_ref.rollout``.
+    """Reject numbers of devices in ``rollout`` that differ from those in ``actor_rollout_ref.rollout``.
 
     Raises: ConfigError.
     """
@@ -61,7 +61,7 @@ def refuse_two_numbers(config: DictConfig) -> None:
 
 
 class OneStepOffTaskRunner(TaskRunner):
-    """The main trainer's workers and data, with a trainer that requests each batch a step ahead."""
+    """Runs the trainer that requests each batch a step ahead, with the workers and the data of the main trainer."""
 
     recipe_rules = staticmethod(one_step_off_rules)
 
@@ -74,11 +74,11 @@ class OneStepOffTaskRunner(TaskRunner):
 
 @hydra_main("one_step_off_ppo_trainer", config_path="config")
 def main(config: DictConfig) -> None:
-    """Train by the composed configuration."""
+    """Train with the composed configuration."""
     refuse_two_numbers(config)
     run_ppo(config, OneStepOffTaskRunner)
 
 
 if __name__ == "__main__":
-    # Under its own name, so that Ray imports OneStepOffTaskRunner in the actor instead of copying it there by value.
+    # Import the class by its module's name: a class of __main__ would be pickled by value into the Ray actor.
     importlib.import_module(dotted_name(__file__)).main()

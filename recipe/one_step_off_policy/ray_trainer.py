@@ -20,23 +20,24 @@ from .generation import FILE_NAME, GenerationBatchFuture, load_generation
 
 
 class OneStepOffRayTrainer(RayPPOTrainer):
-    """PPO whose servers generate the batch of the next step while the present one trains.
+    """PPO whose servers generate the batch of the next step while the present batch trains.
 
-    At the start of step k the servers, which have just finished batch k, get the weights of step k - 1 and begin with
-    batch k + 1. So batches 1 and 2 are sampled by the first weights, and batch k by those of step k - 2.
+    At the start of step k the servers have just finished batch k. They get the weights of step k - 1 and begin with
+    batch k + 1. So batches 1 and 2 are sampled with the initial weights, and batch k with the weights of step k - 2.
 
-    A checkpoint holds the responses of the next step: their weights are older than those of the checkpoint. That of
-    the last step has none; a longer run draws the same prompts, and samples them by the weights of the checkpoint.
+    A checkpoint also holds the responses of the next step, because they were sampled with older weights, which a
+    resumed run no longer has. The checkpoint of the last step has no such responses; a run that continues from it draws
+    the same prompts, and samples them with the weights of the checkpoint.
     """
 
-    _may_end_before = ()  # a checkpoint of the last step would need the responses of this one and not of the next
-    _scores_while_generating = False  # the devices of a reward model may train or score the batch before
+    _may_end_before = ()  # no step may end early as the last one: its checkpoint already needs the next batch
+    _scores_while_generating = False  # the reward model's devices may still train or score the previous batch
     _next: GenerationBatchFuture | None = None
     _now: GenerationBatchFuture | None = None
     _kept: DataProto | None = None
     _end_of_data: EndOfDataError | None = None
     _undrawn: DataPosition | None = None
-    """Where the data of a next step would begin, after the last draw of the run."""
+    """The position in the data after the last draw, where a run that continues this one begins."""
 
     # ---- the loop
 
@@ -51,10 +52,10 @@ class OneStepOffRayTrainer(RayPPOTrainer):
                 self._loops.abandon(coming.pending)
 
     def _sync_before_generation(self, timing: Timing) -> None:
-        """Do nothing: ``collect`` brings the servers up to date when they have finished the batch of the step."""
+        """Do nothing: ``collect`` syncs the weights once the servers have finished the batch of this step."""
 
     def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
-        """Wait for the batch of this step, let the servers begin with that of the next, and score this one."""
+        """Wait for the batch of this step, start the generation of the next batch, and score this one."""
         now = self._take_next(rows, timing)
         batch = self._checked("prepare", None, lambda: now.prepared)
         batch = self._checked("generate", batch, self.generate, metrics, timing)
@@ -63,11 +64,11 @@ class OneStepOffRayTrainer(RayPPOTrainer):
                 self._next = self._launch(rows, self.state.step + 1, timing)
         elif self.checkpoints.may_be_written:
             self._undrawn = self.checkpoints.position()
-        now.random_state.restore()  # that of the next step is there after its draw
+        now.random_state.restore()  # the draw of the next batch has changed the random state
         return self._checked("score", batch, self.score, metrics, timing)
 
     def _take_next(self, rows: Iterator[Rows], timing: Timing) -> GenerationBatchFuture:
-        """Return the batch of this step, which is requested now if nobody has done so before."""
+        """Return the batch of this step; request it now if it was not requested a step ahead."""
         if self._end_of_data is not None:
             raise self._end_of_data
         now = self._next
@@ -82,7 +83,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         return self._now
 
     def _launch(self, rows: Iterator[Rows], step: int, timing: Timing) -> GenerationBatchFuture:
-        """Draw the batch of a step, and let the servers begin with it."""
+        """Draw the batch of a step, and start its generation."""
         coming = self._request(rows, step)
         self._begin(coming, timing)
         return coming
@@ -107,7 +108,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         return GenerationBatchFuture(step, prepared, batch, prompts, requests, seeds, metrics, random_state, position)
 
     def _begin(self, coming: GenerationBatchFuture, timing: Timing) -> None:
-        """Give the newest weights to the servers, and send them the requests."""
+        """Sync the newest weights to the servers, and send them the requests."""
         if self.records is not None and self.records.has_timeline(coming.step):
             coming.requests.meta_info[RECORDED] = True
         with phase("weight_sync", step=coming.step), marked_timer("sync_rollout_weights", timing):
@@ -115,7 +116,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         self.state.engine_version = self.state.weights_version
 
     def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> Sampled:
-        """Wait for the responses to the batch of this step; spare prompts are sampled by the newest weights."""
+        """Wait for the responses to the batch of this step; sample spare prompts now, with the newest weights."""
         now = self._now
         if now is None or batch is not now.prepared:
             return super()._sample(batch, metrics, timing)
@@ -132,12 +133,12 @@ class OneStepOffRayTrainer(RayPPOTrainer):
         return now.prompts, output, now.seeds
 
     def _finished(self, batch: GenerationBatchFuture) -> DataProto:
-        """Wait until the responses to a batch are there, and return them."""
+        """Wait for the responses to a batch, and return them."""
         if batch.gen_batch_output is None:
             assert batch.pending is not None
             try:
                 batch.gen_batch_output = self._loops.finish(batch.pending)
-            except Exception:  # what failed is in the account too
+            except Exception:  # log the failed attempts as well
                 if self.records is not None:
                     self.records.log_attempts(self._loops.take_attempts(), batch.step)
                 raise
@@ -153,7 +154,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
 
     @contextmanager
     def _as_of_step(self, step: int) -> Iterator[None]:
-        """Draw with the seeds of a step."""
+        """Let the trainer be at another step within the block, so that a draw uses the seeds of that step."""
         state = self.state
         before = state.step, state.prompts_drawn
         if step != state.step:
@@ -167,7 +168,7 @@ class OneStepOffRayTrainer(RayPPOTrainer):
     # ---- validation and checkpoints
 
     def _validate(self) -> Metrics:
-        """Return the metrics of the newest weights; the servers first finish the batch that they have."""
+        """Validate the newest weights, after the servers have finished their running batch."""
         if self._next is not None:
             with phase("generate", step=self._next.step):
                 self._finished(self._next)
@@ -176,7 +177,8 @@ class OneStepOffRayTrainer(RayPPOTrainer):
     def _save_checkpoint(self) -> None:
         """Write a checkpoint with the responses of the next step.
 
-        A resume draws the prompts again as the sampler was then; after that it knows what it knows now.
+        The saved position is the one before the draw of that batch, since a resumed run draws its prompts again. What a
+        curriculum sampler has learned since is saved in its present state.
         """
         coming = self._next
         position = self._undrawn if coming is None else coming.position

@@ -1,6 +1,6 @@
 """Write AIME 2024 and AIME 2025 as one file of prompts for the evaluation.
 
-Read the hub, or a folder that holds ``aime24`` and ``aime25``; without a network, make up sums:
+Read from the hub or from a folder that holds ``aime24`` and ``aime25``; without a network, generate sums:
 
     python -m recipe.open_math_reasoning.prepare_eval_dataset
     python -m recipe.open_math_reasoning.prepare_eval_dataset --local_dataset_path ~/raw
@@ -30,13 +30,13 @@ FILE = "eval_dataset"
 
 
 def made_up_solution(rng: random.Random) -> Row:
-    """Return a sum in the form of AIME 2024, whose answer is in the box of its solution."""
+    """Generate a sum in the format of AIME 2024, whose answer is the ``\\boxed`` of its solution."""
     problem, answer = made_up_sum(rng)
     return {"problem": problem, "solution": f"\\boxed{{{answer}}}"}
 
 
 def made_up_answer(rng: random.Random) -> Row:
-    """Return a sum in the form of AIME 2025."""
+    """Generate a sum in the format of AIME 2025."""
     problem, answer = made_up_sum(rng)
     return {"problem": problem, "answer": answer}
 
@@ -48,9 +48,9 @@ RAW = {
 
 
 def answer_of(example: Row) -> str:
-    """Return the answer of a row, or that in the box of its solution.
+    """Return the answer of a row; without one, the ``\\boxed`` answer of its solution.
 
-    Raises: ValueError if there is neither.
+    Raises: ValueError if the row has neither.
     """
     if example.get("answer") is not None:
         return str(example["answer"])

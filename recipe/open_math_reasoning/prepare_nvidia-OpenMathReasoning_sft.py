@@ -1,8 +1,8 @@
 """Write the worked solutions of OpenMathReasoning as conversations for supervised fine-tuning.
 
-Only problems with an answer that was taken from their solution are kept.
+Only problems whose answer was extracted from their solution are kept.
 
-Read the hub, or a folder with the same files; without a network, make up sums:
+Read from the hub or from a folder with the same files; without a network, generate sums:
 
     python -m recipe.open_math_reasoning.prepare_nvidia-OpenMathReasoning_sft
     python -m recipe.open_math_reasoning.prepare_nvidia-OpenMathReasoning_sft --local_dataset_path raw
@@ -28,7 +28,7 @@ FILE = "cot_dataset"
 
 
 def made_up(rng: random.Random) -> Row:
-    """Return a sum with its solution."""
+    """Generate a sum with its solution."""
     problem, answer = made_up_sum(rng)
     solution = f"The sum is \\boxed{{{answer}}}."
     return {"problem": problem, "generated_solution": solution, "problem_type": HAS_ANSWER}

@@ -1,4 +1,4 @@
-"""Shared code of training and evaluation: the prompt of a problem, and generated problems."""
+"""The prompt of a problem, and generated problems, shared by training and evaluation."""
 
 import random
 
@@ -12,7 +12,7 @@ def prompt_of(problem: str) -> str:
 
 
 def made_up_sum(rng: random.Random) -> tuple[str, str]:
-    """Return a problem and its answer: one of a few sums, so that a small model can learn them all."""
+    """Generate a problem and its answer, from a set of sums so small that a small model can learn all of them."""
     one = rng.randint(1, MOST)
     other = rng.randint(1, MOST)
     return f"Find ${one} + {other}$.", str(one + other)

@@ -1,4 +1,4 @@
-"""The nodes that PRIME adds to the main configuration. Nothing here imports torch."""
+"""The configuration nodes that PRIME adds to the main trainer's; this module does not import torch."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,30 +17,36 @@ from verl.workers.config.reward_model import RewardModelModelConfig
 LOSSES = ("ce", "dpo", "bon_acc", "bon_rm")
 UPDATES = ("before", "after", "reverse", "none")
 _MODEL = "reward_model.model"
-_NO_KL = "PRIME has no KL term in the reward; one in the loss is actor_rollout_ref.actor.use_kl_loss=true"
+_NO_KL = "PRIME has no KL term in the reward; for one in the loss write actor_rollout_ref.actor.use_kl_loss=true"
 _OPTIM = ("lr", "lr_warmup_steps", "lr_warmup_steps_ratio", "weight_decay", "betas", "grad_clip", "lr_scheduler_type")
 
 
 @dataclass
 class PRIMEDataConfig(DataConfig):
-    """Rows, and the prompts that the filter chooses from ``oversample_factor`` times as many."""
+    """Data of the run, and the filter that keeps one in ``oversample_factor`` drawn prompts."""
 
     _is_open = True
     _idle = (Idle("data.filter_accuracy", False, "data", ("accuracy_lower_bound", "accuracy_upper_bound")),)
 
-    truncation: str = setting("right", "what happens to longer prompts", one_of=("error", "left", "right", "middle"))
-    filter_accuracy: bool = setting(True, "prefer prompts whose accuracy is between the bounds")
-    accuracy_lower_bound: float = setting(0.2, "least accuracy of a preferred prompt", at_least=0, at_most=1)
-    accuracy_upper_bound: float = setting(0.8, "largest accuracy of a preferred prompt", at_least=0, at_most=1)
-    oversample_factor: float = setting(4.0, "prompts that are drawn for each one that is trained on", at_least=1)
-    filter_truncate: bool = setting(True, "prefer prompts without a response of full length")
+    truncation: str = setting(
+        "right", "treatment of prompts above the maximum length", one_of=("error", "left", "right", "middle")
+    )
+    filter_accuracy: bool = setting(True, "prefer prompts whose mean accuracy is between the bounds")
+    accuracy_lower_bound: float = setting(
+        0.2, "lower bound of the accuracy of a preferred prompt", at_least=0, at_most=1
+    )
+    accuracy_upper_bound: float = setting(
+        0.8, "upper bound of the accuracy of a preferred prompt", at_least=0, at_most=1
+    )
+    oversample_factor: float = setting(4.0, "number of drawn prompts per trained prompt", at_least=1)
+    filter_truncate: bool = setting(True, "prefer prompts without a truncated response")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.__dict__["gen_batch_size"] = round(self.train_batch_size * self.oversample_factor)
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of ``DataConfig``; reject a draw that is no whole number, and bounds without a number."""
+        """Apply the rules of ``DataConfig``; reject a fractional number of drawn prompts and bounds out of order."""
         yield from super().rules()
         drawn = self.train_batch_size * self.oversample_factor
         if drawn != round(drawn):
@@ -55,20 +61,20 @@ class PRIMEDataConfig(DataConfig):
 
     @property
     def prompts_per_step(self) -> int:
-        """The prompts that are trained on, after the filter."""
+        """Number of prompts that a step trains on, after the filter."""
         return self.train_batch_size
 
 
 @dataclass
 class PRIMEKLControlConfig(KLControlConfig):
-    """The KL penalty in the reward, which PRIME does not have."""
+    """The KL penalty in the reward, which PRIME does not use: every key keeps its default."""
 
-    kl_coef: float = setting(0.0, "weight at the start")
+    kl_coef: float = setting(0.0, "initial weight")
 
 
 @dataclass
 class PRIMEAlgoConfig(AlgoConfig):
-    """The weights of the two streams of reward.
+    """The weights of PRIME's two rewards: the outcome, and the token scores of the reward model.
 
     Source: PRIME (arXiv:2502.01456), equation 5.
     """
@@ -81,10 +87,12 @@ class PRIMEAlgoConfig(AlgoConfig):
         ),
     )
 
-    adv_estimator: str = setting("rloo", "estimator of both streams", one_of=("rloo",), hint="PRIME has this one")
+    adv_estimator: str = setting(
+        "rloo", "advantage estimator of both rewards", one_of=("rloo",), hint="PRIME has no other"
+    )
     kl_ctrl: PRIMEKLControlConfig = field(default_factory=PRIMEKLControlConfig)
-    reward_gt_coef: float = setting(5.0, "weight of the outcome, which is the score of the reward function")
-    reward_dpo_coef: float = setting(5.0, "weight of the scores of the tokens, from the reward model")
+    reward_gt_coef: float = setting(5.0, "weight of the outcome, the score of the reward function")
+    reward_dpo_coef: float = setting(5.0, "weight of the reward model's token scores")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,58 +101,58 @@ class PRIMEAlgoConfig(AlgoConfig):
 
 @dataclass
 class PRIMEOptimizerConfig(FSDPOptimizerConfig):
-    """AdamW of the reward model; ``grad_clip`` is its limit of the gradient norm."""
+    """AdamW of the reward model; the limit of the gradient norm is called ``grad_clip``."""
 
     lr: float = setting(1e-6, "learning rate after the warm-up", at_least=0, at_most=100)
-    weight_decay: float = setting(0.0, "decay of the weights per step, times lr", at_least=0)
-    grad_clip: float | None = setting(10.0, "limit of the gradient norm", above=0, hint=CLIP_NOTHING)
+    weight_decay: float = setting(0.0, "weight decay", at_least=0)
+    grad_clip: float | None = setting(10.0, "maximum gradient norm", above=0, hint=CLIP_NOTHING)
 
     def __post_init__(self) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="optim.grad_clip is deprecated")  # here it is the only name
+            warnings.filterwarnings("ignore", message="optim.grad_clip is deprecated")  # PRIME has no other name for it
             super().__post_init__()
 
 
 @dataclass
 class PRIMEModelConfig(RewardModelModelConfig):
-    """The reward model, a language model that learns, and its reference.
+    """The trained reward model, a language model, and its frozen reference.
 
-    Both read the tokens of the policy, so their vocabulary is the policy's.
+    Both score the policy's token ids, so they must have the policy's vocabulary.
     """
 
-    ref_path: str | None = setting(None, "folder or hub id of the reference, which does not learn")
+    ref_path: str | None = setting(None, "folder or hub id of the frozen reference")
     ref_type: str = setting(
-        "freeze", "the reference: the model at ref_path, or the policy", one_of=("freeze", "policy")
+        "freeze", "which model is the reference: freeze (the model at ref_path) or policy", one_of=("freeze", "policy")
     )
-    update: str = setting("before", "when the reward model is updated, relative to its scores", one_of=UPDATES)
-    beta_train: float = setting(0.05, "scale of the log-ratio that is the reward of a token", above=0)
+    update: str = setting("before", "order of the reward model's update and its scoring", one_of=UPDATES)
+    beta_train: float = setting(0.05, "scale: a token's reward is this times its log-ratio to the reference", above=0)
     loss_type: str = setting("ce", "loss of the reward model", one_of=LOSSES)
-    tokenizer_path: str | None = setting(None, "folder or hub id of the policy's tokenizer; null: path")
-    enable_gradient_checkpointing: bool = setting(True, "compute activations again in the backward pass")
+    tokenizer_path: str | None = setting(None, "folder or hub id of the policy's tokenizer; null means path")
+    enable_gradient_checkpointing: bool = setting(True, "recompute activations in the backward pass")
     fused_kernel_options: dict[str, Any] = setting({"impl_backend": "torch"}, "implementation of the fused head")
     optim: PRIMEOptimizerConfig = field(default_factory=PRIMEOptimizerConfig)
 
     @property
     def optimizer(self) -> PRIMEOptimizerConfig:
-        """The optimizer of the model, which learns."""
+        """The optimizer of the reward model."""
         return self.optim
 
     def rules(self) -> Iterator[Violation]:
-        """Yield another tokenizer, and a frozen reference without a model."""
+        """Yield a tokenizer other than the policy's, and a frozen reference without a path."""
         if self.input_tokenizer is not None:
-            expected = "must be null: PRIME compares reward model and policy token by token, so both have one tokenizer"
+            expected = "must be null: PRIME compares reward model and policy token by token, so they share a tokenizer"
             yield Violation("input_tokenizer", self.input_tokenizer, expected)
         if self.ref_type == "freeze" and self.ref_path is None:
             yield Violation("ref_path", None, "is missing: name the model of the reference, or write ref_type=policy")
 
     @property
     def paths(self) -> dict[str, str]:
-        """The models that are loaded, by key."""
+        """The configuration keys of the models to load, with their paths."""
         frozen = {"ref_path": self.ref_path} if self.ref_type == "freeze" and self.ref_path else {}
         return super().paths | frozen
 
     def as_model_config(self) -> HFModelConfig:
-        """Return the node from which the engine builds the model that learns."""
+        """Return the node from which the engine builds the trained model."""
         shared = ("path", "tokenizer_path", "external_lib", "trust_remote_code", "use_shm", "use_remove_padding")
         own = ("use_prefix_sharing", "enable_gradient_checkpointing", "use_fused_kernels", "fused_kernel_options")
         return HFModelConfig(**{name: self[name] for name in shared + own})
@@ -152,26 +160,28 @@ class PRIMEModelConfig(RewardModelModelConfig):
 
 @dataclass
 class PRIMERewardModelConfig(RewardModelConfig):
-    """An implicit process reward model: it learns from outcomes and scores tokens."""
+    """An implicit process reward model, which is trained on outcomes and scores tokens."""
 
     _is_open = True
     _idle = (Idle(f"{_MODEL}.update", "none", _MODEL, ("loss_type", *(f"optim.{name}" for name in _OPTIM))),)
 
     strategy: str = setting("fsdp", "engine of the reward model", one_of=STRATEGIES)
     model: PRIMEModelConfig = field(default_factory=PRIMEModelConfig)
-    prime_granularity: str = setting("token", "what gets a score", one_of=("token", "whole"))
-    prime_norm: str = setting("batch_norm", "how scores are scaled", one_of=("batch_norm", "none"))
-    mini_batch_size: int = setting(256, "prompts of one optimizer step", at_least=1)
-    rollout_n: int = setting(1, "responses of one prompt", at_least=1)
-    reward_manager: str = setting("prime", "what turns responses into scores", empty=False)
+    prime_granularity: str = setting(
+        "token", "unit that gets a score: token or whole response", one_of=("token", "whole")
+    )
+    prime_norm: str = setting("batch_norm", "normalization of the scores", one_of=("batch_norm", "none"))
+    mini_batch_size: int = setting(256, "number of prompts per optimizer step", at_least=1)
+    rollout_n: int = setting(1, "number of responses per prompt", at_least=1)
+    reward_manager: str = setting("prime", "reward manager, which turns responses into scores", empty=False)
 
     @property
     def is_classifier(self) -> bool:
-        """Whether the model has a head with one label; this one is a language model."""
+        """Whether the model has a classification head with one label; PRIME's is a language model."""
         return False
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of ``RewardModelConfig``, and reject a judge and a penalty that PRIME does not read."""
+        """Apply the rules of ``RewardModelConfig``; reject a generative judge and an overlong penalty."""
         yield from super().rules()
         if self.is_generative:
             yield Violation("model_type", self.model_type, "must be discriminative: PRIME trains a language model")
@@ -181,10 +191,10 @@ class PRIMERewardModelConfig(RewardModelConfig):
                 expected = "is not read: PRIME takes the outcome without the penalty. Write false, or penalty_factor=0"
                 yield Violation(f"{key}.enable", True, expected)
         if self.max_length is not None:
-            yield Violation("max_length", self.max_length, "must be null: PRIME scores every token of the policy")
+            yield Violation("max_length", self.max_length, "must be null: PRIME scores each token of the policy")
 
     def as_trained(self) -> FSDPActorConfig:
-        """Return the node of the engine that learns: it cuts batches as an actor does."""
+        """Return the engine's node for the trained model, which cuts batches as the actor does."""
         return FSDPActorConfig(
             strategy=self.strategy,
             ppo_mini_batch_size=self.mini_batch_size,
@@ -198,7 +208,7 @@ class PRIMERewardModelConfig(RewardModelConfig):
         )
 
     def as_reference(self) -> FSDPRefConfig:
-        """Return the node of the engine of the frozen reference."""
+        """Return the engine's node for the frozen reference."""
         return FSDPRefConfig(
             strategy=self.strategy,
             ulysses_sequence_parallel_size=self.ulysses_sequence_parallel_size,

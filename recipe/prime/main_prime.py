@@ -18,10 +18,10 @@ from verl.utils.import_utils import dotted_name
 
 
 class PRIMETaskRunner(TaskRunner):
-    """The main trainer's policy and data, with PRIME's reward model and trainer."""
+    """Runs PRIME's trainer and reward model, with the policy and the data of the main trainer."""
 
     def add_reward_model_worker(self, config: DictConfig) -> None:
-        """Choose the reward model that learns, if one is enabled."""
+        """Choose the worker of the trained reward model, if one is enabled."""
         reward = config.reward_model
         if reward.enable:
             from .prime_fsdp_workers import PRIMERewardModelWorker
@@ -30,7 +30,7 @@ class PRIMETaskRunner(TaskRunner):
             self._add(Role.RewardModel, PRIMERewardModelWorker, pool)
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
-        """Choose the worker of the reference policy, if the loss has a KL term: the reward has none."""
+        """Choose the worker of the reference policy if the loss has a KL term; the reward never has one."""
         config.algorithm.use_kl_in_reward = False
         super().add_ref_policy_worker(config, ref_policy_cls)
 
@@ -44,8 +44,8 @@ class PRIMETaskRunner(TaskRunner):
 def run_prime(config: DictConfig, compute_score: Callable[..., Any] | None = None) -> None:
     """Run PRIME with a composed configuration.
 
-    Args: ``compute_score(data_source, solution_str, ground_truth, extra_info)`` is a function of a Python file, in
-        place of ``custom_reward_function``.
+    Args: ``compute_score(data_source, solution_str, ground_truth, extra_info)`` replaces ``custom_reward_function``;
+        it must be defined in a Python file.
     Raises: WrongInput for a function that is not at the top level of a file.
     """
     if compute_score is not None:
@@ -55,7 +55,7 @@ def run_prime(config: DictConfig, compute_score: Callable[..., Any] | None = Non
 
 
 def _file_of(function: Callable[..., Any]) -> str:
-    """Return the file that defines a function, from which other processes load it."""
+    """Return the file that defines a function; other processes load the function from this file."""
     file = inspect.getsourcefile(function) if inspect.isfunction(function) else None
     if file is None or function.__qualname__ != function.__name__ or not function.__name__.isidentifier():
         raise WrongInput(f"compute_score={function!r}: must be a function at the top level of a Python file")
@@ -69,5 +69,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that Ray imports PRIMETaskRunner in the actor instead of copying it there by value.
+    # Import the class by its module's name: a class of __main__ would be pickled by value into the Ray actor.
     importlib.import_module(dotted_name(__file__)).main()

@@ -1,4 +1,4 @@
-"""The tensor mathematics of PRIME: rewards of tokens, losses of the reward model, advantages, and the filter.
+"""The tensor mathematics of PRIME: token rewards, losses of the reward model, advantages, and the prompt filter.
 
 Source: PRIME (arXiv:2502.01456); the implicit process reward: arXiv:2412.01981.
 """
@@ -19,9 +19,9 @@ from verl.utils.torch_functional import masked_whiten
 
 
 def token_rewards(log_ratio: Tensor, mask: Tensor, beta: float, granularity: str) -> Tensor:
-    """Return the rewards (B, R) of the tokens from the log-ratio (B, R) of reward model and reference.
+    """Return the token rewards (B, R), given the log-ratio (B, R) of reward model and reference.
 
-    ``whole`` puts the sum of a response on its last token.
+    With the granularity ``whole`` the sum over a response is the reward of its last token.
 
     Source: section 2.3, equation 3.
     """
@@ -30,22 +30,22 @@ def token_rewards(log_ratio: Tensor, mask: Tensor, beta: float, granularity: str
 
 
 def largest_rest(rewards: Tensor) -> Tensor:
-    """Return the largest magnitude of the sum of a token's reward and all later ones, over (B, R) rewards."""
+    """Return the largest magnitude of any undiscounted return, given the (B, R) token rewards."""
     return reverse_cumsum(rewards).abs().max()
 
 
 def reverse_cumsum(values: Tensor) -> Tensor:
-    """Sum each of the (B, R) values with all later ones of its row."""
+    """Return for each of the (B, R) values the sum of it and all later values of its row."""
     return values.flip(-1).cumsum(-1).flip(-1)
 
 
 def at_last(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (B,) values as (B, R), each at the last token of its row; a row without a token is zero."""
+    """Spread (B,) values to (B, R), each at the last token of its row; a row without tokens is zero."""
     return values.unsqueeze(-1) * last_tokens(mask)
 
 
 def last_tokens(mask: Tensor) -> Tensor:
-    """Mark the last token of each row: (B, R), without a mark in a row without a token."""
+    """Return a mask (B, R) of the last token of each row; a row without tokens has no mark."""
     columns = torch.arange(1, mask.shape[-1] + 1, device=mask.device) * mask.bool()
     return mask.bool() & (columns == columns.amax(-1, keepdim=True))
 
@@ -54,7 +54,7 @@ def last_tokens(mask: Tensor) -> Tensor:
 
 
 def compute_ce_loss(log_ratio: Tensor, outcome: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Return the cross-entropy (B,) of the outcomes, in [0, 1], and the probabilities that the reward model gives.
+    """Return the cross-entropy (B,) between the outcomes, in [0, 1], and the reward model's probabilities.
 
     Source: section 2.3, equation 4.
     """
@@ -62,26 +62,28 @@ def compute_ce_loss(log_ratio: Tensor, outcome: Tensor, mask: Tensor, beta: floa
 
 
 def compute_dpo_loss(log_ratio: Tensor, mask: Tensor, beta: float, rivals: "Rivals") -> Tensor:
-    """Return the loss (B,) of each response against the mean of those of its prompt with another outcome.
+    """Return the DPO loss (B,) of each response against the mean reward of its rivals.
 
-    Plain form: ``-log sigmoid(side * (beta * sum of log_ratio - rival)) * weight``.
+    Plain form: ``-log sigmoid(side * (beta * log_ratio.sum() - mean_of_rivals)) * weight``.
     """
     margin = rivals.side * (beta * summed(log_ratio, mask) - rivals.reward)
     return -F.logsigmoid(margin) * rivals.weight
 
 
 def summed(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum (B, R) values over the tokens: (B,)."""
+    """Sum (B, R) values over the unmasked tokens of each row: (B,)."""
     return torch.where(mask.bool(), values, 0.0).sum(-1)
 
 
 @dataclass
 class Rivals:
-    """The responses that a response is compared with in a pair loss: (B,) each.
+    """For each response, what a pair loss compares it with: tensors (B,).
+
+    The rivals of a right response are the responses to its prompt with a lower outcome; the rivals of a wrong response
+    are those with a higher outcome.
 
     Attributes:
-        reward: mean reward of the responses to the same prompt that are worse, for a right response, or better, for a
-            wrong one; 0 without any.
+        reward: mean reward of the rivals; 0 if there are none.
         side: 1 for a right response, -1 for a wrong one.
         weight: weight of the response in the loss.
     """
@@ -92,16 +94,16 @@ class Rivals:
 
 
 def find_rivals(reward: Tensor, outcome: Tensor, index: np.ndarray, loss_type: str) -> Rivals:
-    """Find for each response, by its (B,) reward and outcome, the rivals among those of its prompt.
+    """Find the rivals of each response among the responses to its prompt, given rewards and outcomes (B,).
 
-    With ``bon_acc`` and ``bon_rm`` a response weighs as its density among the best of n samples, by outcome or by
-    reward: ``n * F ** (n - 1)``, where F is the share of responses that are not better.
+    With ``bon_acc`` and ``bon_rm`` the weight of a response is its density under best-of-n sampling by outcome or by
+    reward: ``n * F ** (n - 1)``, where F is the share of the prompt's responses that are not better.
 
-    Args: ``index`` holds the (B,) prompt.
+    Args: ``index`` holds the prompt of each response, (B,).
     """
     same = same_prompt(index)
     right = outcome > 0
-    better = outcome.unsqueeze(0) > outcome.unsqueeze(1)  # column against row
+    better = outcome.unsqueeze(0) > outcome.unsqueeze(1)  # [i, j]: j is better than i
     rival = same & torch.where(right.unsqueeze(1), better.T, better)
     count = rival.sum(-1)
     mean = (rival * reward.double()).sum(-1) / count.clamp(min=1)
@@ -115,7 +117,7 @@ def find_rivals(reward: Tensor, outcome: Tensor, index: np.ndarray, loss_type: s
 
 
 def same_prompt(index: np.ndarray) -> Tensor:
-    """Tell which of the responses, with (B,) prompts, belong to one prompt: (B, B)."""
+    """Return which pairs of responses have the same prompt, (B, B), given the prompt of each, (B,)."""
     group = as_torch_index(index)
     return group.unsqueeze(0) == group.unsqueeze(1)
 
@@ -124,9 +126,10 @@ def same_prompt(index: np.ndarray) -> Tensor:
 
 
 def compute_dpo_accuracy(reward: Tensor, outcome: Tensor, index: np.ndarray) -> float:
-    """Return the share of pairs of a prompt, with different outcomes, that the (B,) rewards put in the right order.
+    """Return the share of pairs that the (B,) rewards rank in the order of their outcomes.
 
-    The mean over the prompts that have such pairs; 0.5 if none has.
+    Pairs are responses to one prompt with different outcomes. The share is averaged over the prompts that have such
+    pairs; it is 0.5 if no prompt has.
     """
     group = as_torch_index(index)
     pairs = same_prompt(index) & (outcome.unsqueeze(0) > outcome.unsqueeze(1))
@@ -140,7 +143,7 @@ def compute_dpo_accuracy(reward: Tensor, outcome: Tensor, index: np.ndarray) -> 
 
 
 def compute_dpo_abs_accuracy(reward: Tensor, outcome: Tensor) -> float:
-    """Return the share of responses whose (B,) reward is above 0 exactly if their outcome is."""
+    """Return the share of responses whose reward (B,) has the right sign: above 0 if and only if the outcome is."""
     return float(((reward > 0) == (outcome > 0)).double().mean())
 
 
@@ -150,11 +153,11 @@ def compute_dpo_abs_accuracy(reward: Tensor, outcome: Tensor) -> float:
 def compute_rloo_advantage_return(
     streams: list[tuple[Tensor, Tensor]], response_mask: Tensor, index: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns (B, R) of several streams of token rewards.
+    """Return advantages and returns (B, R) of several streams of token rewards, each with its own RLOO baseline.
 
-    Each stream is a pair of rewards, times their weight, and of a mask of the tokens that have one, (B, R) both. The
-    return of a token sums what is left after a baseline for it and all later tokens. Rows that other estimators do not
-    see (``verl.algos.advantage.rows_to_use``) have zeros.
+    A stream is a pair of weighted rewards and the mask of the tokens that have one, both (B, R). The return of a token
+    is the sum of rewards minus baselines over this and all later tokens. Rows that every estimator leaves out
+    (``verl.algos.advantage.rows_to_use``) get zeros.
 
     Source: section 3.2, equation 5.
     """
@@ -166,10 +169,11 @@ def compute_rloo_advantage_return(
 
 
 def masked_rloo(rewards: Tensor, mask: Tensor, index: np.ndarray) -> Tensor:
-    """Subtract the mean of the other samples of a prompt from (B, R) rewards; a response counts as its masked mean.
+    """Subtract a leave-one-out baseline from (B, R) rewards.
 
-    Plain form: ``n / (n - 1) * rewards - sum of the means of all samples / (n - 1)`` under the mask. The only sample of
-    a prompt has no baseline, and a row without a token is no sample.
+    Plain form, under the mask: ``n / (n - 1) * rewards - means.sum() / (n - 1)``, where ``means`` holds the masked mean
+    of each of the prompt's n samples. A prompt with one sample has no baseline, and a row without tokens is not a
+    sample.
     """
     mask = mask.bool()
     means = summed(rewards, mask) / mask.sum(-1).clamp(min=1)
@@ -187,9 +191,9 @@ def masked_rloo(rewards: Tensor, mask: Tensor, index: np.ndarray) -> Tensor:
 
 @dataclass
 class PromptFilter:
-    """The filter for prompts: accuracy between the bounds, and no response of full length.
+    """Prefers prompts with a mean accuracy between the bounds and no response of full length.
 
-    A bound of None does not limit, and a length of None neither.
+    None switches a criterion off.
     """
 
     least_accuracy: float | None = None
@@ -210,19 +214,19 @@ class PromptFilter:
 
 
 def preferred_first(preferred: Tensor, count: int) -> Tensor:
-    """Return ``count`` prompts, (count,) indices, the preferred ones first, both kinds in the order of the data."""
+    """Return the indices (count,) of the first prompts, preferred ones before others, each in the order of the data."""
     return torch.argsort(preferred.int(), descending=True, stable=True)[:count]
 
 
 def checked_outcome(outcome: Tensor, loss_type: str) -> Tensor:
-    """Return the outcomes (B,).
+    """Return the outcomes (B,) if the loss can be computed from them.
 
-    Raises: WrongInput if cross-entropy cannot learn from them.
+    Raises: WrongInput for outcomes outside of [0, 1] with the cross-entropy loss.
     """
     if loss_type == "ce" and ((outcome < 0) | (outcome > 1)).any():
         wrong = float(outcome[(outcome < 0) | (outcome > 1)][0])
         raise WrongInput(
-            f"reward_model.model.loss_type=ce learns from outcomes in [0, 1], the reward function returned {wrong:g}: "
-            "return a score between 0 and 1, or a dict with the entry acc; or write loss_type=dpo"
+            f"reward_model.model.loss_type=ce learns from outcomes in [0, 1], but the reward function returned "
+            f"{wrong:g}: return a score between 0 and 1, or a dict with the entry acc; or write loss_type=dpo"
         )
     return outcome

@@ -1,4 +1,4 @@
-"""The worker of the implicit process reward model, which learns from outcomes and scores tokens."""
+"""The worker of the implicit process reward model, which is trained on outcomes and scores tokens."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 REFERENCE = "rm_ref_log_prob"
-"""The batch key of the log-probabilities (B, R) of the reference of the reward model."""
+"""The batch key of the log-probabilities (B, R) of the reward model's reference."""
 ROW = "rm_row"
-"""The batch key of the place (B,) of a row in the batch of its rank."""
+"""The batch key of a row's index (B,) in the batch of its rank."""
 RIVALS = ("rm_rival", "rm_side", "rm_weight")
-"""The batch keys of ``Rivals``, (B,) each."""
+"""The batch keys of the fields of ``Rivals``, (B,) each."""
 
 
 class PRIMERewardModelWorker(EngineWorker):
@@ -49,7 +49,7 @@ class PRIMERewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the reward model with its optimizer and, unless the policy is the reference, the frozen reference."""
+        """Build the reward model and its optimizer, and the frozen reference unless the policy is the reference."""
         config = self.config
         model_config = config.model.as_model_config()
         self.engine = self.build_engine("language_model", model_config, self.trained)
@@ -75,9 +75,9 @@ class PRIMERewardModelWorker(EngineWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
     @DistProfiler.annotate(color="brown", role="reward_model_update", mini_batches=True)
     def update_rm(self, data: DataProto) -> DataProto:
-        """Learn from ``acc`` (B,); return the fields of ``compute_rm_score``, from the passes of the update.
+        """Train on ``acc`` (B,); return the fields of ``compute_rm_score``, taken from the forward passes of training.
 
-        A pair loss also reads the ``RIVALS``.
+        A pair loss also reads the columns ``RIVALS``.
         """
         metrics: dict[str, Any] = {}
         reference = self._reference(data, metrics)
@@ -91,9 +91,11 @@ class PRIMERewardModelWorker(EngineWorker):
         return self._scored(data, log_ratio, reference, metrics)
 
     def _spec(self, data: DataProto) -> PassSpec:
-        """Return the options of a pass, with the temperature of the reference: that of the policy, or 1.
+        """Return the options of a pass at the temperature of the reference's log-probabilities.
 
-        Raises: ValueError if the policy is the reference, and its log-probabilities come without their temperature.
+        This is the temperature of the policy if the policy is the reference, else 1.
+
+        Raises: ValueError if the policy is the reference and the batch lacks the temperature of its log-probabilities.
         """
         if self.ref_engine is None:
             return replace(self.spec, temperature=temperature_of(data))
@@ -130,7 +132,7 @@ class PRIMERewardModelWorker(EngineWorker):
 def reward_model_loss(
     loss_type: str, beta: float, collected: Tensor, model_output: Mapping[str, Tensor], data: DataProto
 ) -> tuple[list[Sum], dict[str, Metric]]:
-    """Compute the loss of a micro-batch, and write its log-ratio to its rows of ``collected`` (B, R)."""
+    """Compute the loss of a micro-batch, and store its log-ratio in the matching rows of ``collected`` (B, R)."""
     batch = tensors_of(data)
     mask = batch["response_mask"]
     log_ratio = model_output["log_probs"] - batch[REFERENCE]

@@ -1,4 +1,4 @@
-"""The training loop with a reward model that learns, and a filter of prompts."""
+"""The training loop with a reward model that is trained too, and a filter of prompts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,16 +22,16 @@ from .prime_fsdp_workers import REFERENCE, RIVALS
 
 
 class RayPRIMETrainer(RayPPOTrainer):
-    """RLOO on the outcome and on rewards of tokens, from a model that learns to predict the outcome.
+    """RLOO on two rewards: the outcome, and token rewards of a model that is trained to predict the outcome.
 
-    ``collect`` also filters the prompts; ``shape`` trains the reward model, and makes advantages of both rewards.
+    ``collect`` also filters the prompts; ``shape`` trains the reward model, and computes advantages from both rewards.
 
     Source: PRIME (arXiv:2502.01456), algorithm 1.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.use_rm = False  # the reward model scores tokens in ``shape``; responses are scored by the reward function
+        self.use_rm = False  # the reward model runs in ``shape``; ``score`` only calls the reward function
         self._read_nodes()
         train = self.data_node.train_batch_size
         if self.reward_node is not None and train % self.reward_node.mini_batch_size:
@@ -48,26 +48,28 @@ class RayPRIMETrainer(RayPPOTrainer):
     # ---- the filter
 
     def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
-        """Draw and score ``oversample_factor`` times as many prompts as a step trains on, and keep the best suited."""
+        """Draw and score ``oversample_factor`` times as many prompts as a step trains on; keep the preferred ones."""
         batch = super().collect(rows, metrics, timing)
         with self._timed("verify", timing):
             self._add_scores(batch, metrics)
-        batch.reorder(torch.tensor(self.state.row_order))  # so that the choice does not depend on the ranks
+        batch.reorder(
+            torch.tensor(self.state.row_order)
+        )  # undo the balancing over ranks, so that the choice does not depend on it
         outcome = outcome_of(batch)
         tensors_of(batch)["acc"] = outcome
         metrics["acc"] = float(outcome.double().mean())
         return self._arrange(self.filter_and_downsample(outcome.tolist(), batch), metrics)
 
     def score(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Start the reward function, which verifies the responses."""
+        """Score the responses by the reward function, which verifies their answers."""
         with self._timed("verify", timing):
             self.state.pending_reward = self._new_reward().start(batch, metrics)
         return batch
 
     def filter_and_downsample(self, scores: Sequence[float], batch: DataProto) -> DataProto:
-        """Keep one in ``oversample_factor`` prompts: first those of medium accuracy and without a truncated response.
+        """Keep one in ``oversample_factor`` prompts, preferably of medium accuracy and without a truncated response.
 
-        Args: ``scores`` are the (B,) outcomes; the responses to a prompt are neighbours.
+        Args: ``scores`` are the (B,) outcomes; the responses to a prompt are in neighbouring rows.
         """
         data = self.data_node
         num_samples = self.run_config.actor_rollout_ref.rollout.n
@@ -87,11 +89,11 @@ class RayPRIMETrainer(RayPPOTrainer):
     # ---- the reward model and the advantages
 
     def split_segments(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Train the last segment of a trajectory."""
+        """Keep only the last segment of each trajectory."""
         return without_segments(batch, "PRIME's reward model judges whole responses")
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Compute the inputs of the step, with the old log-probabilities if the policy is the reference."""
+        """Compute the model outputs of the step; also the old log-probabilities if the policy is the reference."""
         batch = super().infer(batch, metrics, timing)
         reads_policy = self.reward_node is not None and self.reward_node.model.ref_type == "policy"
         if reads_policy and "old_log_probs" not in tensors_of(batch).keys():
@@ -100,7 +102,7 @@ class RayPRIMETrainer(RayPPOTrainer):
         return batch
 
     def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Train the reward model and score tokens, then turn both rewards into advantages and returns."""
+        """Train the reward model and score the tokens, then compute advantages and returns from both rewards."""
         if self.reward_node is not None:
             with self._timed("reward_model", timing):
                 output, found = self.compute_reward(batch, self.run_config.actor_rollout_ref.rollout.n)
@@ -109,7 +111,7 @@ class RayPRIMETrainer(RayPPOTrainer):
         return super().shape(batch, metrics, timing)
 
     def add_advantages(self, batch: DataProto) -> DataProto:
-        """Add the advantages of outcome and reward model together."""
+        """Add the columns of advantages and returns, the sum over outcome and reward model."""
         tensors = tensors_of(batch)
         tensors["advantages"], tensors["returns"] = algos.compute_rloo_advantage_return(
             self._streams(batch), tensors["response_mask"], batch.non_tensor_batch["uid"]
@@ -117,7 +119,7 @@ class RayPRIMETrainer(RayPPOTrainer):
         return batch
 
     def _streams(self, batch: DataProto) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the weighted rewards of outcome and reward model, each with the tokens that have one, (B, R) all."""
+        """Return the weighted rewards of outcome and reward model, each with a mask of its tokens, all (B, R)."""
         node = self.algorithm_node
         tensors = tensors_of(batch)
         mask = tensors["response_mask"]
@@ -127,7 +129,7 @@ class RayPRIMETrainer(RayPPOTrainer):
         return streams
 
     def compute_reward(self, batch: DataProto, n_samples: int) -> tuple[DataProto, Metrics]:
-        """Return the scores of the tokens and metrics, and train the reward model before or after, as it is configured.
+        """Score the tokens and train the reward model, in the configured order; return the scores and metrics.
 
         Args: ``n_samples`` is the number of responses to a prompt.
         """
@@ -165,7 +167,7 @@ class RayPRIMETrainer(RayPPOTrainer):
         return update, metrics | self._quality(update, batch, "")
 
     def _quality(self, output: DataProto, batch: DataProto, suffix: str) -> Metrics:
-        """Return how well the reward model tells right from wrong, and without a suffix its mean rewards."""
+        """Return metrics of how well the reward model tells right from wrong responses, and its mean reward."""
         found = tensors_of(output)
         mask = tensors_of(batch)["response_mask"]
         outcome = tensors_of(batch)["acc"]
@@ -181,24 +183,24 @@ class RayPRIMETrainer(RayPPOTrainer):
     # ---- checkpoints
 
     def trained_groups(self) -> dict[str, RayWorkerGroup]:
-        """Return the worker groups that train: the reward model too."""
+        """Return the worker groups that train, which include the reward model."""
         groups = super().trained_groups()
         return groups if self.rm_wg is None else groups | {"reward": self.rm_wg}
 
 
 _READ = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "old_log_probs", "acc")
-"""The tensors that the reward model reads."""
+"""The batch keys that the reward model reads."""
 
 
 def compared(batch: DataProto) -> np.ndarray:
-    """Return the prompt of each response, (B,); one without a token is missing, and compared with no other."""
+    """Return the prompt of each response, (B,); a response without tokens has a prompt of its own, so no rivals."""
     has_token = tensors_of(batch)["response_mask"].any(-1).tolist()
     uids = batch.non_tensor_batch["uid"].tolist()
     return np.array([uid if used else f"row {at}" for at, (uid, used) in enumerate(zip(uids, has_token, strict=True))])
 
 
 def outcome_of(batch: DataProto) -> torch.Tensor:
-    """Return the outcome of each response, (B,): ``acc`` of the reward function where given, else the score."""
+    """Return the outcome of each response, (B,): ``acc`` if the reward function returns it, else the score."""
     tensors = tensors_of(batch)
     if "acc" in tensors.keys():
         return tensors["acc"].float()

@@ -1,6 +1,7 @@
 """Write AIME 2024, GPQA diamond, CNMO 2024 and LiveCodeBench as one file of prompts, ``test.parquet``.
 
-Read the hub, or a folder that holds a folder for each task; without a network, make up problems of the same form:
+Read from the hub or from a folder with a subfolder for each task; without a network, generate problems of the same
+format:
 
     python3 -m recipe.r1.data_process --tasks all --local_dir ~/data/r1
     python3 -m recipe.r1.data_process --tasks aime2024 --local_dataset_path ~/raw
@@ -27,7 +28,7 @@ SPLIT = "test"
 
 
 def task_rows(name: str, task: Task, args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the prompts of a task; its folder is ``<local_dataset_path>/<task>``, or that of one of its parts there."""
+    """Yield the prompts of a task; a local copy is in ``<local_dataset_path>/<task>/<folder of the part>``."""
     for part in task.parts:
         folder = None
         if args.local_dataset_path is not None:
@@ -52,7 +53,9 @@ def prompt_row(data_source: str, task: Task, example: Row, index: int) -> Row:
 def main() -> int:
     """Write the file; return the exit code."""
     parser = build_parser(__doc__, "r1", is_local_dir_deprecated=False)
-    parser.add_argument("--tasks", default="all", help=f"all, or some of {','.join(TASKS)} (default: all)")
+    parser.add_argument(
+        "--tasks", default="all", help=f"all, or some of {','.join(TASKS)}, separated by commas (default: all)"
+    )
     args = parser.parse_args()
     names = list(TASKS) if args.tasks == "all" else args.tasks.split(",")
     unknown = [name for name in names if name not in TASKS]

@@ -1,6 +1,6 @@
-"""Score the responses to the tasks: ``python -m recipe.r1.main_eval data.path=responses.parquet``.
+"""Score responses to the evaluation tasks: ``python -m recipe.r1.main_eval data.path=responses.parquet``.
 
-It is ``verl.trainer.main_eval`` with the scorer of this recipe.
+The command is ``verl.trainer.main_eval`` with the scorer of this recipe.
 """
 
 from omegaconf import DictConfig

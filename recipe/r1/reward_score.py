@@ -1,4 +1,4 @@
-"""The scorer of the evaluation, chosen by the data source."""
+"""The scorer of the evaluation, which picks a task's scorer by the data source."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def reward_func(
 ) -> float:
     """Return the score of a response, 1 or 0.
 
-    Raises: ValueError for a data source of no task.
+    Raises: ValueError for a data source that no task has.
     """
     if data_source not in SCORERS:
         raise ValueError(f"no task of recipe.r1 has the data source {data_source!r}: it is one of {sorted(SCORERS)}")

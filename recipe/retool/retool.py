@@ -1,4 +1,4 @@
-"""Mathematics with a code interpreter: rows of the hub for ``tool_agent``, the interpreter, and the score.
+"""Mathematics with a code interpreter: the data set for ``tool_agent``, the interpreter tool, and the scorer.
 
 Source: ReTool (arXiv:2504.11536), and DAPO (arXiv:2503.14476) for data and scorer.
 """
@@ -26,7 +26,7 @@ SPLIT = "train"
 CHUNK_ROWS = 20_000
 
 LEAST_TURNS = 2
-"""Messages of a conversation without a call: the question and its answer."""
+"""Number of messages in a conversation without a tool call: the question and its answer."""
 REWARD_PER_TURN = 0.05
 MOST_WHEN_WRONG = -0.6
 
@@ -35,13 +35,13 @@ MOST_WHEN_WRONG = -0.6
 
 
 class CustomRLHFDataset(RLHFDataset):
-    """Prompts of competition problems for the agent loop ``tool_agent``, with the answer asked for in a box.
+    """Prompts of competition problems for the agent loop ``tool_agent``, which ask for a ``\\boxed`` answer.
 
-    A file is a data set of the hub by its name, a folder with its files, or a parquet file. Three forms of rows are
-    known by their columns: ``prompt`` and ``reward_model`` (DAPO-Math-17k, and what verl's own scripts write),
+    A file is the name of a data set on the hub, a folder with such files, or a parquet file. The columns tell three
+    formats of rows apart: ``prompt`` and ``reward_model`` (DAPO-Math-17k, and the output of verl's own scripts),
     ``Problem`` and ``Answer`` (Maxwell-Jia/AIME_2024), ``problem`` and ``answer`` (yentinglin/aime_2025).
 
-    Raises: DataError for rows of other forms, and as the base class.
+    Raises: DataError for rows of another format, and as the base class.
     """
 
     def read_table(self, path: str) -> pa.Table:
@@ -54,11 +54,11 @@ class CustomRLHFDataset(RLHFDataset):
 
 
 def _hub_table(name: str) -> pa.Table:
-    """Read a data set of the hub, or a folder with its files."""
+    """Read a data set from the hub, or from a folder with its files."""
     folder = os.path.expanduser(name)
     try:
         return datasets.load_dataset(folder if os.path.isdir(folder) else name, split=SPLIT).data.table
-    except Exception as error:  # the library raises many classes, for files and for the network
+    except Exception as error:  # datasets raises many classes, for files and for the network
         text = one_line(f"{type(error).__name__}: {error}").rstrip(".")
         raise DataError(f"{name}: cannot be read: {text}: name a data set of the hub, its folder, or a file") from error
 
@@ -92,7 +92,7 @@ def _with_instruction(row: Row) -> Row:
 
 
 def _chunks(table: pa.Table, make: Callable[[Row], Row], path: str) -> Iterator[pa.Table]:
-    """Yield the new rows in parts, since rows take much more memory than tables."""
+    """Yield the converted rows in chunks, since Python rows take much more memory than Arrow tables."""
     done = 0
     for batch in table.to_batches(max_chunksize=CHUNK_ROWS):
         made = []
@@ -113,13 +113,13 @@ _SHOW = "(lambda value: value is None or print(value))"
 
 
 class CustomSandboxFusionTool(SandboxFusionTool):
-    """The code interpreter of verl, which also shows the value of the last line, as a notebook does.
+    """The code interpreter of verl that also prints the value of the last line, as a notebook does.
 
-    Models often write code between fences, and end it with the name of what they want to know.
+    Models often put the code into a Markdown fence, and end it with the bare name of the variable that they want.
     """
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Run ``code``."""
+        """Run ``code`` of the parameters, without its fence."""
         code = parameters.get("code")
         if isinstance(code, str):
             parameters = {**parameters, "code": shows_last_value(without_fence(code))}
@@ -133,16 +133,16 @@ def without_fence(code: str) -> str:
 
 
 def shows_last_value(code: str) -> str:
-    """Return a program that also prints the value of its last line, if that is an expression other than None."""
+    """Change a program so that it also prints the value of its last line, if that is an expression and not None."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return code  # the interpreter says what is wrong with it
+        return code  # run it unchanged, so that the interpreter reports its error
     if not body or not isinstance(body[-1], ast.Expr):
         return code
     last = body[-1]
     assert last.end_lineno is not None and last.end_col_offset is not None
-    lines = code.encode().splitlines(keepends=True)  # columns count bytes
+    lines = code.encode().splitlines(keepends=True)  # ast counts columns in bytes of UTF-8
     start = sum(map(len, lines[: last.lineno - 1])) + last.col_offset
     end = sum(map(len, lines[: last.end_lineno - 1])) + last.end_col_offset
     text = code.encode()
@@ -155,10 +155,10 @@ def shows_last_value(code: str) -> str:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return 1 for the right answer in the last box.
+    r"""Return 1 if the last ``\boxed`` holds the right answer, else a negative score that tool calls raise.
 
-    A wrong response gets ``min(-0.6, -1 + 0.05 * (num_turns - 2))``, so that a model tries the interpreter while it
-    cannot solve the problem yet. ``num_turns`` counts the messages of the conversation: each call adds two.
+    A wrong response gets ``min(-0.6, -1 + 0.05 * (num_turns - 2))``, so that a model that cannot solve a problem yet
+    learns to try the interpreter. ``num_turns`` counts the messages of the conversation: each call adds two.
     """
     result = math_dapo.compute_score(solution_str, ground_truth, strict_box_verify=True)
     if not result["acc"]:
@@ -168,4 +168,4 @@ def compute_score(
     return result
 
 
-compute_score.lowest_score = -1.0  # type: ignore[attr-defined]  # of a response that cannot be scored
+compute_score.lowest_score = -1.0  # type: ignore[attr-defined]  # the score of a response whose scoring fails

@@ -1,9 +1,9 @@
 """Write ReTool-SFT as conversations in which the model calls ``code_interpreter``.
 
-The raw rows hold one text each, with ``<code>``, ``<interpreter>`` and ``<answer>`` in it. A row whose marks do not
-pair is left out.
+A raw row is one text with the tags ``<code>``, ``<interpreter>`` and ``<answer>``. Rows with unbalanced tags are left
+out.
 
-Read the hub, or a folder with the same files; without a network, make up sums:
+Read from the hub or from a folder with the same files; without a network, generate sums:
 
     python -m recipe.retool.retool_sft_preprocess --local_save_dir ~/data/retool_sft
     python -m recipe.retool.retool_sft_preprocess --local_dataset_path ~/raw/ReTool-SFT
@@ -38,7 +38,7 @@ _MARKS = ("<code>", "</code>", "<interpreter>", "</interpreter>")
 
 
 def made_up(rng: random.Random) -> Row:
-    """Return a sum with its solution, in the form of the raw rows."""
+    """Generate a sum with its solution, in the format of the raw rows."""
     x = rng.randint(100, 999)
     y = rng.randint(100, 999)
     solution = (
@@ -59,7 +59,7 @@ def tool_schemas() -> list[Row]:
 
 
 def conversation(split: str, example: Row, index: int) -> Row | None:
-    """Return a solution as a conversation with calls; None if its marks do not pair."""
+    """Convert a solution to a conversation with tool calls; None if its tags are unbalanced."""
     question, solution = (message["content"] for message in example["messages"][:2])
     *steps, last = _STEP.split(solution)
     said = [*steps[::3], last]

@@ -1,4 +1,4 @@
-"""The nodes that SPIN adds to the main configuration. Nothing here imports torch."""
+"""The configuration nodes that SPIN adds to the main trainer's; this module does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _OF_PPO += ("loss_agg_mode", "use_rollout_log_probs")
 
 @dataclass
 class SPINActorConfig(FSDPActorConfig):
-    """Configuration of a policy that learns from pairs of its responses.
+    """Configuration of a policy that is trained on pairs of its own responses.
 
     Source: DPO (arXiv:2305.18290), equation 7, with label smoothing as in conservative DPO; IPO (arXiv:2310.12036),
     equation 17.
@@ -26,16 +26,16 @@ class SPINActorConfig(FSDPActorConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the update reads a reference policy: the loss compares with it."""
+        """Whether the update reads a reference policy: always, since the loss compares with its log-probabilities."""
         return True
 
     @property
     def holds_reference(self) -> bool:
-        """Whether the reference is in the actor's workers, from which it takes its weights."""
+        """Whether the actor's workers hold the reference: always, since it copies the actor's weights."""
         return True
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of an actor; reject keys of PPO's loss and settings that break up pairs."""
+        """Apply the rules of an actor; reject keys of PPO's loss, and settings that separate a pair of responses."""
         yield from super().rules()
         defaults = {name: FSDPActorConfig.__dataclass_fields__[name].default for name in _OF_PPO}
         for name, default in defaults.items():
@@ -52,9 +52,9 @@ class SPINActorConfig(FSDPActorConfig):
 
 @dataclass
 class SPINAlgoConfig(AlgoConfig):
-    """SPIN has preferences instead of advantages."""
+    """Algorithm keys of SPIN, which learns from preferences instead of advantages."""
 
-    adv_estimator: str | None = setting(None, "null: there are no advantages")
+    adv_estimator: str | None = setting(None, "null: SPIN has no advantages")
 
     def rules(self) -> Iterator[Violation]:
         """Apply the rules of ``AlgoConfig``; reject an estimator and a penalty in the reward."""
@@ -75,14 +75,19 @@ class SPINAlgoConfig(AlgoConfig):
 
 @dataclass
 class SPINTrainerConfig(TrainerConfig):
-    """The length of the run and so on, and how often the reference follows the policy."""
+    """Trainer keys of SPIN: those of the main trainer, and how often the reference is updated."""
 
     _is_open = True
 
     balance_batch: bool = setting(
-        False, "reorder rows over the workers", one_of=(False,), hint="SPIN keeps the responses of a pair together"
+        False,
+        "balance the tokens of the workers by reordering rows",
+        one_of=(False,),
+        hint="SPIN keeps the responses of a pair together",
     )
-    critic_warmup: int = setting(0, "first step of the actor", one_of=(0,), hint="SPIN has no critic to wait for")
+    critic_warmup: int = setting(
+        0, "number of steps before the first actor update", one_of=(0,), hint="SPIN has no critic to wait for"
+    )
     ref_update_freq: int = setting(
         1, "steps after which the reference takes the policy's weights; 0: never", at_least=0
     )

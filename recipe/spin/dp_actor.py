@@ -1,4 +1,4 @@
-"""The update of a policy by pairs of responses: its loss, and an actor around a module of the caller."""
+"""The policy update on pairs of responses: the loss, and an actor for a module that the caller provides."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ from . import core_algos as algos
 from .config import SPINActorConfig
 
 CHOSEN = "is_chosen"
-"""The batch key that says which response of a pair is the better one, (B,)."""
+"""The batch key of the flag (B,) that a response is the better one of its pair."""
 _PAIRS = [f"pair_{field.name}" for field in dataclasses.fields(algos.Pairs)]
 
 
 def add_pairs(config: SPINActorConfig, engine: BaseEngine, data: DataProto, epoch: int, spec: PassSpec) -> None:
-    """Compare the responses of a mini-batch, whose neighbours are pairs, under the present weights.
+    """Add to a mini-batch, whose neighbouring rows are pairs, their losses and gradients under the present weights.
 
-    It needs their log-probabilities: ``old_log_probs`` if the weights have not changed since, else those of one more
-    forward pass. So the loss does not depend on how the mini-batch is cut into passes.
+    The log-probabilities are ``old_log_probs`` if the weights have not changed since, else the result of one more
+    forward pass. Computing the pairs over the whole mini-batch makes the loss independent of the micro-batches.
     """
     batch = tensors_of(data)
     current = batch.get("old_log_probs", None)
@@ -41,16 +41,18 @@ def add_pairs(config: SPINActorConfig, engine: BaseEngine, data: DataProto, epoc
 
 
 def preference_loss(model_output: Mapping[str, Tensor], data: DataProto) -> tuple[list[Sum], dict[str, Metric]]:
-    """Compute the loss of a micro-batch of responses whose pairs ``add_pairs`` has compared.
+    """Compute the loss of a micro-batch from the columns that ``add_pairs`` has added.
 
-    Each response has half of the loss of its pair, and its derivative as gradient. A sum over responses is divided by
-    their number, which is twice the number of pairs.
+    A response contributes half of its pair's loss, and the gradient is the stored derivative. The engine divides the
+    sum by the number of responses, twice the number of pairs; hence the factors 2 below.
     """
     batch = tensors_of(data)
     pairs = algos.Pairs(*(batch[key] for key in _PAIRS))
     log_probs = algos.summed(model_output["log_probs"], batch["response_mask"])
     chosen = batch[CHOSEN].to(log_probs.dtype)
-    with_gradient = pairs.gradient * (log_probs - log_probs.detach())  # zero, but for its gradient
+    with_gradient = pairs.gradient * (
+        log_probs - log_probs.detach()
+    )  # its value is zero, its gradient is the stored one
     held = log_probs.detach()
     return [Sum((pairs.loss + 2 * with_gradient).sum(), "sequence")], {
         "actor/dpo_loss": Sum(pairs.loss.sum(), "sequence"),
@@ -61,14 +63,14 @@ def preference_loss(model_output: Mapping[str, Tensor], data: DataProto) -> tupl
 
 
 class SPINDataParallelPPOActor(DataParallelPPOActor):
-    """An actor around a module of the caller, whose configuration is a ``SPINActorConfig``."""
+    """The actor of SPIN for a module that the caller provides."""
 
     config: SPINActorConfig
 
     def update_policy_dpo_with_ref(self, data: DataProto) -> dict[str, list[float]]:
-        """Take one optimizer step per mini-batch and epoch; returns each metric of each step.
+        """Take one optimizer step per mini-batch and epoch; return each metric of each step.
 
-        Args: ``data`` holds pairs as neighbours, ``is_chosen`` (B,) and ``ref_log_prob`` (B, R).
+        Args: ``data`` holds ``is_chosen`` (B,) and ``ref_log_prob`` (B, R); neighbouring rows are pairs.
         """
         config = self.config
         spec = dataclasses.replace(training_spec(config), temperature=temperature_of(data))

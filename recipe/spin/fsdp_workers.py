@@ -1,4 +1,4 @@
-"""The worker of SPIN: a policy that learns from pairs, and a reference that follows it."""
+"""The worker of SPIN: a policy that is trained on pairs, and a reference that copies its weights from time to time."""
 
 import dataclasses
 from functools import partial
@@ -20,25 +20,28 @@ from .config import SPINActorConfig
 from .dp_actor import add_pairs, preference_loss
 
 REFERENCE = "reference"
-"""The folder of the reference in a checkpoint of the actor."""
+"""The name of the reference's folder in a checkpoint of the actor."""
 
 
 class SPINRolloutRefWorker(ActorRolloutRefWorker):
-    """Trains, generates and scores with the policy, and holds the reference."""
+    """The worker of the main trainer, with an update on pairs and a reference that can copy the policy's weights."""
 
     actor_config: SPINActorConfig
     _copied_version: int | None = None
-    """The version of the actor's weights that the reference has; None for those of the start."""
+    """The version of the actor's weights that the reference holds; None for the initial weights."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the parts of the role."""
+        """Build the models, optimizer and engines of the role.
+
+        Raises: WrongInput if a rank's share of a mini-batch is an odd number of responses.
+        """
         super().init_model()
         if self._is_actor and self.rows_per_step % 2:
             size = self.actor_config.ppo_mini_batch_size
             raise WrongInput(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size={size}: gives each rank {self.rows_per_step} responses "
-                "of a mini-batch, which are no pairs: write a multiple that makes them even"
+                "of a mini-batch, an odd number, but responses come in pairs: write a size that makes it even"
             )
         if self._is_actor and self._is_ref:
             self.ref_engine.checkpoint_config = CheckpointConfig(save_contents=["model"], load_contents=["model"])
@@ -55,7 +58,10 @@ class SPINRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_reference(self) -> None:
-        """Give the reference the weights of the policy."""
+        """Copy the policy's weights to the reference; both are sharded alike, so no rank needs data of another.
+
+        Raises: WrongInput if the shards of a parameter differ in shape.
+        """
         pairs = zip(self.engine.local_parameters(), self.ref_engine.local_parameters(), strict=True)
         with torch.no_grad():
             for (name, new), (_, old) in pairs:
@@ -63,7 +69,7 @@ class SPINRolloutRefWorker(ActorRolloutRefWorker):
                 target = _local(old)
                 if source.shape != target.shape:
                     raise WrongInput(
-                        f"policy and reference cut {name} differently, into {tuple(source.shape)} and "
+                        f"policy and reference shard {name} differently, into {tuple(source.shape)} and "
                         f"{tuple(target.shape)}: write the same fsdp_config in actor_rollout_ref.actor and .ref"
                     )
                 target.copy_(source)
@@ -74,7 +80,7 @@ class SPINRolloutRefWorker(ActorRolloutRefWorker):
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Write this rank's part of a checkpoint, with the reference if it has other weights than start and policy."""
+        """Write this rank's part of a checkpoint; skip the reference if it has the initial or the policy's weights."""
         if self._copied_version not in (None, self.engine.weights_version):
             remote = None if hdfs_path is None else f"{hdfs_path}/{REFERENCE}"
             self.ref_engine.save_checkpoint(f"{local_path}/{REFERENCE}", remote, global_step)
@@ -84,7 +90,7 @@ class SPINRolloutRefWorker(ActorRolloutRefWorker):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Restore this rank's part of a checkpoint, with the reference if it is there."""
+        """Restore this rank's part of a checkpoint, and the reference if the checkpoint holds it."""
         if (Path(local_path) / REFERENCE).is_dir():
             self.ref_engine.load_checkpoint(f"{local_path}/{REFERENCE}")
             self._copied_version = -1

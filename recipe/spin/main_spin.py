@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class SPINTaskRunner(TaskRunner):
-    """The main trainer's data and reward, with SPIN's worker and trainer."""
+    """Runs SPIN's trainer and worker, with the data and the reward of the main trainer."""
 
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, type["RayWorkerGroup"]]:
-        """Choose the worker that learns from pairs and holds the reference."""
+        """Choose the worker that trains on pairs and holds the reference."""
         from verl.single_controller.ray import RayWorkerGroup
 
         from .fsdp_workers import SPINRolloutRefWorker
@@ -47,5 +47,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that Ray imports SPINTaskRunner in the actor instead of copying it there by value.
+    # Import the class by its module's name: a class of __main__ would be pickled by value into the Ray actor.
     importlib.import_module(dotted_name(__file__)).main()

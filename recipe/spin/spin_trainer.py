@@ -1,4 +1,4 @@
-"""The training loop of online DPO: preferences in place of advantages, and a reference that follows the policy."""
+"""The training loop of online DPO: preferences instead of advantages, and a reference that follows the policy."""
 
 from typing import Any
 
@@ -24,7 +24,9 @@ class RaySPINTrainer(RayPPOTrainer):
         shared = self.run_config.actor_rollout_ref
         self.ref_update_freq = build_node(self.config.trainer, SPINTrainerConfig).ref_update_freq
         if shared.rollout.n % 2:
-            raise WrongInput(f"actor_rollout_ref.rollout.n={shared.rollout.n}: must be even, two responses are a pair")
+            raise WrongInput(
+                f"actor_rollout_ref.rollout.n={shared.rollout.n}: must be even, since two responses are a pair"
+            )
         if shared.model.lora_rank and self.ref_update_freq:
             raise WrongInput(
                 f"trainer.ref_update_freq={self.ref_update_freq}: with adapters (actor_rollout_ref.model.lora_rank) "
@@ -36,7 +38,7 @@ class RaySPINTrainer(RayPPOTrainer):
         self.fit()
 
     def split_segments(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Train the last segment of a trajectory."""
+        """Keep only the last segment of each trajectory."""
         return without_segments(batch, "SPIN compares whole responses in pairs")
 
     def infer(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
@@ -47,7 +49,7 @@ class RaySPINTrainer(RayPPOTrainer):
             return batch.union(without_metrics(self.actor_rollout_wg.compute_ref_log_prob(for_model(batch)), metrics))
 
     def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Turn scores into preferences; the advantage of a token is 1 in a chosen response, -1 in a rejected one."""
+        """Compute preferences from scores; the advantage is 1 for tokens of a chosen response, else -1."""
         with self._timed("reward_calc", timing):
             self._add_scores(batch, metrics)
         with self._timed("prepare_dpo_batch", timing):
@@ -61,7 +63,7 @@ class RaySPINTrainer(RayPPOTrainer):
         return batch
 
     def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Update the policy by the pairs, and every ``ref_update_freq`` steps the reference by the policy."""
+        """Update the policy on the pairs; every ``ref_update_freq`` steps, copy its weights to the reference."""
         with self._timed("update_actor", timing):
             without_metrics(self.actor_rollout_wg.update_actor_dpo(for_model(batch)), metrics)
         self.state.weights_version += 1
@@ -71,17 +73,20 @@ class RaySPINTrainer(RayPPOTrainer):
         return batch
 
     def _reference_is_policy(self) -> bool:
-        """Whether the reference takes the weights of the policy at the end of this step."""
+        """Whether the reference copies the policy's weights at the end of this step."""
         return self.ref_update_freq > 0 and self.state.step % self.ref_update_freq == 0
 
     def _load_checkpoint(self) -> int | None:
-        """Restore the run, and the reference: it has the weights of the policy, of the checkpoint, or of the start."""
+        """Restore the run and the reference.
+
+        A checkpoint has no reference if it equals the policy, which is copied here, or if it has the initial weights.
+        """
         resumed = super()._load_checkpoint()
         if resumed and self._reference_is_policy():
             self.actor_rollout_wg.update_reference()
         return resumed
 
     def _finish_step(self, batch: DataProto, metrics: Metrics, timing: Timing) -> None:
-        """Publish the metrics of the step, with its seconds under their established name too."""
+        """Publish the metrics of the step, with its duration also as ``time/step``, the established name."""
         metrics["time/step"] = timing["step"]
         super()._finish_step(batch, metrics, timing)

@@ -1,4 +1,4 @@
-"""The nodes that SPPO adds to the main configuration. Nothing here imports torch."""
+"""The configuration nodes that SPPO adds to the main trainer's; this module does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 @dataclass
 class SPPOPolicyLossConfig(PolicyLossConfig):
-    """The loss of SPPO, which ``recipe.sppo.dp_actor`` registers."""
+    """Selects the loss of SPPO, which ``recipe.sppo.dp_actor`` registers."""
 
     loss_mode: str = setting("sppo", "name of the loss", one_of=("sppo",))
 
 
 @dataclass
 class SPPOActorConfig(FSDPActorConfig):
-    """A policy whose log-ratio follows the reward, without a clip range.
+    """A policy whose log-ratio is fitted to the reward, without clipping.
 
     Source: SPPO (arXiv:2405.00675), equation 4.4.
     """
@@ -32,7 +32,7 @@ class SPPOActorConfig(FSDPActorConfig):
     policy_loss: SPPOPolicyLossConfig = field(default_factory=SPPOPolicyLossConfig)
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of an actor; reject a clip range, and another aggregation of one number for each response."""
+        """Apply the rules of an actor; reject a clip range, and an aggregation over tokens: SPPO's loss has none."""
         yield from super().rules()
         for name in _CLIP:
             default = FSDPActorConfig.__dataclass_fields__[name].default
@@ -44,13 +44,13 @@ class SPPOActorConfig(FSDPActorConfig):
 
 @dataclass
 class SPPOAlgoConfig(AlgoConfig):
-    """SPPO compares a reward with the soft mean of its batch instead of estimating advantages."""
+    """Algorithm keys of SPPO, which compares a reward with the batch's soft mean instead of estimating advantages."""
 
-    adv_estimator: str | None = setting(None, "null: there are no other advantages")
-    sppo_eta: float = setting(1.0, "how much the soft mean favours high rewards", above=0)
+    adv_estimator: str | None = setting(None, "null: SPPO has its own advantages")
+    sppo_eta: float = setting(1.0, "inverse temperature of the soft mean; a larger one favours high rewards", above=0)
 
     def rules(self) -> Iterator[Violation]:
-        """Apply the rules of ``AlgoConfig``; reject an estimator, and weights for the loss of a token."""
+        """Apply the rules of ``AlgoConfig``; reject an advantage estimator, and importance weights of tokens."""
         yield from super().rules()
         if self.adv_estimator is not None:
             expected = "must be null: SPPO compares rewards with their soft mean"

@@ -1,4 +1,4 @@
-"""The loss of SPPO, and an actor around a module of the caller that uses it."""
+"""The loss of SPPO, and an actor with this loss for a module that the caller provides."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from .config import SPPOActorConfig
 
 SEQ_REWARDS = "seq_level_rewards"
-"""The batch key of what takes the place of an advantage, (B,)."""
+"""The batch key of the responses' rewards minus their baseline, (B,), which SPPO uses as advantages."""
 
 
 def compute_sppo_loss(
     old_log_prob: Tensor, log_prob: Tensor, rewards: Tensor, response_mask: Tensor, eta: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, mean over responses, and the log-ratio of each response, (B,).
+    """Return the loss, averaged over responses, and the log-ratio of each response, (B,).
 
-    Plain form: ``((log_ratio - eta * rewards) ** 2).mean()`` with the log-probabilities of whole responses. A row
-    without a token is no response.
+    Plain form: ``((log_ratio - eta * rewards) ** 2).mean()``, where a log-ratio is the sum over a whole response. Rows
+    without tokens do not count as responses.
 
-    Args: ``rewards`` are the (B,) rewards, minus the value of the policy they were sampled from.
+    Args: ``rewards`` (B,) are the rewards minus the expected reward of the policy that sampled the responses.
     Source: SPPO (arXiv:2405.00675), equation 4.4.
     """
     mask = response_mask.bool()
@@ -44,7 +44,7 @@ def sppo_policy_loss(
     config: "SPPOActorConfig",
     rollout_is_weights: Tensor | None = None,
 ) -> PolicyLossOutput:
-    """Compute the loss by advantages (B, R) that are the reward of the response at each of its tokens."""
+    """Compute the loss from advantages (B, R) that hold a response's reward at each of its tokens."""
     mask = response_mask.bool()
     rewards = torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
     loss, _ = compute_sppo_loss(old_log_prob, log_prob, rewards, mask, config.sppo_eta)
@@ -54,15 +54,15 @@ def sppo_policy_loss(
 
 
 def at_each_token(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (B,) values as (B, R), at each token."""
+    """Spread (B,) values to all unmasked tokens of their rows: (B, R)."""
     return values.unsqueeze(-1) * mask.to(values.dtype)
 
 
 class DataParallelSPPOActor(DataParallelPPOActor):
-    """An actor around a module of the caller, whose configuration is a ``SPPOActorConfig``."""
+    """The actor of SPPO for a module that the caller provides; its configuration is a ``SPPOActorConfig``."""
 
     def update_policy(self, data: DataProto | Iterable[DataProto]) -> dict[str, list[float]]:
-        """Take one optimizer step per mini-batch and epoch; a batch may hold ``seq_level_rewards`` (B,) alone."""
+        """Take one optimizer step per mini-batch and epoch; ``seq_level_rewards`` (B,) may replace advantages."""
         if isinstance(data, DataProto) and SEQ_REWARDS in tensors_of(data).keys():
             batch = tensors_of(data)
             batch["advantages"] = at_each_token(batch[SEQ_REWARDS], batch["response_mask"])

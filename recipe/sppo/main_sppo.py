@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class SPPOTaskRunner(TaskRunner):
-    """The main trainer's data and reward, with SPPO's worker and trainer."""
+    """Runs SPPO's trainer and worker, with the data and the reward of the main trainer."""
 
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, type["RayWorkerGroup"]]:
-        """Choose the worker that knows the loss."""
+        """Choose the worker that registers the loss."""
         from verl.single_controller.ray import RayWorkerGroup
 
         from .sppo_worker import SPPOActorRolloutRefWorker
@@ -30,7 +30,7 @@ class SPPOTaskRunner(TaskRunner):
         return SPPOActorRolloutRefWorker, RayWorkerGroup
 
     def trainer_class(self) -> type:
-        """Choose the trainer with the soft mean."""
+        """Choose the trainer that uses the soft mean."""
         from .sppo_ray_trainer import RaySPPOTrainer
 
         return RaySPPOTrainer
@@ -43,5 +43,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that Ray imports SPPOTaskRunner in the actor instead of copying it there by value.
+    # Import the class by its module's name: a class of __main__ would be pickled by value into the Ray actor.
     importlib.import_module(dotted_name(__file__)).main()

@@ -1,4 +1,4 @@
-"""The training loop of SPPO: a reward minus the soft mean of its batch takes the place of an advantage."""
+"""The training loop of SPPO, in which the advantage is the reward minus the soft mean of the batch."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from .dp_actor import SEQ_REWARDS, at_each_token
 
 
 class RaySPPOTrainer(RayPPOTrainer):
-    """Self-play preference optimization; only the advantages differ, and the loss of the worker.
+    """Self-play preference optimization: PPO with other advantages, and with another loss in the worker.
 
     Source: SPPO (arXiv:2405.00675), algorithm 1.
     """
@@ -26,24 +26,24 @@ class RaySPPOTrainer(RayPPOTrainer):
         self.beta = build_node(self.config.algorithm, SPPOAlgoConfig).sppo_eta
 
     def split_segments(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Train the last segment of a trajectory."""
-        return without_segments(batch, "SPPO's loss is one of whole responses")
+        """Keep only the last segment of each trajectory."""
+        return without_segments(batch, "SPPO's loss is computed over whole responses")
 
     def add_advantages(self, batch: DataProto) -> DataProto:
-        """Add ``seq_level_rewards`` (B,), and the same at each token as advantages."""
+        """Add ``seq_level_rewards`` (B,), and as advantages the same values at each token."""
         return compute_advantage(batch, self.beta)
 
 
 def softmean(x: Tensor, beta: float) -> Tensor:
-    """Return the mean of (n,) values that favours the high ones: log(mean(exp(beta * x))) / beta.
+    """Return the soft mean of (n,) values: log(mean(exp(beta * x))) / beta.
 
-    It lies between the mean, for a beta of about 0, and the largest value.
+    It grows with beta from the mean of the values (beta near 0) towards their maximum.
     """
     return (torch.logsumexp(beta * x, dim=0) - math.log(len(x))) / beta
 
 
 def compute_advantage(data: DataProto, beta: float = 1.0) -> DataProto:
-    """Subtract the soft mean of the batch from the reward of each response; a row without a token is none."""
+    """Subtract the soft mean of the batch from the reward of each response; rows without tokens do not count."""
     tensors = tensors_of(data)
     mask = tensors["response_mask"]
     rewards = torch.where(mask.bool(), tensors["token_level_rewards"], 0.0).sum(-1)

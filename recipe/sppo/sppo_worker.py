@@ -6,4 +6,4 @@ from . import dp_actor  # noqa: F401  (registers the loss)
 
 
 class SPPOActorRolloutRefWorker(ActorRolloutRefWorker):
-    """The worker of the main trainer, with the loss of SPPO: its configuration names it."""
+    """The worker of the main trainer; importing this module registers the loss, which the configuration selects."""

@@ -49,7 +49,7 @@ def run(
 
 
 def test_a_row_with_images_is_refused() -> None:
-    with pytest.raises(WrongInput, match="the row holds images or videos, and langgraph_agent reads text only"):
+    with pytest.raises(WrongInput, match="the row holds images or videos, but langgraph_agent reads text only"):
         run(row={"multi_modal_data": {"image": [object()]}})
 
 

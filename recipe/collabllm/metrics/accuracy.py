@@ -1,4 +1,4 @@
-"""Whether the conversation arrives at the right answer, as a judge sees it: 1 or 0."""
+"""Accuracy: 1 if a judge finds that the conversation arrives at the right answer, else 0."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ async def compute_score(
     judge: Judge,
     **kwargs: Any,
 ) -> float:
-    """Return 1 if the judge finds the right answer, else 0."""
+    """Return 1 if the judge says that the assistant's last answer is right, else 0."""
     task = task_of(extra_info, messages)
     question = PROMPT.format(task=task, answer=ground_truth, conversation=shown(messages))
     return await judge.number(question, "accuracy", 0, 1)

@@ -1,4 +1,4 @@
-"""BLEU, from 0 to 1, of the document that the conversation produced against the reference."""
+"""BLEU, from 0 to 1: how close the document that the conversation produced is to the reference."""
 
 import math
 import re
@@ -28,7 +28,7 @@ async def compute_score(
     judge: Judge,
     **kwargs: Any,
 ) -> float:
-    """Return the BLEU of the document that the judge finds."""
+    """Return the BLEU of the document that the judge extracts from the conversation."""
     document = await judge.verdict(PROMPT.format(conversation=shown(messages)), "document")
     return bleu(str(document or ""), str(ground_truth))
 
@@ -36,8 +36,9 @@ async def compute_score(
 def bleu(candidate: str, reference: str) -> float:
     """Return the smoothed BLEU of a text against one reference.
 
-    The geometric mean of the shares of n-grams, n from 1 to 4, that occur in the reference, times a penalty for a text
-    that is shorter: ``exp(1 - reference / candidate)``. One is added to hits and counts for n above 1.
+    It is the geometric mean of the n-gram precisions for n from 1 to 4, times the brevity penalty
+    ``exp(1 - reference / candidate)`` for a text shorter than the reference. Smoothing adds one to the matches and the
+    counts for n above 1.
 
     Source: Papineni et al., "BLEU" (2002), section 2; smoothing: Lin and Och, "ORANGE" (2004), section 4.
     """
@@ -58,10 +59,10 @@ def bleu(candidate: str, reference: str) -> float:
 
 
 def words(text: str) -> list[str]:
-    """Return words and signs in lower case."""
+    """Split a text into words and punctuation marks, in lower case."""
     return re.findall(r"\w+|[^\w\s]", text.lower())
 
 
 def ngrams(tokens: Sequence[str], size: int) -> Counter[tuple[str, ...]]:
-    """Return how often each run of ``size`` words occurs."""
+    """Return the number of occurrences of each n-gram of ``size`` words."""
     return Counter(tuple(tokens[place : place + size]) for place in range(len(tokens) - size + 1))

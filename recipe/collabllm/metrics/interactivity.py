@@ -30,6 +30,6 @@ async def compute_score(
     judge: Judge,
     **kwargs: Any,
 ) -> float:
-    """Return the judge's number, moved to 0 to 1."""
+    """Return the judge's grade, mapped from 1..3 to 0..1."""
     number = await judge.number(PROMPT.format(conversation=shown(messages)), "interactivity", LEAST, MOST)
     return (number - LEAST) / (MOST - LEAST)

@@ -1,4 +1,4 @@
-"""The share of unit tests that the program of the conversation passes."""
+"""Pass rate: the share of the unit tests that the conversation's program passes."""
 
 import ast
 import asyncio
@@ -22,11 +22,11 @@ async def compute_score(
     num_prompt_messages: int,
     **kwargs: Any,
 ) -> float:
-    """Return the share for the last block of code that the assistant has written; 0 without one.
+    """Return the pass rate of the last code block that the assistant wrote; 0 if there is no code block.
 
     ``extra_info.single_turn_metadata.test`` holds the tests: a list of statements, or a module of ``unittest``.
 
-    Raises: ValueError if there are none.
+    Raises: ValueError if the row has no tests.
     """
     tests = tests_of((extra_info.get("single_turn_metadata") or {}).get("test"))
     said = [text_of(message) for message in messages[num_prompt_messages:] if message["role"] == "assistant"]
@@ -42,9 +42,9 @@ def _share(code: str, tests: Sequence[str]) -> float:
 
 
 def tests_of(given: Any) -> list[str]:
-    """Return each test as a program that ends without an error if the test passes.
+    """Return one program per test, which exits without an error if the test passes.
 
-    Raises: ValueError without a test.
+    Raises: ValueError if there are no tests.
     """
     found = [str(each) for each in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Token amount: the number of tokens of all messages after the prompt, of user and assistant."""
+"""Token amount: the number of tokens in all messages after the prompt, the user's and the assistant's."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,6 @@ async def compute_score(
     num_prompt_messages: int,
     **kwargs: Any,
 ) -> float:
-    """Return the number of tokens; give it a negative weight."""
+    """Return the number of tokens; a negative weight in ``metric_weights`` rewards short conversations."""
     texts = [text_of(message) for message in messages[num_prompt_messages:]]
     return float(sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts))

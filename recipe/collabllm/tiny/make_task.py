@@ -1,11 +1,11 @@
-"""Write a task in which a tiny model has to ask: a model with random weights, and its data.
+"""Write a model with random weights, and the data of a task in which it has to ask the user a question.
 
     python -m recipe.collabllm.tiny.make_task --save-dir outputs/collabllm
 
-The user wants a name to be written. In half of the prompts the first message has it (``write rado``); in the others
-(``write my name``) only the user knows it, and says it when asked. A quarter of the supervised conversations ask,
-whether they have to or not; the others answer at once, with ``anna`` where the name is missing. So they teach how to
-ask and how to answer, and not when to ask.
+The assistant must write a name. Half of the prompts give the name (``write rado``); the others (``write my name``) do
+not, and the user says it when asked. In a quarter of the supervised conversations the assistant asks, whether or not
+the name is missing; in the others it answers at once, with ``anna`` where the name is missing. So the supervised data
+teach how to ask and how to answer; when to ask is left to the reward.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def request(name: str, says_it: bool) -> Row:
 
 
 def prompt_row(split: str, index: int, name: str) -> Row:
-    """Return a request, whose user knows the name; each second one says it."""
+    """Return a prompt whose simulated user knows the name; every second prompt already gives it."""
     return {
         "data_source": "says_it" if index % 2 else "has_to_be_asked",
         "agent_name": "collabllm_agent",
@@ -60,7 +60,7 @@ def conversation(number: int, name: str) -> Row:
 
 
 def tables(seed: int) -> dict[str, list[Row]]:
-    """Return the rows of each file by its name; no name of ``test`` occurs elsewhere."""
+    """Return the rows of each output file by its name; no name in ``test`` occurs in another split."""
     draw = random.Random(seed)
     known = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
     names = draw.sample(["".join(parts) for parts in product(known, repeat=2)], NUM_TEST + NUM_TRAIN)
@@ -70,10 +70,10 @@ def tables(seed: int) -> dict[str, list[Row]]:
 
 
 def main() -> int:
-    """Write model and data; return the exit code."""
+    """Write the model and the data; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and names (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the names (default: 0)")
     args = parser.parse_args()
     folder = os.path.expanduser(args.save_dir)
     try:

@@ -1,10 +1,10 @@
-"""Serve a user and a judge for the task of ``make_task.py``, by rules, with the interface of chat completions.
+"""Serve a rule-based user and judge for the task of ``make_task.py``, as an OpenAI chat-completions API.
 
     python -m recipe.collabllm.tiny.people --port 8018
 
-The user says the name when asked, and ends the conversation at any other message. The judge looks whether the last
-message of the assistant is the right answer, and whether it has asked. A model on a server (``vllm serve``) takes the
-place of both in real runs.
+The user says the name when asked, and ends the conversation at any other message. The judge checks whether the last
+message of the assistant is the right answer, and whether the assistant has asked. In a real run a model on a server
+(``vllm serve``) plays both.
 """
 
 import argparse
@@ -22,19 +22,19 @@ Messages = list[dict[str, str]]
 
 
 def answer(messages: Messages) -> str:
-    """Return the message of the user if there is a role to play, else the verdict of the judge."""
+    """Answer as the user if the request starts with a system message, which describes the role, else as the judge."""
     return user(messages) if messages[0]["role"] == "system" else verdict(messages[-1]["content"])
 
 
 def user(messages: Messages) -> str:
-    """Return the next message of the user, to whom the assistant's messages are those of ``user``."""
+    """Return the user's next message; in this request the assistant's messages have the role ``user``."""
     (name,) = re.findall(r"^write (\w+)$", messages[0]["content"], flags=re.MULTILINE)
     asked = messages[-1]["content"] == ASKS and sum(each["role"] == "assistant" for each in messages) == 1
     return name if asked else END_OF_CHAT
 
 
 def verdict(question: str) -> str:
-    """Return the verdict on a conversation, by the question that the metric asks."""
+    """Return the judge's verdict for a metric, which is recognized by its prompt."""
     conversation = question.rpartition("[Conversation]\n")[2]
     said = [text for role, text in re.findall(r"\[(\w+)\]\n(.*)", conversation) if role == "assistant"]
     if "[Right answer]" not in question:
@@ -44,10 +44,10 @@ def verdict(question: str) -> str:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers ``POST /v1/chat/completions``."""
+    """Handles ``POST /v1/chat/completions``."""
 
     def do_POST(self) -> None:
-        """Answer one conversation."""
+        """Answer one request."""
         request: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         message = {"role": "assistant", "content": answer(request["messages"])}
         body = json.dumps({"choices": [{"message": message}]}).encode()
@@ -57,11 +57,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Write nothing."""
+        """Do not log requests."""
 
 
 class Server(ThreadingHTTPServer):
-    """A server whose queue holds the requests of a whole step."""
+    """An HTTP server whose listen queue holds the requests of a whole step."""
 
     request_queue_size = 1024
     daemon_threads = True

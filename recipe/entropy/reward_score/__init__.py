@@ -1,4 +1,4 @@
-"""Scores of the recipe: competition mathematics by algebra, everything else by the scorers of verl."""
+"""The scorer of the recipe: algebraic equivalence for competition mathematics, the scorers of verl for the rest."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from verl.utils.reward_score import GroundTruth, default_compute_score, scorer_m
 from . import entropy_math
 
 MATH_MODULES = ("math_dapo", "math_reward", "prime_math")
-"""Scorers of verl for mathematics, which this recipe replaces by one."""
+"""The mathematical scorers of verl that this recipe replaces by ``entropy_math``."""
 
 
 def compute_score(
@@ -20,7 +20,7 @@ def compute_score(
     sandbox_timeout_s: float | None = None,
     allow_unisolated: bool = False,
 ) -> float | dict[str, Any]:
-    """Score a response; the options for code are those of ``default_compute_score``."""
+    """Score a response; the options for code are passed on to ``default_compute_score``."""
     if scorer_module(data_source) in MATH_MODULES:
         return entropy_math.compute_score(solution_str, str(ground_truth))
     return default_compute_score(

@@ -1,6 +1,7 @@
 r"""Score competition mathematics: 1 if the last ``\boxed``, or the stated answer, is equivalent to the truth, else 0.
 
-DAPO's scorer compares texts and returns 1 or -1; this one compares by algebra, as the paper's models answer freely.
+DAPO's scorer compares texts and returns 1 or -1. This one compares by algebra, because the paper's models
+write answers in any form.
 """
 
 from typing import Any

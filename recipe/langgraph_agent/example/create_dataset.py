@@ -1,4 +1,4 @@
-"""Write expressions with the operator @, and conversations that show how to call the tool.
+"""Write arithmetic expressions with a made-up operator @, and conversations that show how to call the tool.
 
 python3 -m recipe.langgraph_agent.example.create_dataset --local_save_dir ~/data/math_expression_tool
 """
@@ -21,17 +21,17 @@ from .math_expression import calculate
 
 QUESTION = "We define a @ b, which calculate knows. What is {expression}? Put the answer into \\boxed{{}}."
 SHORT_QUESTION = "{expression}="
-DATA_SOURCE = "lighteval/MATH"  # the scorer of boxed answers
+DATA_SOURCE = "lighteval/MATH"  # selects the scorer of boxed answers
 AGENT = "math_expression"
 
 
 def expression(draw: random.Random, largest: int) -> tuple[int, int, str]:
-    """Return two numbers and an operator."""
+    """Return a random expression of two numbers and an operator."""
     return draw.randint(0, largest), draw.randint(0, largest), draw.choice("@@@+-*")
 
 
 def row(agent: str, number: int, question: str, a: int, b: int, operand: str) -> dict[str, Any]:
-    """Return a row for reinforcement learning, for the agent loop of this name."""
+    """Return a row for reinforcement learning with the given agent loop."""
     result = calculate.func(a, b, operand)
     return {
         "data_source": DATA_SOURCE,
@@ -44,7 +44,7 @@ def row(agent: str, number: int, question: str, a: int, b: int, operand: str) ->
 
 
 def conversation(question: str, a: int, b: int, operand: str, calls: bool = True) -> list[dict[str, str]]:
-    """Return the messages of a solution: with a call, as the parser ``hermes`` reads it, or with the answer alone."""
+    """Return a solution as messages: with a tool call in the format ``hermes``, or with the answer alone."""
     call = json.dumps({"name": "calculate", "arguments": {"a": a, "b": b, "operand": operand}})
     result = str(calculate.func(a, b, operand))
     asked = {"role": "user", "content": question.format(expression=f"{a} {operand} {b}")}
@@ -62,10 +62,10 @@ def main() -> None:
     parser.add_argument("--train_size", type=int, default=5000)
     parser.add_argument("--test_size", type=int, default=500)
     parser.add_argument("--sft_size", type=int, default=1000)
-    parser.add_argument("--largest", type=int, default=100, help="the largest number in an expression")
-    parser.add_argument("--direct", type=float, default=0.0, help="share of conversations that answer without a call")
+    parser.add_argument("--largest", type=int, default=100, help="largest number in an expression")
+    parser.add_argument("--direct", type=float, default=0.0, help="share of conversations without a tool call")
     parser.add_argument("--short", action="store_true", help="write only the expression, for tiny models")
-    parser.add_argument("--agent", default=AGENT, help="the agent loop of the rows, as agent.yaml names it")
+    parser.add_argument("--agent", default=AGENT, help="agent loop of the rows, a name in agent.yaml")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     draw = random.Random(options.seed)

@@ -1,4 +1,4 @@
-"""Expressions with an operator that no model knows: it has to call the tool to be right."""
+"""A tool for expressions with a made-up operator: a model can only be right if it calls the tool."""
 
 from langchain_core.tools import tool
 
@@ -23,6 +23,6 @@ def calculate(a: int, b: int, operand: str) -> int:
 
 
 class MathExpressionReactAgentLoop(ReactAgentLoop):
-    """Gives the model ``calculate``."""
+    """The agent loop with the tool ``calculate``."""
 
     tools = (calculate,)

@@ -9,4 +9,4 @@ TASKS: dict[str, Task] = {
     "cnmo2024": math_reward.CNMO_2024,
     "livecodebench": livecodebench.LIVECODEBENCH,
 }
-"""Name on the command line -> task."""
+"""The tasks by their names on the command line."""

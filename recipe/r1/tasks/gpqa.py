@@ -15,7 +15,7 @@ INSTRUCTION = (
     "'Answer: LETTER', where LETTER is one of A, B, C and D."
 )
 ANSWER = re.compile(r"(?i)\banswer\W{0,6}:\W{0,6}([A-D])\b")
-"""The letter, also in bold, in brackets or between dollars."""
+"""Matches the stated letter, which may be bold, in brackets or between dollar signs."""
 
 
 def compute_score(model_output: str, ground_truth: str) -> float:
@@ -25,7 +25,7 @@ def compute_score(model_output: str, ground_truth: str) -> float:
 
 
 def problem(example: Row, index: int) -> tuple[str, str]:
-    """Return the question with its choices in an order that depends only on the index, and the letter of the truth."""
+    """Return the prompt and the letter of the right choice; the index alone determines the order of the choices."""
     order = random.Random(index).sample(range(len(LETTERS)), len(LETTERS))
     choices = [str(example[COLUMNS[1 + at]]).strip() for at in order]
     listed = "\n".join(f"{letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=True))

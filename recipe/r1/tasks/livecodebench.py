@@ -1,4 +1,4 @@
-"""LiveCodeBench: programs that must pass all tests of a problem, public and private, in the sandbox of this machine."""
+"""LiveCodeBench: programs that must pass all public and private tests of a problem, run in the local sandbox."""
 
 import base64
 import json
@@ -44,9 +44,9 @@ def problem(example: Row, index: int) -> tuple[str, str]:
 
 
 def private_tests(text: str) -> list[dict[str, Any]]:
-    """Return the private tests: JSON, or as published the pickle of that text, compressed, in base64.
+    """Decode the private tests: plain JSON or, as published, the base64 of the zlib-compressed pickle of JSON text.
 
-    Raises: ValueError for anything else, a pickle of something other than text included.
+    Raises: ValueError for any other format, such as a pickle of anything but text.
     """
     try:
         return _as_tests(json.loads(text))
@@ -86,5 +86,5 @@ def _made_up(rng: random.Random) -> Row:
 
 
 SOURCE = "livecodebench/code_generation_lite"
-RAW = RawSet(SOURCE, COLUMNS, _made_up, splits=("test",), hub_files="test*.jsonl")  # one file for each release
+RAW = RawSet(SOURCE, COLUMNS, _made_up, splits=("test",), hub_files="test*.jsonl")  # each release adds one file
 LIVECODEBENCH = Task("code", (Part(SOURCE, RAW),), problem, compute_score)

@@ -13,12 +13,12 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 
 
 def compute_score(model_output: str, ground_truth: str) -> float:
-    """Return 1 if the answer is equivalent to the truth by algebra, else 0."""
+    """Return 1 if the answer is algebraically equivalent to the ground truth, else 0."""
     return float(prime_math.compute_score(model_output, ground_truth)[0])
 
 
 def problem_of(question: str, answer: str) -> Callable[[Row, int], tuple[str, str]]:
-    """Return how a row becomes prompt and truth, from the names of its columns."""
+    """Return the function ``problem`` of a task whose rows have the given columns."""
 
     def problem(example: Row, index: int) -> tuple[str, str]:
         return f"{example[question]}\n{INSTRUCTION}", str(example[answer])

@@ -9,7 +9,7 @@ from verl.utils.dataset.preparation import RawSet
 
 @dataclass(frozen=True)
 class Part:
-    """A data set of a task; ``folder`` is its place below the task's folder of a local copy."""
+    """One of the data sets of a task; ``folder`` is its path within the task's local folder."""
 
     data_source: str
     raw: RawSet
@@ -18,7 +18,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Task:
-    """One task: ``problem`` turns a raw row and its index into the prompt and the ground truth."""
+    """A task of the evaluation; ``problem`` converts a raw row and its index to the prompt and the ground truth."""
 
     ability: str
     parts: tuple[Part, ...]

@@ -1,11 +1,12 @@
-"""Write a task that a tiny model can only solve by running code: a model with random weights, and its data.
+"""Write a tiny model with random weights, and the data of a task that it can solve only by running code.
 
     python -m recipe.retool.powers.make_task --save-dir outputs/retool
 
-``data`` asks for the rest of a power: ``48^39`` means 48**39 % 97. ``model`` is that of ``examples/tiny_model.py``,
-with a token each for the head and the tail of a call. Half of the supervised conversations answer at once,
-with the right number; the other half run code first, and only half of those with the numbers of the question. So they
-teach the form of a call, and neither when to make one nor reliably of what.
+``data`` asks for the remainder of a power: ``48^39`` means 48**39 % 97. ``model`` is the model of
+``examples/tiny_model.py`` with two further tokens, for the start and the end of a tool call. Half of the supervised
+conversations give the right answer at once. The other half run code first, but only half of these with the numbers of
+the question. So the supervised data teach the format of a call; when to call and with which numbers is left to the
+reward.
 """
 
 import argparse
@@ -28,12 +29,12 @@ Row = dict[str, Any]
 
 
 def rest(pair: Pair) -> str:
-    """Return the answer."""
+    """Return the remainder as text, which is the answer."""
     return str(pow(*pair, MODULUS))
 
 
 def question(pair: Pair) -> Row:
-    """Return the message that asks for it."""
+    """Return the message that asks for the remainder."""
     return {"role": "user", "content": "{}^{}".format(*pair)}
 
 
@@ -49,9 +50,9 @@ def prompt_row(split: str, index: int, x: int, y: int) -> Row:
 
 
 def conversation(number: int, pair: Pair, other: Pair) -> Row:
-    """Return a supervised conversation: an answer, or a program of this or of another power and an answer."""
+    """Return a supervised conversation: an answer, or a program for this or another power, followed by its answer."""
     asked = question(pair)
-    messages = [{**asked, "content": asked["content"] + INSTRUCTION}]  # as CustomRLHFDataset asks it
+    messages = [{**asked, "content": asked["content"] + INSTRUCTION}]  # the prompt that CustomRLHFDataset makes
     if number % 2:
         pair = pair if number % 4 == 1 else other
         code = {"role": "assistant", "content": "{}{}**{}%{}{}".format(HEAD, *pair, MODULUS, TAIL)}
@@ -60,10 +61,10 @@ def conversation(number: int, pair: Pair, other: Pair) -> Row:
 
 
 def main() -> int:
-    """Write model and data; return the exit code."""
+    """Write the model and the data; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the rows (default: 0)")
     args = parser.parse_args()
     folder = os.path.expanduser(args.save_dir)
     try:

@@ -47,7 +47,7 @@ def test_kl_in_the_reward_has_no_effect_and_the_notice_says_what_has(base, caplo
     OmegaConf.update(config, "algorithm.use_kl_in_reward", True)
     OmegaConf.update(config, "algorithm.kl_ctrl.kl_coef", 0.1)
     run = examined_config(config).checked()
-    told = "algorithm.use_kl_in_reward=true (PRIME has no KL term in the reward; one in the loss is "
+    told = "algorithm.use_kl_in_reward=true (PRIME has no KL term in the reward; for one in the loss write "
     assert told + "actor_rollout_ref.actor.use_kl_loss=true)" in caplog.text
     assert "algorithm.kl_ctrl.kl_coef=0.1" in caplog.text
     assert not run.algorithm.use_kl_in_reward and not run.needs_reference
@@ -63,7 +63,7 @@ def test_a_step_draws_more_prompts_than_it_trains_on(base):
 
 
 WRONG = {
-    "algorithm.adv_estimator": ("grpo", "must be rloo; PRIME has this one"),
+    "algorithm.adv_estimator": ("grpo", "must be rloo; PRIME has no other"),
     "data.oversample_factor": (1.3, "times data.train_batch_size=8 must be an integer, it is 10.4"),
     "data.gen_batch_size": (12, "follows data.train_batch_size and data.oversample_factor: write null"),
     "data.accuracy_lower_bound": (0.9, "must be at most data.accuracy_upper_bound=0.8"),
