@@ -1,11 +1,11 @@
-"""The whole of GRPO in one file, on the parts that a training run consists of.
+"""The whole of GRPO in one file, built on the public parts of verl.
 
 python examples/tiny_model.py --save-dir outputs/loop/model
 python examples/data_preprocess/gsm8k.py --source synthetic --local_save_dir outputs/loop/data
 python examples/loop.py --model outputs/loop/model --data outputs/loop/data/train.parquet --out outputs/loop/run
 
 It runs on a CPU. `python -m verl.trainer.main_ppo` takes the same steps to the same weights, and adds configuration,
-checks, critics, checkpoints, validation and records. Copy this file and change it: it is the Python way in.
+checks, critics, checkpoints, validation and records. Copy and change this file to use verl from Python.
 """
 
 import argparse
@@ -39,17 +39,17 @@ SEED = 1
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
-    """Return the share of digits in a response: a reward that even a model with random weights can learn."""
+    """Return the share of digits among the characters: a reward that even a model with random weights can learn."""
     return sum(each.isdigit() for each in solution_str) / max(1, len(solution_str))
 
 
 def start_workers(options: argparse.Namespace) -> RayWorkerGroup:
-    """Start the processes that hold the policy: each trains it with FSDP and generates with it."""
+    """Start the worker processes; each holds the policy, trains it with FSDP, and generates with the rollout engine."""
     config = ActorRolloutRefConfig(
         model=HFModelConfig(path=options.model),
         actor=FSDPActorConfig(
             strategy="fsdp",
-            ppo_mini_batch_size=options.prompts,  # one update per step, so the old policy is the present one
+            ppo_mini_batch_size=options.prompts,  # one update per step: the old policy equals the present one
             ppo_micro_batch_size_per_gpu=options.micro_batch,
             optim=FSDPOptimizerConfig(lr=options.lr),
         ),
@@ -72,7 +72,7 @@ def start_workers(options: argparse.Namespace) -> RayWorkerGroup:
 
 
 def prompts_of(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[DataProto]:
-    """Yield batches of tokenized prompts, epoch after epoch."""
+    """Yield batches of tokenized prompts without end, epoch after epoch."""
     config = DataConfig(max_prompt_length=options.prompt_length)
     dataset = RLHFDataset(options.data, tokenizer, config)
     loader = DataLoader(dataset, batch_size=options.prompts, drop_last=True, collate_fn=collate_fn)
@@ -81,7 +81,7 @@ def prompts_of(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) 
 
 
 def generate(workers: RayWorkerGroup, prompts: DataProto, step: int, samples: int) -> DataProto:
-    """Sample several responses to each prompt; the weights of the last update reach the engine before."""
+    """Sample several responses to each prompt; the workers first sync the updated weights to the engine."""
     prompts.non_tensor_batch["uid"] = prompt_uids(SEED, step, len(prompts))
     asked = prompts.pop(["input_ids", "attention_mask", "position_ids"]).repeat(samples, interleave=True)
     asked.batch["sampling_seed"] = sampling_seeds(SEED, step, len(prompts), samples)
@@ -93,7 +93,7 @@ def generate(workers: RayWorkerGroup, prompts: DataProto, step: int, samples: in
 
 
 def add_rewards(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Score each response, and put the score on its last token: (B, T)."""
+    """Add the token rewards (B, T): the score of a response is the reward of its last token."""
     mask = batch.batch["response_mask"]
     rewards = torch.zeros(mask.shape)
     for row, (tokens, kept) in enumerate(zip(batch.batch["responses"], mask.bool(), strict=True)):
@@ -105,14 +105,14 @@ def add_rewards(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def add_advantages(batch: DataProto) -> None:
-    """Compare each response with the other samples of its prompt."""
+    """Add the advantages (B, T), which compare each response with the other samples of its prompt."""
     batch.batch["advantages"], _ = compute_grpo_outcome_advantage(
         batch.batch["token_level_rewards"], batch.batch["response_mask"], index=batch.non_tensor_batch["uid"]
     )
 
 
 def train(options: argparse.Namespace) -> None:
-    """Generate, score, compare, update; then write the weights."""
+    """Repeat the steps of GRPO (generate, score, compare, update), then write the weights."""
     tokenizer = hf_tokenizer(options.model)
     workers = start_workers(options)
     prompts = prompts_of(options, tokenizer)

@@ -41,7 +41,7 @@ GLM_MEDIA = {
     "<|vision_start|><|image_pad|><|vision_end|>": "<|begin_of_image|><|image|><|end_of_image|>",
     "<|vision_start|><|video_pad|><|vision_end|>": "<|begin_of_video|><|video|><|end_of_video|>",
 }
-"""How Qwen and GLM-4V write an image and a video."""
+"""The tokens of an image and of a video: Qwen's mapped to GLM-4V's."""
 VOCAB_MULTIPLE = 16
 VL_KINDS = {
     "qwen2_vl": "Qwen2VL",
@@ -55,7 +55,7 @@ VL_KINDS = {
 def byte_tokenizer(
     chat_template: str = CHAT_TEMPLATE, special_tokens: list[str] = SPECIAL_TOKENS
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, so that every text round-trips; ``<|end|>`` ends a turn."""
+    """Return a tokenizer with one token per byte, so that it can encode any text; ``<|end|>`` ends a turn."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*bytes_, *special_tokens])}
     backend = Tokenizer(models.BPE(vocab, []))
@@ -74,7 +74,7 @@ def byte_tokenizer(
 
 
 def tiny_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_layers: int = 2) -> Qwen2Config:
-    """Return a Qwen2 configuration with 32-dimensional heads."""
+    """Return a Qwen2 configuration with attention heads of 32 dimensions."""
     heads = hidden_size // 32
     return Qwen2Config(
         vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
@@ -97,7 +97,7 @@ def make_tiny_model(
 ) -> str:
     """Write model and tokenizer to a folder that ``from_pretrained`` loads; return the folder.
 
-    Args: ``words`` are texts with a token each, such as the fixed parts of a tool call.
+    Args: ``words`` are texts that get one token each, such as the fixed parts of a tool call.
     """
     save_dir = os.path.expanduser(save_dir)
     tokenizer = byte_tokenizer()
@@ -126,7 +126,7 @@ def make_tiny_vl_model(
 
 
 def vision_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a family, with the special tokens around its images and videos."""
+    """Return the tokenizer of a model family, with its special tokens for images and videos."""
     template = VISION_CHAT_TEMPLATE
     tokens = VISION_TOKENS
     if kind == "glm4v":
@@ -139,7 +139,7 @@ def vision_tokenizer(kind: str) -> PreTrainedTokenizerFast:
 def tiny_vl_config(
     kind: str, tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, num_layers: int = 2
 ) -> PretrainedConfig:
-    """Return the configuration of one of ``VL_KINDS`` with 32-dimensional heads and a tower of two blocks."""
+    """Return the configuration of one of ``VL_KINDS``, with heads of 32 dimensions and a vision tower of two blocks."""
     text = tiny_config(tokenizer, hidden_size, num_layers).to_dict()
     for name in ("model_type", "architectures", "layer_types"):
         text.pop(name, None)
@@ -157,7 +157,7 @@ def tiny_vl_config(
         vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
     if kind == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden_size // 4}
-        text["norm_topk_prob"] = True  # vLLM asks for it
+        text["norm_topk_prob"] = True  # vLLM requires this key
     if kind == "glm4v":
         text |= {"head_dim": 32, "attention_bias": True}
         rope |= {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
@@ -175,10 +175,10 @@ def tiny_vl_config(
 
 
 def vl_processor(kind: str, tokenizer: PreTrainedTokenizerFast, max_pixels: int = 128 * 128) -> ProcessorMixin:
-    """Return a processor that turns an image into a few tokens at most."""
+    """Return a processor that shrinks images, so that an image becomes only a few tokens."""
     patch_size, family = (16, "Qwen3VL") if kind.startswith("qwen3_vl") else (14, "Qwen2VL")
     least = (2 * patch_size) ** 2
-    if kind == "glm4v":  # counts the pixels of both frames of a patch
+    if kind == "glm4v":  # its limits count the pixels of both frames that a patch covers
         size = {"shortest_edge": 2 * least, "longest_edge": 2 * max_pixels}
         pictures = transformers.Glm4vImageProcessor(patch_size=patch_size, size=size)
         clips = transformers.Glm4vVideoProcessor(size=size | {"longest_edge": 8 * max_pixels})
@@ -196,7 +196,7 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, save_dir: 
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(save_dir)
     tokenizer.save_pretrained(save_dir)
-    # for some model types AutoTokenizer ignores the saved class; check that text still round-trips
+    # For some model types AutoTokenizer ignores the saved class; check that decoding still restores the text.
     probe = "1 + 1 =\n\té"
     reloaded = AutoTokenizer.from_pretrained(save_dir, trust_remote_code=False)
     assert reloaded.decode(reloaded(probe)["input_ids"]) == probe, "the saved tokenizer loses text"
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=128, help="a multiple of 32 (default: 128)")
     parser.add_argument("--num-layers", type=int, default=2, help="number of layers (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
-    parser.add_argument("--words", nargs="*", default=[], help="texts that get a token each (qwen2)")
+    parser.add_argument("--words", nargs="*", default=[], help="texts that get one token each (qwen2)")
     args = parser.parse_args()
     sizes = (args.hidden_size, args.num_layers, args.seed)
     if args.kind == "qwen2":

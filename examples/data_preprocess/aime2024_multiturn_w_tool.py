@@ -1,6 +1,6 @@
 """Write AIME-2024 as a parquet file for a model that may run Python in a tool.
 
-Read the hub, or a folder with the same files; without a network, make up problems:
+Read from the hub or from a folder with the same files; without a network, generate problems:
 
     python examples/data_preprocess/aime2024_multiturn_w_tool.py --local_save_dir ~/data/retool_aime2024
     python examples/data_preprocess/aime2024_multiturn_w_tool.py --local_dataset_path ~/raw/retool_aime2024

@@ -1,6 +1,6 @@
 """Write DAPO-Math-17k as a parquet file for a model that may run Python in a tool.
 
-Read the hub, or a folder with the same files; without a network, make up problems:
+Read from the hub or from a folder with the same files; without a network, generate problems:
 
     python examples/data_preprocess/dapo_multiturn_w_tool.py --local_save_dir ~/data/retool_dapo
     python examples/data_preprocess/dapo_multiturn_w_tool.py --local_dataset_path ~/raw/retool_dapo

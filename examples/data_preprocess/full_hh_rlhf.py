@@ -1,9 +1,9 @@
-"""Write the preferences of full-hh-rlhf for one kind of training, named by ``--split``.
+"""Write the preferences of full-hh-rlhf for the kind of training that ``--split`` names.
 
-``sft`` holds prompts with both responses. ``rm`` holds prompts with the chosen and the rejected one, three quarters to
-train on and a quarter to test. ``rl`` holds prompts that a reward model scores.
+``sft`` writes two rows per prompt, one for each response. ``rm`` writes a prompt with the chosen and the rejected
+response; a quarter of these rows are for testing. ``rl`` writes prompts whose responses a reward model scores.
 
-Read the hub, or a folder with the same files; without a network, make up conversations:
+Read from the hub or from a folder with the same files; without a network, generate conversations:
 
     python examples/data_preprocess/full_hh_rlhf.py --split rl --local_save_dir ~/data/full_hh_rlhf/rl
     python examples/data_preprocess/full_hh_rlhf.py --split rm --local_dataset_path ~/raw/full-hh-rlhf
@@ -22,7 +22,7 @@ RM_TRAIN_SHARE = 0.75
 
 
 def made_up(rng: random.Random) -> Row:
-    """Return a request with a helpful and an unhelpful response."""
+    """Generate a request with a helpful and an unhelpful response."""
     topic = rng.choice(TOPICS)
     chosen = f" Gladly. For {topic} it helps to plan {rng.randint(2, 9)} steps: start with the first one today."
     prompt = f"\n\nHuman: How do I prepare {topic}?\n\nAssistant:"
@@ -33,7 +33,7 @@ RAW = RawSet("Dahoas/full-hh-rlhf", ("prompt", "chosen", "rejected"), made_up, s
 
 
 def comparison(example: Row, index: int) -> Row:
-    """Return a row for a reward model.
+    """Return a row for training a reward model.
 
     Raises: ValueError for a text that is missing or empty.
     """
@@ -45,7 +45,7 @@ def comparison(example: Row, index: int) -> Row:
 
 
 def rl_row(example: Row, index: int) -> Row:
-    """Return a prompt whose responses a reward model scores; the chosen response is kept as reference."""
+    """Return a prompt for reinforcement learning with a reward model; the chosen response is kept for comparison."""
     texts = comparison(example, index)
     return {
         "data_source": RAW.hub_name,
@@ -57,7 +57,7 @@ def rl_row(example: Row, index: int) -> Row:
 
 
 def pairs(comparisons: Iterator[Row]) -> Iterator[Row]:
-    """Yield both responses of each comparison to imitate."""
+    """Yield two rows for supervised fine-tuning per comparison, one for each response."""
     for texts in comparisons:
         for name in ("chosen", "rejected"):
             yield {"prompt": texts["prompt"], "response": texts[name]}

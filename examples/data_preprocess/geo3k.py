@@ -1,6 +1,6 @@
 """Write Geometry3K, or synthetic figures, as parquet files for reinforcement learning with images.
 
-Read the hub, or a folder with the same files:
+Read from the hub or from a folder with the same files:
 
     python examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k
     python examples/data_preprocess/geo3k.py --local_dataset_path ~/raw/geometry3k
@@ -32,7 +32,7 @@ NUM_SFT = 2048
 
 
 def rl_row(problem: str, answer: str, images: list[Any], split: str, index: int, instruction: str) -> Row:
-    """Return one prompt with its ground truth; ``problem`` holds ``<image>`` for each of its images."""
+    """Return one prompt with its ground truth; ``problem`` contains ``<image>`` once per image."""
     return {
         "data_source": GEOMETRY3K.hub_name,
         "prompt": [{"role": "user", "content": f"{problem} {instruction}".strip()}],
@@ -49,7 +49,7 @@ def published_row(split: str, example: Row, index: int) -> Row:
 
 
 def synthetic_tables(seed: int = 0) -> dict[str, datasets.Dataset]:
-    """Generate prompts (train, test) and conversations for a warm-up (sft_train, sft_test)."""
+    """Generate prompts (train, test) and conversations for a supervised warm-up (sft_train, sft_test)."""
     rng = random.Random(seed)
 
     def row(split: str, index: int) -> Row:

@@ -1,6 +1,6 @@
 """Write Geometry3K as parquet files for a vision-language model that calls a tool.
 
-Read the hub, or a folder with the same files; without a network, draw figures:
+Read from the hub or from a folder with the same files; without a network, draw figures:
 
     python examples/data_preprocess/geo3k_multiturn_w_tool.py --local_save_dir ~/data/geo3k_multiturn_w_tool
     python examples/data_preprocess/geo3k_multiturn_w_tool.py --local_dataset_path ~/raw/geo3k_multiturn_w_tool
@@ -22,7 +22,7 @@ SYSTEM = (
 
 
 def row(split: str, example: Row, index: int) -> Row:
-    """Return a problem with its figure, and what the tool is created with."""
+    """Return a problem with its figure, and the arguments with which its tool is created."""
     problem = example["problem"]
     answer = example["answer"]
     return {

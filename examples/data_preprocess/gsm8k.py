@@ -1,6 +1,6 @@
 """Write GSM8K, or synthetic sums in its format, as parquet files for reinforcement learning.
 
-Read the hub, or a folder with the same files:
+Read from the hub or from a folder with the same files:
 
     python examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
     python examples/data_preprocess/gsm8k.py --local_dataset_path ~/raw/gsm8k
@@ -9,8 +9,8 @@ Without a network, generate sums of two numbers; this also writes worked solutio
 
     python examples/data_preprocess/gsm8k.py --source synthetic --local_save_dir ~/data/sums
 
-The warm-up's solutions forget most carries. So a model that imitates them gets most sums with a carry wrong, and has
-something to learn from the reward.
+The solutions for the warm-up forget most carries. A model that imitates them gets most sums with a carry wrong, which
+leaves something to learn from the reward.
 """
 
 import random
@@ -25,8 +25,8 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 NUM_TRAIN = 4096
 NUM_TEST = 256
 NUM_SFT = 8192
-CARRY_SHARE = 0.65  # of the questions
-CARELESS_SHARE = 0.75  # of the warm-up's solutions to questions with a carry
+CARRY_SHARE = 0.65  # share of the questions that have a carry
+CARELESS_SHARE = 0.75  # share of the warm-up's solutions that forget the carry
 
 Question = tuple[int, int]
 
@@ -50,7 +50,7 @@ def published_row(split: str, example: Row, index: int) -> Row:
 
 
 def has_carry(question: Question) -> bool:
-    """Return whether the ones add up to ten or more."""
+    """Return whether the last digits add up to ten or more."""
     return question[0] % 10 + question[1] % 10 > 9
 
 

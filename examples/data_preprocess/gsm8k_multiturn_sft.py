@@ -1,6 +1,6 @@
 """Write GSM8K as conversations for supervised fine-tuning, in the column ``messages``.
 
-Read the hub, or a folder with the same files; without a network, make up problems:
+Read from the hub or from a folder with the same files; without a network, generate problems:
 
     python examples/data_preprocess/gsm8k_multiturn_sft.py --local_save_dir ~/data/gsm8k_sft
     python examples/data_preprocess/gsm8k_multiturn_sft.py --local_dataset_path ~/raw/gsm8k_sft

@@ -1,6 +1,6 @@
-"""Write GSM8K as parquet files for several turns: the interaction ``gsm8k`` answers until the result is right.
+"""Write GSM8K as parquet files for conversations in which the interaction ``gsm8k`` replies until the result is right.
 
-Read the hub, or a folder with the same files; without a network, make up problems:
+Read from the hub or from a folder with the same files; without a network, generate problems:
 
     python examples/data_preprocess/gsm8k_multiturn_w_interaction.py --local_save_dir ~/data/gsm8k
     python examples/data_preprocess/gsm8k_multiturn_w_interaction.py --local_dataset_path ~/raw/gsm8k
@@ -21,7 +21,7 @@ INSTRUCTION = 'Think step by step and end with the answer after "####".'
 
 
 def row(split: str, example: Row, index: int) -> Row:
-    """Return a problem, and what its interaction is started with."""
+    """Return a problem, and the arguments with which its interaction starts."""
     made = gsm8k_row(split, example, index, SYSTEM, INSTRUCTION)
     made["extra_info"]["interaction_kwargs"] = {
         "name": "gsm8k",

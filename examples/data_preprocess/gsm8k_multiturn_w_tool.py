@@ -1,6 +1,6 @@
-"""Write GSM8K as parquet files for a model that calls a tool: each row names what the tool is created with.
+"""Write GSM8K as parquet files for a model that calls a tool; each row has the arguments that create its tool.
 
-Read the hub, or a folder with the same files; without a network, make up problems:
+Read from the hub or from a folder with the same files; without a network, generate problems:
 
     python examples/data_preprocess/gsm8k_multiturn_w_tool.py --local_save_dir ~/data/gsm8k
     python examples/data_preprocess/gsm8k_multiturn_w_tool.py --local_dataset_path ~/raw/gsm8k

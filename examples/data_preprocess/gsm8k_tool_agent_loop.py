@@ -1,6 +1,6 @@
 """Write GSM8K as parquet files for the agent loop ``tool_agent``, which calls a tool.
 
-Read the hub, or a folder with the same files; without a network, make up problems:
+Read from the hub or from a folder with the same files; without a network, generate problems:
 
     python examples/data_preprocess/gsm8k_tool_agent_loop.py --local_save_dir ~/data/gsm8k
     python examples/data_preprocess/gsm8k_tool_agent_loop.py --local_dataset_path ~/raw/gsm8k
@@ -15,7 +15,7 @@ from verl.utils.dataset.raw_sets import GSM8K, gsm8k_tool_row
 
 
 def row(split: str, example: Row, index: int) -> Row:
-    """Return a problem with a tool, and the loop that runs it."""
+    """Return a problem with its tool and the name of the agent loop."""
     return {"agent_name": "tool_agent", **gsm8k_tool_row(split, example, index)}
 
 

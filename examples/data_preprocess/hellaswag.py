@@ -1,8 +1,8 @@
-"""Write HellaSwag, the choice of the ending that fits, as parquet files for reinforcement learning.
+"""Write HellaSwag, a choice of the ending that fits, as parquet files for reinforcement learning.
 
-Rows without a label, those of the published test split, are left out.
+Rows without a label are left out, as all of the published test split are.
 
-Read the hub, or a folder with the same files; without a network, make up sentences:
+Read from the hub or from a folder with the same files; without a network, generate sentences:
 
     python examples/data_preprocess/hellaswag.py --local_save_dir ~/data/hellaswag
     python examples/data_preprocess/hellaswag.py --local_dataset_path ~/raw/hellaswag
@@ -16,13 +16,13 @@ import sys
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.preparation import RawSet, build_parser, prepare
 
-MARKUP = re.compile(r"\[.*?\]")  # left from the WikiHow pages
+MARKUP = re.compile(r"\[.*?\]")  # remains of the WikiHow pages' markup
 PLACES = ("the kitchen", "the garden", "the garage")
 DOINGS = ("washes a cup", "waters a plant", "repairs a bicycle")
 
 
 def made_up(rng: random.Random) -> Row:
-    """Return a beginning whose right ending names the same place."""
+    """Generate the beginning of a text; its right ending names the same place."""
     place = rng.randrange(len(PLACES))
     endings = [f"and stays in {name}." for name in PLACES] + ["and flies to the moon."]
     return {
@@ -43,14 +43,14 @@ RAW = RawSet(
 
 
 def plain(text: str) -> str:
-    """Return a text without the markup of its page and without repeated spaces."""
+    """Remove markup and repeated spaces from a text."""
     return " ".join(MARKUP.sub("", text.replace(" [title]", ". ")).split())
 
 
 def row(split: str, example: Row, index: int) -> Row:
-    """Return a beginning as a prompt, with its endings as choices and the place of the right one as ground truth.
+    """Return a prompt with the beginning and its endings as choices; the ground truth is the index of the right ending.
 
-    Raises: ValueError for a label that names no ending.
+    Raises: ValueError for a label that is not the index of an ending.
     """
     choices = [plain(ending) for ending in example["endings"]]
     truth = int(example["label"])

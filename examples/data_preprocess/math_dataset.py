@@ -1,11 +1,11 @@
 r"""Write MATH as parquet files for reinforcement learning; the ground truth is the boxed answer of the solution.
 
-Read the hub, or a folder with the same files (parquet or JSON, ``train`` and ``test``):
+Read from the hub or from a folder with the same files (parquet or JSON, ``train`` and ``test``):
 
     python examples/data_preprocess/math_dataset.py --local_save_dir ~/data/math
     python examples/data_preprocess/math_dataset.py --local_dataset_path ~/raw/MATH-lighteval
 
-Without a network, make up sums of fractions:
+Without a network, generate sums of fractions:
 
     python examples/data_preprocess/math_dataset.py --source synthetic --local_save_dir ~/data/fractions
 """
@@ -45,7 +45,7 @@ def row(split: str, example: Row, index: int) -> Row:
 
 
 def made_up(rng: random.Random) -> Row:
-    """Return a sum of two fractions in the columns of MATH."""
+    """Generate a sum of two fractions, with the columns of MATH."""
     first, second = (Fraction(rng.randint(1, 9), rng.randint(2, 9)) for _ in range(2))
     problem = f"What is ${latex(first)} + {latex(second)}$ in lowest terms?"
     return {

@@ -1,4 +1,4 @@
-"""Write a few conversations of several turns as parquet files, to try supervised fine-tuning on them.
+"""Write a few conversations of several turns as parquet files, for a trial of supervised fine-tuning.
 
 python examples/data_preprocess/multiturn.py --local_dir ~/data/multiturn
 """
@@ -29,7 +29,7 @@ SETS = {"train": TRAIN, "test": TEST}
 
 
 def conversation(texts: tuple[str | None, ...]) -> Row:
-    """Return the messages of a conversation: the system message, if any, then user and assistant by turns."""
+    """Return the messages of a conversation: the system message, if any, then user and assistant in turn."""
     system, *turns = texts
     messages = [{"role": ROLES[i % 2], "content": text} for i, text in enumerate(turns)]
     return {"messages": [{"role": "system", "content": system}, *messages] if system else messages}

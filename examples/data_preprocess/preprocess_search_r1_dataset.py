@@ -1,6 +1,6 @@
 """Write the questions of Search-R1 as parquet files for a model that calls a search engine.
 
-Read the hub, or a folder with the same files; without a network, make up questions:
+Read from the hub or from a folder with the same files; without a network, generate questions:
 
     python examples/data_preprocess/preprocess_search_r1_dataset.py --local_dir ~/data/searchR1_processed_direct
     python examples/data_preprocess/preprocess_search_r1_dataset.py --local_dataset_path ~/raw/nq_hotpotqa_train
@@ -25,7 +25,7 @@ CAPITALS = {"France": "Paris", "Kenya": "Nairobi", "Peru": "Lima", "Japan": "Tok
 
 
 def made_up(rng: random.Random) -> Row:
-    """Return a question about a capital in the columns of the published set."""
+    """Generate a question about a capital, with the columns of the published data set."""
     country = rng.choice(sorted(CAPITALS))
     return {
         "id": f"synthetic_{rng.getrandbits(32):08x}",
@@ -46,7 +46,7 @@ RAW = RawSet(
 
 
 def row(split: str, example: Row, index: int) -> Row:
-    """Return a question as a prompt, and what the search tool is created with.
+    """Return a question as a prompt, and the arguments with which its search tool is created.
 
     Raises: ValueError for a row without a question or accepted answers.
     """

@@ -1,4 +1,4 @@
-"""A rollout engine of its own: ``generate`` of transformers, with min-p."""
+"""A rollout engine written by a user: ``generate`` of transformers, with min-p sampling."""
 
 import time
 from typing import TYPE_CHECKING
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class MinPRollout(BaseRollout):
-    """Draw from the tokens that are at least ``min_p`` times as likely as the likeliest one.
+    """Samples only tokens that are at least ``min_p`` times as likely as the most likely token.
 
-    ``rollout.engine_kwargs.MinPRollout.min_p`` is 0 (off) by default. Rows are generated one after the other, so that a
-    response depends on its prompt, its seed and the weights only.
+    ``rollout.engine_kwargs.MinPRollout.min_p`` is 0 (off) by default. Responses are generated one after the other, so
+    that a response depends only on its prompt, its seed and the weights.
     """
 
     facts = EngineFacts(devices=("cpu", "cuda"))
@@ -69,7 +69,7 @@ class MinPRollout(BaseRollout):
         return self._finished(prompts, responses, log_probs, time.perf_counter() - started, truncated)
 
     def _respond(self, prompt: list[int], seed: int, prompts: DataProto) -> tuple[list[int], list[float]]:
-        """Return the tokens of a response, and their log-probabilities under the distribution drawn from."""
+        """Return the tokens of a response, and their log-probabilities under the filtered sampling distribution."""
         torch.manual_seed(seed)
         values = sampling_values(prompts, self.config)
         options = {"do_sample": False}
@@ -96,28 +96,28 @@ class MinPRollout(BaseRollout):
     # ---- weights
 
     def begin_update(self) -> None:
-        """Start a change of all weights."""
+        """Start a weight update, which must replace every parameter."""
         super().begin_update()
         self._missing = dict(self.model.named_parameters())
 
     def load(self, bucket: Bucket) -> None:
-        """Copy tensors into the model."""
+        """Copy the tensors of a bucket into the model."""
         for name, tensor in bucket:
             if name not in self._missing:
                 raise RuntimeError(f"weight sync: the model has no tensor {name!r}, or it came twice")
             self._missing.pop(name).copy_(tensor)
 
     def finish_update(self, version: int) -> None:
-        """Record the version, if all tensors have come."""
+        """Record the new version of the weights if every parameter was replaced."""
         if self._missing:
             raise RuntimeError(f"weight sync: tensors of the model are missing: {', '.join(self._missing)}")
         super().finish_update(version)
 
     def weights_checksum(self) -> dict[str, int]:
-        """Return the checksum of every parameter."""
+        """Return the checksum of each parameter of this engine."""
         return {name: int(tensor_checksum(value)) for name, value in self.model.named_parameters()}
 
     def source_checksum(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name and the checksum of a tensor in the dtype of the model."""
+        """Return the name and the checksum of a trainer's tensor after its cast to this engine's dtype."""
         held = dict(self.model.named_parameters()).get(name)
         return None if held is None else (name, tensor_checksum(tensor, held.dtype))

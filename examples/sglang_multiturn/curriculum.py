@@ -1,4 +1,4 @@
-"""A curriculum for GSM8K: problems with few steps first."""
+"""A curriculum for GSM8K: problems with few calculation steps come first."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -11,9 +11,9 @@ CALCULATION = "<<"
 
 
 class EasiestFirst(AbstractSampler):
-    """Yields rows by the number of calculations in ``extra_info.answer``, and those with equally many in random order.
+    """Yields rows in the order of the number of calculations in ``extra_info.answer``; ties are in random order.
 
-    The order depends on ``data.seed`` alone, so a resumed run goes on where it was.
+    The order depends only on the data and ``data.seed``, so a resumed run continues at the same row.
     """
 
     def __init__(self, data_source: Any, data_config: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ def answered_row(x: int, y: int) -> Row:
 
 
 def tables(seed: int) -> dict[str, list[Row]]:
-    """Return the rows of each file by its name."""
+    """Return the rows of each output file by its name."""
     pairs = list(product(range(BELOW), repeat=2))
     random.Random(seed).shuffle(pairs)
     splits = {"test": pairs[:NUM_TEST], "train": pairs[NUM_TEST:]}
@@ -55,7 +55,9 @@ def main() -> int:
     """Write the files; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the order and of the split (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the order of the rows and of the split (default: 0)"
+    )
     args = parser.parse_args()
     folder = os.path.expanduser(args.save_dir)
     try:

@@ -43,7 +43,8 @@ def write_model(file: Path, save_dir: str) -> None:
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     AutoTokenizer.from_pretrained(**source).save_pretrained(save_dir)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are plain fp32 tensors now; a trace of the quantization would have from_pretrained look for scales.
+    # The weights are plain fp32 tensors now. With the quantization still in the configuration, from_pretrained would
+    # look for the scales of quantized tensors.
     model.hf_quantizer = None
     del model.config.quantization_config
     model.save_pretrained(save_dir)

@@ -1,4 +1,4 @@
-"""The reward of the sums: whether the last number of a response is the right one."""
+"""The reward function of the sums."""
 
 import re
 from typing import Any

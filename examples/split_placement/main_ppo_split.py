@@ -1,8 +1,9 @@
 """PPO on two halves of the devices, from the root of the repository:
 ``python3 -m examples.split_placement.main_ppo_split key=value ...``.
 
-Actor, rollout and reference policy have one half; critic and reward model have the other. Both update at once. The
-launching process imports neither torch nor transformers, so the workers are imported where they run.
+Actor, rollout and reference policy run on one half; critic and reward model run on the other. Actor and critic update
+at the same time. The launching process imports neither torch nor transformers, so the workers are imported where they
+run.
 """
 
 import importlib
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-if __package__ in (None, ""):  # started as a file: the folder of this file is on the path, the repository is not
+if __package__ in (None, ""):  # started as a file: sys.path has the folder of this file, but not the repository
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from verl.errors import WrongInput
@@ -31,7 +32,7 @@ CRITIC_POOL = "critic_pool"
 
 
 def halves(num_nodes: int, devices_per_node: int) -> list[int]:
-    """Return the processes of each half on its nodes: whole nodes if their number is even, else half of each node.
+    """Return the number of processes on each node of a half: half of the nodes if possible, else half of each node.
 
     Raises: WrongInput when the devices cannot be halved.
     """
@@ -46,7 +47,7 @@ def halves(num_nodes: int, devices_per_node: int) -> list[int]:
 
 
 def check_placement(config: DictConfig) -> None:
-    """Check what only this placement needs.
+    """Check the requirements of this placement, beyond those of the main trainer.
 
     Raises: WrongInput naming the key.
     """
@@ -62,10 +63,10 @@ def check_placement(config: DictConfig) -> None:
 
 
 class SplitTaskRunner(TaskRunner):
-    """The main trainer's data and roles, on two pools."""
+    """Runs the main trainer's roles on two resource pools."""
 
     def add_actor_rollout_worker(self, config: DictConfig) -> tuple[type, type["RayWorkerGroup"]]:
-        """Choose a worker whose update the driver does not wait for."""
+        """Choose the actor worker whose update returns a future to the driver at once."""
         from examples.split_placement.split_workers import SplitActorRolloutRefWorker
         from verl.single_controller.ray import RayWorkerGroup
 
@@ -73,7 +74,7 @@ class SplitTaskRunner(TaskRunner):
         return SplitActorRolloutRefWorker, RayWorkerGroup
 
     def add_critic_worker(self, config: DictConfig) -> None:
-        """Choose a critic whose update the driver does not wait for."""
+        """Choose the critic worker whose update returns a future to the driver at once."""
         super().add_critic_worker(config)
         if Role.Critic in self.mapping:
             from examples.split_placement.split_workers import SplitCriticWorker
@@ -81,19 +82,19 @@ class SplitTaskRunner(TaskRunner):
             self._add(Role.Critic, SplitCriticWorker, CRITIC_POOL)
 
     def add_reward_model_worker(self, config: DictConfig) -> None:
-        """Put the reward model on the half of the critic."""
+        """Place the reward model on the critic's half."""
         super().add_reward_model_worker(config)
         if Role.RewardModel in self.mapping:
             self.mapping[Role.RewardModel] = CRITIC_POOL
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: type) -> None:
-        """Put the reference policy on the half of the actor."""
+        """Place the reference policy on the actor's half."""
         super().add_ref_policy_worker(config, ref_policy_cls)
         if Role.RefPolicy in self.mapping:
             self.mapping[Role.RefPolicy] = ACTOR_POOL
 
     def init_resource_pool_mgr(self, config: DictConfig) -> "ResourcePoolManager":
-        """Lay out the two pools."""
+        """Create the manager of the two resource pools."""
         from verl.trainer.ppo.resources import ResourcePoolManager
 
         half = halves(config.trainer.nnodes, config.trainer.n_gpus_per_node)
@@ -101,7 +102,7 @@ class SplitTaskRunner(TaskRunner):
         return ResourcePoolManager(resource_pool_spec=spec, mapping=self.mapping, device_name=config.trainer.device)
 
     def trainer_class(self) -> type["RayPPOTrainer"]:
-        """Choose the trainer that updates both at once."""
+        """Choose the trainer that updates actor and critic at the same time."""
         from examples.split_placement.split_trainer import RaySplitTrainer
 
         return RaySplitTrainer
@@ -109,7 +110,7 @@ class SplitTaskRunner(TaskRunner):
 
 @hydra_main("ppo_trainer_split", config_path="config")
 def main(config: DictConfig) -> None:
-    """Run PPO on two halves by the composed configuration."""
+    """Run PPO on two halves with the composed configuration."""
     checked(lambda: check_placement(config))
     run_ppo(config, SplitTaskRunner)
 

@@ -9,12 +9,12 @@ class RaySplitTrainer(RayPPOTrainer):
     """PPO whose actor and critic update at the same time; only ``update`` is overridden."""
 
     def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Start both updates, then wait for both; during its warm-up only the critic's.
+        """Start both updates, then wait for both; during the critic's warm-up, update only the critic.
 
-        The timer ``update_critic`` covers both starts and the wait for the critic, ``update_actor`` the rest of the
-        wait: the time of the two is that of the slower update.
+        The timer ``update_critic`` covers both starts and the wait for the critic, ``update_actor`` the remaining wait
+        for the actor. So their sum is the time of the slower update.
         """
-        assert self.critic_wg is not None  # the checks before the start need a critic
+        assert self.critic_wg is not None  # check_placement requires a critic
         with_actor = not self.trains_critic_only
         part = batch.select(non_tensor_batch_keys=[n for n in ("multi_modal_inputs",) if n in batch.non_tensor_batch])
         with self._timed("update_critic", timing):

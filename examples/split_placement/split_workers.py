@@ -1,4 +1,4 @@
-"""Workers whose updates return at once: the driver gets a future."""
+"""Workers whose updates are not blocking: the driver gets a future at once."""
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register

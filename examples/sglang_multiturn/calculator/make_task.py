@@ -1,12 +1,12 @@
-"""Write a task that a tiny model can only solve with a calculator: a model with random weights, and its data.
+"""Write a tiny model with random weights, and the data of a task that it can solve only with a calculator.
 
     python examples/sglang_multiturn/calculator/make_task.py --save-dir outputs/calculator
 
-``model`` is the one of ``examples/tiny_model.py``, whose tokenizer has a token each for the head and the tail of a
-call. ``data`` asks for products of two numbers of two digits; the products have four. Half of the supervised
-conversations answer at once, with the right number; the other half call the calculator first, and only half of those
-with the numbers of the question. So they teach what a call looks like, and neither when to make one nor reliably of
-what.
+``model`` is the model of ``examples/tiny_model.py`` with two further tokens, for the start and the end of a tool call.
+``data`` asks for products of two numbers of two digits; the products have four digits. Half of the supervised
+conversations give the right answer at once. The other half call the calculator first, but only half of these with the
+numbers of the question. So the supervised data teach the format of a call; when to call and with which numbers is left
+to the reward.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def prompt_row(split: str, index: int, x: int, y: int) -> Row:
 
 
 def conversation(number: int, pair: Pair, other: Pair) -> Row:
-    """Return a supervised conversation: an answer, or a call of this or of another product and an answer."""
+    """Return a supervised conversation: an answer, or a call for this or another product, followed by its answer."""
     x, y = pair
     messages = [question(x, y)]
     if number % 2:
@@ -64,7 +64,7 @@ def tables(
     prompt: Callable[[str, int, int, int], Row] = prompt_row,
     talk: Callable[[int, Pair, Pair], Row] = conversation,
 ) -> dict[str, list[Row]]:
-    """Return the rows of each file by its name; no question of ``test`` occurs elsewhere."""
+    """Return the rows of each output file by its name; no question of ``test`` occurs in another split."""
     draw = random.Random(seed)
     pairs = list(product(range(LEAST, 100), repeat=2))
     draw.shuffle(pairs)
@@ -77,10 +77,10 @@ def tables(
 
 
 def main() -> int:
-    """Write model and data; return the exit code."""
+    """Write the model and the data; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the rows (default: 0)")
     args = parser.parse_args()
     folder = os.path.expanduser(args.save_dir)
     try:

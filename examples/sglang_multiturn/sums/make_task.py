@@ -1,10 +1,10 @@
-"""Write sums for a model that is told whether its answer is right: a model with random weights, and its data.
+"""Write a tiny model with random weights, and sums to which a simulated user replies whether the answer is right.
 
     python examples/sglang_multiturn/sums/make_task.py --save-dir outputs/gsm8k_interaction
 
 The sums are those of ``examples/data_preprocess/gsm8k.py --source synthetic``, whose supervised solutions forget most
-carries. Here the user then says that the answer is wrong, and one second attempt in five mends it. So the rows teach
-the form of a second attempt, and not reliably what to change.
+carries. In these conversations the user then says that the answer is wrong, and one in five second attempts corrects
+it. So the supervised data teach the format of a second attempt; how to correct the answer is left to the reward.
 """
 
 import argparse
@@ -21,20 +21,20 @@ from verl.interactions.gsm8k_interaction import WRONG
 from verl.utils.reward_score import gsm8k
 
 CARELESS = 0.8
-"""Share of second attempts that forget the carry again."""
+"""Share of the second attempts that forget the carry again."""
 
 Row = dict[str, Any]
 
 
 def with_user(row: Row) -> Row:
-    """Return a prompt with what the interaction ``gsm8k`` is started with."""
+    """Return a prompt with the arguments with which the interaction ``gsm8k`` starts."""
     info = row["extra_info"]
     started = {"name": "gsm8k", "query": info["question"], "ground_truth": row["reward_model"]["ground_truth"]}
     return {**row, "extra_info": {**info, "interaction_kwargs": started}}
 
 
 def with_second_attempt(row: Row, rng: random.Random) -> Row:
-    """Return a supervised conversation that goes on where its answer is wrong."""
+    """Return a supervised conversation, extended by a second attempt if its answer is wrong."""
     question, said = row["messages"]
     x, y = map(int, question["content"].removesuffix("=?").split("+"))
     if gsm8k.extract_solution(said["content"]) == str(x + y):
@@ -44,7 +44,7 @@ def with_second_attempt(row: Row, rng: random.Random) -> Row:
 
 
 def tables(seed: int) -> dict[str, list[Row]]:
-    """Return the rows of each file by its name."""
+    """Return the rows of each output file by its name."""
     rng = random.Random(seed)
     made = synthetic_tables(seed)
     return {
@@ -54,10 +54,10 @@ def tables(seed: int) -> dict[str, list[Row]]:
 
 
 def main() -> int:
-    """Write model and data; return the exit code."""
+    """Write the model and the data; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the rows (default: 0)")
     args = parser.parse_args()
     folder = os.path.expanduser(args.save_dir)
     try:

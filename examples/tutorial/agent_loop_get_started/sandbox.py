@@ -1,9 +1,9 @@
-"""A small service that runs code, with the interface of SandboxFusion.
+"""A small service that runs code, with the HTTP interface of SandboxFusion.
 
     python examples/tutorial/agent_loop_get_started/sandbox.py --port 8080
 
-It answers POST requests at any path and runs Python in verl's sandbox. It is for trying things out on one machine: it
-listens on 127.0.0.1 only, and starts a program for every request, however many there are.
+It answers POST requests at any path and runs Python in verl's sandbox. It is meant for experiments on one machine: it
+listens on 127.0.0.1 only, and starts a process for each request without a limit on their number.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _STATUS = {"ok": "Finished", "timeout": "TimeLimitExceeded"}
 
 
 def run_code(request: dict[str, Any]) -> dict[str, Any]:
-    """Run ``code`` and return the reply of the service."""
+    """Run the request's ``code`` in the sandbox and return the reply of the service."""
     if request.get("language", "python") != "python":
         return {"status": "SandboxError", "message": "this sandbox runs python only", "run_result": None}
     test = Test(stdin=request.get("stdin") or "")
@@ -79,7 +79,7 @@ class Sandbox:
         self.server.server_close()
 
     def start(self) -> Self:
-        """Serve until the process ends."""
+        """Serve in a background thread until the process ends."""
         self.__enter__()
         return self
 

@@ -1,11 +1,11 @@
-"""Write a task that a tiny model can only solve with a search: a model with random weights, its data, and a corpus.
+"""Write a tiny model with random weights, and data and corpus of a task that it can solve only by searching.
 
     python examples/sglang_multiturn/search_r1_like/lockers/make_task.py --save-dir outputs/search
 
-``corpus.jsonl`` has a document on each of 4,128 lockers, with its code of three letters. ``data`` asks for codes. No
-locker of ``test`` occurs elsewhere in the data, so only the corpus says its code. Three of five supervised
-conversations answer at once, with the right code; the other two search first, a quarter of those for another locker
-than that of the question. So they teach what a search looks like, and neither when to make one nor reliably of what.
+``corpus.jsonl`` has one document for each of 4,128 lockers, which tells its code of three letters. ``data`` asks for
+codes. The lockers of ``test`` are in no other split, so only the corpus tells their codes. Three of five supervised
+conversations give the right code at once. The other two search first, a quarter of these for another locker than the
+question's. So the supervised data teach the format of a search; when and for what to search is left to the reward.
 """
 
 import argparse
@@ -25,14 +25,14 @@ CLOSE = "</answer>"
 BEFORE = '{"result": "Doc 1 (Title: Locker '
 BETWEEN = ")\\nThe code is "
 AFTER = '.\\n"}'
-"""What stands around number and code in the answer of ``SearchTool``."""
+"""The text of the answer of ``SearchTool`` before the number, between number and code, and after the code."""
 ASKS = "code of locker "
 TEXTS = (HEAD, TAIL, OPEN, CLOSE, BEFORE, BETWEEN, AFTER, ASKS)
-"""Texts that many conversations share; each is a token."""
+"""Texts that many conversations contain; each becomes one token."""
 NUM_TEST = 128
 NUM_TRAIN = 4000
 LETTERS = "BCDFGHJKLMNPQRSTVWXZ"
-"""What codes are made of. Without vowels no code is an article, which the scorer ignores."""
+"""The letters of codes. Without vowels no code contains an English article, which the scorer would ignore."""
 NUM_SUPERVISED = 8192
 NUM_SUPERVISED_TEST = 64
 
@@ -42,10 +42,10 @@ Fact = tuple[str, str]
 
 
 def made_up_facts(draw: random.Random) -> list[Fact]:
-    """Return lockers with their codes.
+    """Draw lockers with their codes.
 
-    No character occurs twice in a number or a code: a tiny model copies by looking for what followed the last
-    character, and errs where that has two answers.
+    No character occurs twice in a number or in a code. A tiny model copies a text by looking up which character
+    followed the previous one, and makes mistakes if there are two candidates.
     """
     numbers = [str(number) for number in range(1000, 10000) if len(set(str(number))) == 4]
     lockers = draw.sample(numbers, NUM_TEST + NUM_TRAIN)
@@ -53,7 +53,7 @@ def made_up_facts(draw: random.Random) -> list[Fact]:
 
 
 def document(number: int, locker: str, code: str) -> Row:
-    """Return what the corpus says about a locker."""
+    """Return the document of the corpus on a locker."""
     return {"id": str(number), "contents": f"Locker {locker}\nThe code is {code}."}
 
 
@@ -79,7 +79,7 @@ def prompt_row(split: str, index: int, locker: str, code: str) -> Row:
 
 
 def conversation(number: int, fact: Fact, other: Fact) -> Row:
-    """Return a supervised conversation: an answer, or a search for this or for another locker and an answer."""
+    """Return a supervised conversation: an answer, or a search for this or another locker, followed by its answer."""
     locker, code = fact
     messages = [question(locker)]
     if number % 5 < 2:
@@ -90,7 +90,7 @@ def conversation(number: int, fact: Fact, other: Fact) -> Row:
 
 
 def tables(seed: int) -> tuple[list[Row], dict[str, list[Row]]]:
-    """Return the corpus, and the rows of each file of data by its name."""
+    """Return the corpus, and the rows of each data file by its name."""
     draw = random.Random(seed)
     facts = made_up_facts(draw)
     splits = {"test": facts[:NUM_TEST], "train": facts[NUM_TEST:]}
@@ -103,10 +103,10 @@ def tables(seed: int) -> tuple[list[Row], dict[str, list[Row]]]:
 
 
 def main() -> int:
-    """Write model, data and corpus; return the exit code."""
+    """Write the model, the data and the corpus; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and codes (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the codes (default: 0)")
     args = parser.parse_args()
     folder = os.path.expanduser(args.save_dir)
     corpus, rows_of_file = tables(args.seed)
