@@ -1,12 +1,12 @@
-"""Measure agent loops on CPU: what ``rollout.mode=async`` costs beside ``sync``, and many trajectories at once.
+"""Measure agent loops on CPU: the cost of ``rollout.mode=async`` over ``sync``, and many concurrent trajectories.
 
 python benchmarks/agent_loops.py overhead
 python benchmarks/agent_loops.py concurrent
 
-``overhead`` runs single-turn GRPO in both modes in turn, with the inputs of the case ``fixed`` of trl.py, and compares
-the medians of the steps after the warm-up, and CPU seconds of all processes. ``concurrent`` runs steps with many
-trajectories of ``tool_agent`` at once, whose tool sleeps for 1 to 5 seconds, and follows memory, CPU and the account of
-all attempts. The last line printed is JSON.
+``overhead`` alternates single-turn GRPO in both modes, on the inputs of the case ``fixed`` of trl.py. It compares the
+median times of the steps after the warm-up and the CPU seconds of all processes. ``concurrent`` runs steps with many
+concurrent trajectories of ``tool_agent``, whose tool sleeps for 1 to 5 seconds. It records memory, CPU and the outcome
+of every attempt at a trajectory. The last line printed is JSON.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="actors that run the loops (default: 1)")
     parser.add_argument("--out", type=Path, help="folder for logs and inputs (default: a temporary one)")
     parser.add_argument("overrides", nargs="*", help="further keys, for instance key=value")
-    args = parser.parse_intermixed_args()  # overrides may stand after options
+    args = parser.parse_intermixed_args()  # allows overrides after options
     args.steps = args.steps or (22 if args.what == "overhead" else 6)
     if args.steps <= WARMUP_STEPS:
         parser.error(f"--steps must be above {WARMUP_STEPS}, the steps that are not counted")
@@ -53,7 +53,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def train(run: Path, settings: dict[str, Any], overrides: list[str], steps: int) -> dict[str, Any]:
-    """Train in ``run`` and return what was measured, with the metrics of each step."""
+    """Train in the folder ``run``; return the measurements and the metrics of each step."""
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     common = {
@@ -92,7 +92,7 @@ def train(run: Path, settings: dict[str, Any], overrides: list[str], steps: int)
 
 
 def per_step_cpu(measured: dict[str, Any]) -> dict[str, float]:
-    """Return the CPU seconds of a counted step by process."""
+    """Return the CPU seconds per counted step for each process."""
     marks = measured["marks"]
     (_, before), (_, after) = marks[WARMUP_STEPS - 1], marks[-1]
     return {name: (value - before.get(name, 0.0)) / (len(marks) - WARMUP_STEPS) for name, value in after.items()}
@@ -102,7 +102,7 @@ def per_step_cpu(measured: dict[str, Any]) -> dict[str, float]:
 
 
 def overhead(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return the figures of each run, the modes in turn."""
+    """Run the modes alternately, and return the figures of each run."""
     sizes = SimpleNamespace(
         hidden=256, layers=4, vocab=1000, prompts=16, samples=8, prompt_length=32, shortest=34, longest=40, limit=32,
         seed=1,
@@ -134,7 +134,7 @@ def overhead(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def overhead_table(results: list[dict[str, Any]]) -> list[str]:
-    """Return the medians over the runs and their ratios as lines of Markdown."""
+    """Return the medians over the runs, and the ratios of the modes, as lines of Markdown."""
     keys = (*TARGETS, "cpu_s")
     lines = ["| | " + " | ".join(keys) + " |", "|---" * (len(keys) + 1) + "|"]
     medians: dict[str, dict[str, float]] = {}
@@ -152,7 +152,7 @@ def overhead_table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def concurrent(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the figures of a run whose trajectories all run at once."""
+    """Run steps whose trajectories are all concurrent, and return the figures of the run."""
     sys.path.insert(0, str(ROOT))
     import pandas
 
@@ -220,7 +220,7 @@ def concurrent(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def pss_by_process(marks: list[dict[str, int]]) -> dict[str, list[int]]:
-    """Return the MB of the processes whose memory changed by 1 MB after the warm-up, after each step."""
+    """Return the memory in MB after each step, for processes that change by 1 MB or more after the warm-up."""
     names = sorted({name for mark in marks for name in mark})
     rows = {name: [round(mark.get(name, 0) / 1e6) for mark in marks] for name in names}
     return {name: row for name, row in rows.items() if max(row[WARMUP_STEPS:]) - min(row[WARMUP_STEPS:]) >= 1}
@@ -232,7 +232,7 @@ def concurrent_table(row: dict[str, Any]) -> list[str]:
 
 
 def say(line: str) -> None:
-    """Write a line at once."""
+    """Write a line to standard output and flush it."""
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
     sys.stdout.flush()
 

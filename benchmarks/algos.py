@@ -1,11 +1,11 @@
-"""Cost of the algorithms on the driver, in passes: multiples of one ``torch.addcmul(a, b, c)`` over (1024, 2048) fp32.
+"""Cost of the algorithms on the driver, in multiples of one pass: ``torch.addcmul(a, b, c)`` over (1024, 2048) fp32.
 
 python benchmarks/algos.py                 a table
 python benchmarks/algos.py --check         exit 1 where a cost is above its limit
 python benchmarks/algos.py --only gae --json
 
-One thread. The pass runs before and after each call of what is measured, in one process, so that the state of the
-machine and of its allocator is the same for both; the median of the ratios counts. Results: docs/perf/algos.md.
+It measures in one thread and one process. The pass runs before and after each measured call, so that machine and
+allocator are in the same state for both; the result is the median of the ratios. Results: docs/perf/algos.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ WARMUP = 3
 
 
 class Case(NamedTuple):
-    """What is measured: its limit in passes (None: only reported) and the width of the pass."""
+    """A measured call, its limit in passes (None: no limit) and the width of the pass."""
 
     name: str
     run: Callable[[], Any]
@@ -38,16 +38,17 @@ class Case(NamedTuple):
 
 
 def make_batch(width: int = WIDTH, hole: int = 0) -> dict[str, Any]:
-    """Make rows of uneven length, groups of ``SAMPLES``, and log-probabilities that drifted a little.
+    """Make a batch with rows of uneven length in groups of ``SAMPLES``, and slightly different old log-probabilities.
 
-    A tenth of the tokens inside a response is masked out, in runs of ``hole`` tokens where that is not 0.
+    Unless ``hole`` is 0, a tenth of the tokens within a response is masked out, in runs of ``hole`` tokens.
     """
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, width + 1, (ROWS,), generator=generator)
     mask = torch.arange(width) < lengths.unsqueeze(-1)
     if hole:
         kept = torch.rand(ROWS, width // hole, generator=generator) > 0.1
-        mask &= kept.repeat_interleave(hole, dim=-1).roll(29, dims=-1)  # ends anywhere
+        # The shift keeps the holes from ending at multiples of their size.
+        mask &= kept.repeat_interleave(hole, dim=-1).roll(29, dims=-1)
     rewards = torch.zeros(ROWS, width)
     rewards[torch.arange(ROWS), lengths - 1] = torch.randint(0, 2, (ROWS,), generator=generator).float()
     log_prob = -torch.rand(ROWS, width, generator=generator)
@@ -65,7 +66,7 @@ def make_batch(width: int = WIDTH, hole: int = 0) -> dict[str, Any]:
 
 
 def advantage_cases() -> Iterator[Case]:
-    """Yield every estimator, with the discounts that PPO runs with."""
+    """Yield every advantage estimator, with the usual discounts of PPO."""
     from verl.algos.advantage import ADV_ESTIMATOR_REGISTRY
     from verl.algos.config import AlgoConfig
 
@@ -83,7 +84,7 @@ def advantage_cases() -> Iterator[Case]:
 
 
 def loss_cases() -> Iterator[Case]:
-    """Yield the forward pass of every policy loss, with a gradient asked for as in training."""
+    """Yield the forward pass of every policy loss, which records the graph for its gradient as in training."""
     from verl.algos.policy_loss import POLICY_LOSS_REGISTRY
     from verl.workers.config import FSDPActorConfig
 
@@ -97,7 +98,7 @@ def loss_cases() -> Iterator[Case]:
 
 
 def entropy_cases() -> Iterator[Case]:
-    """Yield the entropy of 8192 tokens over a vocabulary of 8192, forward and backward."""
+    """Yield forward and backward pass of the entropy of 8192 tokens over a vocabulary of 8192."""
     from verl.utils.torch_functional import entropy_from_logits
 
     logits = torch.randn(64, 128, 8192, generator=torch.Generator().manual_seed(0)).mul_(3).requires_grad_()
@@ -115,7 +116,7 @@ def entropy_cases() -> Iterator[Case]:
 
 
 def rollout_is_cases() -> Iterator[Case]:
-    """Yield the importance weights of the rollout with all of their metrics, at twice the width."""
+    """Yield the rollout importance weights with all of their metrics, over rows of twice the width."""
     try:
         helper = importlib.import_module("verl.trainer.ppo.mismatch_helper")
     except ModuleNotFoundError:
@@ -147,7 +148,7 @@ def partition_cases() -> Iterator[Case]:
 
 
 def metric_cases() -> Iterator[Case]:
-    """Yield the validation metrics of 512 prompts with 16 responses, and the metrics of a training batch."""
+    """Yield the validation metrics of 512 prompts with 16 responses each, and the metrics of a training batch."""
     from verl.protocol import DataProto
     from verl.trainer.ppo.metric_utils import compute_data_metrics, process_validation_metrics
 
@@ -175,7 +176,7 @@ def metric_cases() -> Iterator[Case]:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Return the CPU time of one call, which other processes disturb less than wall time."""
+    """Return the CPU seconds of one call; other processes disturb them less than wall time."""
     start = time.thread_time()
     run()
     return time.thread_time() - start
@@ -195,10 +196,10 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure and report; 1 where ``--check`` finds a cost above its limit."""
+    """Measure and report; return 1 if ``--check`` finds a cost above its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="measure the cases whose name contains this")
-    parser.add_argument("--repeats", type=int, default=15, help="calls of each, warm-up not counted (default: 15)")
+    parser.add_argument("--only", default="", help="measure only cases whose name contains this text")
+    parser.add_argument("--repeats", type=int, default=15, help="measured calls of each case (default: 15)")
     parser.add_argument("--check", action="store_true", help="exit 1 where a cost is above its limit")
     parser.add_argument("--json", action="store_true", help="one JSON line per case instead of the table")
     args = parser.parse_args()

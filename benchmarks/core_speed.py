@@ -1,7 +1,8 @@
-"""The speed of the core while a benchmark runs on it, where other guests of the machine may use the same core.
+"""A clock that is independent of the core's speed, for benchmarks in a virtual machine.
 
-A virtual machine cannot see them: what a process does may take 1.7 times the CPU seconds from one second to the next.
-``SteadyClock`` runs a fixed probe every few milliseconds and counts seconds at a fixed speed of it.
+Other guests may use the same core, which a virtual machine cannot see: the same work may take 1.7 times the CPU seconds
+from one second to the next. ``SteadyClock`` runs a fixed probe every few milliseconds, and scales CPU seconds by how
+long the probe took.
 """
 
 import signal
@@ -12,14 +13,14 @@ from typing import Any
 import numpy as np
 
 PROBE_S = 200e-6
-"""Seconds that a probe takes at the speed of which a steady clock counts the seconds."""
+"""CPU seconds of a probe at the nominal speed, in whose seconds the steady clock counts."""
 INTERVAL_S = 10e-3
-"""CPU seconds of all threads between two probes."""
+"""Interval between two probes, in CPU seconds summed over all threads."""
 _NUMBERS = np.random.default_rng(0).integers(0, 1 << 20, 2000)
 
 
 def probe() -> float:
-    """Return the CPU seconds of small operations of Python and numpy, whose code and data are in the cache."""
+    """Run small operations of Python and numpy, whose code and data fit into the cache; return their CPU seconds."""
     for _ in range(2):
         began = time.thread_time()
         np.argsort(_NUMBERS[:1500], kind="stable")
@@ -30,10 +31,10 @@ def probe() -> float:
 
 
 class SteadyClock:
-    """CPU seconds of this process at the speed at which ``probe`` takes ``PROBE_S``, without those of the probes.
+    """Counts CPU seconds of this process, scaled to the speed at which ``probe`` takes ``PROBE_S``, without the probes.
 
-    Used as a context in the main thread of a process that starts no other one meanwhile. It fits work like that of the
-    probe: copies of large memory are slowed down less by what shares the core.
+    Use it as a context manager in the main thread; the process must not start other processes within. The scale is
+    right for work like the probe's; another guest on the core slows down copies of large memory less.
 
     Attributes:
         spent: CPU seconds of the probes so far.
@@ -60,21 +61,21 @@ class SteadyClock:
         signal.signal(signal.SIGPROF, self._handler)
 
     def now(self) -> float:
-        """Return the steady seconds so far."""
+        """Return the scaled CPU seconds so far."""
         while True:
             since = self._since
             steady = self._steady + (time.process_time() - since) * PROBE_S / self._probed
-            if since == self._since:  # no probe ran meanwhile
+            if since == self._since:  # no probe ran during the call
                 return steady
 
     def _tick(self, *_: Any) -> None:
-        if self._busy:  # the next signal came during the probe
+        if self._busy:  # this signal came while the probe of the previous one ran
             return
         self._busy = True
         began = time.process_time()
         before = self._probed
         self._probed = probe()
-        # the seconds since the probe before are taken for those of a core between both speeds
+        # The speed since the previous probe is taken as the mean of the speeds that both probes show.
         self._steady += (began - self._since) * PROBE_S / ((before + self._probed) / 2)
         self._since = time.process_time()
         self.spent += self._since - began

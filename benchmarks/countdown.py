@@ -1,9 +1,9 @@
-"""A model whose response lengths are known: it counts down and ends, so that two frameworks get the same lengths.
+"""A model with a known distribution of response lengths, so that two frameworks can be compared: it counts down.
 
-Most words belong to groups of equal size. After the last word of a prompt comes a word of any group between the
-shortest and the longest length, after a word of group c one of group c - 1, after group 1 the end. Which word of a
-group is left to chance. Lengths are therefore uniform, and the weights are otherwise those of a random Qwen2, with all
-of its work. Groups that are longer than the response limit make every response as long as the limit.
+Most words belong to groups of equal size, numbered by the remaining length. The prompt is followed by a word of a
+random group between the shortest and the longest length, a word of group c by a word of group c - 1, and group 1 by the
+end of the response. Words of a group are equally likely. So lengths are uniformly distributed, while the model computes
+as much as any Qwen2 of its size. With groups above the response limit every response has the length of the limit.
 """
 
 import json
@@ -17,7 +17,7 @@ START = 1
 END = 2
 SPECIAL_WORDS = ["<pad>", "<start>", "<end>"]
 CERTAINTY = 18.0
-"""Logit of the words that may follow, where the others have about 0."""
+"""Logit of the words that may follow; the logits of the others are about 0."""
 
 
 def make_inputs(folder: Path, sizes: Any, steps: int) -> None:
@@ -35,7 +35,8 @@ def make_inputs(folder: Path, sizes: Any, steps: int) -> None:
 def word_tokenizer(vocab: int) -> Any:
     """Return a tokenizer with one token per word.
 
-    Words are added tokens: the class that AutoTokenizer takes for a Qwen2 keeps these, and no other way to split.
+    Words are added tokens, because the class that AutoTokenizer loads for a Qwen2 keeps these, but no other way to
+    split a text.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -52,7 +53,7 @@ def word_tokenizer(vocab: int) -> Any:
 
 
 def countdown_model(sizes: Any) -> Any:
-    """Return the model; the embedding of a word names its group, the head asks for the group before."""
+    """Return the model; a word's embedding encodes its group, and the head favours the next lower group."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -73,8 +74,8 @@ def countdown_model(sizes: Any) -> Any:
         dtype="float32",
     )
     model = Qwen2ForCausalLM(config)
-    groups = sizes.longest  # group c leads to c more words and the end
-    directions = torch.linalg.qr(torch.randn(sizes.hidden, groups))[0].T  # row 0 is that of the start
+    groups = sizes.longest  # after a word of group c come c more words and the end
+    directions = torch.linalg.qr(torch.randn(sizes.hidden, groups))[0].T  # row 0 is the direction of the start
     group_of = word_groups(sizes.vocab, groups)
     scale = sizes.hidden**0.5
     with torch.no_grad():
@@ -94,14 +95,14 @@ def countdown_model(sizes: Any) -> Any:
 
 
 def word_groups(vocab: int, groups: int) -> list[int]:
-    """Return the group of every word, 1 to ``groups - 1``, all of one size; 0 for words that are never sampled."""
+    """Return the group of each word, from 1 to ``groups - 1`` and of equal size; 0 for words that are never sampled."""
     size = (vocab - len(SPECIAL_WORDS)) // (groups - 1)
     grouped = [0] * len(SPECIAL_WORDS) + [group for group in range(1, groups) for _ in range(size)]
     return grouped + [0] * (vocab - len(grouped))
 
 
 def write_prompts(folder: Path, sizes: Any, count: int) -> None:
-    """Write prompts of random words as parquet rows for ``verl`` and as JSON lines for others."""
+    """Write prompts of random words, as a parquet file for ``verl`` and as JSON lines for other frameworks."""
     import pandas
 
     rng = random.Random(sizes.seed)
@@ -120,6 +121,6 @@ def write_prompts(folder: Path, sizes: Any, count: int) -> None:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return the share of words with an even number, which does not depend on the length."""
+    """Return the share of words with an even number, a reward that does not depend on the length."""
     numbers = [int(number) for number in re.findall(r"<w(\d+)>", solution_str)]
     return sum(number % 2 == 0 for number in numbers) / max(1, len(numbers))

@@ -1,14 +1,15 @@
-"""Cost of moving a batch between the driver and its workers, in passes: multiples of one ``torch.addcmul(a, b, c)``
-over (1024, 2048) fp32.
+"""Cost of moving a batch between the driver and its workers, in multiples of one pass.
+
+A pass is ``torch.addcmul(a, b, c)`` over (1024, 2048) fp32.
 
 python benchmarks/dispatch.py                        a table
 python benchmarks/dispatch.py --check                exit 1 where a cost is above its limit
 python benchmarks/dispatch.py --only pickle --json
 python benchmarks/dispatch.py --against ../earlier   alternate with another checkout, case by case
 
-One thread. The pass and what is measured alternate in one process, and medians are divided, as in ``algos.py``. Cases
-with Ray count wall time, since several processes work at once; the others CPU time. The process keeps the memory that
-it frees, as the trainer does with batches of these sizes; ``--new-memory`` leaves that to the C library. Results:
+It measures in one thread. The pass and the measured call alternate in one process, and the medians are divided. Cases
+with Ray are measured in wall time, since several processes work at once; the others in CPU time. The process keeps
+freed memory, as the trainer does with batches of these sizes; ``--new-memory`` leaves that to the C library. Results:
 docs/perf/dispatch.md.
 """
 
@@ -38,13 +39,13 @@ SAMPLES = 8
 WARMUP = 2
 FILTER_ROWS = 20_000
 OBJECT_STORE_BYTES = 1 << 30
-ROUNDS = 3  # processes of each checkout with --against
+ROUNDS = 3  # with --against: number of processes of each checkout
 
 Clock = Callable[[], float]
 
 
 class Case(NamedTuple):
-    """What is measured: a call, its limit in passes (None: only reported) and its clock."""
+    """A measured call, its limit in passes (None: no limit) and its clock."""
 
     name: str
     run: Callable[[], Any]
@@ -54,7 +55,7 @@ class Case(NamedTuple):
 
 
 def make_batch(megabytes: int, rows: int = ROWS) -> Any:
-    """Make a batch as it is after generation: ids and masks, numbers per token, and objects per row."""
+    """Make a batch as after generation: token ids and masks, a column of numbers per token, and objects per row."""
     from verl import DataProto
 
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +77,7 @@ def make_batch(megabytes: int, rows: int = ROWS) -> Any:
 
 
 def touched(data: Any) -> float:
-    """Read every number of a batch, as a worker does that computes with it."""
+    """Read every number of a batch, as a worker that computes with it does."""
     return sum(float(value.sum()) for value in data.batch.values())
 
 
@@ -84,7 +85,7 @@ def touched(data: Any) -> float:
 
 
 def pickle_cases() -> Iterator[Case]:
-    """Yield pickling and loading of 96 MB: in one string of bytes, through a file, and with buffers out of band."""
+    """Yield pickling and loading of 96 MB: as one byte string, through a file, and with out-of-band buffers."""
     from verl import DataProto
 
     data = make_batch(96)
@@ -103,7 +104,7 @@ def pickle_cases() -> Iterator[Case]:
     def out_of_band() -> None:
         buffers: list[pickle.PickleBuffer] = []
         text = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
-        # Ray hands out buffers in memory that is read-only.
+        # Ray also gives read-only buffers.
         pickle.loads(text, buffers=[memoryview(buffer).toreadonly() for buffer in buffers]).batch  # noqa: B018
 
     yield Case("pickle and load, 96 MB", in_band, 40.0)
@@ -115,7 +116,7 @@ def pickle_cases() -> Iterator[Case]:
 
 
 def row_cases() -> Iterator[Case]:
-    """Yield padding to a divisor and a new order of 96 MB."""
+    """Yield padding to a divisor, reordering and concatenation of 96 MB."""
     from verl.protocol import pad_dataproto_to_divisor
 
     uneven = make_batch(96)[: ROWS - 3]
@@ -128,7 +129,7 @@ def row_cases() -> Iterator[Case]:
 
 
 def filter_cases() -> Iterator[Case]:
-    """Yield the filter of overlong prompts over 20,000 rows, with byte-pair encoding and a template of roles."""
+    """Yield the filter of overlong prompts over 20,000 rows, with a BPE tokenizer and a chat template."""
     import datasets
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -185,7 +186,7 @@ def _tokenizer(texts: list[str]) -> Any:
 
 
 def ray_cases() -> Iterator[Case]:
-    """Yield the object store and the calls of two workers."""
+    """Yield transfers through the object store, and calls of two workers."""
     import ray
 
     from verl import DataProto
@@ -195,7 +196,7 @@ def ray_cases() -> Iterator[Case]:
     from verl.trainer.run.launch import LOCAL_SYSTEM_CONFIG
 
     class EchoWorker(Worker):
-        """Return what it gets, read or unread."""
+        """A worker that returns its input, with or without reading it."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -253,7 +254,7 @@ def seconds(run: Callable[[], Any], clock: Clock) -> float:
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Alternate the case and the pass, and divide the medians; the first call is reported too."""
+    """Alternate the case and the pass, and divide the medians; also report the time of the first call."""
     a, b, c = (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3))
     one_pass = lambda: torch.addcmul(a, b, c)  # noqa: E731
     count = min(repeats, case.repeats or repeats)
@@ -278,7 +279,7 @@ def run_here(parts: list[str], only: str, repeats: int) -> Iterator[dict[str, An
 
 
 def keep_memory() -> None:
-    """Keep freed memory as the trainer does with these batches; an earlier checkout does not."""
+    """Keep freed memory, as the trainer does with these batches; a checkout may be too old to have the function."""
     with contextlib.suppress(ImportError):
         from verl.utils.memory_utils import keep_freed_host_memory
 
@@ -286,7 +287,7 @@ def keep_memory() -> None:
 
 
 def run_in(checkout: Path, part: str, only: str, repeats: int, new_memory: bool) -> list[dict[str, Any]]:
-    """Measure the cases of a part in a process that imports ``verl`` from a checkout."""
+    """Measure the cases of a part in a new process that imports ``verl`` from a checkout."""
     command = [sys.executable, __file__, "--json", "--parts", part, "--only", only, "--repeats", str(repeats)]
     command += ["--new-memory"] if new_memory else []
     env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
@@ -295,7 +296,7 @@ def run_in(checkout: Path, part: str, only: str, repeats: int, new_memory: bool)
 
 
 def compare(other: Path, parts: list[str], only: str, repeats: int, new_memory: bool) -> None:
-    """Alternate processes of another checkout and of this one, and print the medians of both."""
+    """Alternate processes of another checkout and this one, and print the medians of both."""
     here = Path(__file__).resolve().parents[1]
     print(f"{'':38}{'before':>18}{'after':>18}{'ratio':>7}{'limit':>7}")
     for part in parts:
@@ -317,15 +318,15 @@ def compare(other: Path, parts: list[str], only: str, repeats: int, new_memory: 
 
 
 def main() -> int:
-    """Measure and report; 1 where ``--check`` finds a cost above its limit."""
+    """Measure and report; return 1 if ``--check`` finds a cost above its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="measure the cases whose name contains this")
+    parser.add_argument("--only", default="", help="measure only cases whose name contains this text")
     parser.add_argument("--parts", nargs="+", choices=GENERATORS, default=list(GENERATORS), help="default: all")
-    parser.add_argument("--repeats", type=int, default=9, help="calls of each, warm-up not counted (default: 9)")
+    parser.add_argument("--repeats", type=int, default=9, help="measured calls of each case (default: 9)")
     parser.add_argument("--check", action="store_true", help="exit 1 where a cost is above its limit")
     parser.add_argument("--json", action="store_true", help="one JSON line per case instead of the table")
     parser.add_argument("--new-memory", action="store_true", help="return freed memory to the system, as in small runs")
-    parser.add_argument("--against", type=Path, help="another checkout, measured in turn with this one")
+    parser.add_argument("--against", type=Path, help="another checkout, measured alternately with this one")
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats must be 1 or more")

@@ -1,15 +1,16 @@
-"""Measure what a training step costs the driver, with columns sent through it and with columns by reference.
+"""Measure the cost of a training step on the driver, with columns sent through it and with columns by reference.
 
-``measure`` runs steps without models: real batches, a real worker group, and the functions of the trainer for each
-phase. A few actors play any number of workers: the driver makes as many calls, parts and answers as it would. Each
-run appends one JSON line. ``model`` fits a cost model to the lines and predicts others; ``phases`` prints seconds and
-bytes of each phase:
+``measure`` runs steps without models, but with real batches, a real worker group, and the trainer's functions for each
+phase. A few actors simulate any number of workers; the driver sends and receives as many messages as with real ones.
+Each run appends one JSON line. ``model`` fits a cost model to the lines and predicts other sizes; ``phases`` prints the
+seconds and bytes of each phase:
 
     python benchmarks/driver_scaling.py measure --out runs.jsonl
     python benchmarks/driver_scaling.py model runs.jsonl
     python benchmarks/driver_scaling.py phases runs.jsonl
 
-``measure --work-s`` lets the workers work, and ``model`` compares the wall seconds of such steps with its queue.
+``measure --work-s`` lets the workers take time for each call; ``model`` compares the wall time of such steps with the
+prediction of its queueing model.
 """
 
 import argparse
@@ -44,20 +45,20 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 PHASES = ("generate", "infer", "shape", "update", "finish")
 ANSWERS = "answers"
-"""The part of the phases in which the driver takes answers of the workers."""
+"""Name of the part of the phases in which the driver receives answers of the workers."""
 SENDS = "sends"
-"""The part of the phases in which the driver sends their parts to the workers."""
+"""Name of the part of the phases in which the driver sends parts of the batch to the workers."""
 PARTS = (*PHASES, ANSWERS, SENDS)
 SAMPLES = 8
 ROWS_OF_A_BLOCK = 24
-"""Rows of 8,192 tokens that a block of generated columns holds."""
+"""Number of rows, of 8,192 tokens, in a block of generated columns."""
 
 
 def working(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a registered method of a simulated worker answer when its work is over.
+    """Delay the answer of a registered method until the simulated work is over.
 
-    Reading its part and storing its columns count in the work, since few actors do this here for all workers. The work
-    begins at ``sent_at``, when the driver has sent the part, on the clock of the machine.
+    Reading the part and storing the columns count as part of the work, since a few actors do this for all simulated
+    workers. The work begins at ``sent_at``, the monotonic time at which the driver has sent the part.
     """
 
     @wraps(method)
@@ -73,9 +74,9 @@ def working(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SimulatedWorker(Worker):
-    """Answers as a worker does, without a model.
+    """A worker without a model, whose answers have the sizes of a real worker's.
 
-    ``call_s`` are the seconds that it works in a call; ``late`` counts the answers that took longer.
+    ``call_s`` is the simulated duration of a call in seconds; ``late`` counts the answers that took longer.
     """
 
     call_s = 0.0
@@ -87,13 +88,13 @@ class SimulatedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def work_for(self, seconds: float) -> None:
-        """Work so long in each of the calls that follow."""
+        """Set the simulated duration of the calls that follow."""
         self.call_s = seconds
         self.late = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def late_answers(self) -> int:
-        """Return how many answers took longer than the work."""
+        """Return the number of answers that took longer than the simulated work."""
         return self.late
 
     def _blocks(self, data: DataProto, row_bytes: int) -> None:
@@ -102,7 +103,7 @@ class SimulatedWorker(Worker):
     @working
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, data: DataProto) -> DataProto:
-        """Return responses as long as they may be."""
+        """Return responses of the maximum length."""
         tensors = tensors_of(data)
         prompts = tensors["input_ids"]
         rows = len(prompts)
@@ -159,9 +160,10 @@ class SimulatedWorker(Worker):
 
 
 class InProcess:
-    """Workers without Ray: parts are pickled as Ray does it, and copied once as into the object store.
+    """A worker group without Ray: parts are pickled as by Ray, and copied once as into the object store.
 
-    Their work is not counted, and neither is that of Ray itself: sockets, tasks, references and memory of the store.
+    The CPU seconds of the workers are not counted. Those of Ray itself do not occur: sockets, tasks, references, and
+    memory of the store.
     """
 
     def __init__(self, workers: int, account: "Account") -> None:
@@ -172,11 +174,11 @@ class InProcess:
         self.messages: list[tuple[int, int]] = []
 
     def wait(self, values: Any) -> Any:
-        """Return the answers, which are there."""
+        """Return the answers, which are already there."""
         return values
 
     def execute_func_rank_zero(self, formula: Callable[[DataProto], DataProto], data: DataProto) -> DataProto:
-        """Compute a formula of the trainer on one worker."""
+        """Run a function of the trainer on one worker."""
         return self._call(formula, data, 1)
 
     def __getattr__(self, name: str) -> Callable[[DataProto], DataProto]:
@@ -204,7 +206,7 @@ class InProcess:
 
 
 class Held(lazy.Block):
-    """A block that stays where it is: a pickle holds its number."""
+    """A block that is not copied into messages: its pickle holds only its number."""
 
     known: "list[Held]" = []
 
@@ -225,7 +227,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, lazy.LazyTensor):
             return lazy._column, (lazy._address(value),)
-        if type(value).__name__ == "ObjectRef":  # counted only: Ray sends its number, and its owner beside it
+        if type(value).__name__ == "ObjectRef":  # used for sizes only: Ray sends the id, and the owner separately
             return bytes, (value.binary(),)
         return NotImplemented
 
@@ -234,7 +236,7 @@ Packed = tuple[bytes, list[bytearray]]
 
 
 def pack(data: DataProto) -> Packed:
-    """Pickle with buffers out of band, and copy these."""
+    """Pickle a batch with out-of-band buffers, and copy the buffers."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(data)
@@ -242,7 +244,7 @@ def pack(data: DataProto) -> Packed:
 
 
 def sent_bytes(data: DataProto) -> int:
-    """Return the size of a batch as Ray sends it, without a copy of its buffers."""
+    """Return the size of a batch as Ray sends it, without copying its buffers."""
     sizes: list[int] = []
     stream = io.BytesIO()
 
@@ -259,13 +261,13 @@ def packed_bytes(packed: Packed) -> int:
 
 
 def unpack(packed: Packed) -> DataProto:
-    """Return the batch with memory of its own, as from the read-only memory of the store."""
+    """Unpickle a batch from read-only buffers, as from the object store."""
     data: DataProto = pickle.loads(packed[0], buffers=[memoryview(each).toreadonly() for each in packed[1]])
     return data
 
 
 class Account:
-    """CPU seconds of this process without those of the workers in it, and without those of the probes of a clock."""
+    """Counts CPU seconds of this process, except those of simulated workers in it and of the clock's probes."""
 
     def __init__(self, clock: SteadyClock | None = None) -> None:
         self.clock = clock
@@ -275,25 +277,25 @@ class Account:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens in the block."""
+        """Do not count the CPU seconds of the block."""
         began = time.process_time()
         yield
         self.left_out += time.process_time() - began
 
     def answers(self, seconds: float) -> None:
-        """Add to the seconds for the answers of workers."""
+        """Add CPU seconds spent on receiving answers."""
         self.of_answers += seconds
 
     def sends(self, seconds: float) -> None:
-        """Add to the seconds for sending parts to workers."""
+        """Add CPU seconds spent on sending parts."""
         self.of_sends += seconds
 
     def now(self) -> float:
-        """Return the seconds so far."""
+        """Return the counted CPU seconds so far."""
         return time.process_time() - self.left_out - self.probes()
 
     def probes(self) -> float:
-        """Return the seconds that the probes took so far, in the main thread."""
+        """Return the CPU seconds of the probes so far, which run in the main thread."""
         return self.clock.spent if self.clock else 0.0
 
 
@@ -301,7 +303,7 @@ class Account:
 
 
 def ready_s() -> float:
-    """Return how long this thread has been ready to run and had no processor; 0 where the system does not tell."""
+    """Return the seconds that this thread was runnable but waited for a processor; 0 if the system does not tell."""
     try:
         return (
             int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text(encoding="utf-8").split()[1])
@@ -312,13 +314,13 @@ def ready_s() -> float:
 
 
 def dense_bytes(data: DataProto) -> int:
-    """Return the bytes of the columns of a batch that are in this process."""
+    """Return the bytes of those columns of a batch that this process holds."""
     values = data.batch.values() if data.batch is not None else ()
     return sum(v.numel() * v.element_size() for v in values if not isinstance(v, lazy.LazyTensor) or v.is_known)
 
 
 def address_bytes(data: DataProto) -> int:
-    """Return the bytes that stand for the columns of a batch that are elsewhere."""
+    """Return the bytes of the references to columns that other processes hold."""
     found = 0
     for column in lazy.lazy_columns(data).values():
         places = column.places
@@ -332,13 +334,13 @@ def address_bytes(data: DataProto) -> int:
 class Step:
     """One step of a driver, phase by phase.
 
-    With ``weighed``, ``through`` has the bytes of all messages of a phase, to the workers and from them. Its seconds
-    are not those of a step then. With ``call_s``, each worker works so long in each call.
+    With ``weighed``, ``through`` holds the bytes of all messages of a phase, to and from the workers; the seconds of
+    such a step are not meaningful, since messages are pickled twice. ``call_s`` is the simulated duration of a call.
 
-    ``wall_s`` are the seconds of the step. Of these, ``last_answers_s`` passed in calls whose workers had all ended.
-    ``ready_s`` are those outside of waiting for answers in which the main thread had no processor: other processes of
-    this machine had them. ``thread_seconds`` are CPU seconds of the main thread. With the clock of an account,
-    ``steady_seconds`` are CPU seconds at a fixed speed of the core.
+    ``wall_s`` is the wall time of the step. Of this, ``last_answers_s`` passed in calls after all workers had ended.
+    ``ready_s`` is the time, outside of waiting for answers, in which the main thread waited for a processor, because
+    other processes used them. ``thread_seconds`` are CPU seconds of the main thread. If the account has a clock,
+    ``steady_seconds`` are CPU seconds scaled to a fixed speed of the core.
     """
 
     def __init__(
@@ -377,7 +379,7 @@ class Step:
         self._phase = "generate"
 
     def _watch(self, group: Any) -> None:
-        """Count what the driver spends while it sends parts and takes answers: both overlap with work."""
+        """Count the driver's seconds for sending parts and receiving answers, since both overlap with the work."""
         wait = group.wait
 
         def waiting(*args: Any, **kwargs: Any) -> Any:
@@ -396,7 +398,7 @@ class Step:
 
             def sending(worker: Any, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 began = time.monotonic()
-                sent_at = began + self._part_s  # a part takes as long as the one before it
+                sent_at = began + self._part_s  # assume that sending takes as long as for the previous part
                 self._ends = sent_at + self.call_s
                 with self._part(SENDS):
                     started = remote(worker, method, args, {**kwargs, "sent_at": sent_at} if self.call_s else kwargs)
@@ -414,7 +416,7 @@ class Step:
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        """Count the CPU seconds of all threads of this process, those of this thread, and the steady ones."""
+        """Count CPU seconds within the block: of the process, of this thread, and the scaled ones."""
         account = self.account
         clock = self.account.clock
         began = account.now()
@@ -427,7 +429,7 @@ class Step:
             self.steady_seconds[name] += clock.now() - steady
 
     def _weigh(self, data: DataProto, output: DataProto) -> DataProto:
-        """Count the bytes of a call: of each part and of each answer, as they are pickled."""
+        """Count the pickled bytes of a call's parts and answers."""
         workers = self.group.world_size
         with self.account.paused():
             through = self.through[self._phase]
@@ -438,7 +440,7 @@ class Step:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the seconds of a phase."""
+        """Count the seconds of a phase within the block."""
         self._phase = name
         before = resource.getrusage(resource.RUSAGE_SELF)
         began = time.monotonic()
@@ -452,12 +454,12 @@ class Step:
         self.faults[name] += after.ru_minflt - before.ru_minflt
 
     def call(self, method: str, data: DataProto) -> DataProto:
-        """Call the workers."""
+        """Call a method of all workers."""
         output: DataProto = getattr(self.group, method)(data)
         return self._weigh(data, output) if self.weighed else output
 
     def run(self) -> None:
-        """Run the phases as the trainer does."""
+        """Run the phases in the trainer's order."""
         with self.phase("generate"):
             batch = self.generate()
         with self.phase("infer"):
@@ -471,11 +473,11 @@ class Step:
             self.finish(batch)
 
     def for_model(self, batch: DataProto) -> DataProto:
-        """Select what a model reads."""
+        """Select the columns that a model reads."""
         return batch.select(non_tensor_batch_keys=[])
 
     def generate(self) -> DataProto:
-        """Make requests, generate, check, balance and digest."""
+        """Make the requests, generate, check the responses, balance the batch and digest it."""
         from verl.trainer.ppo.phases import check_rollout
 
         prompt = self.tokens // 8
@@ -497,7 +499,8 @@ class Step:
         output.non_tensor_batch["uid"] = uid
         output.meta_info = {lazy.BY_REFERENCE: True} if self.by_reference else {}
         output.meta_info["global_token_num"] = tensors_of(output)["attention_mask"].sum(-1).tolist()
-        order = np.random.default_rng(0).permutation(self.rows)  # as token counts that differ would have it
+        # Rows of different lengths would be balanced over the workers, which reorders them.
+        order = np.random.default_rng(0).permutation(self.rows)
         output.reorder(torch.from_numpy(order))
         self.row_order = np.argsort(order).tolist()
         self.record.phase("generate", output, self.row_order)
@@ -518,7 +521,7 @@ class Step:
         return batch
 
     def shape(self, batch: DataProto) -> DataProto:
-        """Subtract the KL, weigh the rollout and compute the advantages of GRPO."""
+        """Subtract the KL penalty, compute rollout importance weights and GRPO's advantages."""
         from verl.algos.kl import FixedKLController
         from verl.trainer.ppo import shaping
 
@@ -589,18 +592,23 @@ PREDICTED = [
     (1536, 512, 24),
     (6144, 256, 192),
 ]
-"""Responses, tokens of each and workers. The model sees the first list only."""
+"""Sizes of steps: number of responses, tokens per response, workers. The model is fitted to the first list only."""
 LARGE = [(4096, 8192, 8), (4096, 8192, 64), (4096, 8192, 512), (2048, 8192, 64)]
-"""Sizes of ``--large``, which the model does not see either; 4,096 x 8,192 takes some 8 GB of memory."""
+"""Sizes of ``--large``, to which the model is not fitted either; 4,096 x 8,192 takes about 8 GB of memory."""
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Run all cases, several times in turn; each has a driver of its own, which no other size has used before."""
+    """Run all cases in several rounds; each case runs in a new driver process, which no other size has used."""
     cases = cases_of(arguments)
     if len(cases) > 1:
-        order = random.Random(0)  # the machine may be slower towards the end of a round
+        order = random.Random(0)  # random, since the machine may be slower towards the end of a round
         for _, *size in [case for _ in range(arguments.rounds) for case in order.sample(cases, len(cases))]:
-            own = ["--cases", "x".join(map(str, size)), "--rounds", "1"]  # the last of an option counts
+            own = [
+                "--cases",
+                "x".join(map(str, size)),
+                "--rounds",
+                "1",
+            ]  # argparse takes the last value of a repeated option
             subprocess.run([sys.executable, *sys.argv, *own], check=True)
         return
     if arguments.keep_memory:
@@ -631,7 +639,7 @@ def measure(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     cls = ray.remote(SimulatedWorker)
     actor = RayClassWithInitArgs(cls)
-    if arguments.work_s:  # workers of one actor work at the same time
+    if arguments.work_s:  # threads, so that the workers that one actor simulates work concurrently
         actor.update_options({"max_concurrency": -(-max(workers for *_, workers in cases) // arguments.actors)})
     pool = RayResourcePool([arguments.actors], max_colocate_count=1, name_prefix="simulated")
     actors = RayWorkerGroup(pool, actor, device_name="cpu")
@@ -657,7 +665,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def keep_memory() -> None:
-    """Let this process keep the memory that it frees, as the trainer does whose batches are large."""
+    """Let this process keep freed memory, as the trainer does with large batches."""
     from verl.utils.memory_utils import keep_freed_host_memory
 
     if not keep_freed_host_memory():
@@ -665,7 +673,7 @@ def keep_memory() -> None:
 
 
 def spilled_bytes() -> int:
-    """Return the bytes that the object store of this machine has put on the disk so far."""
+    """Return the bytes that the local object store has spilled to disk so far."""
     import ray
     from ray._private.internal_api import node_stats
 
@@ -678,7 +686,7 @@ Case = tuple[str, int, int, int]
 
 
 def size_of(text: str) -> tuple[int, int, int]:
-    """Parse a size on the command line."""
+    """Parse a size given on the command line."""
     try:
         rows, tokens, workers = (int(number) for number in text.split("x"))
     except ValueError:
@@ -687,7 +695,7 @@ def size_of(text: str) -> tuple[int, int, int]:
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
-    """Return what is to be run: whether it is for fitting, responses, tokens of each and workers."""
+    """Return the cases to run: whether the model is fitted to it, responses, tokens per response and workers."""
     sizes = arguments.cases or (LARGE if arguments.large else [*FITTED, *PREDICTED])
     return [("fit" if size in FITTED else "large" if size in LARGE else "predict", *size) for size in sizes]
 
@@ -699,21 +707,21 @@ def run_cases(
     spilled: Callable[[], int],
     work_for: Callable[[float], int],
 ) -> None:
-    """Run the cases in turn, and append a line for each; end if the object store was too small for one.
+    """Run the cases in turn and append a line for each; stop if the object store is too small for a case.
 
-    Args: ``work_for`` tells the workers how long to work in each call that follows, and returns how many of their
-        answers since the time before took longer than that.
+    Args: ``work_for`` sets the duration of the workers' following calls, and returns how many answers since its last
+        call took longer than the duration then set.
     """
     calls: dict[bool, int] = {}
     weights: dict[tuple[Any, ...], dict[str, dict[str, int]]] = {}
     with Path(arguments.out).open("a", encoding="utf-8") as file:
         for kind, rows, tokens, workers in list(cases) * (arguments.rounds * arguments.steps):
             for by_reference in [mode == "reference" for mode in arguments.columns]:
-                # The first step of a size pays for its memory, the others of a run do not.
+                # The first step of a size allocates its memory, which the later steps of a run reuse.
                 case = (by_reference, rows, tokens, workers)
                 first = case not in weights
                 for weighed in [True] * first + [False] * (not first and not by_reference) + [False]:
-                    # through the driver, copies of large memory count, which slow down less than the probes
+                    # Through the driver, copies of large memory dominate; the steady clock's scale is wrong for them.
                     clock = SteadyClock() if by_reference and not arguments.without_ray else None
                     account = Account(clock)
                     Held.known.clear()
@@ -770,19 +778,19 @@ def run_cases(
 
 
 INLINE_BYTES = 100 << 10
-"""Ray sends a message up to this size in the call itself, a larger one through the object store."""
+"""Ray sends a message of at most this size within the call, and a larger one through the object store."""
 MAPPED_BYTES = 32 << 20
-"""glibc takes memory of this size from the kernel each time, which clears it page by page; smaller memory is reused."""
+"""glibc gets each allocation of this size from the kernel, which clears it page by page; it reuses smaller memory."""
 CALLS = {"generate": 1, "infer": 3, "shape": 0, "update": 1, "finish": 0}
-"""Calls of the workers in a step whose columns go through the driver, in their order."""
+"""The calls of the workers in a step whose columns go through the driver, in order."""
 
 
 @cache
 def messages(rows: int, tokens: int, workers: int) -> list[tuple[int, int]]:
-    """Return the bytes of a part and of its answer for each call.
+    """Return for each call the bytes of a part and of its answer.
 
-    They are those of a small step, and in proportion above it. All parts but the first call's, which asks for
-    responses, hold the token counts of all rows as well.
+    They are measured in a small step and scaled in proportion to its size. The parts of all calls but the first, which
+    generates, also hold the token counts of all rows.
     """
     of_a_part = -(-rows // workers)
     of_others = len(pickle.dumps([tokens] * rows, protocol=5)) - len(pickle.dumps([tokens] * of_a_part, protocol=5))
@@ -793,7 +801,7 @@ def messages(rows: int, tokens: int, workers: int) -> list[tuple[int, int]]:
 
 @cache
 def part_messages(rows_of_a_part: int, tokens: int) -> list[tuple[int, int]]:
-    """Return the bytes of a part and of its answer for each call, if the part were all rows."""
+    """Return for each call the bytes of a part that holds all rows, and of its answer."""
     rows = min(max(SAMPLES, rows_of_a_part // SAMPLES * SAMPLES), max(SAMPLES, (1 << 21) // tokens))
     group = InProcess(1, Account())
     Step(group, False, rows // SAMPLES * SAMPLES, tokens).run()
@@ -802,14 +810,14 @@ def part_messages(rows_of_a_part: int, tokens: int) -> list[tuple[int, int]]:
 
 
 def features(phase: str, by_reference: bool, rows: int, tokens: int, workers: int) -> list[float]:
-    """Return what the cost of a phase is a sum of.
+    """Return the terms of the linear cost model of a phase.
 
-    Through the driver: the step, calls of a worker, messages that go through the object store, rows, megabytes sent and
-    received, tokens, megabytes of columns that are so large that their memory is new each time, and rows times workers,
-    because the token counts of all rows are sent to each worker.
+    Through the driver: a constant, calls of a worker, messages through the object store, rows, megabytes sent and
+    received, tokens, megabytes of columns so large that their memory is newly allocated each time, and rows times
+    workers, because each worker gets the token counts of all rows.
 
-    By reference: the step, workers, rows, blocks, references, and rows times workers. A part of a batch that was
-    reordered has rows of many blocks, and sends a reference of each.
+    By reference: a constant, workers, rows, blocks, references, and rows times workers. After reordering, a part of a
+    batch has rows of many blocks, and holds a reference to each of these blocks.
     """
     of_a_worker = -(-rows // workers)
     if by_reference:
@@ -851,7 +859,7 @@ NAMES = {
 
 
 def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return the non-negative coefficients with the least squared error: the best of all choices of columns."""
+    """Return the non-negative least-squares coefficients: the best solution over all subsets of columns."""
     scale = np.linalg.norm(matrix, axis=0)
     weighted = matrix / scale
     best = np.zeros(matrix.shape[1])
@@ -869,16 +877,16 @@ def non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 Lines = Sequence[dict[str, Any]]
 WALL = ("wall_s", "ready_s", "last_answers_s", "late_answers")
-"""What a line has of the wall seconds of its step."""
+"""The keys of a line that hold parts of the wall time of its step."""
 
 
 def summaries(lines: Lines) -> list[dict[str, Any]]:
-    """Return one line for each case.
+    """Merge the steps of each case into one line.
 
-    Its seconds of a phase are the median of the steady seconds where the steps have these, and else the least CPU
-    seconds: other work on the machine only adds to them. Seconds of steps with work are compared with those on the
-    wall, so they are never steady; ``slowness`` tells how they relate to steady ones. Wall seconds, and what they
-    consist of, are those of the shortest step.
+    The seconds of a phase are the median of the scaled CPU seconds, if the steps have these; else the minimum of the
+    CPU seconds, because other work on the machine only adds to them. Steps with simulated work are compared with wall
+    time, so their seconds are never scaled; ``slowness`` is their ratio to the scaled ones. The wall time and its parts
+    are those of the shortest step.
     """
     cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for line in lines:
@@ -902,18 +910,18 @@ def summaries(lines: Lines) -> list[dict[str, Any]]:
 
 
 def _each(steps: Sequence[dict[str, float]], summary: Callable[[list[float]], float]) -> dict[str, float]:
-    """Return a number for each part that a step has seconds of."""
+    """Return a number for each phase and part, computed from its values in the steps."""
     counted = {part: [step[part] for step in steps if part in step] for part in PARTS}
     return {part: summary(seconds) for part, seconds in counted.items() if seconds}
 
 
 def worked(line: dict[str, Any]) -> float:
-    """Return how many seconds the workers worked in the step of a line."""
+    """Return the seconds of simulated work in the step of a line."""
     return float(line.get("work_s", 0.0))
 
 
 def fit(lines: Lines, by_reference: bool) -> dict[str, np.ndarray]:
-    """Return the coefficients of each phase, from the lines that are for fitting and have seconds of it."""
+    """Fit the coefficients of each phase to the lines that are meant for fitting and have seconds of this phase."""
     for_fit = [line for line in lines if line["kind"] == "fit" and not worked(line)]
     found = {}
     for phase in PARTS:
@@ -922,7 +930,7 @@ def fit(lines: Lines, by_reference: bool) -> dict[str, np.ndarray]:
             continue
         matrix = np.array([_features(phase, line) for line in used])
         keep = matrix.any(axis=0)
-        # a phase of a few milliseconds counts no more than its part of the step
+        # Errors are relative to the phase, but a phase below a tenth of the step counts less.
         target = np.array([line["seconds"][phase] for line in used])
         weight = np.array([max(line["seconds"][phase], 0.1 * total(line["seconds"])) for line in used])
         found[phase] = np.zeros(matrix.shape[1])
@@ -935,16 +943,16 @@ def _features(phase: str, line: dict[str, Any]) -> list[float]:
 
 
 def predicted(models: dict[bool, dict[str, np.ndarray]], case: dict[str, Any]) -> dict[str, float]:
-    """Return the CPU seconds of a step."""
+    """Predict the CPU seconds of a step on the driver."""
     model = models[case["by_reference"]]
     return {phase: float(np.dot(_features(phase, case), values)) for phase, values in model.items()}
 
 
 def step_s(seconds: dict[str, float], calls: int, work_s: float, workers: int) -> float:
-    """Return how long a step takes in which the driver is busy for ``seconds`` and each worker for ``work_s``.
+    """Predict the wall time of a step, given the driver's CPU seconds by part and ``work_s``, the work of each worker.
 
-    What the driver does between its calls adds to that, and sending and taking answers overlap with the work. Without
-    seconds of sending, all before the answers is taken for it.
+    The driver's work between calls adds to the time; sending and receiving overlap with the workers. If the seconds of
+    sending were not measured, all of the driver's time except receiving counts as sending.
     """
     all_s = total(seconds)
     answers = min(seconds[ANSWERS], all_s)
@@ -954,10 +962,10 @@ def step_s(seconds: dict[str, float], calls: int, work_s: float, workers: int) -
 
 
 def queue(sends_s: float, answers_s: float, work_s: float, workers: int) -> float:
-    """Return how long a call takes: the driver is one server, before and after the workers.
+    """Predict the wall time of a call by a queueing model, in which the driver is the only server.
 
-    It sends the parts one after the other, each worker begins when its part is there and takes ``work_s``, and the
-    driver takes the answers in the order in which they come, after its last part is sent.
+    The driver sends the parts one after the other. Each worker begins when it has its part, and takes ``work_s``. The
+    driver receives the answers in the order of their arrival, after it has sent the last part.
     """
     now = sends_s
     for number in range(workers):
@@ -967,7 +975,7 @@ def queue(sends_s: float, answers_s: float, work_s: float, workers: int) -> floa
 
 
 def phases(arguments: argparse.Namespace) -> None:
-    """Print the seconds and bytes of each phase."""
+    """Print the seconds and the bytes of each phase."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text(encoding="utf-8").splitlines()]
     sys.stdout.write("| responses | tokens | workers | columns | phase | CPU s | MB to workers | MB from workers |\n")
     sys.stdout.write("| --- " * 8 + "|\n")
@@ -982,10 +990,10 @@ def phases(arguments: argparse.Namespace) -> None:
 
 
 def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say: Callable[[str], Any]) -> None:
-    """Print how long steps with work took beside what the queue gives.
+    """Print the wall time of steps with simulated work next to three predictions of the queueing model.
 
-    The queue is given the CPU seconds that the model predicts, at the speed of the core in the run, those of the run,
-    and those of the run's main thread.
+    Its input is first the predicted CPU seconds, at the core's speed in the run; then the CPU seconds of the run; then
+    those of the run's main thread.
     """
     if not lines:
         return
@@ -1007,7 +1015,7 @@ def compare_waiting(lines: Lines, models: dict[bool, dict[str, np.ndarray]], say
 
 
 def model(arguments: argparse.Namespace) -> None:
-    """Print coefficients, predictions beside measurements, and the sizes that cannot be measured here."""
+    """Print the coefficients, predictions next to measurements, and predictions of sizes too large to measure."""
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text(encoding="utf-8").splitlines()]
     lines = summaries([line for line in read if not worked(line)])
     if len({line.get("keeps_memory", False) for line in lines if not line["by_reference"]}) > 1:
@@ -1055,27 +1063,29 @@ def model(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the chosen command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("--out", default="driver_scaling.jsonl")
-    measuring.add_argument("--actors", type=int, default=2, help="actors that play the workers")
+    measuring.add_argument("--actors", type=int, default=2, help="number of actors that simulate the workers")
     measuring.add_argument("--rounds", type=int, default=3)
-    measuring.add_argument("--steps", type=int, default=1, help="counted steps of a size in a round (default: 1)")
+    measuring.add_argument("--steps", type=int, default=1, help="counted steps per size and round (default: 1)")
     measuring.add_argument("--store-mb", type=int, default=6000, help="size of the object store")
     measuring.add_argument(
-        "--cases", nargs="+", type=size_of, metavar="ROWSxTOKENSxWORKERS", help="these sizes only, as 4096x8192x64"
+        "--cases", nargs="+", type=size_of, metavar="ROWSxTOKENSxWORKERS", help="only these sizes, such as 4096x8192x64"
     )
     measuring.add_argument("--columns", nargs="+", choices=("driver", "reference"), default=("driver", "reference"))
-    measuring.add_argument("--large", action="store_true", help="the largest sizes only")
-    measuring.add_argument("--keep-memory", action="store_true", help="the driver keeps memory that it frees")
-    measuring.add_argument("--work-s", type=float, default=0.0, help="seconds that each worker works in a step")
-    measuring.add_argument("--without-ray", action="store_true", help="leave out Ray and its costs")
+    measuring.add_argument("--large", action="store_true", help="only the largest sizes")
+    measuring.add_argument("--keep-memory", action="store_true", help="let the driver keep freed memory")
+    measuring.add_argument(
+        "--work-s", type=float, default=0.0, help="simulated seconds of work of each worker in a step"
+    )
+    measuring.add_argument("--without-ray", action="store_true", help="run without Ray and its costs")
     measuring.set_defaults(run=measure)
     modelling = commands.add_parser("model")
     modelling.add_argument("runs", nargs="+")
-    modelling.add_argument("--work-s", type=float, default=300.0, help="seconds that the workers work in a step")
+    modelling.add_argument("--work-s", type=float, default=300.0, help="seconds of work of each worker in a step")
     modelling.set_defaults(run=model)
     showing = commands.add_parser("phases")
     showing.add_argument("runs", nargs="+")

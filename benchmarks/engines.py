@@ -1,10 +1,10 @@
-"""Measure vLLM and SGLang on CPU in turn: start, weight sync and generation, on one worker and on two.
+"""Measure vLLM and SGLang alternately on CPU: start, weight sync and generation, with one worker and with two.
 
 python benchmarks/engines.py
 
-Each run is a set of fresh processes: a training engine (FSDP2), a rollout and the sharding manager between them, as a
-run of training has them. With tensor parallelism 2 two workers share an engine. Ray, which owns the actor of SGLang's
-engine, has started before the clock does, as in a run. The last line printed is JSON.
+Each measurement is a set of fresh processes with a training engine (FSDP2), a rollout and the sharding manager between
+them, as in a training run. With tensor parallelism 2 two workers share an engine. Ray, which owns the actor of SGLang's
+engine, starts before the clock, since it is already there in a training run. The last line printed is JSON.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_worker(args: argparse.Namespace) -> None:
-    """Start trainer and engine, sync and generate a few times, and write down the seconds of each."""
+    """Start trainer and engine, sync and generate a few times, and write the seconds of each to a file."""
     import torch
     import torch.distributed as dist
 
@@ -107,7 +107,7 @@ def run_worker(args: argparse.Namespace) -> None:
 
 
 def start_trainer(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the training engine and the configuration of its model."""
+    """Start the training engine; return it with the configuration of its model."""
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
@@ -125,7 +125,7 @@ def start_trainer(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def rollout_config(args: argparse.Namespace) -> Any:
-    """Return the configuration of both engines."""
+    """Return the rollout configuration, which is the same for vLLM and SGLang."""
     from verl.workers.config import RolloutConfig
 
     return RolloutConfig(
@@ -142,7 +142,7 @@ def rollout_config(args: argparse.Namespace) -> Any:
 
 
 def prompts(args: argparse.Namespace, count: int, samples: int, seed: int) -> Any:
-    """Return a batch of prompts, each so many times."""
+    """Return a batch of random prompts, each repeated."""
     import numpy as np
     import torch
 
@@ -168,7 +168,7 @@ _TREE = ProcessTree(os.getpid())
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this worker and of all that it has started, so far."""
+    """Return the CPU seconds so far of this worker and all processes that it has started."""
     return sum(_TREE.cpu_seconds().values())
 
 
@@ -176,7 +176,7 @@ def cpu_seconds() -> float:
 
 
 def measure(engine: str, size: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run an engine once and return its figures: medians of a run, the slowest worker's seconds."""
+    """Run an engine once; return its figures, each the median over the run of the slowest worker's seconds."""
     folder.mkdir(parents=True)
     words = [sys.executable, __file__, "--engine", engine, "--tensor-parallel", str(size), "--out", str(folder)]
     for name in ("repeats", "hidden", "layers", "vocab", "prompts", "samples", "prompt_length", "tokens"):
@@ -212,7 +212,7 @@ def measure(engine: str, size: int, args: argparse.Namespace, folder: Path) -> d
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return medians, with the range, and ratios as lines of Markdown."""
+    """Return the medians with their ranges, and the ratios of the engines, as lines of Markdown."""
     lines = ["| tensor parallel | | " + " | ".join(FIGURES.values()) + " |", "|---" * (len(FIGURES) + 2) + "|"]
     for size in dict.fromkeys(row["tensor_parallel"] for row in rows):
         medians: dict[str, list[float]] = {}
@@ -228,7 +228,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def say(line: str) -> None:
-    """Write a line at once."""
+    """Write a line to standard output and flush it."""
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
     sys.stdout.flush()
 

@@ -1,13 +1,13 @@
-"""Measure what shared prefixes save on this machine: time and memory of an update, compared with rows one by one.
+"""Measure the time and the memory that shared prefixes save in an update on this machine.
 
-Each figure is from processes that have run alone, in the order without, with, with, without ``use_prefix_sharing``. The
-rows are samples of prompts of random tokens, with responses of one length. The share of FLOPs is what the time would be
-if it were all arithmetic: matrices by distinct tokens, the head by response tokens, attention by the pairs that a
-causal mask leaves. Peak memory is ``VmHWM`` of the kernel over the updates, less what was resident before.
+Each figure comes from processes that run alone, in the order without, with, with, without ``use_prefix_sharing``. The
+rows are samples of random prompts, with responses of one length. The share of FLOPs is the ratio of times that pure
+arithmetic would give: matrix products count distinct tokens, the head counts response tokens, attention counts the
+pairs under the causal mask. Peak memory is the kernel's ``VmHWM`` during the updates, minus the memory resident before.
 
-On a GPU one process has both engines and takes the updates of each case in the same order, in bf16; seconds are those
-between two points at which the device is idle, peak memory is that of the allocator, and there is a column more: the
-FLOPs that are needed, by the second, as a share of the peak of the device.
+On a GPU one process holds both engines and runs the updates of each case in the same order, in bf16. Seconds are
+measured between two points at which the device is idle, and peak memory is that of the allocator. A further column is
+the utilization: the needed FLOPs per second as a share of the device's peak.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-WARM_UP_ON_GPU = 2  # updates of each case that are not counted
+WARM_UP_ON_GPU = 2  # uncounted updates of each case
 PROMPTS = (32, 256, 1024)
 SAMPLES = (4, 8, 16)
 
@@ -29,21 +29,23 @@ SAMPLES = (4, 8, 16)
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="lengths of the prompts")
-    parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES, help="rows of a prompt")
-    parser.add_argument("--rows", type=int, default=32, help="rows of an update (default: 32)")
-    parser.add_argument("--response", type=int, default=64, help="tokens of a response (default: 64)")
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="prompt lengths, in tokens")
+    parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES, help="numbers of responses per prompt")
+    parser.add_argument("--rows", type=int, default=32, help="number of rows in an update (default: 32)")
+    parser.add_argument("--response", type=int, default=64, help="response length, in tokens (default: 64)")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="its layers (default: 4)")
     parser.add_argument("--heads", type=int, nargs=2, help="query heads, key and value heads (default: of 64, 2 to 1)")
     parser.add_argument("--intermediate", type=int, help="width of the MLP (default: 4 x the model's)")
     parser.add_argument("--vocab", type=int, default=1000, help="size of the vocabulary (default: 1000)")
-    parser.add_argument("--tied", action="store_true", help="the head has the weights of the embedding")
-    parser.add_argument("--fused-head", choices=("torch", "triton"), help="compute the head without whole logits")
+    parser.add_argument("--tied", action="store_true", help="tie the weights of head and embedding")
+    parser.add_argument(
+        "--fused-head", choices=("torch", "triton"), help="compute the head without materializing the logits"
+    )
     parser.add_argument("--liger", action="store_true", help="kernels of liger-kernel; needs a GPU")
     parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=false of FSDP")
-    parser.add_argument("--updates", type=int, default=5, help="measured updates of a process (default: 5)")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a pass (default: 8192)")
+    parser.add_argument("--updates", type=int, default=5, help="measured updates per process (default: 5)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="token budget of a forward pass (default: 8192)")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -63,7 +65,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
 
 
 def rows_of(prompt: int, samples: int, args: argparse.Namespace) -> Any:
-    """Return a mini-batch."""
+    """Return a mini-batch of random prompts and responses."""
     import torch
 
     from verl.protocol import DataProto
@@ -81,7 +83,7 @@ def rows_of(prompt: int, samples: int, args: argparse.Namespace) -> Any:
 
 
 def loss(output: Any, data: Any) -> Any:
-    """Return minus the log-probability by token."""
+    """Return the negative log-likelihood, averaged over tokens."""
     from verl.algos.aggregate import agg_sum
 
     total = agg_sum(-output["log_probs"], data.batch["response_mask"], "token-mean")
@@ -89,13 +91,13 @@ def loss(output: Any, data: Any) -> Any:
 
 
 def status(name: str) -> int:
-    """Return a line of this process's status, in bytes."""
+    """Return an entry of ``/proc/self/status``, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def engine_of(folder: str, shares: bool, args: argparse.Namespace, bf16: bool = False) -> Any:
-    """Return an engine that is ready to train."""
+    """Build an engine that is ready to train."""
     from verl.workers import config
     from verl.workers.engine import EngineRegistry
 
@@ -125,7 +127,7 @@ def engine_of(folder: str, shares: bool, args: argparse.Namespace, bf16: bool = 
 
 
 def child(given: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
-    """Take updates and measure them."""
+    """Run updates in this process, and measure them."""
     import torch
 
     torch.set_num_threads(1)
@@ -144,14 +146,14 @@ def child(given: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
 
 
 class OnGpu:
-    """Both engines, on the GPU of this process."""
+    """Both engines, with and without shared prefixes, on the GPU of this process."""
 
     def __init__(self, folder: str, args: argparse.Namespace) -> None:
         self.args = args
         self.engines = {shares: engine_of(folder, shares, args, bf16=True) for shares in (False, True)}
 
     def __call__(self, given: dict[str, Any]) -> dict[str, float]:
-        """Take updates and measure them."""
+        """Run updates, and measure them."""
         import torch
 
         engine = self.engines[given["shares"]]
@@ -159,7 +161,7 @@ class OnGpu:
         seconds = []
         with engine.train_mode():
             for at in range(WARM_UP_ON_GPU + self.args.updates):
-                if at == WARM_UP_ON_GPU:  # kernels are compiled and the optimizer has its state
+                if at == WARM_UP_ON_GPU:  # from here on kernels are compiled and the optimizer's state exists
                     before = torch.cuda.memory_allocated()
                     torch.cuda.reset_peak_memory_stats()
                 torch.cuda.synchronize()
@@ -172,7 +174,7 @@ class OnGpu:
 
 
 def needed(prompt: int, samples: int, args: argparse.Namespace, shares: bool, folder: str) -> float:
-    """Return the operations that an update needs."""
+    """Return the number of floating-point operations that an update needs."""
     from transformers import AutoConfig
 
     from verl.utils.flops_counter import FlopsCounter
@@ -190,7 +192,7 @@ def needed(prompt: int, samples: int, args: argparse.Namespace, shares: bool, fo
 
 
 def run(given: dict[str, Any]) -> dict[str, float]:
-    """Measure in a process of its own."""
+    """Measure in a new process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--child", json.dumps(given)]
     done = subprocess.run(command, capture_output=True, check=False, encoding="utf-8")
     if done.returncode:

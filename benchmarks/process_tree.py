@@ -1,4 +1,4 @@
-"""CPU seconds and memory of a command and everything that it starts."""
+"""Measure the CPU seconds and the memory of a command and all processes that it starts."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLo
 
 
 class ProcessTree:
-    """Adds up what all descendants of a process have used, those that have ended included."""
+    """Sums CPU seconds and memory over a process and all of its descendants, ended ones included."""
 
     def __init__(self, pid: int) -> None:
         self.root = psutil.Process(pid)
@@ -24,33 +24,34 @@ class ProcessTree:
         self._known: dict[tuple[int, float], psutil.Process] = {}
 
     def alive(self) -> Iterator[psutil.Process]:
-        """Yield the processes, also those that a call has seen before their parent ended."""
+        """Yield the living processes, including orphans that an earlier call saw before their parent ended."""
         found = [self.root]
         with suppress(*_GONE):
             found += self.root.children(recursive=True)
         for process in found:
             with suppress(*_GONE):
                 self._known.setdefault((process.pid, process.create_time()), process)
-        for key, process in list(self._known.items()):  # one whose parent has ended is still counted
+        for key, process in list(self._known.items()):  # an orphan is not among the children, but still counts
             if process.is_running():
                 yield process
             else:
                 del self._known[key]
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds so far by what the processes are for; one that has ended counts for its parent."""
+        """Return the CPU seconds so far by role of the process; an ended process counts towards its parent."""
         sums: dict[str, float] = {}
         for process in self.alive():
             with suppress(*_GONE):
                 name = role(process)
-                sums[name] = sums.get(name, 0.0) + sum(process.cpu_times()[:4])  # own and reaped, user and system
+                # The first four are user and system time, of the process and of its ended children.
+                sums[name] = sums.get(name, 0.0) + sum(process.cpu_times()[:4])
         return sums
 
     def note_memory(self) -> dict[str, int]:
-        """Keep the highest sums of resident memory: RSS counts a shared page in every process, PSS once.
+        """Update the peaks of resident memory; RSS counts a shared page once per process, PSS once in total.
 
-        Returns: the current PSS: what each process has for itself, by what the processes are for, and for all of them
-            ``shared memory``, mostly Ray's object store, and ``files``, mostly code.
+        Returns: the current PSS in bytes: private memory by role of the process, and over all processes ``shared
+            memory`` (mostly Ray's object store) and ``files`` (mostly code).
         """
         rss = 0
         sums = {"shared memory": 0, "files": 0}
@@ -67,14 +68,14 @@ class ProcessTree:
 
 
 def _proportional(pid: int) -> list[int]:
-    """Return the parts of the PSS of a process in bytes: its own memory, shared memory, and mapped files."""
+    """Return the PSS of a process in bytes, split into private memory, shared memory and mapped files."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
     sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, text.splitlines()[1:])}
     return [sizes[f"Pss_{kind}:"] for kind in ("Anon", "Shmem", "File")]
 
 
 def role(process: psutil.Process) -> str:
-    """Return the role of a process: workers of Ray have ``ray::Class.method`` as title, scripts their own name."""
+    """Return the role of a process: the title ``ray::Class.method`` of a Ray worker, or the name of a script."""
     title, *arguments = process.cmdline() or [process.name()]
     if title.startswith("ray::"):
         return title.removeprefix("ray::").partition(".")[0]
@@ -86,11 +87,11 @@ def role(process: psutil.Process) -> str:
 def run_measured(
     command: list[str], env: dict[str, str], progress: Path, log: Path, timeout_s: float
 ) -> dict[str, Any]:
-    """Run a command that appends a line to ``progress`` after each step, and measure at every line.
+    """Run a command that appends a line to the file ``progress`` after each step; measure whenever a line appears.
 
-    Returns: ``marks``, a list of (seconds, {process: CPU seconds}) with one entry per line, ``pss_at_marks``, a list of
-        {process: bytes}, and the peaks of memory.
-    Raises: RuntimeError with the end of the log when the command fails or takes longer than ``timeout_s``.
+    Returns: ``marks``, a list of (seconds, {role: CPU seconds}) with one entry per line; ``pss_at_marks``, a list of
+        {role: bytes}; and the peaks of memory.
+    Raises: RuntimeError with the end of the log if the command fails or takes longer than ``timeout_s``.
     """
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as out:
@@ -104,7 +105,9 @@ def run_measured(
                 now = time.monotonic()
                 if now - started > timeout_s:
                     raise RuntimeError(f"no end after {timeout_s} s: {command}\n{_tail(log)}")
-                if progress.exists() and progress.read_bytes().count(b"\n") > len(marks):  # a line may come in pieces
+                if progress.exists() and progress.read_bytes().count(b"\n") > len(
+                    marks
+                ):  # count line ends, since a line may be written in pieces
                     marks.append((now - started, tree.cpu_seconds()))
                     pss.append(tree.note_memory())
                 elif now > memory_at:

@@ -1,7 +1,7 @@
-"""Turns that end soon and call a tool each, which sleeps: the trajectories of ``agent_loops.py concurrent``.
+"""The agent loop of ``agent_loops.py concurrent``: short turns, each of which calls a tool that sleeps.
 
-A model with random weights neither ends its turns nor calls tools, so the loop ends a turn at about every tenth token
-and the parser finds a call in every text.
+A model with random weights neither ends its turns nor calls tools. Therefore this loop ends a turn at about every tenth
+token, and its parser finds a tool call in every text.
 """
 
 import asyncio
@@ -16,37 +16,37 @@ from verl.tools.base_tool import BaseTool, Executed
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 ENDS = list(range(0, 256, 10))
-"""Tokens that end a turn, a tenth of the vocabulary."""
+"""The tokens that end a turn: a tenth of the vocabulary."""
 
 
 class SleepTool(BaseTool):
-    """Answers after ``least_s`` to ``most_s`` seconds, as a remote sandbox would."""
+    """A tool that answers after ``least_s`` to ``most_s`` seconds, like a remote sandbox."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return what the model is told about the tool."""
+        """Return the schema of the tool for the prompt."""
         parameters = {"type": "object", "properties": {}, "required": []}
         function = {"name": "sleep", "description": "Wait.", "parameters": parameters}
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
-        """Wait and answer."""
+        """Sleep, then answer."""
         await asyncio.sleep(random.uniform(self.config["least_s"], self.config["most_s"]))
         return ToolResponse(text="awake"), 0.0, {}
 
 
 @ToolParser.register("sleepers")
 class CallsAlways(ToolParser):
-    """Finds a call of the tool in every text."""
+    """A parser that finds a call of the tool in every text."""
 
     def parse(self, text: str, tools: Sequence[Any] = ()) -> tuple[str, list[FunctionCall]]:
-        """Return no text and the call."""
+        """Return an empty text and the tool call."""
         return "", [FunctionCall("sleep", "{}")]
 
 
 @register("sleepers")
 class Sleepers(ToolAgentLoop):
-    """Ends a turn at about every tenth token."""
+    """An agent loop whose turns end at about every tenth token."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Return the trajectory of a row."""
+        """Run a row and return its trajectory."""
         return await super().run({**sampling_params, "stop_token_ids": ENDS}, **kwargs)

@@ -1,10 +1,10 @@
-"""Where each CPU second of a training step goes, by process and subject, in the run of a case of ``trl.py``.
+"""Attribute the CPU seconds of a training step to processes and subjects, in a run of a case of ``trl.py``.
 
 python benchmarks/step_profile.py --py-spy path/to/py-spy --case fixed --steps 40 [key=value ...]
 
-The kernel counts the CPU seconds of every thread. py-spy looks at the stacks of the Python threads meanwhile, and what
-a thread has used is split by the share of its samples in which a subject is on the stack. Threads and daemons in C++
-have the name of their thread as subject. The first steps are not counted.
+The kernel counts the CPU seconds of every thread, while py-spy samples the stacks of the Python threads. The seconds of
+a thread are split among the subjects by the share of its samples with that subject on the stack. C++ threads and
+daemons have the name of the thread as subject. The first steps are not counted.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from trl import CASES, ROOT, verl_command
 
 SKIPPED_STEPS = 3
 WATCHED_S = 0.02
-"""py-spy costs CPU itself: it looks only at processes that use so much in a step."""
+"""CPU seconds per step above which py-spy samples a process; py-spy itself costs CPU."""
 ATTACH_S = 5.0
 RUN_TIMEOUT_S = 3600.0
-TICKS_PER_S = 100.0  # of the counters in /proc
+TICKS_PER_S = 100.0  # unit of the CPU counters in /proc
 
 SUBJECTS = [
     ("update: backward", r"_engine_run_backward"),
@@ -62,16 +62,18 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--py-spy", required=True, help="the program")
     parser.add_argument("--case", choices=CASES, default="fixed")
-    parser.add_argument("--steps", type=int, default=40, help="counted steps (default: 40)")
-    parser.add_argument("--rate", type=int, default=100, help="samples a second (default: 100)")
-    parser.add_argument("--least", type=float, default=0.005, help="CPU seconds a step below which rows are added up")
+    parser.add_argument("--steps", type=int, default=40, help="number of counted steps (default: 40)")
+    parser.add_argument("--rate", type=int, default=100, help="samples per second (default: 100)")
+    parser.add_argument(
+        "--least", type=float, default=0.005, help="CPU seconds per step below which rows are summed up as rest"
+    )
     parser.add_argument("--out", type=Path, help="folder for logs and stacks (default: a temporary one)")
     parser.add_argument("overrides", nargs="*", help="further keys, for instance key=value")
     return parser.parse_args()
 
 
 def counters(processes: list[psutil.Process]) -> dict[tuple[int, int], tuple[str, float]]:
-    """Return the name and CPU seconds of each thread."""
+    """Return the name and the CPU seconds of each thread of a process."""
     found = {}
     for process in processes:
         for folder in Path(f"/proc/{process.pid}/task").glob("*"):
@@ -84,12 +86,12 @@ def counters(processes: list[psutil.Process]) -> dict[tuple[int, int], tuple[str
 
 
 def subject_of(stack: str) -> str:
-    """Return the first subject whose pattern the stack has, from the outermost frame to the innermost."""
+    """Return the subject of a stack: the first that a frame matches, from the outermost frame to the innermost."""
     return next((subject for subject, pattern in SUBJECTS if re.search(pattern, stack)), "other Python")
 
 
 def samples_of(path: Path) -> dict[int, Counter[str]]:
-    """Return the samples by thread and subject."""
+    """Count the samples of a py-spy recording by thread and subject."""
     found: dict[int, Counter[str]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         stack, _, count = line.rpartition(" ")
@@ -99,7 +101,7 @@ def samples_of(path: Path) -> dict[int, Counter[str]]:
 
 
 class Recording:
-    """py-spy on every Python process of a run, and the counters of its threads."""
+    """A recording of a run: py-spy on each of its Python processes, and the CPU counters of all threads."""
 
     def __init__(
         self, program: str, rate: int, processes: list[psutil.Process], watched: list[psutil.Process], folder: Path
@@ -119,11 +121,11 @@ class Recording:
                 self.names[process.pid] = role(process)
 
     def start(self) -> None:
-        """Read the counters; after this CPU seconds count."""
+        """Read the CPU counters; CPU seconds count from here."""
         self.before = counters(self.processes)
 
     def stop(self) -> list[dict[str, Any]]:
-        """Return the CPU seconds by process and subject."""
+        """End the recording and return the CPU seconds by process and subject."""
         after = counters(self.processes)
         for spy in self.spies:
             spy.send_signal(signal.SIGINT)
@@ -134,7 +136,7 @@ class Recording:
         for (pid, thread), (name, seconds) in after.items():
             spent = seconds - self.before.get((pid, thread), (name, 0.0))[1]
             seen = samples[pid].get(thread)
-            # A thread of C++ has no samples; one that has used nothing has only those of waiting.
+            # A C++ thread has no samples, and an idle thread has only samples of waiting.
             parts = seen if seen else Counter({f"thread {re.sub(r'[0-9]+$', '', name)}": 0})
             total = sum(parts.values())
             for subject, count in parts.items():
@@ -146,7 +148,7 @@ class Recording:
 
 
 def used_by(tree: ProcessTree) -> dict[psutil.Process, float]:
-    """Return the CPU seconds of each process so far."""
+    """Return the CPU seconds so far of each process."""
     found = {}
     for process in tree.alive():
         with suppress(psutil.Error):
@@ -155,13 +157,14 @@ def used_by(tree: ProcessTree) -> dict[psutil.Process, float]:
 
 
 def lines_of(path: Path) -> int:
-    """Return the finished steps of a run."""
+    """Return the number of finished steps of a run."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def record(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Run ``verl`` and return the CPU seconds of a step by process and subject."""
-    steps = args.steps + SKIPPED_STEPS + 2  # the processes are alive when the last counted step ends
+    """Run ``verl`` and return the CPU seconds per step by process and subject."""
+    # Two more steps keep the processes alive until the last counted step ends.
+    steps = args.steps + SKIPPED_STEPS + 2
     defaults = {"hidden": 256, "layers": 4, "vocab": 1000, "prompts": 16, "samples": 8, "seed": 1}
     sizes = SimpleNamespace(**CASES[args.case]._asdict(), **defaults, steps=steps)
     sizes.overrides = args.overrides
@@ -199,7 +202,7 @@ def record(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(steps: int, progress: Path, child: subprocess.Popen[bytes], tree: ProcessTree) -> None:
-    """Wait until so many steps have ended, and take note of all processes meanwhile."""
+    """Wait until the given number of steps have ended, and register all processes that appear until then."""
     until = time.monotonic() + RUN_TIMEOUT_S
     while lines_of(progress) < steps:
         if child.poll() is not None or time.monotonic() > until:
@@ -210,7 +213,7 @@ def wait_for(steps: int, progress: Path, child: subprocess.Popen[bytes], tree: P
 
 
 def table(rows: list[dict[str, Any]], least: float) -> list[str]:
-    """Return Markdown: processes by what they use, and their subjects."""
+    """Return a Markdown table of the processes, largest first, and their subjects."""
     lines = ["| process | subject | CPU s a step | samples |", "|---|---|---|---|"]
     by_process: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

@@ -1,11 +1,11 @@
-"""Wall and CPU seconds per step and peak memory of GRPO on CPU: ``verl`` and TRL in turn, over the whole process tree.
+"""Compare ``verl`` and TRL on CPU: wall and CPU seconds per step of GRPO, and peak memory, over the process tree.
 
 python benchmarks/trl.py --trl-python path/to/venv/bin/python
 
-Both train the same model on the same prompts with the same settings, from one checkpoint per case that this script
-makes: in the case ``fixed`` every response has 32 tokens, in ``varied`` 4 to 64, uniformly (see countdown.py), in
-``long_prompt`` 64 after prompts of 512. Without ``--trl-python``, an interpreter that can import trl, ``verl`` runs
-alone. The last line printed is JSON.
+The frameworks run alternately. Both train the same model on the same prompts with the same settings, from a checkpoint
+per case that this script makes (see countdown.py). In the case ``fixed`` every response has 32 tokens; in ``varied``
+lengths are uniform from 4 to 64; in ``long_prompt`` prompts have 512 tokens and responses 64. ``--trl-python`` is an
+interpreter that can import trl; without it only ``verl`` runs. The last line printed is JSON.
 
 TRL generates with transformers, with 32 rows in a forward pass. With 8 or 128 rows it took about as many CPU seconds
 or more (docs/perf/cpu_vs_trl.md). To try others:
@@ -13,7 +13,7 @@ or more (docs/perf/cpu_vs_trl.md). To try others:
     --only trl --trl-micro 8 32 128
     --only trl --trl-options use_transformers_continuous_batching=true
 
-Each size is a row of the table, and the ratio is to the fastest.
+Each size is a row of the table, and the ratio is taken to the fastest.
 """
 
 import argparse
@@ -37,10 +37,10 @@ RUN_TIMEOUT_S = 1200.0
 
 
 class Case(NamedTuple):
-    """The lengths of responses, and of prompts; groups longer than the limit never come to their end.
+    """Lengths of responses and prompts; lengths above the limit are cut off at the limit.
 
-    ``trl_micro`` is the rows in a forward pass of TRL, ``token_budget`` the tokens in one of verl
-    (docs/perf/cpu_vs_trl.md).
+    ``trl_micro`` is the number of rows in a forward pass of TRL, ``token_budget`` the number of tokens in a forward
+    pass of verl (docs/perf/cpu_vs_trl.md).
     """
 
     shortest: int
@@ -65,15 +65,15 @@ LENGTH_KEYS = {  # by framework
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", help="interpreter of an environment with trl (default: verl runs alone)")
-    parser.add_argument("--only", choices=("verl", "trl"), help="leave the other out")
+    parser.add_argument("--trl-python", help="interpreter of an environment with trl (default: run verl alone)")
+    parser.add_argument("--only", choices=("verl", "trl"), help="run only this framework")
     parser.add_argument("--case", choices=(*CASES, "all"), default="all")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turn (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help=f"per run, {WARMUP_STEPS} not counted (default: 12)")
-    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of each (default: 1)")
-    parser.add_argument("--trl-micro", type=int, nargs="+", help="rows in a forward pass of TRL (default: by case)")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads per process (default: 1)")
+    parser.add_argument("--trl-micro", type=int, nargs="+", help="rows per forward pass of TRL (default: by case)")
     parser.add_argument("--trl-options", nargs="+", default=[], help="key=value in JSON, arguments of its GRPOConfig")
-    parser.add_argument("--token-budget", type=int, help="tokens in a forward pass of verl (default: by case)")
+    parser.add_argument("--token-budget", type=int, help="tokens per forward pass of verl (default: by case)")
     for name, value in (("hidden", 256), ("layers", 4), ("vocab", 1000), ("prompts", 16), ("samples", 8)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
     parser.add_argument("--prompt-length", type=int, help="default: that of the case")
@@ -89,7 +89,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def verl_command(args: SimpleNamespace, inputs: Path, run: Path) -> list[str]:
-    """Return the command of the half that is ours."""
+    """Return the command that trains with verl."""
     rows = args.prompts
     settings = {
         "algorithm.adv_estimator": "grpo",
@@ -128,7 +128,7 @@ def verl_command(args: SimpleNamespace, inputs: Path, run: Path) -> list[str]:
 
 
 def trl_command(args: SimpleNamespace, inputs: Path, run: Path, micro: int) -> list[str]:
-    """Return the command of the other half; ``-P``, since this folder has a trl.py."""
+    """Return the command that trains with TRL; ``-P`` keeps this folder off sys.path, since it has a trl.py."""
     options = {
         "inputs": inputs, "progress": run / "metrics.jsonl", "steps": args.steps, "prompts": args.prompts,
         "samples": args.samples, "limit": args.limit, "micro": micro, "threads": args.threads, "seed": args.seed,
@@ -138,7 +138,7 @@ def trl_command(args: SimpleNamespace, inputs: Path, run: Path, micro: int) -> l
 
 
 def measure(name: str, args: SimpleNamespace, inputs: Path, run: Path) -> dict[str, Any]:
-    """Run ``verl``, or ``trl`` with a number of rows in a pass, once and return its figures per counted step."""
+    """Run ``verl``, or ``trl`` with a number of rows per pass, once; return its figures per counted step."""
     framework, _, micro = name.partition(" ")
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
@@ -170,7 +170,7 @@ def measure(name: str, args: SimpleNamespace, inputs: Path, run: Path) -> dict[s
 
 
 def compare(case: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Run both frameworks in turn on the inputs of a case."""
+    """Run both frameworks alternately on the inputs of a case, and return the figures of each run."""
     lengths = CASES[case]._asdict()
     given = {name: getattr(args, name) for name in ("prompt_length", "token_budget")}
     lengths |= {name: value for name, value in given.items() if value is not None}
@@ -203,7 +203,7 @@ COLUMNS = {
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:
-    """Return the medians, with the range, and the ratios as lines of Markdown."""
+    """Return the medians with their ranges, and the ratios, as lines of Markdown."""
     lines = ["| case | | " + " | ".join(COLUMNS.values()) + " | response tokens: mean, min, max |"]
     lines.append("|---" * (len(COLUMNS) + 3) + "|")
     for case in dict.fromkeys(row["case"] for row in results):
@@ -230,7 +230,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def say(line: str) -> None:
-    """Write a line at once."""
+    """Write a line to standard output and flush it."""
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""TRL's half of benchmarks/trl.py, which starts it: GRPOTrainer, and a JSON line for each step."""
+"""Train with TRL for benchmarks/trl.py, which starts this script: GRPOTrainer, and one JSON line per step."""
 
 import argparse
 import importlib.util
@@ -21,7 +21,7 @@ for option in ("steps", "prompts", "samples", "limit", "micro", "threads", "seed
 
 
 class StepLines(TrainerCallback):
-    """Appends the logged figures of every step."""
+    """A callback that appends the logged figures of each step to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class StepLines(TrainerCallback):
 
 
 def scorer() -> Any:
-    """Return the rule of countdown.py, which lies beside this file."""
+    """Return the reward function of countdown.py in the folder of this file."""
     spec = importlib.util.spec_from_file_location("countdown", Path(__file__).with_name("countdown.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -42,7 +42,7 @@ def scorer() -> Any:
 
 
 def main() -> None:
-    """Train for the steps that were asked for."""
+    """Train for the given number of steps."""
     args = PARSER.parse_args()
     torch.set_num_threads(args.threads)
     score = scorer()

@@ -12,7 +12,7 @@ MODULES = frozenset(
     "recipe reward rewards rollout sandbox scripts sft sglang single_controller sync tests third_party tool tools "
     "trainer training_utils utils vision vllm worker workers".split()
 )
-"""What a change touches: folders of ``verl/`` and of the repository, backends, and the names established for both."""
+"""The modules that a title may name: folders of ``verl/`` and the repository, backends, and their established names."""
 
 TYPES = ("feat", "fix", "refactor", "perf", "test", "docs", "style", "chore")
 
@@ -26,7 +26,7 @@ _TITLE = re.compile(
 
 
 def problems(title: str) -> list[str]:
-    """Return what is wrong with a title, nothing if it is right."""
+    """Return the problems of a title; an empty list if there are none."""
     match = _TITLE.match(title)
     if match is None:
         return [f"the form is '{FORM}', with {BREAKING} in front if a public interface changes"]
@@ -47,7 +47,7 @@ def problems(title: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what is wrong with the title and return the exit code."""
+    """Print the problems of the title and return the exit code."""
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
         return 2

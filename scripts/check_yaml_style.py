@@ -1,4 +1,4 @@
-"""Check the YAML style: a comment above each key, as far to the right, a blank line between keys, no inline comments.
+"""Check the YAML style: above each key a comment with its indentation, a blank line between keys, no inline comments.
 
 python scripts/check_yaml_style.py [files or folders]     # default: verl/trainer/config and recipe
 """
@@ -50,7 +50,7 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
 
 
 def yaml_files(paths: list[Path]) -> Iterator[Path]:
-    """Yield the YAML files under the given paths, except generated ones, and lists of tools and interactions."""
+    """Yield the YAML files under the given paths, except generated files and lists of tools or interactions."""
     for path in paths:
         found = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
         for file in found:

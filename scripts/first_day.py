@@ -1,12 +1,12 @@
-"""Try verl on new GPUs, case by case, and write a table of what came out.
+"""Try verl on new GPUs, case by case, and write a table of the results.
 
     bash scripts/first_gpu.sh [--device cpu] [--out DIR] [--only NAME ...] [--models DIR] [--list]
     bash scripts/first_node.sh ...
 
-The tables are DIR/table.md; beside it are the log of each case, and the stacks of one that hung. Run it from the
-repository. Models have random weights, so nothing is downloaded: ``--models`` names a folder whose subfolders take
-their places. ``--device cpu`` tries the same cases on a CPU, with tiny models and fewer workers and steps: it shows
-that the commands run, and its figures mean nothing. docs/perf/first_day.md says what to look at.
+The tables are in DIR/table.md, next to the log of each case and the stacks of a case that hung. Run it from the
+repository. Models have random weights, so nothing is downloaded; to use real models, name their folder with
+``--models``. ``--device cpu`` tries the same cases on a CPU, with tiny models and fewer workers and steps: this only
+shows that the commands run, its figures mean nothing. docs/perf/first_day.md explains the figures.
 """
 
 import argparse
@@ -39,11 +39,12 @@ ENGINE_TESTS = "tests/workers/rollout/test_server_contract.py"
 
 @dataclass(frozen=True)
 class Case:
-    """One command: what it shows, and what must come out.
+    """One command of a suite, what it shows, and its condition for success.
 
-    ``limit`` bounds the largest difference of a probability between engine and trainer. ``commands`` holds the words of
-    a command for a device and the number of its workers; None is a run of the trainer with ``keys``, and with ``model``
-    one of ``MODELS``. ``killed`` is a fault that must end the run; ``continues`` names a case whose folder it resumes.
+    ``limit`` bounds the largest difference of a token's probability between engine and trainer. ``commands`` returns
+    the words of a command, given the device and the number of workers; None means a run of the trainer with ``keys``,
+    on ``model``, one of ``MODELS``. ``killed`` names a fault that must end the run; ``continues`` names the case whose
+    checkpoint this one resumes.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Case:
     needs: str = ""
 
     def workers_on(self, device: str) -> int:
-        """Return the number of its workers: at most two on a CPU, or four where a layout needs them."""
+        """Return the number of workers: on a CPU at most two, or four if a Megatron layout needs them."""
         return self.workers if device == "cuda" else min(self.workers, 4 if self.config_name != "ppo_trainer" else 2)
 
 
@@ -95,7 +96,7 @@ SHAPES: Keys = {
 
 
 def of_tests(file: str, chosen: str, on_cpu: str) -> Callable[[str, int], list[str]]:
-    """Return the command that runs tests of the project; on a CPU it runs one of them."""
+    """Return the command that runs tests of the project; on a CPU it runs only one of them."""
 
     def command(device: str, workers: int) -> list[str]:
         words = f"{chosen} and {on_cpu}" if device == "cpu" else chosen
@@ -105,7 +106,7 @@ def of_tests(file: str, chosen: str, on_cpu: str) -> Callable[[str, int], list[s
 
 
 def collectives(device: str, workers: int) -> list[str]:
-    """Return the command that tries the collectives."""
+    """Return the command that measures the collectives."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"]
     return [*torchrun, str(ROOT / "scripts/first_day.py"), "collectives", "--device", device]
 
@@ -255,7 +256,7 @@ SIZES: dict[str, Keys] = {
 
 
 def keys_of(case: Case, device: str) -> dict[str, object]:
-    """Return the keys of a run of the trainer; OUT stands for the output folder, and MODELS for that of the models."""
+    """Return the configuration of a run; OUT is a placeholder of the output folder, MODELS of the folder of models."""
     keys: dict[str, object] = {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": "OUT/data/train.parquet",
@@ -281,7 +282,7 @@ def keys_of(case: Case, device: str) -> dict[str, object]:
     if case.config_name == "ppo_trainer":
         keys["actor_rollout_ref.model.use_remove_padding"] = True
     if device == "cpu":
-        keys[f"{ROLLOUT}.enforce_eager"] = True  # a CPU has no graphs
+        keys[f"{ROLLOUT}.enforce_eager"] = True  # there are no CUDA graphs on a CPU
         shares = f"{ROLLOUT}.n_gpus_per_node"
         most = case.workers_on(device)
         for key in (shares, f"{ROLLOUT}.tensor_model_parallel_size", f"{LAYOUT}.expert_model_parallel_size"):
@@ -346,7 +347,7 @@ TINY: Mapping[str, Any] = {
 
 
 def make_model(name: str, folder: Path, device: str) -> None:
-    """Write a model with random weights in bf16, and a tokenizer of bytes."""
+    """Write a model with random weights in bf16, and a byte-level tokenizer."""
     import torch
     import transformers
 
@@ -369,7 +370,7 @@ def make_model(name: str, folder: Path, device: str) -> None:
 
 
 def make_files(folder: Path) -> None:
-    """Write the rows and the tool of the cases."""
+    """Write the data and the tool configuration that the cases use."""
     import pandas as pd
 
     from tests.special_e2e import shapes
@@ -382,7 +383,7 @@ def make_files(folder: Path) -> None:
 
 
 def write_tool(folder: Path) -> None:
-    """Write the configuration of the tool."""
+    """Write the configuration file of the tool."""
     tool = "{class_name: verl.tools.calculator_tool.CalculatorTool, config: {type: native}}"
     (folder / "tools.yaml").write_text(f"tools: [{tool}]\n", encoding="utf-8")
 
@@ -391,7 +392,7 @@ def write_tool(folder: Path) -> None:
 
 
 def run(case: Case, device: str, folder: Path, models: Path, limit_s: float) -> dict[str, Any]:
-    """Run a case and return its row; its log and, if it hangs, the stacks of its processes are in the folder."""
+    """Run a case and return its row; write its log and, if it hangs, the stacks of its processes to the folder."""
     by_other_layers = case.needs == "transformer_engine" and device == "cpu"
     if case.needs and not by_other_layers and not has_package(case.needs):
         return {"case": case.name, "result": f"not run: no {case.needs}"}
@@ -428,7 +429,7 @@ def has_package(name: str) -> bool:
 
 
 def outcome(case: Case, code: int, log: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Return the result of a case that has ended, and its figures."""
+    """Return whether a finished case passed or why it failed, and its figures."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if case.killed:
         fired = log.with_name(f"{case.name}.fault").exists()
@@ -445,7 +446,7 @@ def outcome(case: Case, code: int, log: Path, folder: Path, device: str) -> dict
 
 
 def figures_of(metrics: Path, device: str) -> dict[str, Any]:
-    """Return the figures of a run from its metrics: of the last step, or of the worst."""
+    """Return the figures of a run from its metrics: those of the last step, or the worst over all steps."""
     steps: dict[int, dict[str, float]] = {}
     for line in map(json.loads, metrics.read_text(encoding="utf-8").splitlines()):
         steps.setdefault(line["step"], {}).update(line.get("data", {}))
@@ -482,7 +483,7 @@ def write_stacks(process: int, file: Path) -> None:
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a run and its processes: it gets time to do so itself."""
+    """End a run and its processes, after giving it time to end by itself."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         process.wait(30)
@@ -495,7 +496,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def try_collectives(device: str) -> None:
-    """Time an all-reduce over all processes, and send objects over both backends; torchrun starts this."""
+    """Measure an all-reduce over all processes, and send objects over both backends; torchrun calls this."""
     import torch
     from torch import distributed
 
@@ -546,7 +547,7 @@ VERSIONS = (
 
 
 def versions(device: str) -> str:
-    """Return the table of the machine and its packages."""
+    """Return the table of the machine and of its package versions."""
     from verl.utils.doctor.checks import read_environment
 
     found = read_environment()
@@ -562,21 +563,21 @@ def versions(device: str) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as a table, with the columns that any of them has."""
+    """Return the rows as a Markdown table, with each column that at least one row has."""
     columns = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in rows)]
     lines = [columns, ["---"] * len(columns), *([shown(row.get(name)) for name in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def shown(value: Any) -> str:
-    """Return a cell."""
+    """Format a value as a cell of the table."""
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
     return "" if value is None else str(value).replace("|", "/")
 
 
 def chosen_cases(suite: str, names: Sequence[str]) -> Iterator[Case]:
-    """Yield the cases that were asked for, in their order; a resumed one brings the one that it continues.
+    """Yield the selected cases in order; a case that resumes another one adds that case.
 
     Raises: SystemExit for a name that no case has.
     """
@@ -594,7 +595,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("suite", choices=[*CASES, "collectives"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, help="folder of tables and logs (outputs/first_gpu or outputs/first_node)")
-    parser.add_argument("--models", type=Path, help="folder with models of your own: 0.5b, 7b, 30b-a3b, 32b, vl-7b")
+    parser.add_argument(
+        "--models", type=Path, help="folder of real models, in subfolders 0.5b, 7b, 30b-a3b, 32b, vl-7b"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="names of cases")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     given = parser.parse_args(arguments)
@@ -612,7 +615,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(suite: str, cases: Sequence[Case], device: str, folder: Path, models: Path) -> int:
-    """Run cases one after another and write the table after each; a node stops at the first that fails."""
+    """Run cases one after another and write the table after each; the suite ``node`` stops at the first failure."""
     folder.mkdir(parents=True, exist_ok=True)
     make_files(folder)
     rows: list[dict[str, Any]] = []
@@ -624,7 +627,7 @@ def run_all(suite: str, cases: Sequence[Case], device: str, folder: Path, models
         if case.commands is None and not (models / case.model / "config.json").exists():
             print(f"[first_{suite}] writes the model {case.model} to {models}", flush=True)
             maker = get_context("spawn").Process(target=make_model, args=(case.model, models / case.model, device))
-            maker.start()  # its memory of the device ends with it
+            maker.start()  # a process of its own, whose end frees all device memory
             maker.join()
         print(f"[first_{suite}] {case.name}: {case.shows}", flush=True)
         left = deadline - time.monotonic()

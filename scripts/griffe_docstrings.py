@@ -1,7 +1,7 @@
-"""Let the API pages show a section of a docstring that starts on the line of its name; mkdocs.yml loads this.
+"""A Griffe extension (see mkdocs.yml) that keeps one-line docstring sections such as ``Raises: ...`` on the API pages.
 
-``Raises: ValueError when ...`` may go on in indented lines. Griffe would take those for the items of a section, find
-none, and drop them; without their indentation it keeps the paragraph.
+Their text may continue on indented lines. Griffe takes indented lines for the items of a section, finds that they are
+not, and drops them. Without the indentation it shows them as a paragraph.
 """
 
 import re
@@ -13,7 +13,7 @@ _STARTS_IN_LINE = re.compile(r"^(Args|Attributes|Raises|Returns|Source|Yields): 
 
 
 def joined(text: str) -> str:
-    """Return a docstring in which such a paragraph is not indented."""
+    """Remove the indentation of the continuation lines of such sections."""
     lines: list[str] = []
     inside = False
     for line in text.splitlines():
@@ -26,7 +26,7 @@ def joined(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites the docstrings as they are read."""
+    """Rewrites each docstring when Griffe reads it."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite the docstring of an object."""

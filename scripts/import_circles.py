@@ -1,7 +1,7 @@
-"""Import circles: sets of modules each of which imports every other, directly or through others.
+"""Import circles: sets of modules in which each imports each other one, directly or through further modules.
 
-The import-linter contract ``CirclesContract`` keeps them out; ``.importlinter-types.toml`` applies it to all imports,
-those under ``TYPE_CHECKING`` included.
+The import-linter contract ``CirclesContract`` forbids them. ``.importlinter-types.toml`` applies it to all imports,
+including those under ``TYPE_CHECKING``.
 """
 
 from collections.abc import Iterator, Mapping, Set
@@ -59,7 +59,7 @@ def imports_of(graph: grimp.ImportGraph) -> dict[str, Set[str]]:
 
 
 class CirclesContract(Contract):
-    """No module imports itself through others, except by the imports listed in ``ignore_imports``."""
+    """Forbids modules that import themselves through others, except by the imports listed in ``ignore_imports``."""
 
     ignore_imports = fields.SetField(subfield=fields.ImportExpressionField(), required=False)
     unmatched_ignore_imports_alerting = fields.EnumField(AlertLevel, default=AlertLevel.ERROR)

@@ -1,9 +1,9 @@
-"""Write a model with random weights: the architecture and tokenizer of a model, in sizes of your own.
+"""Write a model with random weights: the architecture and tokenizer of a given model, with other sizes.
 
     python scripts/init_random_model.py --hf_model_path Qwen/Qwen3-30B-A3B --new_config_path new.json --output_path OUT
 
-``new.json`` holds the keys of ``config.json`` that change, such as ``{"num_hidden_layers": 2}``; a whole
-``config.json``, or the folder of one, also works. A key inside another (``text_config``) changes alone.
+``new.json`` holds the keys of ``config.json`` to change, such as ``{"num_hidden_layers": 2}``; a whole ``config.json``
+or its folder also works. A nested mapping (``text_config``) changes only the keys that it holds.
 """
 
 import argparse
@@ -21,21 +21,21 @@ from verl.utils.command_line import OneLineParser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the parser of the command line."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--hf_model_path", required=True, help="model folder or hub id that gives configuration and tokenizer")
-    add("--new_config_path", required=True, help="JSON file with the keys that change, or a folder with a config.json")
-    add("--output_path", required=True, help="folder to write; it must not hold a model yet")
+    add("--new_config_path", required=True, help="JSON file with the keys to change, or a folder with a config.json")
+    add("--output_path", required=True, help="output folder; it must not hold a model yet")
     add("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
     add("--trust_remote_code", action="store_true", help="run code from the model's folder")
     return parser
 
 
 def read_changes(path: str) -> dict[str, Any]:
-    """Return the keys that change.
+    """Read the keys to change.
 
-    Raises: WrongInput if the file cannot be read or holds no JSON object.
+    Raises: WrongInput if the file cannot be read or does not hold a JSON object.
     """
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
@@ -55,7 +55,7 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any], at: str = "") 
     """
     result = dict(config)
     if "num_hidden_layers" in changes:
-        result.pop("layer_types", None)  # one per layer, made anew
+        result.pop("layer_types", None)  # it has an entry per layer; transformers computes it again
     for name, value in changes.items():
         if name not in config:
             raise WrongInput(f"--new_config_path: the model has no key {at + name!r}, it has {sorted(config)}")
@@ -66,13 +66,13 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any], at: str = "") 
 
 @contextmanager
 def in_one_line(message: str) -> Iterator[None]:
-    """Turn the errors of transformers for a model that it cannot read or build into WrongInput.
+    """Raise WrongInput if transformers cannot read or build a model within the block.
 
-    Args: message: what the error says, with ``{}`` where the reason goes.
+    Args: message: the text of the error, with ``{}`` in the place of the reason.
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    # a configuration with a wrong value fails wherever the model's code uses it: as a number, a name or a size
+    # A wrong value of the configuration fails where the model's code uses it, with an exception of any class.
     wrong_value = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
     try:
         yield

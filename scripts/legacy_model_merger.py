@@ -1,9 +1,9 @@
-"""Merge a sharded checkpoint by the earlier command line; ``python -m verl.model_merger`` is the command behind it.
+"""Merge a sharded checkpoint by the earlier command line, which calls ``python -m verl.model_merger``.
 
     python scripts/legacy_model_merger.py merge --backend fsdp --local_dir <run>/global_step_<N>/actor --target_dir OUT
 
-It takes all arguments of that command, and ``--hf_model_path`` of earlier versions, which it ignores: a checkpoint
-holds its configuration and tokenizer in ``huggingface/``.
+It takes all arguments of that command. It also takes, and ignores, ``--hf_model_path`` of earlier versions, because a
+checkpoint holds its configuration and tokenizer in ``huggingface/``.
 """
 
 import argparse

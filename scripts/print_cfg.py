@@ -12,7 +12,7 @@ from verl.trainer.config.cli import hydra_main
 
 @hydra_main("ppo_trainer")
 def main(config: DictConfig) -> None:
-    """Print the configuration as YAML with interpolations resolved."""
+    """Print the configuration as YAML, with resolved interpolations."""
     sys.stdout.write(OmegaConf.to_yaml(config, resolve=True))
 
 

@@ -1,6 +1,6 @@
-"""Resolve the documented installs for GPUs with pip, install nothing, and check what they would bring.
+"""Resolve the documented GPU installs with pip, without installing, and check the versions that they would bring.
 
-A release runs it.
+Run it before a release.
 
     python scripts/resolve_installs.py [--only NAME ...] [--out DIR]
 
@@ -29,19 +29,20 @@ INSTALLS: dict[str, tuple[str, ...]] = {
     "SGLang": ("-e", ".[sglang]"),
     "Liger kernels": ("-e", ".[vllm]", "liger-kernel>=0.8,<0.9"),
 }
-"""Name -> what pip is asked for. Not resolved: flash-attn and Transformer Engine, which compile to tell their needs."""
+"""The requirements of each install by its name. flash-attn and Transformer Engine are left out: pip has to compile them
+to learn their requirements."""
 SHOWN = ("torch", "vllm", "sglang", "transformers", "megatron-core", "ray", "flashinfer-python")
 
 
 class Resolved(NamedTuple):
-    """The versions that an install brings, and the version of CUDA that its torch asks for."""
+    """The versions that an install brings, and the version of CUDA that its torch requires."""
 
     versions: Mapping[str, str]
     cuda: str | None
 
     @classmethod
     def read(cls, report: Mapping[str, Any]) -> "Resolved":
-        """Read a report of pip."""
+        """Read the versions from a report of pip."""
         found = [each["metadata"] for each in report["install"]]
         versions = {canonicalize_name(each["name"]): each["version"] for each in found}
         needs = [text for each in found if each["name"] == "torch" for text in each.get("requires_dist", ())]
@@ -49,7 +50,7 @@ class Resolved(NamedTuple):
 
 
 def cuda_versions(needs: Sequence[str]) -> Iterator[str]:
-    """Yield the versions of CUDA among the requirements of torch: of the toolkit, or of its runtime."""
+    """Yield the versions of CUDA among torch's requirements: those of the toolkit or of its runtime."""
     for text in needs:
         requirement = Requirement(text)
         if re.fullmatch(r"cuda-toolkit|nvidia-cuda-runtime(-cu\d+)?", requirement.name):
@@ -57,25 +58,25 @@ def cuda_versions(needs: Sequence[str]) -> Iterator[str]:
 
 
 def project() -> Mapping[str, Any]:
-    """Return the table of the project."""
+    """Return the table ``project`` of pyproject.toml."""
     found: Mapping[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return found
 
 
 def bounds_of(package: str) -> Requirement:
-    """Return the requirement of the project for a package."""
+    """Return the project's requirement for a package."""
     return next(each for each in map(Requirement, project()["dependencies"]) if each.name == package)
 
 
 def image_cuda() -> str:
-    """Return the version of CUDA of the image that flash-attn compiles in."""
+    """Return the version of CUDA of the docker image in which flash-attn is compiled."""
     found = re.search(r"nvidia/cuda:([\d.]+)-devel", (ROOT / "docker/Dockerfile.cuda").read_text(encoding="utf-8"))
     assert found is not None, "docker/Dockerfile.cuda names no image nvidia/cuda"
     return found[1]
 
 
 def problems(resolved: Resolved) -> Iterator[str]:
-    """Yield what is wrong with an install."""
+    """Yield the problems of an install."""
     for package in ("torch", "transformers"):
         bounds = bounds_of(package)
         version = resolved.versions.get(package, "0")
@@ -87,9 +88,9 @@ def problems(resolved: Resolved) -> Iterator[str]:
 
 
 def resolve(wanted: Sequence[str], report: Path) -> Resolved:
-    """Ask pip what an install would bring into an empty environment.
+    """Let pip resolve an install into an empty environment.
 
-    Raises: RuntimeError with pip's message if there is no answer.
+    Raises: RuntimeError with pip's message if it cannot be resolved.
     """
     words = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     done = subprocess.run(

@@ -4,7 +4,7 @@ python scripts/rollout_viewer.py DIR                          a table of the new
 python scripts/rollout_viewer.py DIR --step all --max-score 0 all samples that scored 0 or less
 python scripts/rollout_viewer.py DIR --step 10 --show 3       sample 3 of step 10, in full
 
-In a terminal it then asks which samples to show in full.
+In a terminal it then asks for the samples to show in full.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class DumpError(ValueError):
 
 
 def dump_files(path: Path, step: str | None) -> list[Path]:
-    """Return the given file, or the dumps of a folder sorted by step: of one step, of "all", or of the newest."""
+    """Return the given file, or a folder's dumps sorted by step: of one step, of "all" steps, or of the newest step."""
     if path.is_file():
         return [path]
     named = (file for file in path.glob("*.jsonl") if file.is_file() and file.stem.isdecimal())
@@ -48,7 +48,9 @@ def dump_files(path: Path, step: str | None) -> list[Path]:
 
 def read(file: Path) -> Iterator[Sample]:
     """Yield the samples of a file."""
-    for number, line in enumerate(file.read_bytes().split(b"\n")):  # texts may hold other line ends
+    for number, line in enumerate(
+        file.read_bytes().split(b"\n")
+    ):  # not splitlines(): texts may hold other line separators
         if not line:
             continue
         try:
@@ -61,10 +63,10 @@ def read(file: Path) -> Iterator[Sample]:
 
 
 def select(samples: Iterator[Sample], args: argparse.Namespace) -> list[Sample]:
-    """Return the samples that match the command line."""
+    """Return the samples that match the filters of the command line."""
     found = []
     for each in samples:
-        score = None if each.get("score") is None else float(each["score"])  # a score that is not finite is text
+        score = None if each.get("score") is None else float(each["score"])  # JSON has NaN and infinity as text
         above = args.min_score is None or (score is not None and score >= args.min_score)
         below = args.max_score is None or (score is not None and score <= args.max_score)
         if above and below and (args.find is None or args.find in f"{each.get('input')}\n{each.get('output')}"):
@@ -100,7 +102,7 @@ def _score(sample: Sample) -> str:
 
 
 def browse(console: Console, samples: list[Sample]) -> None:
-    """Ask for lines of the table and show those samples, until the input ends."""
+    """Ask for a line of the table and show its sample in full, until the input ends."""
     while True:
         try:
             answer = console.input(f"line of the table (1 to {len(samples)}), or Enter to quit: ").strip()

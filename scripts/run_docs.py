@@ -1,4 +1,4 @@
-"""Run the commands of the README and the docs that need a CPU only, no download and no files of the reader.
+"""Run those commands of the README and the docs that need only a CPU, no download and no files of the reader.
 
 python scripts/run_docs.py             # run them in the order of the pages; the exit code is 1 if one fails
 python scripts/run_docs.py --list      # print them
@@ -28,9 +28,9 @@ RUNS_HERE = re.compile(
     r"|python benchmarks/(algos|dispatch)\.py( --check)?"
     r"|python benchmarks/prefix_sharing\.py --updates 3"
 )
-"""Commands that need nothing which a fresh clone with the CPU set lacks, except for what those before them write.
+"""Commands that run in a fresh clone with the CPU install, given the output of the commands before them.
 
-Benchmarks that take more than some minutes are left out, and the tests that continuous integration runs.
+Benchmarks of more than a few minutes are left out, and so are the tests that continuous integration runs.
 """
 
 READERS_OWN = {
@@ -38,10 +38,10 @@ READERS_OWN = {
     r"checkpoints/project/run/global_step_100": "outputs/quickstart/grpo/global_step_40",
     r"merged": "outputs/quickstart/merged",
 }
-"""What the quick start has made, by the names that pages give to files of the reader."""
+"""Maps names that pages use for the reader's own files to files that the quick start writes."""
 
 OWN_FILES = re.compile(r"\.\.\.|=tools\.yaml")
-"""What a command that is not whole has, or one with a file that the reader writes."""
+"""Matches commands that are abbreviated, or that need a file which the reader writes."""
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -56,7 +56,7 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def runnable(only: str = "") -> list[tuple[Path, str]]:
-    """Return the commands that run here, with their pages; each is run once."""
+    """Return the commands to run, each once, with the first page that has it."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found: dict[str, Path] = {}
     for page in pages:
@@ -67,12 +67,12 @@ def runnable(only: str = "") -> list[tuple[Path, str]]:
 
 
 def place(page: Path, command: str) -> str:
-    """Return how a command is told."""
+    """Return the label of a command in the output: its page and the command."""
     return f"{page.relative_to(ROOT).as_posix()}: {command}"
 
 
 def run(command: str) -> str:
-    """Run a command in the repository with the Python of this script; return what went wrong, if anything."""
+    """Run a command in the repository with this script's Python; return the error, or an empty text."""
     script = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; {command}"
     try:
         done = subprocess.run(
@@ -87,8 +87,8 @@ def run(command: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run or list the commands and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="print the commands and run none")
-    parser.add_argument("--only", default="", help="a part of the page's path or of the command")
+    parser.add_argument("--list", action="store_true", help="print the commands without running them")
+    parser.add_argument("--only", default="", help="run commands that contain this text, or whose page's path does")
     options = parser.parse_args(arguments)
     failed = 0
     for page, command in runnable(options.only):

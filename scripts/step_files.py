@@ -1,13 +1,14 @@
 """List the files of ``verl/`` in which a function runs during one step of training, in the driver and its workers.
 
-The run is the GRPO of the quick start, on a base model with random weights:
+The run is the quick start's GRPO, on a base model with random weights:
 
     python scripts/step_files.py                   # of this checkout
     python scripts/step_files.py --tree ../before  # of another one
     python scripts/step_files.py --lines           # with the lines of each file
 
-A step lasts from the driver's ``prepare`` of the second batch to that of the third, so it includes the weight sync that
-follows its update. Every Python process of the run reports the files in which it calls a function, with the time.
+The step lasts from the driver's call of ``prepare`` for the second batch to the call for the third, so it includes the
+weight sync after its update. Each Python process of the run writes down the files in which it calls a function, and
+when.
 """
 
 import argparse
@@ -58,12 +59,12 @@ def make_inputs(out: Path, tree: Path) -> None:
 
 
 def run(tree: Path, *command: str) -> None:
-    """Run a script of a checkout."""
+    """Run a Python script of a checkout."""
     subprocess.run([sys.executable, *command], cwd=tree, check=True, env={**os.environ, "PYTHONPATH": str(tree)})
 
 
 def train(out: Path, tree: Path, overrides: list[str]) -> None:
-    """Run three steps with a recorder in each process."""
+    """Run three training steps with a recorder in each process."""
     recorder = out / "recorder"
     recorder.mkdir()
     (recorder / "sitecustomize.py").write_text(RECORDER, encoding="utf-8")
@@ -96,7 +97,7 @@ def calls(records: Path) -> Iterator[tuple[float, str]]:
 
 
 def files_of_step(records: Path) -> list[Path]:
-    """Return the files that ran between the driver's ``prepare`` of a step and that of the next.
+    """Return the files that ran between the driver's calls of ``prepare`` for a step and for the next one.
 
     Raises: SystemExit if the run had fewer steps.
     """
@@ -112,8 +113,8 @@ def files_of_step(records: Path) -> list[Path]:
 def main() -> None:
     """Train, and print the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout that is run (this one)")
-    parser.add_argument("--lines", action="store_true", help="print the lines of each file too")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to run (default: this one)")
+    parser.add_argument("--lines", action="store_true", help="also print the number of lines of each file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides for the run")
     options = parser.parse_args()
     tree = options.tree.resolve()

@@ -1,11 +1,11 @@
-"""Print where the time of the last run of scripts/test.sh went: by folder, and what the tests since a revision add.
+"""Print the time of the last run of scripts/test.sh by folder, and the share of tests added since a revision.
 
     python scripts/suite_times.py                         # by folder below tests/
     python scripts/suite_times.py --depth 3 --slowest 20  # by file, with the slowest tests
     python scripts/suite_times.py --since v0.3.0          # how much of it is tests that the revision does not have
 
-Name the commit before an issue to get the issue's share. Times are those of the tests: three processes share them, so
-a run takes about a third of their sum.
+With the commit before a change as revision, this is the share of the change. Times are summed over the tests; three
+processes run them, so a run takes about a third of the sum.
 """
 
 import argparse
@@ -22,7 +22,7 @@ TIMES = ROOT / "outputs" / "suite_times.xml"
 
 @dataclass(frozen=True)
 class Timed:
-    """A test that ran: its file, its name without parameters, its whole name, and what it took with its fixtures."""
+    """A finished test: its file, its name without and with parameters, and its seconds, fixtures included."""
 
     file: Path
     function: str
@@ -39,13 +39,13 @@ def read(report: Path) -> list[Timed]:
         raise FileNotFoundError(f"{report} does not exist: run scripts/test.sh first, or name another report")
     tests = []
     for case in ElementTree.parse(report).iter("testcase"):
-        name = re.sub(r"@[^\]]*$", "", case.attrib["name"])  # pytest-xdist adds the group
+        name = re.sub(r"@[^\]]*$", "", case.attrib["name"])  # remove the group that pytest-xdist adds
         tests.append(Timed(Path(case.attrib["file"]), name.partition("[")[0], name, float(case.attrib["time"])))
     return tests
 
 
 def functions_at(revision: str) -> set[str]:
-    """Return the names of the tests of a revision, wherever they were; a file that moved is not new.
+    """Return the test names of a revision, regardless of their files, so that tests in a moved file are not new.
 
     Raises: ValueError for a revision that git does not know.
     """
@@ -67,7 +67,7 @@ def lines_of(shares: Counter[str]) -> list[str]:
 
 
 def summary(tests: list[Timed], depth: int, slowest: int, since: list[str]) -> list[str]:
-    """Return the lines that are printed."""
+    """Return the lines to print."""
     by_folder: Counter[str] = Counter()
     for test in tests:
         by_folder["/".join(test.file.parts[: depth + 1])] += test.seconds
@@ -88,9 +88,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", nargs="?", type=Path, default=TIMES, help=f"report ({TIMES.relative_to(ROOT)})")
-    parser.add_argument("--depth", type=int, default=2, help="folders below the root that are told apart (2)")
-    parser.add_argument("--slowest", type=int, default=0, help="print so many of the slowest tests (0)")
-    parser.add_argument("--since", action="append", default=[], metavar="REV", help="print the share of newer tests")
+    parser.add_argument(
+        "--depth", type=int, default=2, help="depth of the folders to sum up, counted from the root (default: 2)"
+    )
+    parser.add_argument("--slowest", type=int, default=0, help="number of slowest tests to print (default: 0)")
+    parser.add_argument(
+        "--since",
+        action="append",
+        default=[],
+        metavar="REV",
+        help="print the share of the tests that this revision does not have",
+    )
     options = parser.parse_args(arguments)
     print("\n".join(summary(read(options.report), options.depth, options.slowest, options.since)))
 

@@ -56,11 +56,11 @@ def activate(broken: list[str]) -> None:
         sys.meta_path.insert(0, TorchvisionSchemas())  # type: ignore[arg-type]
     for name in HIDDEN_WHERE_BROKEN:
         if name in broken:
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # find_spec() gives None, as if not installed
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # find_spec() then returns None, as for a package that is not installed
 
 
 def import_error(package: str, broken: list[str] | None = None) -> str | None:
-    """Return the last line of the error of ``import package`` in a new process; None if it works."""
+    """Import a package in a new process; return the last line of the error, or None if it works."""
     lines = [f"import {package}"]
     if broken is not None:
         lines = [f"import {Path(__file__).stem} as extras", f"extras.activate({broken!r})", *lines]

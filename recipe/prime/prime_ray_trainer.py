@@ -52,9 +52,8 @@ class RayPRIMETrainer(RayPPOTrainer):
         batch = super().collect(rows, metrics, timing)
         with self._timed("verify", timing):
             self._add_scores(batch, metrics)
-        batch.reorder(
-            torch.tensor(self.state.row_order)
-        )  # undo the balancing over ranks, so that the choice does not depend on it
+        # Undo the balancing over ranks, so that the choice of prompts does not depend on it.
+        batch.reorder(torch.tensor(self.state.row_order))
         outcome = outcome_of(batch)
         tensors_of(batch)["acc"] = outcome
         metrics["acc"] = float(outcome.double().mean())

@@ -50,9 +50,7 @@ def preference_loss(model_output: Mapping[str, Tensor], data: DataProto) -> tupl
     pairs = algos.Pairs(*(batch[key] for key in _PAIRS))
     log_probs = algos.summed(model_output["log_probs"], batch["response_mask"])
     chosen = batch[CHOSEN].to(log_probs.dtype)
-    with_gradient = pairs.gradient * (
-        log_probs - log_probs.detach()
-    )  # its value is zero, its gradient is the stored one
+    with_gradient = pairs.gradient * (log_probs - log_probs.detach())  # zero, with the stored gradient
     held = log_probs.detach()
     return [Sum((pairs.loss + 2 * with_gradient).sum(), "sequence")], {
         "actor/dpo_loss": Sum(pairs.loss.sum(), "sequence"),

@@ -1,12 +1,13 @@
-"""Plant one fault after another in a copy of the code, and print which of them the tests catch.
+"""Plant one fault after another in a copy of the code, and print which faults the tests catch.
 
-    python -m scripts.planted_faults --list                # what each fault means, and the tests that should catch it
+    python -m scripts.planted_faults --list                # the meaning of each fault, and its tests
     python -m scripts.planted_faults                       # all of them
     python -m scripts.planted_faults gae-counts-tool-tokens k3-reversed
     python -m scripts.planted_faults -n 2 --json after.json --compare before.json
 
-Only the tests that a fault names run on it, up to the first failure, which counts if the same test passes without the
-fault. The exit code is 1 if a fault is not caught, or if one that was caught in the compared result is not caught now.
+For each fault only the tests that it names run, up to the first failure. The failure counts if the same test passes
+without the fault. The exit code is 1 if a fault is not caught. ``--compare`` names the faults that an earlier result
+caught and this one does not.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from scripts.planted_faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 _RUN = "import sys, pytest, {module}; sys.exit(pytest.main(sys.argv[1:]))"
-"""A module with a fault is imported first, so that one that does not import is told from a test that fails."""
+"""Imports the module with the fault before pytest starts, to tell a failing import from a failing test."""
 
 CAUGHT = "caught"
 MISSED = "missed"
@@ -45,7 +46,7 @@ _NOTHING_RAN = (4, 5)
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests of a fault made of it, and the test that failed first with its message."""
+    """The outcome of a fault's tests, and the first failed test (``by``) with its message (``why``)."""
 
     outcome: str
     seconds: float
@@ -54,13 +55,13 @@ class Result:
 
 
 class FaultError(ValueError):
-    """A fault does not fit the code: its text or its tests are gone."""
+    """A fault does not match the code: the text to replace or its tests are missing."""
 
 
 def planted(fault: Fault, root: Path) -> str:
-    """Return the text of the file with the fault.
+    """Return the content of the fault's file with the fault in it.
 
-    Raises: FaultError if the text to replace is not there exactly once.
+    Raises: FaultError if the file does not hold the text to replace exactly once.
     """
     text = (root / fault.file).read_text(encoding="utf-8")
     if (count := text.count(fault.old)) != 1:
@@ -71,7 +72,7 @@ def planted(fault: Fault, root: Path) -> str:
 
 
 def copy_tree(root: Path, target: Path) -> Path:
-    """Copy the files of a checkout, new ones included, without what git ignores."""
+    """Copy the files of a checkout, untracked files included, but not files that git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -86,7 +87,7 @@ def copy_tree(root: Path, target: Path) -> Path:
 
 
 class Copy:
-    """A copy of a checkout, in which tests run."""
+    """A copy of a checkout, in which faults are planted and tests run."""
 
     def __init__(self, root: Path, tree: Path) -> None:
         self.root = root
@@ -116,7 +117,7 @@ class Copy:
         return done.returncode, done.stdout
 
     def try_fault(self, fault: Fault) -> Result:
-        """Plant a fault, run its tests, and take it out again."""
+        """Plant a fault, run its tests, and restore the file."""
         started = time.monotonic()
         module = fault.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         present = [name for name in fault.tests if (self.tree / name).exists()]  # an older checkout lacks some
@@ -129,7 +130,7 @@ class Copy:
 
 
 def result_of(code: int, output: str, seconds: float) -> Result:
-    """Return what the exit code and the output of pytest say of a fault."""
+    """Classify a fault by the exit code and the output of pytest."""
     failed = _FAILURE.search(output)
     if code == _PASSED:
         return Result(MISSED, seconds)
@@ -138,12 +139,12 @@ def result_of(code: int, output: str, seconds: float) -> Result:
     if failed is None:
         return Result(CAUGHT, seconds, f"the test process, which ended with code {code}")
     why = failed[2] or ""
-    # A busy machine does that too.
+    # A timeout does not show that the fault was caught, since a busy machine also causes it.
     return Result(TIMED_OUT if why.startswith("Failed: Timeout") else CAUGHT, seconds, failed[1], why)
 
 
 def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str, Result]:
-    """Try faults in as many copies as processes; then run the tests that failed on a copy without a fault."""
+    """Try faults in one copy per process; then run the failed tests again on a copy without a fault."""
     for fault in faults:
         planted(fault, root)
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
@@ -173,7 +174,7 @@ def try_faults(faults: Sequence[Fault], root: Path, processes: int) -> dict[str,
 
 
 def line_of(name: str, result: Result) -> str:
-    """Return a row of the table."""
+    """Return the line of the table for a result."""
     return f"{name:<36} {result.outcome:<8} {result.seconds:6.1f} s  {result.by}  {result.why}".rstrip()
 
 
@@ -183,7 +184,7 @@ def read_results(file: Path) -> dict[str, Result]:
 
 
 def lost(before: dict[str, Result], after: dict[str, Result]) -> list[str]:
-    """Return the faults that were caught before and were tried again without being caught."""
+    """Return the faults that were caught before, and were not caught when tried again."""
     return [
         name
         for name, result in after.items()
@@ -205,12 +206,18 @@ def chosen(names: Sequence[str]) -> list[Fault]:
 def main(arguments: list[str] | None = None) -> int:
     """Try the faults and print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="names of faults (all)")
-    parser.add_argument("--list", action="store_true", help="print the faults and try none")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout whose code and tests are tried (this one)")
-    parser.add_argument("-n", type=int, default=1, metavar="N", help="faults tried at the same time (1)")
+    parser.add_argument("names", nargs="*", help="names of the faults to try (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the faults without trying them")
+    parser.add_argument(
+        "--tree", type=Path, default=ROOT, help="checkout of the code and the tests (default: this one)"
+    )
+    parser.add_argument(
+        "-n", type=int, default=1, metavar="N", help="number of faults to try at the same time (default: 1)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="name what was caught in these results only")
+    parser.add_argument(
+        "--compare", type=Path, metavar="FILE", help="name the faults that were caught in these results, but not now"
+    )
     options = parser.parse_args(arguments)
     faults = chosen(options.names)
     if options.list:
