@@ -227,8 +227,8 @@ class BaseConfig(Mapping[str, Any]):
     """
 
     _mutable_fields: ClassVar[frozenset[str]] = frozenset()
-    _is_closed: ClassVar[bool] = False  # whether a node that names no class may hold no other keys either
-    _is_open: ClassVar[bool] = False  # whether a node that names this class may hold other keys too
+    _is_closed: ClassVar[bool] = False  # whether a node of this class rejects unknown keys even without ``_target_``
+    _is_open: ClassVar[bool] = False  # whether a node accepts unknown keys even if its ``_target_`` names this class
     _replaced: ClassVar[Mapping[str, str]] = {}  # older keys of this node, and what to write instead
     _idle: ClassVar[tuple[Idle, ...]] = ()  # what a recipe adds to ``verl.trainer.config.rules.no_effect``
 
@@ -454,8 +454,8 @@ class NodeReader:
     def __init__(self, imports: bool = False) -> None:
         self.imports = imports
         self.violations: list[Violation] = []
-        self.mistyped: list[Violation] = []  # those among them whose value has the wrong type
-        self.unknown: list[Violation] = []  # those among them whose key the dataclass does not have
+        self.mistyped: list[Violation] = []  # the violations that are values of a wrong type
+        self.unknown: list[Violation] = []  # the violations that are keys unknown to the dataclass
 
     def node(self, tree: Tree, name: str, cls: type[BaseConfig], prefix: str = "") -> Any:
         """Return the node ``name`` of a tree; its defaults, unchecked, if it is absent."""
@@ -470,7 +470,7 @@ class NodeReader:
             return value
         found = self._target_class(value["_target_"], path) if "_target_" in value else None
         names_class = found is not None
-        own = found or cls  # with a wrong class the usual one, so that what reads the node finds the other values
+        own = found or cls  # after a wrong class, build the default one, so that other checks can read the node
         if own is None and "_target_" in value:
             return None
         if self.imports and names_class and (not _is_node_class(own) or value.keys() & _HYDRA_KEYS):

@@ -520,7 +520,7 @@ def compute_pf_ppo_reweight_data(
     """
     tensors = tensors_of(data)
     scores = tensors["token_level_scores"].sum(-1)
-    used = tensors.get("response_mask", torch.ones(len(scores), 1)).any(-1)  # the others only fill the batch
+    used = tensors.get("response_mask", torch.ones(len(scores), 1)).any(-1)  # rows without tokens only pad the batch
     weights = torch.zeros_like(scores)
     weights[used] = pf_ppo_weights(scores[used], reweight_method, weight_pow)
     rows = torch.multinomial(weights, len(weights), replacement=True, generator=generator)

@@ -380,7 +380,8 @@ class AsyncRolloutRequest(BaseModel):
     def _set_tokens(self, chat: ChatFormat, ids: list[int], loss_mask: list[int]) -> None:
         self.input_ids, self.loss_mask = torch.tensor([ids]), torch.tensor([loss_mask])
         self.attention_mask = torch.ones_like(self.input_ids)
-        text = self.input_ids[0].masked_fill(self.loss_mask[0] == 1, -1)  # an image token that was sampled is text
+        # A sampled image token does not stand for an image.
+        text = self.input_ids[0].masked_fill(self.loss_mask[0] == 1, -1)
         positions = position_ids(_rope_of(chat), text, self.attention_mask[0], self._encoded)
         self.position_ids = positions if positions.dim() == 2 else positions[None]
 

@@ -82,7 +82,8 @@ class Rows:
         self.blocks = tuple(blocks)
         self.block = block
         self.row = row
-        # Results of operations on these rows, which the next column takes again. Weak: rows keep their blocks alive.
+        # Caches the results of operations on these rows for the next column. The references are weak, because rows keep
+        # their blocks alive.
         self._made: weakref.WeakValueDictionary[Hashable, Rows] = weakref.WeakValueDictionary()
         self._parts: Sequence[weakref.ref[Rows]] = ()
 
@@ -374,7 +375,7 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Answer:
     rows = index.nonzero().flatten() if index.dtype == torch.bool else index
     count = len(x)
     if len(rows) and (int(rows.min()) < -count or int(rows.max()) >= count):
-        return None  # torch says it best
+        return None  # let torch raise its own error
     return x._at(x.places.take(rows.cpu().numpy() % max(count, 1)))
 
 
@@ -604,6 +605,6 @@ def _column(address: Address | Tensor) -> Tensor:
         return address
     import ray
 
-    if ray.is_initialized():  # this process may send the batch to others
+    if ray.is_initialized():  # only then can the batch be sent to other processes
         register_with_ray()
     return LazyTensor(*address)

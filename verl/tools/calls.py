@@ -186,4 +186,4 @@ async def _abort(tool: "BaseTool", instance_id: str, call: "asyncio.Future[Execu
     with suppress(Exception):
         await asyncio.wait([call], timeout=ABORT_TIMEOUT_S)
     if call.done() and not call.cancelled():
-        call.exception()  # it is known already that the call failed
+        call.exception()  # marks the exception as retrieved, else asyncio would log it

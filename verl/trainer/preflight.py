@@ -326,7 +326,8 @@ def check_hub_models(run: RunConfig, broken: Collection[str] = ()) -> None:
         paths["critic.model.path"] = run.critic.model.path
     if run.reward_model.enable:
         paths |= {f"reward_model.model.{name}": path for name, path in run.reward_model.model.paths.items()}
-    told = {path for key, path in paths.items() if key in broken}  # the path of the tokenizer may be that of the model
+    # Paths already reported; tokenizer and model may have the same path.
+    told = {path for key, path in paths.items() if key in broken}
     check_hub({key: path for key, path in paths.items() if path not in told})
 
 

@@ -46,7 +46,7 @@ class TemporaryFolder:
         self.path = Path(tempfile.mkdtemp(prefix=f"verl-{kind}-"))
         new = self.path / f"{_LOCK_NAME}.new"
         lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with suppress(OSError):  # no locks there: nobody else can take one either
+        with suppress(OSError):  # the file system has no locks, so nobody else can take one either
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self.path / _LOCK_NAME)  # the file appears with the lock held
         self._handles = [lock, _guard(self.path)] if is_guarded else [lock]

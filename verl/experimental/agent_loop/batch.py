@@ -170,7 +170,7 @@ class BatchOfAttempts:
         except TrajectoryError as error:
             self._fail(error)
             return
-        except Exception as error:  # a fault of ours: the batch must not wait for this trajectory
+        except Exception as error:  # a bug in verl: the batch must not wait forever for this trajectory
             task = self._tasks[index]
             of_task = [each for each in self.attempts if (each.uid, each.sample) == task.place[1:]]
             of_task[-1].finish(ERROR, _text_of(error))

@@ -50,7 +50,7 @@ class WholeTrajectories:
     def _row(self, tensors: dict[str, Tensor], row: int, output: AgentLoopOutput) -> Row:
         ids = tensors["input_ids"][row].clone()
         width = tensors["response_mask"].shape[1]
-        ids[-width:][tensors["response_mask"][row].bool()] = -1  # an image token that the model sampled is text
+        ids[-width:][tensors["response_mask"][row].bool()] = -1  # a sampled image token does not stand for an image
         try:
             rope = rope_of(self._processor)
             encoded = encoded_media(self._processor, output.multi_modal_data or {}, self._kwargs)

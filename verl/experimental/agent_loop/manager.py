@@ -136,7 +136,7 @@ class AgentLoopManager(Manager):
     def _init_agent_loop_workers(self) -> None:
         """Start the actors, round robin over the nodes; they load their tokenizer while the models are built."""
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
-        on_cpu = self.config.trainer.device == "cpu"  # there every core may belong to a worker of the trainer
+        on_cpu = self.config.trainer.device == "cpu"  # without spare cores: each may belong to a worker of the trainer
         self.agent_loop_workers: list[Actor] = []
         self._names: list[str] = []
         for index in range(self.rollout_config.agent.num_workers):
@@ -201,7 +201,7 @@ class AgentLoopManager(Manager):
         with on_failure(partial(self._keep_account, prompts)):
             if pending.watch is not None:
                 pending.watch.stop()
-                if pending.watch.failures:  # all servers are ended
+                if pending.watch.failures:  # the watch has ended all servers
                     raise pending.watch.failures[0]
             with self._watched(pending.step, keeps_weights=pending.planned_version is not None):
                 output = self._wait_for_loops(pending)  # an error ends the workers
@@ -213,7 +213,8 @@ class AgentLoopManager(Manager):
             self.sleep()
         replaced = sorted({line["uid"] for line in attempts if line["outcome"] == REPLACED})
         mark_replaced(attempts, replaced)
-        if not replaced and not prompts.meta_info.get("validate", False):  # validation counts them as failures
+        # Validation counts failed trajectories as failures.
+        if not replaced and not prompts.meta_info.get("validate", False):
             _check_any(output, attempts)
         of_loops = _loop_timing(output.meta_info.pop("seconds"))
         report = self._reported(output, seconds, pending.planned_version)
@@ -388,7 +389,7 @@ def _check_any(output: DataProto, attempts: Sequence[AttemptLine]) -> None:
 def _loop_timing(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the least, mean and most seconds that a trajectory spent on each activity."""
     timing: dict[str, float] = {}
-    for name in _ACTIVITIES if seconds else ():  # all of them may have failed, and be replaced
+    for name in _ACTIVITIES if seconds else ():  # empty if all trajectories failed and were replaced
         values = np.array([each[name] for each in seconds])
         figures = {"min": values.min(), "max": values.max(), "mean": values.mean()}
         timing |= {f"agent_loop/{name}/{kind}": float(value) for kind, value in figures.items()}

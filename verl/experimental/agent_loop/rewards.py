@@ -111,14 +111,14 @@ class TrajectoryScorer:
             first = self._waiting[0].batch
             together = [each for each in self._waiting if each.batch is first]
             self._waiting = [each for each in self._waiting if each.batch is not first]
-            # A trajectory whose answer is done was cancelled.
+            # A future that is already done belongs to a cancelled trajectory.
             await self._answer([each for each in together if not each.answer.done()])
 
     async def _answer(self, together: Sequence[_Waiting]) -> None:
         try:
             scored = await asyncio.get_running_loop().run_in_executor(self._thread, self._score, together)
         except Exception as error:
-            if len(together) > 1:  # one of these trajectories may be the reason
+            if len(together) > 1:  # score one by one, since a single trajectory may be the cause
                 for each in together:
                     await self._answer([each])
             elif together and not together[0].answer.done():

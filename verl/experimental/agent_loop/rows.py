@@ -82,7 +82,7 @@ def rows_of(
             carried[LATER_INPUTS] = object_array(inputs)
     before = [(row, segment) for row, output in enumerate(outputs) for segment in output.earlier]
     if before:
-        # Their scores are no scores of rows yet: a segment without one has that of its trajectory.
+        # Scores are added later, because a segment without a score gets the score of its trajectory.
         segments = [segment.model_copy(update={"reward_score": None}) for _, segment in before]
         asked = requests.select_idxs([row for row, _ in before])
         rows = rows_of(segments, asked, width, pad_token_id, whole, own_inputs=True)
@@ -183,7 +183,7 @@ def _check(row: int, output: AgentLoopOutput, vocab_size: int | None) -> None:
     wrong = set(output.response_mask) - {0, 1}
     if wrong:
         raise ValueError(f"trajectory {row}: response_mask must be 1 for sampled tokens, 0 for others; it has {wrong}")
-    # The sum is finite if all numbers are, and costs a quarter of asking each.
+    # The sum is finite only if all numbers are; this check takes a quarter of the time of checking each number.
     if not math.isfinite(sum(itertools.compress(output.response_logprobs or (), output.response_mask))):
         raise ValueError(f"trajectory {row}: response_logprobs of a sampled token is no finite number")
     if output.reward_score is not None and not math.isfinite(output.reward_score):

@@ -171,7 +171,7 @@ class AsyncLLMServerManager:
             except (ServerError, RayActorError) as error:
                 self._take_out(server, _loss_of(error))
                 lost += 1
-                if lost == MOST_LOST:  # the request itself may be what crashes the servers
+                if lost == MOST_LOST:  # the request itself may crash the servers: do not try another one
                     raise ServerError(
                         f"request {request.request_id} of {len(prompt_ids)} tokens: {lost} rollout servers were "
                         f"lost while they had it, at last {server.name}: {server.gone}"

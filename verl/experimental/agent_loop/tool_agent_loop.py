@@ -284,7 +284,7 @@ class ToolAgentLoop(AgentLoopBase):
         said = ""
         calls: list[FunctionCall] = []
         cut = output.finish_reason == FULL or trajectory.room <= 0
-        # The engine would take a placeholder that the model has sampled for that of the next image.
+        # The engine would take an image placeholder that the model sampled for the placeholder of the next image.
         cut = cut or not self.parts.media.tokens.isdisjoint(output.token_ids)
         if self.parts.tools and not cut:
             said, calls = await self.parts.parser.extract_tool_calls(output.token_ids, self.parts.schemas, prompt_ids)
@@ -307,7 +307,7 @@ class ToolAgentLoop(AgentLoopBase):
         running = [asyncio.create_task(self._recorded_call(talk, call)) for call in talk.calls]
         try:
             results = await asyncio.gather(*running)
-        finally:  # if one call has ended the trajectory, the other calls must not go on
+        finally:  # if one call ends the trajectory, cancel the other calls
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -483,7 +483,8 @@ class ToolAgentLoop(AgentLoopBase):
         """
         trajectory = talk.trajectory
         trajectory.add(role, [], seconds, calls, text)
-        beyond = max(0, seen_size - self.prompt_length)  # the row holds it at the head of its response
+        # Prompt tokens above the limit, which the row holds at the start of its response.
+        beyond = max(0, seen_size - self.prompt_length)
         room = min(trajectory.room, self.response_length - beyond)
         if room <= 0:
             return AgentState.TERMINATED

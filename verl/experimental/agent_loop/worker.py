@@ -82,7 +82,7 @@ class AgentLoopWorkerBase:
         self._has_warned = False
         trainer = config.trainer
         trace = self.rollout_config.trace
-        # MLflow waits when its queue is full, and all trajectories with it: let it hold those of a batch.
+        # A full queue of MLflow blocks all trajectories, so the queue must hold the traces of a whole batch.
         envs.write_default({"MLFLOW_ASYNC_TRACE_LOGGING_MAX_QUEUE_SIZE": str(_MOST_TRACES)})
         self._flush: asyncio.Future[None] | None = None
         RolloutTraceConfig.init(
@@ -140,7 +140,8 @@ class AgentLoopWorkerBase:
             for index, (name, place) in enumerate(zip(names, places, strict=True))
         ]
         meta = batch.meta_info
-        greedy = meta.get("do_sample") is False  # a baseline; rollout.do_sample=false is training
+        # Greedy baselines of remax; training with rollout.do_sample=false does not set this key.
+        greedy = meta.get("do_sample") is False
         policy = Policy.of(self.rollout_config, meta, greedy)
         run = BatchOfAttempts(tasks, policy, kind_of(meta, greedy), meta.get("global_steps"))
         if meta.get(timeline.RECORDED):
@@ -210,7 +211,7 @@ class AgentLoopWorkerBase:
                 outputs = await made
                 width = tensors_of(batch)["input_ids"].shape[1]
                 output = last_segment(outputs, width, self.rollout_config.response_length)
-                if "messages" in output.extra_fields:  # the account of attempts knows it by this id
+                if "messages" in output.extra_fields:  # the id under which the account of attempts lists it
                     output.extra_fields.setdefault("request_id", attempt.id)
                 # An error at this point fails the attempt; the same error in the trainer would end the run.
                 check_output(place.row, output, width, self._vocab_size)

@@ -129,7 +129,7 @@ def packed_attention(
         bounds = (packed.cu_seqlens, packed.cu_seqlens, packed.max_length, packed.max_length)
         left = (window or 0) - 1
         width = value.shape[-1]
-        if width < query.shape[-1]:  # the kernels take heads of one size
+        if width < query.shape[-1]:  # the kernels need equal head dimensions of values and queries
             value = F.pad(value, (0, query.shape[-1] - width))
         if flash is not None:
             sides = (left, -1 if left < 0 else 0)

@@ -39,7 +39,7 @@ def forest_attention(
 ) -> Tensor:
     """Attend within each path of a forest: query (T, H, D), key (T, K, D) and value (T, K, E) -> (T, H, E)."""
     width = value.shape[-1]
-    if width < query.shape[-1]:  # the kernels take heads of one size
+    if width < query.shape[-1]:  # the kernels need equal head dimensions of values and queries
         value = F.pad(value, (0, query.shape[-1] - width))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     kernel = _kernel_for(query, key, packed)

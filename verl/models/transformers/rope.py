@@ -148,7 +148,7 @@ def _forward(
         return own(x, position_ids, **options)
     shape = position_ids.shape[-2:]
     lengths = rows.of(position_ids)
-    if rows.length is None:  # the positions of a row may go on through its padding
+    if rows.length is None:  # positions may continue into the padding of a row
         position_ids = torch.minimum(position_ids, lengths - 1)
     flat = position_ids.flatten(-2).unsqueeze(-2)  # (..., 1, b L)
     chosen = _choices(rotary, kind, layer_type, lengths).flatten()

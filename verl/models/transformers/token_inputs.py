@@ -95,7 +95,8 @@ class TokenInputs:
             if token is not None:
                 kinds[ids == token] = kind
         start, end = (getattr(self.config, f"video_{name}_token_id", None) for name in ("start", "end"))
-        if self.family.startswith("glm") and start is not None and end is not None:  # a frame has tokens of images
+        # GLM writes video frames with image tokens.
+        if self.family.startswith("glm") and start is not None and end is not None:
             inside = (ids == start).cumsum(-1) > (ids == end).cumsum(-1)
             kinds[inside & (ids == self.config.image_token_id)] = 2
         return kinds.masked_fill(sampled, 0)

@@ -230,7 +230,7 @@ class RayWorkerGroup(WorkerGroup):
         actor: ActorOptions = {"runtime_env": runtime_env, "name": name}
         # On a CPU the actors of a bundle divide its one core; on an accelerator a bundle has a core for each actor.
         actor["num_cpus"] = _share(pool.max_colocate_count) if self.device_name == "cpu" else 1
-        if _is_async(cia.raw_class):  # Ray's default is 1,000: beyond it, calls of health and abort would wait
+        if _is_async(cia.raw_class):  # above Ray's default of 1,000, calls of health and abort would wait
             actor["max_concurrency"] = cia._options.get("max_concurrency", _MOST_CALLS)
         if detached:
             actor["lifetime"] = "detached"
@@ -636,7 +636,7 @@ def _silent(seats: Sequence[Seat], refs: Refs) -> list[Seat]:
 def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Refs, timeout_s: float) -> WorkerError:
     """Name the workers that had not answered at the deadline; if some are stopped, only these: the others wait."""
     silent = _silent(seats, refs) or list(seats[:1])
-    indirect = seats[len(refs) :]  # workers that those with a result call
+    indirect = seats[len(refs) :]  # workers that are called by the workers whose results are awaited
     stopped = [seat for seat in (*silent, *indirect) if seat.is_stopped()]
     named = stopped or silent
     reason = f"no answer within {timeout_s:g} s" + ("; SIGSTOP holds its process" if stopped else "")

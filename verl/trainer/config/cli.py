@@ -58,7 +58,7 @@ def hydra_main(
             except KeyboardInterrupt:
                 if _is_of_user(function):
                     raise
-                leave_before_the_run()  # a run that has begun ends by itself
+                leave_before_the_run()  # only before the run: a started run handles Ctrl-C itself
 
         @functools.wraps(function)
         def command() -> None:

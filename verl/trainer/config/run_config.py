@@ -115,7 +115,8 @@ class RayConfig(BaseConfig):
     def rules(self) -> Iterator[Violation]:
         """Yield arguments that ``ray.init`` does not take; Ray has undocumented ones that begin with _."""
         given = {name: value for name, value in (self.ray_init or {}).items() if not name.startswith("_")}
-        for name in given.keys() - {"num_cpus"}:  # the one in our YAML; to know the others takes a while
+        # Our YAML sets num_cpus; to get all names takes a while, since it parses Ray's sources.
+        for name in given.keys() - {"num_cpus"}:
             if name not in ray_arguments():
                 similar = ", ".join(nearest(name, ray_arguments())) or "none"
                 expected = f"is no argument of ray.init; the nearest: {similar}"

@@ -213,7 +213,8 @@ def _violations(
     yield from folder_rules({f"trainer.{name}": select(tree, f"trainer.{name}") for name in RUN_FOLDERS})
     resumed = run.trainer.resume_from_path
     mode = run.trainer.resume_mode
-    yield from resume_rules("resume_path" if mode == "auto" and resumed else mode, resumed)  # auto follows a path too
+    # Auto resumes from a given path.
+    yield from resume_rules("resume_path" if mode == "auto" and resumed else mode, resumed)
     for key in ("data.train_files", "data.val_files"):
         yield from data_file_rules(key, select(tree, key), required=key == "data.train_files")
     path = select(tree, "model.path")

@@ -251,9 +251,10 @@ def _name_rules(run: RunConfig) -> Iterator[Violation]:
         ("reward_model.reward_manager", manager, tuple(SCORER_CALLS)),
     ):
         module, registry, unknown = REGISTRIES[key]
-        known = [*ours, *getattr(sys.modules.get(module), registry, ())]  # without an import, nothing is registered
+        # A module that is not imported has registered nothing.
+        known = [*ours, *getattr(sys.modules.get(module), registry, ())]
         is_in_file = name == manager and class_in_file(manager) is not None
-        is_known = name is None or name in known or is_in_file  # null: a recipe without one
+        is_known = name is None or name in known or is_in_file  # null: a recipe that has no such entry
         if is_known or (name == manager and may_register(run.custom_reward_function.path)):
             continue
         row = row_of(key, name)

@@ -275,7 +275,8 @@ class Checkpoints:
         if step is None or step == self.state.unrecorded_step:
             return
         if self.in_background:
-            done = [all(group.finish_checkpoint(wait)) for group in self.groups.values()]  # asks every group
+            # A list, so that every group is asked.
+            done = [all(group.finish_checkpoint(wait)) for group in self.groups.values()]
             if not all(done):
                 return
         self.state.unfinished_checkpoint = None
@@ -307,7 +308,7 @@ class Checkpoints:
         state = self.state
         state.step = self.newest_step = step_of(folder)
         loader_state, driver = load_driver_state(folder, self.run.trainer.trusted_classes)
-        with restoring(folder / DATA_NAME):  # older checkpoints hold none of the three
+        with restoring(folder / DATA_NAME):  # older checkpoints lack the step, the order and the number of prompts
             saved_step = _count("step", driver["step"]) if "step" in driver else state.step
             order = driver.get("order")
             if order is not None and not str(order).startswith("data."):

@@ -93,8 +93,8 @@ def balanced_order(
 ) -> tuple[list[int], dict[str, float]]:
     """Return the order of the rows in which every rank gets about the same number of tokens, and metrics of it."""
     lengths = tensors_of(batch)["attention_mask"].sum(-1).tolist()
-    # The rows need not be a multiple of the workers, since some workers share rows. Their greatest common divisor
-    # is a multiple of the workers that do not share.
+    # The number of rows need not be a multiple of the number of workers, since some workers share rows. The greatest
+    # common divisor of both numbers is a multiple of the number of shards.
     parts = math.gcd(len(lengths), num_workers)
     partitions = get_seqlen_balanced_partitions(lengths, parts, equal_size=True)
     partitions = _with_groups_together(batch, partitions, run, num_workers)
@@ -107,7 +107,7 @@ def _with_groups_together(batch: DataProto, parts: Partition, run: RunConfig, nu
     actor = run.actor_rollout_ref.actor
     critic = run.critic
     shards = num_workers // workers_of_a_shard(actor)
-    # Workers that share a shard may have one part between them, where the rows do not divide over all workers.
+    # If the rows do not divide over all workers, the workers of a shard may get one part together.
     sharing, rest = divmod(len(parts), shards)
     groups = groups_of(batch, run) if shards > 1 and not rest else None
     if groups is None:

@@ -274,7 +274,8 @@ def _majority(codes: np.ndarray, draws: np.ndarray) -> np.ndarray:
             same = answers[i] == answers[j]
             votes[i] += same
             votes[j] += same
-    # The highest sum of votes, in its upper bits, and of equal ones the earliest draw.
+    # The upper digits hold the votes and the lower ones the draw, reversed, so that the maximum is the answer with the
+    # most votes, and in a tie the earliest draw.
     top = np.zeros(answers[0].shape, dtype=np.min_scalar_type((size + 1) * size))
     for i in range(size):
         np.maximum(top, votes[i] * top.dtype.type(size) + top.dtype.type(size - 1 - i), out=top)
@@ -289,7 +290,7 @@ def _times(chosen: np.ndarray, num_levels: int) -> np.ndarray:
     at_least[0] = num_draws
     for level in range(1, num_levels):
         np.greater_equal(chosen, level, out=reached[:, :width])
-        # Eight columns are added at once; a byte holds the sum of 250 rows.
+        # Eight columns of bytes are added at once, as one integer; no byte overflows, since a block has 250 rows.
         parts = reached.view(np.uint64).reshape(-1, _ROWS_PER_BYTE, reached.shape[1] // 8).sum(axis=1)
         at_least[level] = parts.view(np.uint8).sum(axis=0)
     return (at_least[:-1] - at_least[1:])[:, :width]
@@ -331,7 +332,7 @@ def _prompt_metrics(
     for name, values in variables.items():
         result[name] = {f"mean@{k}": values.mean(1)} | ({f"std@{k}": values.std(1)} if k > 1 else {})
     for size in subset_sizes(k):
-        # ``size`` of the responses with replacement, many times: (1000, size), the same for every prompt
+        # Bootstrap: 1000 draws of ``size`` responses with replacement, (1000, size), the same for every prompt.
         draws = np.random.RandomState(seed).choice(k, size=(_NUM_BOOTSTRAP, size), replace=True)
         chosen = _times(_majority(codes, draws), k) if codes is not None else None
         for name, (rank, levels) in ranks.items():
@@ -376,7 +377,8 @@ def _source_metrics(
     numeric = {name: np.array(v, dtype=np.float64) for name, v in columns.items() if _is_numeric(v)}
     answers = columns.get("pred", [])
     has_answers = any(answer is not None for answer in answers)
-    alike: dict[int, list[range]] = defaultdict(list)  # the places in ``own`` of prompts with as many responses
+    # Number of responses -> the positions in ``own`` of each prompt with so many.
+    alike: dict[int, list[range]] = defaultdict(list)
     end = 0
     for rows in prompts:
         alike[len(rows)].append(range(end, end + len(rows)))

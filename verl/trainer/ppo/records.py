@@ -132,7 +132,7 @@ class StepRecord:
         batch = without_dropped(batch)
         details: Details = {"response_length": length_histogram(batch)}
         batch = per_trajectory(batch)
-        if self.num_samples:  # while the workers report
+        if self.num_samples:  # decode samples while the workers compute their reports
             assert self.tokenizer is not None
             details["samples"] = sample_rows(batch, self.tokenizer, self.num_samples, self.veto_threshold)
         workers: dict[str, list[RankReport]] = {
@@ -337,7 +337,8 @@ def dump_extras(extras: ExtraColumns) -> ExtraColumns:
     """Return extras by their names in a dump: ``extra/<name>`` for a name that a column of the dump itself has."""
     named: ExtraColumns = {}
     for name, values in extras.items():
-        if name in _OF_DUMP and name != "score":  # the manager dapo writes the score before the penalty
+        # No warning for score, which the manager dapo returns: the score before the penalty.
+        if name in _OF_DUMP and name != "score":
             _warn_once("the reward function returns %r, a column of the dump: it is written as 'extra/%s'", name, name)
         named[f"extra/{name}" if name in _OF_DUMP else name] = values
     return named

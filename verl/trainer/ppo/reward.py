@@ -98,7 +98,8 @@ def compute_reward(data: DataProto, reward_fn: RewardFn, validate: bool = False)
             f"reward_model.scoring.batch_timeout_s={limits.batch_timeout_s:g} and {START_TIMEOUT_S:g} s more: "
             f"make it faster, or raise this limit"
         ) from error
-    known = set(data.meta_info.get("reward_extra_keys", ())) | {FAILURE_COLUMN}  # of agent loops, which have named them
+    # Columns that agent loops have already named.
+    known = set(data.meta_info.get("reward_extra_keys", ())) | {FAILURE_COLUMN}
     reserved = {getattr(reward_fn, "reward_fn_key", "data_source")}
     extras = named_extras(extras, reserved - known, data.non_tensor_batch.keys() - known)
     scores, extras = settled(data, scores, extras, reward_fn)

@@ -323,7 +323,8 @@ def score_greedy(greedy: DataProto, reward: PendingReward, metrics: Metrics) -> 
     found |= failure_metrics("reward", extras.get(FAILURE_COLUMN))
     metrics |= {f"greedy/{name}": value for name, value in found.items() if not name.startswith("perf/")}
     unknown = torch.tensor([reason == UNAVAILABLE for reason in extras.get(FAILURE_COLUMN, [None] * len(greedy))])
-    return scores.sum(dim=-1).masked_fill(unknown, torch.nan)  # the responses of such a prompt are not trained
+    # NaN excludes the responses of such a prompt from training.
+    return scores.sum(dim=-1).masked_fill(unknown, torch.nan)
 
 
 def without_metrics(output: DataProto, metrics: Metrics) -> DataProto:

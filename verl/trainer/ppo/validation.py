@@ -360,7 +360,7 @@ def summarise(samples: ValidationSamples) -> dict[str, float]:
             source
         ]
         headlines = {"acc"} if "acc" in variables else {"reward"}
-        if all(failed):  # nobody knows which one its scorer has
+        if all(failed):  # no response tells whether this scorer returns acc
             headlines |= {"reward"}
         for variable, values in variables.items():
             largest = max(_sample_count(name) for name in values)
@@ -389,7 +389,7 @@ def _columns_of(source: str, extras: ExtraColumns, failed: Sequence[bool]) -> Ex
         if is_number and len(said) < failed.count(False):
             _warn_once("data_source %r: the scorer leaves out %r in some responses, it counts as 0 there", source, name)
         missing = 0.0 if is_number else None
-        keeps = name == "score"  # the score before a penalty, which failures have too
+        keeps = name == "score"  # failed responses keep the score before the penalty
         columns[name] = [
             missing if value is None or (is_failure and not keeps) else value
             for value, is_failure in zip(values, failed, strict=True)

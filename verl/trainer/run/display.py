@@ -144,7 +144,7 @@ class RemoteDisplay:
     def __init__(self, name: str) -> None:
         self._name = name
         self._count = 0
-        self._lock = threading.Lock()  # any thread may warn, and the terminal waits for every number
+        self._lock = threading.Lock()  # any thread may warn, and the terminal expects consecutive numbers
 
     def _send(self, method: str, **content: str | float) -> None:
         from ray.experimental.internal_kv import _internal_kv_put

@@ -107,13 +107,14 @@ def run_on_ray(
     except Exception as error:  # whatever it is, the person at the terminal gets its cause and not Ray's frames
         root = root_cause(error)
         is_interrupted = grace.has_begun
-        if not isinstance(root, EndRequested):  # a scheduler may have told Ray's processes too, so nothing was saved
+        # No report for EndRequested: a job scheduler ended the run, and may have signalled Ray's processes as well.
+        if not isinstance(root, EndRequested):
             message = report_failure(error, folder)
             code = USAGE_ERROR if isinstance(root, WrongInput) else 1
     else:
         set_error_log_aside(folder)
     grace.close()
-    with suppress(KeyboardInterrupt):  # a second one: the message and the end of Ray come anyway
+    with suppress(KeyboardInterrupt):  # a second Ctrl-C must not skip the message and the end of Ray
         display.close()
         time.sleep(_LOG_GRACE_S if owns_ray and not is_interrupted else 0)
         stop_forwarding()

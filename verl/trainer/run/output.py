@@ -93,12 +93,13 @@ class RunOutput:
     def close(self, curves: bool = False, report: bool = True) -> None:
         """Close the outputs; draw the ``curves`` of a policy that has finished training, and write the ``report``."""
         self.progress.close()
-        with only_warning(logger, "rollout.trace: some traces were not sent"):  # the report is still to come
+        # A failure must not prevent the report below.
+        with only_warning(logger, "rollout.trace: some traces were not sent"):
             RolloutTraceConfig.finish()
         self.tracking.finish()
         if not self.record.steps:
             return
-        if self._finished_steps != MIN_STEPS:  # otherwise this has been logged
+        if self._finished_steps != MIN_STEPS:  # at MIN_STEPS the warning was already logged
             self._warn_if_nothing_is_trained()
         # The run is saved; and if it has failed, the user must see that error and not one of the report.
         with only_warning(logger, "cannot write the report", trace=True):

@@ -49,7 +49,7 @@ def cut_neighbours(found: Neighbours, max_tokens: int) -> list[tuple[int, int]]:
     # runs.
     low = max(most, -(-int(own.sum()) // len(runs)))
     high = max(max_tokens, most)
-    while low < high:  # the smallest limit that needs no further run
+    while low < high:  # bisection for the smallest limit with this number of runs
         middle = (low + high) // 2
         if len(_fill(own, lengths, middle)) > len(runs):
             low = middle + 1
@@ -82,7 +82,8 @@ def neighbours(keys: Tensor, attended: Tensor) -> Neighbours:
     held = attended.bool().cpu()
     lengths = held.sum(-1)
     width = int(lengths.max()) if len(lengths) else 0
-    place = (~held).int().argsort(dim=-1, stable=True)[:, :width]  # tokens first, in their order
+    # Moves the tokens to the left in order, and the padding to the right.
+    place = (~held).int().argsort(dim=-1, stable=True)[:, :width]
     left = keys.cpu().gather(1, place.unsqueeze(-1).expand(-1, -1, keys.shape[-1]))
     inside = torch.arange(width) < lengths.unsqueeze(1)
     rows = left.masked_fill(~inside.unsqueeze(-1), -1).numpy()

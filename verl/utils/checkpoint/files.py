@@ -114,7 +114,7 @@ def write_file(folder: StrPath, name: str, write: Callable[[BinaryIO], object]) 
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         with unfinished.open("wb") as file:
-            with suppress(OSError):  # no locks there
+            with suppress(OSError):  # the file system has no locks
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             summing = _Summing(file)
             write(summing)  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ def remove_stale_files(folder: StrPath, world_size: int, rank: int, layout_name:
 
 
 def _remove_file(path: Path) -> None:
-    with suppress(FileNotFoundError, IsADirectoryError):  # a folder is not ours
+    with suppress(FileNotFoundError, IsADirectoryError):  # verl writes no folder under these names
         path.unlink()
 
 
@@ -538,7 +538,7 @@ def temporary_folder(folder: StrPath, name: str) -> Iterator[Path]:
         tempfile.TemporaryDirectory(UNFINISHED, f".{name}.", folder, ignore_cleanup_errors=True) as path,
         _handle_of(path, os.O_DIRECTORY) as handle,
     ):
-        with suppress(OSError):  # no locks there
+        with suppress(OSError):  # the file system has no locks
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Path(path)
 

@@ -27,7 +27,7 @@ class SaveMark:
         self.folder = Path(folder)
         self._path = self.folder / MARK_NAME
         self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        with suppress(OSError):  # without a lock or a name nobody removes the folder
+        with suppress(OSError):  # without the lock or the mark, no process will remove the folder
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(self._handle, _content_of(self._path), 0)
 

@@ -144,7 +144,7 @@ def _plain(field: pa.Field) -> pa.Field:
         kind = pa.map_(_plain(kind.key_field), _plain(kind.item_field))
     elif isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.JsonType):
         raise ValueError(kind.extension_name)
-    elif pa.types.is_nested(kind):  # views of lists, unions
+    elif pa.types.is_nested(kind):  # the remaining nested types: list views and unions
         raise ValueError(str(kind))
     return field.with_type(kind)
 
@@ -243,7 +243,7 @@ def concat_tables(paths: list[str], tables: list[pa.Table]) -> pa.Table:
             joined = pa.concat_tables([joined, table], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise _misfit(path, paths[0], error) from error
-    return joined.replace_schema_metadata(None)  # with it the library datasets would decode images itself
+    return joined.replace_schema_metadata(None)  # given this metadata, the datasets library would decode images itself
 
 
 def check_schemas(paths: list[str]) -> None:

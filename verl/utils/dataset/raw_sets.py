@@ -80,7 +80,7 @@ def gsm8k_tool_row(split: str, example: Row, index: int) -> Row:
 # ---- Geometry3K: figures with a question
 
 SIDE = 56  # pixels of a drawn figure
-CELL = 7  # pixels of a unit of length
+CELL = 7  # pixels per unit of length in a figure
 
 Figure = tuple[str, int, int]
 """(kind, width, height) in units."""

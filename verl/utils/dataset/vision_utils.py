@@ -84,7 +84,7 @@ def _target_size(image: ImageLike, loaded: Image.Image, factor: int, media: Medi
     if height and width:
         return smart_resize(height, width, factor)
     height, width = smart_resize(loaded.height, loaded.width, factor, least, most)
-    if height * width > MAX_TOKENS * factor**2:  # only the dict can ask for that
+    if height * width > MAX_TOKENS * factor**2:  # only possible if the image's dict sets its limits
         check_pixels(width, height, media)
     return height, width
 

@@ -74,9 +74,10 @@ def ask(folder: str, command: list[str]) -> bool:
         connection.sendall(content)
         if connection.recv(1) != b"y":
             return False
-        connection.sendall(b"y")  # now the server makes the process; Ray would take a second one for the same worker
+        # From here on only the server starts the process: Ray would take a second one for the same worker.
+        connection.sendall(b"y")
         connection.settimeout(None)
-        return connection.recv(1) != _FAILED  # otherwise the server has forked, or has ended
+        return connection.recv(1) != _FAILED  # any other answer: the server has forked, or has ended
 
 
 def main(folder: str, command: list[str]) -> None:

@@ -226,7 +226,8 @@ def chrome_trace(parts: Sequence[Part], clock: Clock, step: int) -> Trace:
             moved = Span(
                 each.name, each.start + offset, each.end + offset, each.category, each.group, each.on, each.args
             )
-            if each.on is None or each.category != "request":  # a request is the server's; a caller has its own span
+            # Requests are shown at the server only; the caller has another span.
+            if each.on is None or each.category != "request":
                 tracks.setdefault(part.process, []).append(moved)
             if each.on is not None:
                 tracks.setdefault(each.on, []).append(moved)

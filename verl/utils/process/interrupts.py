@@ -49,7 +49,7 @@ def keep_interrupts() -> None:
     global _is_installed, _report_others
     if threading.current_thread() is not threading.main_thread():
         return
-    if not _is_installed:  # the hooks that were registered last are the outermost ones
+    if not _is_installed:  # registered late, since the last registered hooks are the outermost ones
         _is_installed = True
         os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_child)
         _report_others = sys.unraisablehook

@@ -521,8 +521,8 @@ def _pickle_by_value(function: Function) -> bytes:
     module = external_module_of(function)
     if module is None:
         return cloudpickle.dumps(loader)
-    # Only for this pickle: registered for good, classes of the module would travel by value everywhere else too, and
-    # would not be the same class any more.
+    # The registration is undone after this pickle. Otherwise all later pickles would copy the module's classes by
+    # value, and a copied class is not the same class.
     cloudpickle.register_pickle_by_value(module)
     try:
         return cloudpickle.dumps(loader)

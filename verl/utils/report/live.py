@@ -183,7 +183,8 @@ def watch(folder: str | Path, interval_s: float = 1.0, steps: int | None = None)
     has_ended = False
     try:
         while True:
-            has_ended = not has_owner(Path(folder))  # looked up first, so that its last step is shown
+            # Checked before the update, so that the last step of an ended run is shown.
+            has_ended = not has_owner(Path(folder))
             if view.update() >= (steps or sys.maxsize) or has_ended:
                 break
             time.sleep(interval_s)

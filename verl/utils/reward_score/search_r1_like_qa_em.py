@@ -17,7 +17,7 @@ _CLOSE = "</answer>"
 _ARTICLES = ("a", "an", "the")
 _NUMBER = re.compile(r"(?<![\w.,-])([-\u2212]?)(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?![\d]|[.,]\d)")
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[^\w\s\0\1](?=\d)")
-_SIGNS = str.maketrans("\0\1", "-.")  # signs of numbers, kept while punctuation goes
+_SIGNS = str.maketrans("\0\1", "-.")  # restores signs and decimal points of numbers after the removal of punctuation
 
 
 def compute_score(

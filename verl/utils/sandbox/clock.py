@@ -80,7 +80,8 @@ class Clock:
         if self.cpu_s > self.cpu_limit_s:
             return CPU
         idle_s = self._watched_s - self._awake_s
-        if idle_s > self.idle_limit_s:  # the kernel adds a wait for a core when it is over: is one open?
+        # The kernel counts a wait for a core only when it has ended: subtract a wait that is still open.
+        if idle_s > self.idle_limit_s:
             idle_s -= max(group.open_wait_s(now) for group in self._groups)
             if idle_s > self.idle_limit_s:
                 return IDLE

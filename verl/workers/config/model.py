@@ -506,7 +506,7 @@ class ConfigFields(SimpleNamespace):
         kind = rope.setdefault("rope_type", rope.get("type", "default"))
         if kind in ("llama3", "yarn", "longrope"):
             length = getattr(self, "original_max_position_embeddings", None)
-            if length is not None:  # next to the parameters it goes first
+            if length is not None:  # transformers prefers this field to the one in the RoPE parameters
                 rope["original_max_position_embeddings"] = length
             elif hasattr(self, "max_position_embeddings"):
                 rope.setdefault("original_max_position_embeddings", self.max_position_embeddings)

@@ -56,7 +56,7 @@ def overridden(
         if name in (*ROPE_KEYS, *_ROPE_FIELDS):
             rope[name] = deepcopy(value)
         elif name in TEXT_NODES and isinstance(value, Mapping) and name not in fields and "vision_config" in fields:
-            fields = overridden(fields, value)  # an older file, which holds both side by side
+            fields = overridden(fields, value)  # an older config.json, with the text model's fields at the top level
         elif isinstance(value, Mapping) and isinstance(inner := fields.get(name), Mapping):
             fields[name] = overridden(inner, value)
         elif name in _DTYPES:

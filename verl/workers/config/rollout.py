@@ -275,7 +275,7 @@ class RolloutConfig(LogProbConfig):
         if self.name == "vllm":
             validation = self.val_kwargs.get("temperature", 0)
             for key, value in (("temperature", self.temperature), ("val_kwargs.temperature", validation)):
-                if value > MAX_TEMPERATURE_VLLM:  # vLLM would refuse the first request
+                if value > MAX_TEMPERATURE_VLLM:  # vLLM would reject the first request, long after the start
                     yield Violation(key, value, f"must be at most {MAX_TEMPERATURE_VLLM} with vllm")
         if self.batch_invariant and self.name == "hf":
             yield Violation("batch_invariant", True, "is not supported by hf: write null, or name=vllm")

@@ -40,7 +40,8 @@ def tokenizer_problems(path: str, hf_config: Mapping[str, Json] | None = None) -
     yield from (f"{name} {problem}: copy the tokenizer again" for name, problem in problems if problem is not None)
     if hf_config is not None and all(problem is None for _, problem in problems):
         problem = _read(folder / _GENERATION, files)
-        if problem is not None and problem.startswith("holds"):  # other broken ones count as none, as for transformers
+        # Transformers ignores a file that is broken in another way.
+        if problem is not None and problem.startswith("holds"):
             yield f"{_GENERATION} {problem}: copy the model again"
         yield from _token_problems(files, hf_config, folder)
 
@@ -178,7 +179,7 @@ def vocabulary_of(folder: Path) -> dict[str, int]:
     decoder = files.get("tokenizer_config.json", {}).get("added_tokens_decoder")
     entries = decoder.items() if isinstance(decoder, dict) else ()
     later = [{**each, "id": int(n)} for n, each in entries if isinstance(each, dict) and str(n).isdecimal()]
-    return _ids_of_added(later) | ids  # a token that the other files have keeps its id
+    return _ids_of_added(later) | ids  # ids of the other files have precedence
 
 
 def _ids(vocab: Json) -> dict[str, int]:

@@ -130,7 +130,7 @@ class ActorRolloutRefWorker(EngineWorker):
         """Build the parts of the role: training engine, reference engine, rollout and the manager between them."""
         if self._is_rollout:
             self._begin_rollout()
-        # Code of a user that runs in between may read the weights.
+        # Loading in the background is safe only if no user code runs meanwhile, which could read unloaded weights.
         is_plain = is_own(type(self)) and self.model_config.external_lib is None
         with load_in_background() if self._is_rollout and is_plain else nullcontext():
             if self._is_actor:
@@ -467,7 +467,8 @@ class ActorRolloutRefWorker(EngineWorker):
             else:
                 metrics = self.update("actor", data, config, partial(ppo_loss, config), spec, prepare)
         metrics = finish_gap_metrics(metrics) | memory_metrics()
-        if is_vision_config(self.model_config.hf_config):  # each rank counts for all, as the driver averages over them
+        # Multiply by the world size, because the driver averages metrics over ranks.
+        if is_vision_config(self.model_config.hf_config):
             metrics["multi_modal/bytes_fetched"] = float(take_fetched_bytes() * self.world_size)
         return DataProto(meta_info={"metrics": metrics})
 

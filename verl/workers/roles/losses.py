@@ -80,7 +80,7 @@ def _kl_to_reference(kl_loss_type: str, model_output: ModelOutput, batch: Mappin
     Raises: ValueError if the engine has not computed the exact divergence.
     """
     if kl_loss_type != "full":
-        # Outside the mask ``log_probs`` are 0, too.
+        # Zero outside the mask, as ``log_probs`` are, so that the difference is zero there.
         reference = torch.where(batch["response_mask"].bool(), batch["ref_log_prob"], 0.0)
         return kl_penalty(model_output["log_probs"], reference, kl_loss_type)
     if "full_kl" not in model_output:

@@ -153,7 +153,7 @@ class _ActorForward(Forward):
     spec: PassSpec = PassSpec()
 
     def __call__(self, rows: DataProto, spec: PassSpec) -> dict[str, Tensor]:
-        if spec.full_kl:  # the method has no place for the divergence from a reference
+        if spec.full_kl:  # the actor's own method cannot return the divergence from a reference
             return self.run(rows, spec)
         assert self.actor is not None
         self.spec = spec

@@ -62,7 +62,7 @@ class RewardModelWorker(EngineWorker):
         config = self.config
         was_checked = cached_folder(config.model.path) is not None
         model_config = config.model.as_model_config()
-        # A folder that was there before is checked before the run starts.
+        # A model that was already on this machine was checked before the run started.
         if config.model.input_tokenizer is not None and not was_checked:
             check_template({}, model_config.tokenizer.chat_template)
         if config.is_generative:

@@ -84,9 +84,11 @@ def _text_fields(engine: str, text: "PretrainedConfig", context_length: int, spa
         is_scaled = is_scaled or kind not in ("default", "mrope")
         _check(engine, layer, kind, parameters, context_length)
         new = _parameters(engine, text, layer, kind, copy(parameters), context_length)
-        if kind == "longrope":  # the engine's table of short factors, which are the chosen ones, covers all positions
+        # The chosen factors are written as short factors, so the short table must cover all positions.
+        if kind == "longrope":
             new["original_max_position_embeddings"] = context_length + spare_tokens
-            if getattr(text, "original_max_position_embeddings", None) is not None:  # engines read it before the other
+            # Engines prefer this field to the one in the parameters.
+            if getattr(text, "original_max_position_embeddings", None) is not None:
                 fields["original_max_position_embeddings"] = context_length + spare_tokens
         if new != parameters:
             changed[layer] = new

@@ -229,7 +229,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         if self._heart is None and not self._is_hybrid:
             await self._begin()
         prompt = self._form.prompt(request)
-        if not self._is_paused:  # otherwise the request waits, for weights too if there are none
+        if not self._is_paused:  # a paused engine keeps the request waiting, even until it has weights
             self._check_usable()
         params = self._form.params(request)
         request_id = request.request_id
@@ -253,7 +253,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
             del self._open[request_id][entry.key]
             if not self._open[request_id]:
                 del self._open[request_id]
-        if output.finish_reason == ABORTED and not entry.aborted:  # vLLM answers this when it is told to end
+        if output.finish_reason == ABORTED and not entry.aborted:  # vLLM returns this when its process is told to end
             raise self._end("its engine has ended a request that nobody aborted")
         return output
 
@@ -278,7 +278,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
             while entry.started and entry.key in self._open.get(request_id, {}):
                 if await self._ask(self._engine.abort(entry.key), "the end of a request"):
                     break
-                await asyncio.sleep(_POLL_S)  # the request is on its way to the engine
+                await asyncio.sleep(_POLL_S)  # the engine does not know the request yet
         return bool(entries)
 
     async def health(self, timeout_s: float = 10.0) -> dict[str, float]:

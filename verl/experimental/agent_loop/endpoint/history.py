@@ -112,7 +112,8 @@ class ChatHistory:
         if not isinstance(written, Appended):
             return None
         ids = written.token_ids
-        return ids[1:] if not stopped and ids[:1] == [last] else ids  # a stop text may be the end of the turn
+        # The sampled stop text may already be the end-of-turn token.
+        return ids[1:] if not stopped and ids[:1] == [last] else ids
 
 
 @dataclass

@@ -268,7 +268,7 @@ def named_parameters(model: GPTModel, hf_config: "PretrainedConfig", is_value_mo
                 rule = layer_rules.get(rest)
             name = f"{prefix}{layer}.{rest}"
         if rule is None:
-            if is_buffer:  # positions and counts, which checkpoints do not hold
+            if is_buffer:  # such as positions and counts, which checkpoints do not hold
                 continue
             raise ValueError(f"no rule maps Megatron-Core's {name!r} to checkpoint tensors")
         names = tuple(each.format(layer=layer, expert=expert) for each in rule.names)

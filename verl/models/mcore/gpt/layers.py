@@ -337,7 +337,7 @@ class FusedHead:
         self.request = None
         if request is None:
             return self._plain(hidden, weight=weight, **kwargs)
-        self._parameters.bind(hidden, weight=weight, **kwargs)  # an unknown one fails as it does without a request
+        self._parameters.bind(hidden, weight=weight, **kwargs)  # raises the usual TypeError for an unknown keyword
         first, last = vocab_range(self._vocab_size, self._tp_group)
         mine = (request.labels >= first) & (request.labels < last)
         log_probs, entropy = linear_log_probs_and_entropy(

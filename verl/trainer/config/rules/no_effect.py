@@ -154,7 +154,8 @@ def idle_keys(run: RunConfig, tree: Mapping[str, Json]) -> Iterator[Violation]:
     for switch, off, node, names, reason in IDLE + own + switched:
         if select(tree, switch) != off or (node.startswith("critic") and run.critic is None):
             continue
-        if switch == f"{ROLLOUT}.mode" and shared.rollout.serves != (off == "async"):  # the mode alone does not decide
+        # Other keys may also make the rollout serve, whatever the mode.
+        if switch == f"{ROLLOUT}.mode" and shared.rollout.serves != (off == "async"):
             continue
         if not run.reward_model.enable and any(key.startswith(_OF_AN_ENABLED_REWARD_MODEL) for key in (switch, node)):
             continue
@@ -186,7 +187,8 @@ def free_entries(run: RunConfig, tree: Mapping[str, Json], roles: Mapping[str, s
     for node in free_nodes(tree):
         reason = next((roles[role] for role in roles if is_under(node, [role])), None)
         entries = select(tree, node)
-        followed = select(tree, f"{policy}.{node.rpartition('.')[2]}")  # the reference and the reward model follow it
+        # The actor's node, from which reference and reward model take their defaults.
+        followed = select(tree, f"{policy}.{node.rpartition('.')[2]}")
         if reason is None or not isinstance(entries, Mapping) or entries == followed:
             continue
         default = default_of(run, node)

@@ -69,7 +69,7 @@ def _place_rules(tree: Tree) -> Iterator[Violation]:
         for key in _OF_THE_RUN:
             if key in node:
                 yield Violation(f"{role}.profiler.{key}", node[key], f"is set for the run: write {_GLOBAL}.{key}")
-        if node.get("tool_config") not in seen:  # roles may share the actor's node
+        if node.get("tool_config") not in seen:  # roles may share a node: check it once
             yield from _tool_config_rules(f"{role}.profiler.tool_config", node.get("tool_config"), TOOLS)
         seen.append(node.get("tool_config"))
     yield from tool_rules(tree)

@@ -52,7 +52,8 @@ def _needs_of_the_layout(run: RunConfig) -> Iterator[_Need]:
     shared = run.actor_rollout_ref
     actor = shared.actor
     rollout = shared.rollout
-    can_share = rollout.name not in ENGINES or ENGINES[rollout.name].shares_weights  # else its class answers
+    # A user's engine class is asked later.
+    can_share = rollout.name not in ENGINES or ENGINES[rollout.name].shares_weights
     yield _Need(f"{_ROLLOUT}.name", rollout.name, can_share, "write vllm", f"{rollout.name} cannot hold them")
     hybrid = shared.hybrid_engine
     size = run.trainer.world_size

@@ -129,7 +129,7 @@ class Checker(Peer):
         if not isinstance(value, Guarded):
             return type(value)
         found = self.ask("class", value)
-        if not isinstance(found, Guarded):  # the program may say so of any object
+        if not isinstance(found, Guarded):  # the program may claim one of Python's classes for any object
             self.refuse("it asks for the class of an object, which the program says is one of Python")
         return found
 
@@ -167,7 +167,8 @@ class Checker(Peer):
         except (StopIteration, StopAsyncIteration) as error:
             if self._expects_stop or given[0] == "__next__" or any(each._remote_id in self._steps for each in operands):
                 raise
-            raise RuntimeError(f"the program raised {type(error).__name__}") from error  # else map() would end
+            # A StopIteration would end map() silently.
+            raise RuntimeError(f"the program raised {type(error).__name__}") from error
         if captures:
             sys.stdout.write(output)
         if isinstance(result, Guarded):

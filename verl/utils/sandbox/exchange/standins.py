@@ -89,7 +89,8 @@ def is_same(one: Value, other: Value) -> bool:
 
 def _unary(name: str) -> Callable[..., Value]:
     def ask(self: Remote, *given: Value) -> Value:
-        return self._remote_unary(name, *(() if name == "__exit__" else given))  # an error of the test is the test's
+        # The program does not see the exception of the test.
+        return self._remote_unary(name, *(() if name == "__exit__" else given))
 
     return ask
 

@@ -143,7 +143,7 @@ def _wrapped(model: "PreTrainedModel", lora: "LoraConfig") -> nn.Module:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        # peft sets these patterns itself for experts, and then looks for them among the other layers.
+        # peft itself sets these patterns for experts, and then warns that no other layer matches them.
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         module: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=False)
     return module

@@ -413,7 +413,7 @@ class MegatronEngine(BaseEngine):
 
     def finish_checkpoint(self, wait: bool = True) -> bool:
         """Complete an asynchronous save; returns whether none is left. Collective."""
-        # Without a manager nothing was saved, and to make one needs the files of the model.
+        # If no manager exists, nothing was saved. Creating one here would need the model's files.
         return "checkpoint_manager" not in vars(self) or self.checkpoint_manager.finish_checkpoint(wait)
 
     @cached_property

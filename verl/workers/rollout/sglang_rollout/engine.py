@@ -92,7 +92,8 @@ class SGLangEngine:
         watchdog.stop()  # the watchdog ends this process when a process of the engine is gone
         self._names = {process.pid: name for process, name in zip(watchdog._processes, watchdog._names, strict=True)}
         self._manager._subprocess_watchdog = None
-        for pid in set(self.pids) - {process.pid for process in self._processes}:  # schedulers of a controller
+        # Schedulers that SGLang's data-parallel controller has started.
+        for pid in set(self.pids) - {process.pid for process in self._processes}:
             self._descendants[os.pidfd_open(pid)] = pid
             self._names[pid] = "scheduler"
         self.context_length: int = self._manager.context_len
@@ -245,7 +246,7 @@ class SGLangEngine:
             self._listen()
             self._is_paused = True
             await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
-        await self.ping()  # the answer comes after the pause
+        await self.ping()  # schedulers answer in order, so the pause has taken effect then
 
     async def resume(self) -> None:
         """Go on.

@@ -159,7 +159,7 @@ def draw_by_seeds() -> None:
             return draw_limited(probs, top_ks, top_ps, min_ps, need_min_p_sampling, None, positions, **more)
         kept = keep_likely(probs, top_ks, top_ps, min_ps)
         is_limited = (top_ks < probs.shape[1]) | (top_ps < 1) | (min_ps > 0)
-        rows = (is_limited & (top_ks > 1)).nonzero()[:, 0]  # one token: SGLang's form of taking the most likely
+        rows = (is_limited & (top_ks > 1)).nonzero()[:, 0]  # top_k = 1 is SGLang's form of greedy decoding
         drawn_from.update(kept=kept, rows=rows)
         return draw_by_seed(kept, sampling_seed, positions).to(torch.int32)
 
@@ -390,7 +390,8 @@ def penalise_tokens_of_prompts() -> None:
             penalty = request.sampling_params.repetition_penalty
             if penalty != 1:
                 tokens = {*request.origin_input_ids, *request.output_ids}
-                seen = [token for token in tokens if token < penalties.shape[1]]  # others stand for images
+                # Larger ids are placeholders of images.
+                seen = [token for token in tokens if token < penalties.shape[1]]
                 penalties[row, torch.tensor(seen, device=penalties.device)] = penalty
 
     BatchedRepetitionPenalizer._prepare = prepare_with_prompts

@@ -188,7 +188,7 @@ class _Record(TorchDispatchMode):
             if owners is not None:
                 self._note(owners, args[0], _written(func, args))
             elif self._tensor is not None and _address(args[0]) == _address(self._tensor):
-                self._tensor = None  # no longer what arrived: the loader of Gemma adds 1 to it in place
+                self._tensor = None  # changed in place after its arrival, as Gemma's loader does, which adds 1
         return result
 
     def _note(self, owners: list[tuple[str, nn.Parameter]], target: Tensor, source: Tensor | None) -> None:

@@ -39,7 +39,7 @@ class vLLMAsyncRollout(vLLMRollout, RolloutServer):
         super().__init__(config, model_config, device_mesh)
         self.run_step: int | None = None  # step of the trainer, for messages
         self._serial = itertools.count()
-        self._changed_at = time.monotonic()  # when the weights changed; a request that began later has seen no others
+        self._changed_at = time.monotonic()  # time of the last weight change; a later request uses only these weights
         self._keys: dict[str, set[str]] = {}  # keys of the open requests by the id that the caller gave
         engine = self._llm.model_config
         self._form = VLLMRequestForm(
@@ -61,7 +61,7 @@ class vLLMAsyncRollout(vLLMRollout, RolloutServer):
     async def answer(self, request: GenerationRequest) -> TokenOutput:
         """Continue a prompt; see ``RolloutServer.answer``."""
         prompt = self._form.prompt(request)
-        if not self._loop.is_paused:  # otherwise the request waits, for weights too if there are none
+        if not self._loop.is_paused:  # a paused engine keeps the request waiting, even until it has weights
             self._check_usable()
         params = self._form.params(request)
         request_id = request.request_id

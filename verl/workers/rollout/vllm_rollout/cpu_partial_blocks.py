@@ -47,7 +47,8 @@ class PartialBlocks:
         missing = request.num_tokens - 1 - num_computed
         number = num_computed // self._block_tokens
         if missing == self._block_tokens - 1 and number < len(request.block_hashes):
-            block = self._usable(request.block_hashes[number] + _GROUP)  # vLLM has left it out for its last token
+            # VLLM leaves out the last full block, to compute at least one token.
+            block = self._usable(request.block_hashes[number] + _GROUP)
             if block is not None:
                 return block, missing
         for count in range(min(missing, self._block_tokens - 1), 0, -1):

@@ -516,7 +516,7 @@ def zero_dummy_weights() -> None:
         is_plain = tensor.is_floating_point() and not tensor.is_meta and not (args or more)
         if is_plain and getattr(tensor, "dummy_weight_value", None) is None:
             tensor.detach().zero_()
-        else:  # a value that the layer needs, or a tensor that comes later
+        else:  # a special value that the layer asks for, or a tensor that is not materialized yet
             draw(tensor, *args, **more)
 
     dummy_loader.initialize_single_dummy_weight = fill

@@ -40,7 +40,8 @@ def import_traces_on_use() -> None:
     with hidden([_API]):
         tracing = importlib.import_module("vllm.tracing")
     load = functools.cache(functools.partial(_load, tracing))
-    # Without a traceback of this import; if the next one fails, ``init_otel_tracer`` tells why.
+    # The failed import was intended, so its traceback is dropped. If the real import fails later, ``init_otel_tracer``
+    # reports the reason.
     vars(tracing).update(SpanKind=_SpanKind(load), otel_import_error_traceback=None)
     tracing._REGISTERED_TRACING_BACKENDS["otel"] = (
         lambda: True,
