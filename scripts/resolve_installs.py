@@ -4,18 +4,23 @@ Run it before a release.
 
     python scripts/resolve_installs.py [--only NAME ...] [--out DIR]
 
-It needs a package index, and downloads metadata for some minutes. It prints a table, and ends with 1 if an install
-cannot be resolved, or brings a torch outside the bounds of pyproject.toml or for another CUDA than the image.
+It asks PyPI, or the index in PIP_INDEX_URL, for some minutes: the newest pip reads the metadata of wheels without
+downloading them. It prints a table, and ends with 1 if an install cannot be resolved, or brings a torch outside the
+bounds of pyproject.toml or for another CUDA than the image.
 """
 
 import argparse
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
@@ -87,15 +92,45 @@ def problems(resolved: Resolved) -> Iterator[str]:
         yield f"torch asks for CUDA {resolved.cuda}, and docker/Dockerfile.cuda has {image}"
 
 
-def resolve(wanted: Sequence[str], report: Path) -> Resolved:
+def public_index(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which pip uses its index alone.
+
+    A machine may add wheels and constraints of its own, such as a CPU build of torch, which pip would prefer.
+    """
+    added = ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONSTRAINT")
+    return {name: value for name, value in environment.items() if name not in added} | {"PIP_CONFIG_FILE": os.devnull}
+
+
+def copy_metadata(folder: Path) -> None:
+    """Copy the files that declare the requirements, since setuptools writes to the folder in which it reads them."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "verl/__init__.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+
+
+def install_pip(folder: Path) -> Path:
+    """Install the newest pip into a folder and return its path; a dry run of an old one downloads every wheel."""
+    words = ["-m", "pip", "install", "--quiet", "--target", str(folder), "pip"]
+    subprocess.run([sys.executable, *words], env=public_index(os.environ), check=True)
+    return folder / "pip"
+
+
+def resolve(wanted: Sequence[str], report: Path, pip: Path) -> Resolved:
     """Let pip resolve an install into an empty environment.
 
     Raises: RuntimeError with pip's message if it cannot be resolved.
     """
-    words = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-    done = subprocess.run(
-        [*words, "--report", str(report), *wanted], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
-    )
+    words = [sys.executable, str(pip), "install", "--dry-run", "--ignore-installed", "--quiet"]
+    with TemporaryDirectory() as folder:
+        copy_metadata(Path(folder))
+        done = subprocess.run(
+            [*words, "--use-feature=fast-deps", "--report", str(report), *wanted],
+            cwd=folder,
+            env=public_index(os.environ),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+        )
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise RuntimeError((errors or [done.stderr.strip()])[0])
@@ -108,17 +143,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=INSTALLS, default=[*INSTALLS], help="names of installs")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "installs", help="folder of pip's reports")
     given = parser.parse_args(arguments)
-    given.out.mkdir(parents=True, exist_ok=True)
+    folder = given.out.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     print(f"| install | CUDA | {' | '.join(SHOWN)} |\n|{'---|' * (len(SHOWN) + 2)}")
     wrong = []
-    for name in given.only:
-        try:
-            found = resolve(INSTALLS[name], given.out / f"{name.replace('/', ' ')}.json")
-        except RuntimeError as error:
-            wrong.append(f"{name}: {error}")
-            continue
-        print(f"| {name} | {found.cuda} | {' | '.join(found.versions.get(each, '') for each in SHOWN)} |", flush=True)
-        wrong += [f"{name}: {problem}" for problem in problems(found)]
+    with TemporaryDirectory() as temporary, ThreadPoolExecutor() as pool:
+        pip = install_pip(Path(temporary))
+        reports = {name: folder / f"{name.replace('/', ' ')}.json" for name in given.only}
+        answers = {name: pool.submit(resolve, INSTALLS[name], report, pip) for name, report in reports.items()}
+        for name, answer in answers.items():
+            try:
+                found = answer.result()
+            except RuntimeError as error:
+                wrong.append(f"{name}: {error}")
+                continue
+            row = [name, str(found.cuda), *(found.versions.get(each, "") for each in SHOWN)]
+            print(f"| {' | '.join(row)} |", flush=True)
+            wrong += [f"{name}: {problem}" for problem in problems(found)]
     for line in wrong:
         print(line, file=sys.stderr)
     return int(bool(wrong))

@@ -2,8 +2,10 @@
 
 import json
 import re
+import zipfile
 from pathlib import Path
 
+import pip
 import pytest
 from packaging.requirements import Requirement
 
@@ -104,9 +106,34 @@ def test_what_the_script_refuses() -> None:
 def test_a_resolution_that_fails_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(wanted: object, file: Path) -> Resolved:
+    def fail(*asked: object) -> Resolved:
         raise RuntimeError("ERROR: ResolutionImpossible")
 
+    monkeypatch.setattr(resolve_installs, "install_pip", lambda folder: folder)
     monkeypatch.setattr(resolve_installs, "resolve", fail)
     assert resolve_installs.main(["--only", "vLLM", "--out", str(tmp_path)]) == 1
     assert "vLLM: ERROR: ResolutionImpossible" in capsys.readouterr().err
+
+
+def write_wheel(folder: Path, version: str) -> None:
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        about = f"torch-{version}.dist-info"
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    (folder / "index.html").write_text(f'<a href="{Path(str(wheel.filename)).name}">torch</a>')
+
+
+def test_wheels_of_the_machine_do_not_answer_for_the_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pip prefers 2.13.0+cpu to 2.13.0, which the index has."""
+    index, added, configured = (tmp_path / name for name in ("index/torch", "added", "configured"))
+    write_wheel(index, "2.13.0")
+    write_wheel(added, "2.13.0+cpu")
+    write_wheel(configured, "2.13.1+cpu")
+    (tmp_path / "pip.conf").write_text(f"[global]\nfind-links = {configured}\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(added))
+    monkeypatch.setenv("PIP_INDEX_URL", index.parent.as_uri())
+    found = resolve_installs.resolve(["torch"], tmp_path / "report.json", Path(pip.__file__).parent)
+    assert found.versions == {"torch": "2.13.0"}
