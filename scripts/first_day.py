@@ -348,12 +348,13 @@ TINY: Mapping[str, Any] = {
 
 def make_model(name: str, folder: Path, device: str) -> None:
     """Write a model with random weights in bf16, and a byte-level tokenizer."""
+    kind, sizes = MODELS[name]
+
     import torch
     import transformers
 
     from examples import tiny_model
 
-    kind, sizes = MODELS[name]
     torch.manual_seed(0)
     if kind == "qwen2_5_vl":
         small = {"hidden_size": 128, "num_layers": 2}
@@ -367,6 +368,21 @@ def make_model(name: str, folder: Path, device: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def make_model_once(name: str, models: Path, device: str) -> bool:
+    """Write a model unless it is there, in a process whose end frees the device; return whether it is there."""
+    if (models / name / "config.json").exists():
+        return True
+    print(f"Writing the model {name} to {models}", flush=True)
+    unfinished = models / f"{name}.unfinished"
+    maker = get_context("spawn").Process(target=make_model, args=(name, unfinished, device))
+    maker.start()
+    maker.join()
+    if maker.exitcode:
+        return False
+    unfinished.rename(models / name)
+    return True
 
 
 def make_files(folder: Path) -> None:
@@ -624,15 +640,13 @@ def run_all(suite: str, cases: Sequence[Case], device: str, folder: Path, models
     for case in cases:
         if not case.continues:
             shutil.rmtree(folder / case.name, ignore_errors=True)
-        if case.commands is None and not (models / case.model / "config.json").exists():
-            print(f"[first_{suite}] writes the model {case.model} to {models}", flush=True)
-            maker = get_context("spawn").Process(target=make_model, args=(case.model, models / case.model, device))
-            maker.start()  # a process of its own, whose end frees all device memory
-            maker.join()
         print(f"[first_{suite}] {case.name}: {case.shows}", flush=True)
+        ready = case.commands is not None or make_model_once(case.model, models, device)
         left = deadline - time.monotonic()
         row = {"case": case.name, "result": "not run: no time left"}
-        if left > 0:
+        if not ready:
+            row["result"] = f"failed: the model {case.model} could not be written to {models}: see the error above"
+        elif left > 0:
             row = run(case, device, folder, models, min(case.limit_s, left) if device == "cuda" else 3600)
         rows.append(row)
         (folder / "table.md").write_text(f"{head}\n\n{table(rows)}\n", encoding="utf-8")

@@ -107,6 +107,15 @@ def test_a_node_stops_at_the_first_failure_and_one_gpu_goes_on(tmp_path: Path, m
         assert written.count("| fails | failed: no GPU |") == rows and "versions" in written
 
 
+def test_a_model_that_cannot_be_written_fails_its_case_and_leaves_no_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(first_day, "make_files", lambda folder: None)
+    monkeypatch.setattr(first_day, "versions", lambda device: "versions")
+    case = Case("trains", "", model="unknown")
+    assert first_day.run_all("gpu", [case], "cpu", tmp_path / "out", tmp_path / "models") == 1
+    assert "| trains | failed: the model unknown could not be written" in (tmp_path / "out/table.md").read_text()
+    assert not (tmp_path / "models/unknown").exists()
+
+
 def test_a_resumed_case_brings_the_one_that_it_continues() -> None:
     assert [case.name for case in chosen_cases("node", ["resumed-after-update"])] == [
         "killed-in-update",
