@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO: DeepSeek-LLM-7B-Chat on GSM8K with micro-batches of a number of tokens, one node of 8 GPUs.
+# GRPO: DeepSeek-LLM-7B-Chat on GSM8K with dynamic micro-batches, one node of 8 GPUs.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euo pipefail
 

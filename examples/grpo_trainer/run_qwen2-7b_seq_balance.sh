@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO: Qwen2-7B-Instruct on GSM8K with micro-batches of a number of tokens, one node of 8 GPUs.
+# GRPO: Qwen2-7B-Instruct on GSM8K with dynamic micro-batches, one node of 8 GPUs.
 # ROLLOUT_MODE=sync generates a batch at a time instead of by agent loops.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
 set -euxo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO with images: Qwen2.5-VL-7B-Instruct on Geometry3K, micro-batches of a number of tokens, eight GPUs with 80 GB.
+# GRPO with images: Qwen2.5-VL-7B-Instruct on Geometry3K, dynamic micro-batches, eight GPUs with 80 GB.
 # Data first: python3 examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k
 # Arguments: the rollout engine (vllm unless given), then overrides.
 set -euxo pipefail

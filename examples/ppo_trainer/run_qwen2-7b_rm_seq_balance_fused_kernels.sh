@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with a critic on the scores of a reward model, with micro-batches of a number of tokens and a head that makes no
+# PPO with a critic on the scores of a reward model, with dynamic micro-batches and a head that makes no
 # logits: Qwen2-7B-Instruct on the prompts of GSM8K and MATH, one node of 8 GPUs.
 # Data first: gsm8k.py and math_dataset.py of examples/data_preprocess, into ~/data/gsm8k and ~/data/math
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with a critic: Qwen2-7B-Instruct on GSM8K and MATH with micro-batches of a number of tokens, one node of 8 GPUs.
+# PPO with a critic: Qwen2-7B-Instruct on GSM8K and MATH with dynamic micro-batches, one node of 8 GPUs.
 # Data first: gsm8k.py and math_dataset.py of examples/data_preprocess, into ~/data/gsm8k and ~/data/math
 set -euxo pipefail
 
